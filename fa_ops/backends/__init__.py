@@ -1,0 +1,18 @@
+"""Implementations. No backend imports another (all may import `dropout`, the shared random rule), and none knows the dispatcher.
+
+Every backend is a module (or package) with these functions; `Spec`, `Packing` and `Gradients` are in `fa_ops.types`:
+
+    available_error() -> str | None                      why it cannot run on this machine at all
+    support_error(q, k, v, spec) -> str | None           why it cannot run this call, and what can; also called with packed (T, H, D) tensors
+    forward(q, k, v, spec) -> (out, lse)
+    backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
+    varlen_forward(q, k, v, packing, spec) -> (out, lse)
+    varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
+    merge_states(outs, lses) -> (out, lse)
+
+What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops` answers zero-sized calls itself); the last
+dimension of q, k, v is contiguous, all other strides are arbitrary (also 0). What they must give: out (B, Hq, Sq, Dv) in q's dtype, laid out
+(B, Sq, Hq, Dv) in memory; lse fp32 (fp64 for fp64), contiguous (B, Hq, Sq); varlen: out (Tq, Hq, Dv) contiguous, lse (Hq, Tq), rows outside
+every sequence 0 and -inf; gradients with the memory layout of `torch.empty_like`; `Gradients.attn_mask` summed over broadcast dimensions, in the
+mask's shape and dtype. Never an alias of an input.
+"""

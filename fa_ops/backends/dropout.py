@@ -1,0 +1,39 @@
+"""One dropout rule for every backend: a counter-based hash of (seed, batch, head, query, key), identical bit for bit on CPU and GPU.
+
+A weight at (b, h, i, j) is dropped when `hash32(seed, b * Hq + h, i, j) < floor(p * 2**32)`. The hash is three rounds of a 32-bit
+avalanche finaliser (xor-shift, multiply); `backends/triton/primitives.py` states the same three rounds in uint32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The 32-bit finaliser with multipliers 0x7FEB352D and 0x846CA68B, on int64 tensors holding 32-bit values."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def row_keys(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
+    """Hash of everything but the key index. Shapes broadcast; `batch_head` is b * Hq + h. Returns int64 holding 32 bits."""
+    seed = seed.reshape(()).to(torch.int64)
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    stream = _mix(((batch_head.long() * 0x9E3779B9) + high) & _MASK) ^ low
+    return _mix((stream + rows.long() * 0x85EBCA6B) & _MASK)
+
+
+def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+    """Bool tensor, True where the weight survives. Index tensors broadcast against each other."""
+    keys = row_keys(seed, batch_head, rows)
+    return _mix((keys + cols.long() * 0xC2B2AE35) & _MASK) >= threshold(p)
+
+
+def threshold(p: float) -> int:
+    return min(int(p * 2**32), _MASK)

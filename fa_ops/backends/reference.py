@@ -1,0 +1,192 @@
+"""The oracle: dense attention in fp64, every feature, ordinary differentiable torch code. It defines the semantics and is never used for speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import dropout
+from fa_ops.types import Gradients, Packing, Spec, default_scale
+
+
+def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
+    """Bool (B, Hq or 1, Sq, Sk), True where query i of head h in batch b attends key j."""
+    j = torch.arange(Sk, device=device)
+    lens = torch.full((B,), Sk, device=device) if spec.kv_lens is None else spec.kv_lens.long()
+    lens = lens.view(B, 1, 1, 1)
+    diagonal = torch.arange(Sq, device=device).view(Sq, 1) + lens - Sq
+    keep = (j < lens).expand(B, 1, Sq, Sk)
+    if spec.is_causal:
+        keep = keep & (j <= diagonal)
+    if spec.window_left >= 0:
+        keep = keep & (j >= diagonal - spec.window_left)
+    if spec.window_right >= 0:
+        keep = keep & (j <= diagonal + spec.window_right)
+    if spec.key_ranges is not None:
+        keep = keep & (j >= spec.key_ranges[..., :1]) & (j < spec.key_ranges[..., 1:])
+    if spec.attn_mask is not None and spec.attn_mask.dtype == torch.bool:
+        keep = keep & spec.attn_mask
+    return keep
+
+
+def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
+    """From q.k products (B, Hq, Sq, Sk) to scores: scale, softcap, ALiBi and float mask applied; -inf where masked."""
+    B, Hq, Sq, Sk = products.shape
+    s = default_scale(spec, head_dim) * products
+    if spec.softcap > 0:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    if spec.alibi_slopes is not None:
+        lens = Sk if spec.kv_lens is None else spec.kv_lens.view(B, 1, 1, 1)
+        i = torch.arange(Sq, device=s.device).view(Sq, 1)
+        distance = (i + lens - Sq - torch.arange(Sk, device=s.device)).abs()
+        s = s - spec.alibi_slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
+    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
+        s = s + spec.attn_mask.to(s.dtype)
+    return s.masked_fill(~keep_mask(spec, B, Hq, Sq, Sk, s.device), float("-inf"))
+
+
+def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax with an optional sink: (p, lse); p = 0 and lse = -inf for rows with nothing to attend, with zero gradients."""
+    m = s.detach().amax(-1, keepdim=True)
+    column = None if sinks is None else sinks.to(s.dtype).view(1, -1, 1, 1)
+    if column is not None:
+        m = torch.maximum(m, column.detach())
+    m = m.masked_fill(m == float("-inf"), 0.0)
+    e = torch.exp(s - m)
+    total = e.sum(-1, keepdim=True)
+    if column is not None:
+        total = total + torch.exp(column - m)
+    dead = total == 0
+    total = total.masked_fill(dead, 1.0)
+    lse = (m + total.log()).masked_fill(dead, float("-inf"))
+    return e / total, lse.squeeze(-1)
+
+
+def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
+    """p @ v where a NaN or Inf in v reaches only the rows that attend it (a plain product would spread 0 * NaN)."""
+    bad = ~torch.isfinite(v)
+    if not bool(bad.any()):
+        return p @ v
+    out = p @ v.masked_fill(bad, 0.0)
+    touched = (attended.to(p.dtype) @ bad.to(p.dtype)) > 0
+    return torch.where(touched, torch.full_like(out, float("nan")), out)
+
+
+def dropout_factor(shape: torch.Size, spec: Spec, device: torch.device, first_batch: int = 0) -> Tensor:
+    """(B, Hq, Sq, Sk): 0 where dropped, 1 / (1 - p) where kept."""
+    B, Hq, Sq, Sk = shape
+    index = (torch.arange(B * Hq, device=device) + first_batch * Hq).view(B, Hq, 1, 1)
+    rows, cols = torch.arange(Sq, device=device).view(Sq, 1), torch.arange(Sk, device=device)
+    keep = dropout.keep_mask(spec.dropout_seed, index, rows, cols, spec.dropout_p)
+    return keep / max(1.0 - spec.dropout_p, 2.0**-32)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the dtype of q, k, v, which the caller has raised to fp64; autograd runs through it.
+
+    `first_batch` is the batch index of row 0 in the dropout stream: varlen sequences are dropped as the batch they form.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = modify_scores(q @ k.transpose(-1, -2), spec, q.shape[-1])
+    p, lse = weights(s, spec.sinks)
+    if spec.dropout_p > 0:
+        p = p * dropout_factor(p.shape, spec, p.device, first_batch)
+    return apply_weights(p, v, s > float("-inf")), lse
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """(B, Hq, Sq, Dv) in q's dtype and laid out (B, Sq, Hq, Dv) in memory; lse fp32 (fp64 for fp64)."""
+    out, lse = dense(q.double(), k.double(), v.double(), spec)
+    return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Packed sequences one by one: q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) give out (Tq, Hq, Dv), lse (Hq, Tq)."""
+    q_ends, k_ends = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
+    outs, lses = [out[: q_ends[0]]], [lse[:, : q_ends[0]]]
+    for b in range(len(q_ends) - 1):
+        rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+        one = [t.transpose(0, 1).unsqueeze(0) for t in (q[rows], k[keys], v[keys])]
+        o, m = dense(*one, sequence_spec(spec, b), first_batch=b)
+        outs.append(o.squeeze(0).transpose(0, 1))
+        lses.append(m.squeeze(0))
+    outs.append(out[q_ends[-1] :])
+    lses.append(lse[:, q_ends[-1] :])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def sequence_spec(spec: Spec, b: int) -> Spec:
+    """The spec of sequence b alone."""
+    slopes = spec.alibi_slopes
+    return spec._replace(
+        alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes,
+        kv_lens=None if spec.kv_lens is None else spec.kv_lens[b : b + 1],
+    )
+
+
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+    out, lse = varlen(q.double(), k.double(), v.double(), packing, spec)
+    return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: Spec,
+    mask_grad: bool = False,
+) -> Gradients:  # fmt: skip
+    """Gradients by running autograd through the dense forward; `out` and `lse` are not needed here."""
+    return _differentiate(lambda q, k, v, spec: dense(q, k, v, spec), grad_out, grad_lse, q, k, v, spec, mask_grad)
+
+
+def varlen_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing,
+    spec: Spec,
+) -> Gradients:  # fmt: skip
+    return _differentiate(
+        lambda q, k, v, spec: varlen(q, k, v, packing, spec), grad_out, grad_lse, q, k, v, spec, mask_grad=False
+    )
+
+
+def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gradients:
+    with torch.enable_grad():
+        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        mask = spec.attn_mask.detach().double().requires_grad_() if mask_grad else spec.attn_mask
+        sinks = None if spec.sinks is None else spec.sinks.detach().double().requires_grad_()
+        out, lse = function(*leaves, spec._replace(attn_mask=mask, sinks=sinks))
+        wanted = [*leaves, *([mask] if mask_grad else []), *([sinks] if sinks is not None else [])]
+        outputs, seeds = [out], [grad_out.double()]
+        if grad_lse is not None:
+            outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
+            seeds.append(grad_lse.double())
+        grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, materialize_grads=True)
+    dq, dk, dv = (torch.empty_like(t).copy_(g) for g, t in zip(grads, (q, k, v)))
+    rest = list(grads[3:])
+    dmask = rest.pop(0).to(spec.attn_mask.dtype) if mask_grad else None
+    dsinks = rest.pop(0).to(spec.sinks.dtype) if sinks is not None else None
+    return Gradients(dq, dk, dv, dmask, dsinks)
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint key sets: outs (N, ..., Dv), lses (N, ...) give out (...), lse (...)."""
+    p, lse = weights(lses.double().movedim(0, -1), None)
+    out = (p.movedim(-1, 0).unsqueeze(-1) * outs.double()).sum(0)
+    return out.to(outs.dtype), lse.to(lses.dtype)
+
+
+def bshd(out: Tensor) -> Tensor:
+    """The same values laid out (B, S, H, D) in memory: every backend's output layout, so that merging heads is a view."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    return None
+
+
+def available_error() -> str | None:
+    return None

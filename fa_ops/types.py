@@ -1,0 +1,67 @@
+"""Plain data shared by the doors, the operators and the backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Spec(NamedTuple):
+    """What an attention call says besides query, key and value.
+
+    Field order is the operators' schema order: `Spec(*args[3:], **kwargs)` binds an operator's arguments.
+    A tuple rather than a dataclass because one is built on every eager call (0.5 us against 2.5 us).
+    """
+
+    attn_mask: Tensor | None = None  # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
+    dropout_p: float = 0.0
+    is_causal: bool = False  # aligned at the bottom right
+    scale: float | None = None  # None: 1/sqrt(D)
+    window_left: int = -1  # keys to the left of the diagonal that stay visible; -1: all
+    window_right: int = -1
+    softcap: float = 0.0  # 0: off
+    alibi_slopes: Tensor | None = None  # fp32 (Hq,) or (B, Hq)
+    sinks: Tensor | None = None  # (Hq,), joins the softmax denominator only
+    kv_lens: Tensor | None = None  # int32 (B,)
+    key_ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, Sq or 1, 2)
+    dropout_seed: Tensor | None = None  # int64, one element
+    deterministic: bool = False  # bitwise repeatable backward
+    backend: str | None = None  # None: the current default
+
+
+class Packing(NamedTuple):
+    """How a variable-length batch is packed along the token dimension."""
+
+    cu_seqlens_q: Tensor  # int32 (B + 1,)
+    cu_seqlens_k: Tensor  # int32 (B + 1,)
+    max_seqlen_q: int | None = None  # None: the number of query tokens, a safe upper bound
+    max_seqlen_k: int | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass returns; `attn_mask` and `sinks` are None where nobody asked."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def default_scale(spec: Spec, head_dim: int) -> float:
+    return head_dim**-0.5 if spec.scale is None else spec.scale
+
+
+def keywords(spec: Spec) -> dict:
+    """The spec's keyword-only part, without what has its default: what an operator call needs after its first six arguments."""
+    return {
+        name: value
+        for name, value, default in zip(_KEYWORDS, spec[3:], _DEFAULTS)
+        if value is not default and not (type(value) is float and value == default)
+    }
+
+
+_KEYWORDS = Spec._fields[3:]
+_DEFAULTS = tuple(Spec._field_defaults[name] for name in _KEYWORDS)
