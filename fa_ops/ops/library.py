@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tag
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tag, Tensor
+from torch.autograd import forward_ad
 from torch.library import Library
 
 lib = Library("fa", "DEF")
@@ -34,3 +38,54 @@ SCHEMAS = {
 }
 for _name, _schema in SCHEMAS.items():
     lib.define(_name + _schema, tags=TAGS)
+
+AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+below_autograd = torch._C._AutoDispatchBelowAutograd
+in_functorch = torch._C._are_functorch_transforms_active
+
+try:  # a Function that acts at the current functorch level alone, which a dispatcher kernel needs; private, so it may go
+    from torch._functorch.utils import enable_single_level_autograd_function as _single_level
+    from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+except ImportError:  # then torch.func.grad of an operator raises torch's own error
+    from torch.autograd import Function as SingleLevelFunction
+
+    _single_level = nullcontext
+
+
+def apply(function: type[SingleLevelFunction], *args):
+    """`function.apply` from inside an Autograd kernel."""
+    if in_functorch():
+        with _single_level():
+            return function.apply(*args)
+    return function.apply(*args)
+
+
+@contextmanager
+def _recording():
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def lower_levels():
+    """A context for the redispatch in a Function's forward, which torch runs without gradients: transforms below still record."""
+    return _recording() if in_functorch() else nullcontext()
+
+
+def reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError where a tensor carries a forward-mode tangent."""
+    if forward_ad._current_level >= 0:
+        for t in tensors:
+            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError(f"fa::{name} has no forward-mode derivative (jvp)")
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def register(name: str, kernel, fake, autograd) -> None:
+    """One operator's kernels: the real one for CPU and CUDA, the one that only knows shapes, and the one that records gradients."""
+    for key in ("CPU", "CUDA"):
+        lib.impl(name, kernel, key)
+    torch.library.register_fake(f"fa::{name}", fake, lib=lib)
+    lib.impl(name, autograd, "Autograd", with_keyset=True)
