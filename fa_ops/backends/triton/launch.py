@@ -1,0 +1,144 @@
+"""Launching without Triton's per-call lookup: one compilation per key, then one C call.
+
+Triton's JITFunction.run takes 10 us for 20 arguments, because it inspects every argument of every
+call. Here the caller forms a key of all that a compilation depends on (dtypes, head dims, which
+options are given, alignment), and only a new key reaches `bind`. Lengths, strides and scales are
+plain arguments and never part of a key.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import JITFunction
+
+Grid = tuple[int, int, int]
+Launch = Callable[[Grid, Sequence[Any]], None]
+
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+# How the launchers of Triton 3.6 to 3.9 begin; they go on with the kernel's metadata, the launch's
+# metadata, two hooks and the kernel's parameters, constexpr ones included.
+_CONVENTION = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+
+
+def bind(
+    fn: Any,
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    device: torch.device,
+    **specialisation: Any,
+) -> Launch:
+    """Compile `fn` for calls like this one: `launch(grid, args)` on the current stream of `device`.
+
+    args:      the parameters before the constexpr ones; tensors, ints, floats, and None for absent
+    constants: the constexpr parameters, which are the last ones of fn, in fn's order
+    options:   num_warps, num_stages, maxnreg
+    specialisation: see `compile_kernel`
+    """
+    if not isinstance(fn, JITFunction):  # the interpreter
+        return _through_jit(fn, constants, {})
+    with torch.cuda.device(device):
+        target = triton.runtime.driver.active.get_current_target()
+        kernel = compile_kernel(fn, args, constants, options, target, **specialisation)
+        problem = _convention_error(kernel.run)
+    if problem is not None:
+        warnings.warn(f"{problem}; launching through its JIT, 10 us slower per call", stacklevel=2)
+        return _through_jit(fn, constants, options)
+    return _direct(kernel, tuple(constants.values()), device.index)
+
+
+def compile_kernel(
+    fn: JITFunction,
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    target: GPUTarget,
+    *,
+    divisors: Mapping[str, int] | None = None,
+    fixed: Collection[str] = (),
+    wide: bool = False,
+) -> CompiledKernel:
+    """The compilation behind `bind`. Needs no GPU; tensors in `args` may be on the meta device.
+
+    divisors: parameters known to be multiples: of bytes for a tensor's address, of units for an int
+    fixed:    ints that have this very value in every call of the key
+    wide:     ints whose parameter has no annotation have 64 bits instead of 32
+    """
+    trailing = fn.arg_names[len(args) :]
+    if list(trailing) != list(constants):
+        raise ValueError(f"{fn.__name__}: constants must be {trailing}, got {list(constants)}")
+    signature, values, attributes = {}, {}, {}
+    for index, (parameter, arg) in enumerate(zip(fn.params, args, strict=False)):
+        name = parameter.name
+        if arg is None or name in fixed:
+            signature[name], values[name] = "constexpr", arg
+            continue
+        signature[name] = _type(arg, parameter.annotation_type, wide)
+        if divisors and name in divisors:
+            attributes[(index,)] = [["tt.divisibility", divisors[name]]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn, signature, values | dict(constants), attributes)
+    return triton.compile(source, target=target, options=_given(options))
+
+
+def _type(arg: Any, annotation: str, wide: bool) -> str:
+    if isinstance(arg, Tensor):
+        return _POINTERS[arg.dtype]
+    if annotation:
+        return annotation
+    if isinstance(arg, float):
+        return "fp32"
+    return "i64" if wide else "i32"
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _convention_error(run: Any) -> str | None:
+    parameters = tuple(inspect.signature(type(run).__call__).parameters)
+    if parameters[: len(_CONVENTION)] == _CONVENTION:
+        return None
+    return f"fa_ops does not know how Triton {triton.__version__} launches ({parameters})"
+
+
+def _direct(kernel: CompiledKernel, constants: tuple, index: int) -> Launch:
+    driver = triton.runtime.driver.active
+    stream, current = driver.get_current_stream, driver.get_current_device
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(grid: Grid, args: Sequence[Any]) -> None:
+        if current() == index:
+            run(*grid, stream(index), function, metadata, None, None, None, *args, *constants)
+        else:
+            with torch.cuda.device(index):
+                run(*grid, stream(index), function, metadata, None, None, None, *args, *constants)
+
+    return launch
+
+
+def _through_jit(fn: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> Launch:
+    options = _given(options)
+
+    def launch(grid: Grid, args: Sequence[Any]) -> None:
+        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):
+            fn[grid](*args, **constants, **options)
+
+    return launch

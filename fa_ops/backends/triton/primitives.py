@@ -1,0 +1,251 @@
+"""What forward and backward kernels share: sequences, tiles, bounds, scores and dropout.
+
+Conventions. `i` and `j` are query and key positions as tensors that broadcast against each other:
+`i` (M, 1) and `j` (1, N) for a tile of scores, the other way round for its transpose; every
+function here works for both. Positions count within the sequence. `shift` is (keys of the
+sequence) - Sq, so that i + shift is the diagonal; `limit` is the number of keys that exist. An
+optional argument is off when it is None: `window_left`, `window_right` (is_causal is
+window_right = 0), `cap`, `slope`, `mask`, `first` and `last` (key ranges). Scores are in units of
+log2: s = score * log2(e), so that weights are exp2(s - m).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# Sequences
+
+
+@triton.jit
+def find_sequence(cu_seqlens, batch, total, pid, BLOCK: tl.constexpr):
+    """Which sequence and which block of it program `pid` has: (b, block, start, length).
+
+    The tokens outside every sequence count as sequence -1 (before the first) and `batch` (after the
+    last), so that every token belongs to a program. Sequence b starts at program
+    start // BLOCK + b + 1, which leaves it at least cdiv(length, BLOCK) programs; one with nothing
+    to do has block >= cdiv(length, BLOCK). A launch needs `total // BLOCK + batch + 2` programs.
+    """
+    CHUNK: tl.constexpr = 128
+    begun = 0
+    for chunk in range(0, batch + 2, CHUNK):
+        u = chunk + tl.arange(0, CHUNK)
+        program = _boundary(cu_seqlens, batch, total, u) // BLOCK + u
+        begun += tl.sum(((u < batch + 2) & (program <= pid)).to(tl.int32), 0)
+    u = begun - 1
+    start = _boundary(cu_seqlens, batch, total, u)
+    end = _boundary(cu_seqlens, batch, total, u + 1)
+    return u - 1, pid - (start // BLOCK + u), start, end - start
+
+
+@triton.jit
+def _boundary(cu_seqlens, batch, total, u):
+    """Boundary u of 0, cu_seqlens[0], ..., cu_seqlens[batch], total."""
+    inside = tl.load(cu_seqlens + u - 1, mask=(u > 0) & (u < batch + 2), other=0)
+    return tl.where(u >= batch + 2, total, inside)
+
+
+# Tiles
+
+
+@triton.jit
+def pointers(base, start, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(ROWS, COLS) pointers to rows start, start + 1, ... of a matrix with contiguous columns."""
+    offsets = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+    return base + tl.cast(start, tl.int64) * stride + offsets
+
+
+@triton.jit
+def load_tile(
+    base, start, stride, first, limit, width, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EDGE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows start ... start + ROWS - 1 of a matrix with `width` columns, which EXACT says are COLS.
+
+    Beyond `width` it is 0, and with EDGE outside rows [first, limit) too.
+    """
+    tile = pointers(base, start, stride, ROWS, COLS)
+    rows = start + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    if EDGE:
+        keep = (rows >= first) & (rows < limit)
+        if not EXACT:
+            keep = keep & (cols < width)
+        return tl.load(tile, mask=keep, other=0.0)
+    if EXACT:
+        return tl.load(tile)
+    return tl.load(tile, mask=cols < width, other=0.0)
+
+
+@triton.jit
+def store_tile(base, start, stride, limit, width, x, EXACT: tl.constexpr):
+    """Write the rows of x below `limit` and its columns below `width`, in the dtype of `base`."""
+    rows = start + tl.arange(0, x.shape[0])[:, None]
+    cols = tl.arange(0, x.shape[1])[None, :]
+    keep = rows < limit
+    if not EXACT:
+        keep = keep & (cols < width)
+    tile = pointers(base, start, stride, x.shape[0], x.shape[1])
+    tl.store(tile, x.to(base.dtype.element_ty), mask=keep)
+
+
+# Bounds
+
+
+@triton.jit
+def load_ranges(ranges, stride_q, i, Sq):
+    """First and last + 1 attended key of queries i, in i's shape; rows beyond Sq have none.
+
+    `ranges` points at the (b, h) part of key_ranges.
+    """
+    at = ranges + tl.cast(i, tl.int64) * stride_q
+    return tl.load(at, mask=i < Sq, other=0), tl.load(at + 1, mask=i < Sq, other=0)
+
+
+@triton.jit
+def key_bounds(
+    m0, Sq, shift, limit, window_left, window_right, first, last,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key blocks for query rows m0 ... m0 + BLOCK_M - 1: (lo, full_lo, full_hi, hi).
+
+    Keys [lo, hi) contain all that the rows attend, and the rows attend all of [full_lo, full_hi).
+    All but hi are multiples of BLOCK_N, and lo <= full_lo <= full_hi; full_lo may exceed hi.
+    `first`, `last`: the rows' key ranges.
+    """
+    low, full_low, high, full_high = 0, 0, limit, limit
+    m1 = tl.minimum(m0 + BLOCK_M, Sq) - 1
+    if window_right is not None:
+        high = tl.minimum(high, m1 + shift + window_right + 1)
+        full_high = tl.minimum(full_high, m0 + shift + window_right + 1)
+    if window_left is not None:
+        low = tl.maximum(low, m0 + shift - window_left)
+        full_low = tl.maximum(full_low, m1 + shift - window_left)
+    if first is not None:
+        some = first < last
+        low = tl.maximum(low, tl.min(tl.where(some, first, 2147483647)))
+        high = tl.minimum(high, tl.max(tl.where(some, last, 0)))
+        full_low = tl.maximum(full_low, tl.max(first))
+        full_high = tl.minimum(full_high, tl.min(last))
+    return _blocks(low, full_low, full_high, high, BLOCK_N)
+
+
+@triton.jit
+def row_bounds(
+    n0, Sq, shift, limit, window_left, window_right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Query blocks for keys n0 ... n0 + BLOCK_N - 1: (lo, full_lo, full_hi, hi).
+
+    Rows [lo, hi) contain all that attend one of the keys, and all of [full_lo, full_hi) attend
+    every one of them. All but hi are multiples of BLOCK_M, and lo <= full_lo <= full_hi; full_lo
+    may exceed hi. Key ranges are the caller's to check: a row's range has no inverse.
+    """
+    low, full_low, high, full_high = 0, 0, Sq, Sq
+    n1 = tl.minimum(n0 + BLOCK_N, limit) - 1
+    if window_right is not None:
+        low = tl.maximum(low, n0 - shift - window_right)
+        full_low = tl.maximum(full_low, n1 - shift - window_right)
+    if window_left is not None:
+        high = tl.minimum(high, n1 - shift + window_left + 1)
+        full_high = tl.minimum(full_high, n0 - shift + window_left + 1)
+    high = tl.where(n0 < limit, high, 0)
+    full_high = tl.where(n0 + BLOCK_N <= limit, full_high, 0)
+    return _blocks(low, full_low, full_high, high, BLOCK_M)
+
+
+@triton.jit
+def _blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
+    high = tl.maximum(high, 0)
+    low = tl.minimum(low, high) // BLOCK * BLOCK
+    end = tl.cdiv(high, BLOCK) * BLOCK
+    full_low = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK) * BLOCK, low), end)
+    full_high = tl.minimum(tl.maximum(tl.maximum(full_high, 0) // BLOCK * BLOCK, full_low), end)
+    return low, full_low, full_high, high
+
+
+# Scores
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * x) + 1.0)
+
+
+@triton.jit
+def scores(
+    qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
+    window_left, window_right, first, last, EDGE: tl.constexpr,
+):  # fmt: skip
+    """From products q.k to (s, t): s is -inf where not attended; t is the tanh of the softcap.
+
+    scale: log2(e) times the scale; with `cap`, which is log2(e) times the softcap, it is
+           scale / softcap instead. So the derivative of s by the product is `scale`, or
+           `scale * cap * (1 - t * t)`. Without `cap`, t is the product itself.
+    slope: log2(e) times the ALiBi slope.
+    mask:  pointer to the (b, h) part of attn_mask, bool or float.
+    first, last: the rows' key ranges.
+    EDGE:  whether a position of this tile can be outside limit, window or range at all, which is
+           not so in a block that `key_bounds` or `row_bounds` calls full. Rows beyond Sq are never
+           masked for being there.
+    """
+    if cap is not None:
+        t = tanh(qk * scale)
+        s = t * cap
+    else:
+        t = qk
+        s = qk * scale
+    if slope is not None:
+        s -= slope * tl.abs(i + shift - j).to(tl.float32)
+    if mask is not None:
+        at = mask + tl.cast(i, tl.int64) * mask_stride_q + tl.cast(j, tl.int64) * mask_stride_k
+        element = tl.load(at, mask=(i < Sq) & (j < limit) if EDGE else i < Sq, other=0)
+        if mask.dtype.element_ty == tl.int1:
+            s = tl.where(element, s, float("-inf"))
+        else:
+            s += element.to(tl.float32) * LOG2E
+    if EDGE:
+        keep = attended(i, j, shift, limit, window_left, window_right, first, last)
+        s = tl.where(keep, s, float("-inf"))
+    return s, t
+
+
+@triton.jit
+def attended(i, j, shift, limit, window_left, window_right, first, last):
+    """Which positions limit, window and ranges leave; broadcasts to the tile."""
+    keep = j < limit
+    if window_right is not None:
+        keep = keep & (j <= i + shift + window_right)
+    if window_left is not None:
+        keep = keep & (j >= i + shift - window_left)
+    if first is not None:
+        keep = keep & (j >= first) & (j < last)
+    return keep
+
+
+# Dropout: the rule of `backends/dropout.py` in uint32
+
+
+@triton.jit
+def _mix(x):
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropout_rows(seed, batch_head, i):
+    """Hash of all but the key, in i's shape; `seed` points at it, batch_head = b * Hq + h."""
+    seed = tl.load(seed)
+    high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
+    stream = _mix(batch_head.to(tl.uint32) * 0x9E3779B9 + high) ^ low
+    return _mix(stream + i.to(tl.uint32) * 0x85EBCA6B)
+
+
+@triton.jit
+def dropout_keep(rows, j, threshold):
+    """Which weights survive. `threshold`: the 32 bits of dropout.threshold(p) as an int32."""
+    return _mix(rows + j.to(tl.uint32) * 0xC2B2AE35) >= threshold.to(tl.uint32, bitcast=True)
