@@ -1,4 +1,8 @@
-"""The typed doors: read the arguments, then call the operator."""
+"""The typed doors: read the arguments, then call the operator.
+
+The operators check shapes, dtypes and devices before anything is computed, with the same messages for
+both ways in. What is checked here is what a schema cannot say: the types of Python values.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +12,288 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import dense, merge, varlen
-from fa_ops.types import Spec, keywords
+from fa_ops.ops import dense, library, merge, rules, varlen
+
+Window = tuple[int | None, int | None]
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, window: tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None,
-    key_ranges: Tensor | None = None, return_lse: bool = False, deterministic: bool = False, backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Fused attention."""
-    spec = _spec(query, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens, key_ranges, deterministic, backend)  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value`` without storing the scores.
+
+    The first six arguments are those of ``F.scaled_dot_product_attention``, in its order. Each key head
+    serves ``Hq / Hkv`` query heads (GQA, MQA). A row with nothing to attend gives 0, its lse is -inf.
+
+    .. note::
+        Positions are aligned at the **bottom right**: query ``i`` of ``Sq`` stands at key position
+        ``i + Sk - Sq``, as cached decoding needs. With ``Sq == Sk`` this is SDPA's meaning.
+
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``), ``Sq`` and
+    ``Sk`` lengths, ``D`` head dimension, ``Dv`` value head dimension.
+
+    Args:
+        query: ``(B, Hq, Sq, D)``, float16, bfloat16, float32, or float64 on CPU. Any strides with a
+            contiguous last dimension, here and below.
+        key: ``(B, Hkv, Sk, D)``, query's dtype.
+        value: ``(B, Hkv, Sk, Dv)``, query's dtype.
+        attn_mask: broadcastable to ``(B, Hq, Sq, Sk)``. Bool keeps where True; float (query's dtype or
+            float32) is added to the scores and may require grad.
+        dropout_p: probability in [0, 1) of dropping a softmax weight. The seed is drawn from torch's
+            generator of query's device.
+        is_causal: query ``i`` attends keys ``j <= i + Sk - Sq``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        window: ``(left, right)``, keys that stay visible on either side of a query's own position;
+            ``None`` or -1: all of them.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; subtracts slope times distance. No gradient.
+        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only. May require grad.
+        kv_lens: int32 ``(B,)``; keys from ``kv_lens[b]`` on are not there, and ``Sk`` above is
+            ``kv_lens[b]``.
+        key_ranges: int32 ``(B or 1, Hq or 1, Sq or 1, 2)``; row ``i`` attends keys in the half-open
+            ``[key_ranges[..., i, 0], key_ranges[..., i, 1])``. The compact form of most masks.
+        return_lse: also return the logarithm of the softmax's denominator.
+        deterministic: a bitwise repeatable backward; also by ``torch.use_deterministic_algorithms``.
+        backend: a backend's name, which then never falls back; ``None``: what ``use_backend`` or
+            ``FA_OPS_BACKEND`` say, else the fastest that can.
+
+    Returns:
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so that
+        ``out.transpose(1, 2).flatten(2)`` copies nothing; with ``return_lse`` ``(out, lse)``, ``lse``
+        ``(B, Hq, Sq)`` natural, float32 (float64 for float64). Gradients flow through both.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other.
+        TypeError: a dtype or Python type that is not accepted.
+        NotImplementedError: no backend, or not the one named, can run the call; says why.
+
+    Source: Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
+    https://arxiv.org/abs/2307.08691.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (9, 3, 3))
+        >>> fa_ops.attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 9, 512, 64])
+    """
+    options = _options(
+        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
+        deterministic, backend,
+    )  # fmt: skip
+    if attn_mask is not None:
+        _need_tensor("attn_mask", attn_mask)
+    if key_ranges is not None:
+        options["key_ranges"] = _need_tensor("key_ranges", key_ranges)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
-    return operator(query, key, value, attn_mask, dropout_p, is_causal, **keywords(spec))
+    recorded = (query, key, value, attn_mask, sinks, alibi_slopes)
+    args = (query, key, value, attn_mask, dropout_p, is_causal)
+    return _call(operator, recorded, args, options)
 
 
 def attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, kv_lens: Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Fused attention over packed sequences."""
-    spec = _spec(query, None, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens, None, deterministic, backend)  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Fused attention over a batch of sequences of different lengths, packed one behind the other.
+
+    Sequence ``b`` holds query tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the keys that
+    ``cu_seqlens_k`` says likewise, and is a batch element of :func:`attention`, whose arguments these are
+    where the names agree. Tokens outside every sequence give 0, their lse is -inf.
+
+    Shape legend: ``Tq`` and ``Tk`` total tokens, ``B`` sequences, ``Hq`` and ``Hkv`` query and key heads,
+    ``D`` head dimension, ``Dv`` value head dimension.
+
+    Args:
+        query: ``(Tq, Hq, D)``.
+        key: ``(Tk, Hkv, D)``.
+        value: ``(Tk, Hkv, Dv)``.
+        cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing.
+        cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing.
+        max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is safe
+            and needs no synchronisation.
+        max_seqlen_k: the same for keys.
+        kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
+        dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic,
+            backend: as in :func:`attention`, per sequence.
+
+    Returns:
+        ``out`` ``(Tq, Hq, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
+        ``(Hq, Tq)``. Gradients flow through both.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other.
+        TypeError: a dtype or Python type that is not accepted.
+        NotImplementedError: no backend, or not the one named, can run the call; says why.
+
+    Example:
+        >>> ends = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> q = torch.randn(10, 4, 64)
+        >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
+        torch.Size([10, 4, 64])
+    """
+    options = _options(
+        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
+        deterministic, backend,
+    )  # fmt: skip
+    _need_tensor("cu_seqlens_q", cu_seqlens_q)
+    _need_tensor("cu_seqlens_k", cu_seqlens_k)
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **keywords(spec))
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None and not isinstance(longest, _INT):
+            raise TypeError(f"{name} must be an int or None, got {longest!r}")
+    recorded = (query, key, value, sinks, alibi_slopes)
+    args = (query, key, value, *packing, dropout_p, is_causal)
+    out, lse = _call(varlen.VARLEN, recorded, args, options)
     return (out, lse) if return_lse else out
 
 
-def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets."""
-    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
-    return merge.MERGE(outs, lses)
+def merge_states(
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    r"""Attention over a union of disjoint key sets from the attention over each of them.
+
+    ``lse = log sum_n exp(lses[n])`` and ``out = sum_n exp(lses[n] - lse) outs[n]``. Differentiable.
+
+    Args:
+        outs: ``(N, ..., Dv)``, or N tensors ``(..., Dv)``, the outputs over each key set.
+        lses: ``(N, ...)``, or N tensors ``(...)``, natural, float32 (float64 for float64 outputs).
+
+    Returns:
+        ``(out, lse)`` of shapes ``(..., Dv)`` and ``(...)``; 0 and -inf where no set has a key.
+
+    Raises:
+        ValueError: shapes or devices that do not fit each other.
+        TypeError: a dtype or Python type that is not accepted.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax,
+    https://arxiv.org/abs/1805.02867.
+    """
+    outs, lses = _stack("outs", outs), _stack("lses", lses)
+    return _call(merge.MERGE, (outs, lses), (outs, lses), {})
 
 
-def _spec(query, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens, key_ranges, deterministic, backend):  # fmt: skip
-    left, right = (-1, -1) if window is None else (-1 if side is None else side for side in window)
-    seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout_p > 0 else None
-    backend = dispatch.default if backend is None else backend
-    return Spec(
-        attn_mask, dropout_p, is_causal, scale, left, right, softcap, alibi_slopes, sinks, kv_lens, key_ranges, seed,
-        deterministic, backend,
-    )  # fmt: skip
+def _call(operator, recorded: tuple, args: tuple, options: dict):
+    """Call the operator, below autograd where an eager call records nothing."""
+    query = args[0]
+    if library.is_plain(query):
+        if not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
+            with library.below_autograd():
+                return operator(*args, **options)
+    elif type(query) is not Tensor:
+        rules.prepare(type(query))
+    return operator(*args, **options)
+
+
+def _any_requires_grad(tensors: tuple) -> bool:
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
+def _options(
+    query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
+    deterministic, backend,
+) -> dict:  # fmt: skip
+    """The operators' keyword arguments that differ from their defaults, each of an accepted type."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            _need_tensor(name, t)
+    if not isinstance(is_causal, _BOOL):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    options: dict = {}
+    if dropout_p != 0.0:
+        _need_number("dropout_p", dropout_p)
+        if 0.0 < dropout_p < 1.0:
+            options["dropout_seed"] = torch.randint(2**63 - 1, (1,), device=query.device)
+    if scale is not None:
+        options["scale"] = _need_number("scale", scale)
+    if window is not None:
+        options["window_left"], options["window_right"] = _sides(window)
+    if softcap != 0.0:
+        options["softcap"] = _need_number("softcap", softcap)
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = _need_tensor("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        options["sinks"] = _need_tensor("sinks", sinks)
+    if kv_lens is not None:
+        options["kv_lens"] = _need_tensor("kv_lens", kv_lens)
+    if deterministic:
+        options["deterministic"] = True
+    if backend is None:
+        backend = dispatch.default
+    if backend is not None:
+        dispatch.check_name(backend)
+        options["backend"] = backend
+    return options
+
+
+def _sides(window: Window) -> tuple[int, int]:
+    """(left, right) with -1 for None."""
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and not isinstance(side, _INT):
+            raise TypeError(f"window must hold ints or None, got {window!r}")
+    left, right = window
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _need_number(name: str, value: object) -> float:
+    if not isinstance(value, _NUMBER):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _need_tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    return value
+
+
+def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(states, Tensor):
+        return states
+    states = list(states)
+    if not states:
+        raise ValueError(f"{name} must hold at least one state")
+    for state in states:
+        _need_tensor(name, state)
+    return torch.stack(states)
+
+
+_INT = (int, torch.SymInt)
+_BOOL = (bool, torch.SymBool)
+_NUMBER = (int, float, torch.SymInt, torch.SymFloat)

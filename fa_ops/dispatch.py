@@ -1,27 +1,41 @@
-"""Which backend runs a call, and why."""
+"""Which backend runs a call, and why.
+
+A call says which backend it wants; where it does not, `use_backend` does, then the environment variable
+FA_OPS_BACKEND, and at last "auto": the first of the list below that can run the call. A backend chosen
+by name never falls back to another.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fa_ops.types import Spec
 
-BACKENDS = ("hopper", "triton", "cpu", "reference")
-_AUTO = ("hopper", "triton", "cpu")
+BACKENDS = ("triton", "cpu", "reference")
+AUTO = ("triton", "cpu")  # never the oracle, which is slow on purpose
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
-_unavailable: dict[str, str | None] = {}
+
+_available: dict[str, str | None] = {}
+_selected: dict[tuple, ModuleType] = {}
 
 
 class use_backend:
-    """Choose the backend of every call inside a `with` block; "auto" lets the call decide.
+    """Choose the backend of the calls inside a `with` block that name none; "auto" lets each call decide.
 
-    The choice is process-wide while the block runs, not per thread. A backend named here never falls back.
-    Raises ValueError if no backend has that name.
+    The choice holds for the whole process, not per thread. Works in and around compiled code.
+
+    Raises:
+        ValueError: no backend has that name.
+
+    Example:
+        >>> with fa_ops.use_backend("reference"):
+        ...     out = fa_ops.attention(q, k, v)
     """
 
     def __init__(self, name: str) -> None:
@@ -39,8 +53,86 @@ class use_backend:
 
 
 def check_name(name: str) -> None:
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {name!r}")
+    """Raise ValueError unless a backend has that name."""
+    if name not in BACKENDS and name != "auto":
+        known = ", ".join(repr(one) for one in BACKENDS)
+        raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
+
+
+def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
+    """The backend that runs this call.
+
+    The answer is remembered, so a backend's `support_error` may depend on the rank, heads, head dimensions,
+    dtype and device of the inputs and on which features are used, not on lengths, strides or values.
+
+    Raises:
+        ValueError: no backend has the name asked for.
+        NotImplementedError: the backend asked for, or every one, refuses the call; the message says why.
+    """
+    shape = q.shape
+    # comparing is cheaper than listing features, and most calls use none
+    plain = spec[3:13] == _PLAIN and spec[0] is None and not spec[1]
+    features = spec[2] if plain else _features(spec)
+    name = spec[13] or default or "auto"
+    key = (
+        len(shape),
+        shape[1],
+        shape[-1],
+        k.shape[1],
+        v.shape[-1],
+        q.dtype,
+        q.device,
+        name,
+        features,
+    )
+    backend = _selected.get(key)
+    if backend is None:
+        backend = _selected[key] = _choose(name, q, k, v, spec)
+    return backend
+
+
+_PLAIN = Spec()[3:13]
+
+
+def _features(spec: Spec) -> tuple:
+    mask = spec.attn_mask
+    return (
+        None if mask is None else mask.dtype,
+        spec.dropout_p > 0,
+        spec.is_causal,
+        spec.window_left >= 0,
+        spec.window_right >= 0,
+        spec.softcap > 0,
+        spec.alibi_slopes is not None,
+        spec.sinks is not None,
+        spec.kv_lens is not None,
+        spec.key_ranges is not None,
+        spec.deterministic,
+    )
+
+
+def select_merge(outs: Tensor) -> ModuleType:
+    """The backend of `merge_states`, by the same rules."""
+    name = default or "auto"
+    key = (outs.shape[-1], outs.dtype, outs.device, name)
+    backend = _selected.get(key)
+    if backend is None:
+        rows = outs.reshape(-1, 1, outs.shape[-1])  # as packed tokens of one head
+        backend = _selected[key] = _choose(name, rows, rows, rows, Spec())
+    return backend
+
+
+def _choose(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
+    check_name(name)
+    reasons = {}
+    for candidate in AUTO if name == "auto" else (name,):
+        reasons[candidate] = refusal(candidate, q, k, v, spec)
+        if reasons[candidate] is None:
+            return load(candidate)
+    if name != "auto":
+        raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
+    lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
+    raise NotImplementedError(f"no backend can run this call:{lines}")
 
 
 def load(name: str) -> ModuleType:
@@ -49,36 +141,51 @@ def load(name: str) -> ModuleType:
 
 def available_error(name: str) -> str | None:
     """Why the backend cannot run on this machine at all, or None. Asked once per process."""
-    if name not in _unavailable:
+    if name not in _available:
         try:
-            _unavailable[name] = load(name).available_error()
+            _available[name] = load(name).available_error()
         except ImportError as error:
-            _unavailable[name] = f"cannot be imported: {error}"
-    return _unavailable[name]
+            _available[name] = f"cannot be imported: {error}"
+    return _available[name]
 
 
-def backends() -> list[tuple[str, str | None]]:
-    """Every backend with the reason why it cannot run on this machine, or None where it can."""
-    return [(name, available_error(name)) for name in BACKENDS]
-
-
-def _refusal(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+def refusal(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why the backend cannot run this call, or None."""
     return available_error(name) or load(name).support_error(q, k, v, spec)
 
 
-def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
-    """The module that runs this call. Raises ValueError for an unknown name, NotImplementedError where nothing fits."""
+def backends() -> list[tuple[str, str | None]]:
+    """Every backend, with why it cannot run on this machine, or None where it can."""
+    return [(name, available_error(name)) for name in BACKENDS]
+
+
+class Explanation(NamedTuple):
+    """Which backend runs a call (None: none can), and what each of them says: None where it can."""
+
+    backend: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend or 'none'}"]
+        lines += [f"  {name}: {reason or 'can run this'}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
+    """Which backend would run this call, and why not the others; `options` are `Spec`'s fields.
+
+    Nothing is computed. Raises ValueError for the name of an unknown backend.
+
+    Example:
+        >>> print(dispatch.explain(q, k, v, is_causal=True))
+        backend: cpu
+          triton: needs a CUDA device
+          cpu: can run this
+          reference: can run this
+    """
+    spec = Spec(**options)
     name = spec.backend or default or "auto"
-    if name == "auto":
-        reasons = {}
-        for candidate in _AUTO:
-            reasons[candidate] = _refusal(candidate, q, k, v, spec)
-            if reasons[candidate] is None:
-                return load(candidate)
-        lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
-        raise NotImplementedError(f"no backend can run this attention call:{lines}")
     check_name(name)
-    reason = _refusal(name, q, k, v, spec)
-    if reason is not None:
-        raise NotImplementedError(f"backend {name!r} cannot run this attention call: {reason}")
-    return load(name)
+    reasons = {candidate: refusal(candidate, q, k, v, spec) for candidate in BACKENDS}
+    wanted = AUTO if name == "auto" else (name,)
+    return Explanation(next((one for one in wanted if reasons[one] is None), None), reasons)

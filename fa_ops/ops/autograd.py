@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from fa_ops import dispatch
 from fa_ops.ops import library
 from fa_ops.types import Packing, Spec, keywords
 
@@ -15,24 +15,27 @@ from fa_ops.types import Packing, Spec, keywords
 class Operators(NamedTuple):
     """A forward operator that returns lse, and its backward."""
 
-    forward: torch._ops.OpOverload
-    backward: torch._ops.OpOverload
+    forward: OpOverload
+    backward: OpOverload
 
 
 def arguments(packing: Packing | None, spec: Spec) -> tuple[tuple, dict]:
-    """What follows query, key and value in a call of an operator: positional arguments and keywords."""
+    """What follows query, key and value in an operator's call: positional arguments, keywords."""
     if packing is None:
         return spec[:3], keywords(spec)
     return (*packing, *spec[1:3]), keywords(spec)
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
-    """Whether a call records gradients. Raises ValueError where it would have to for a tensor that has none."""
+    """Whether a call records gradients. Raises ValueError if it would drop one."""
     if not torch.is_grad_enabled():
         return False
     slopes, mask, sinks = spec.alibi_slopes, spec.attn_mask, spec.sinks
     if slopes is not None and slopes.requires_grad:
-        raise ValueError("alibi_slopes must not require grad: attention has no gradient for them, pass slopes.detach()")
+        raise ValueError(
+            "alibi_slopes must not require grad: attention has no gradient for them; "
+            "pass alibi_slopes.detach()"
+        )
     return (
         q.requires_grad
         or k.requires_grad
@@ -42,16 +45,29 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
     )
 
 
+def record(
+    keyset,
+    operators: Operators,
+    packing: Packing | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward operator and record its gradient: (out, lse)."""
+    packed = packing is not None
+    return library.apply(Attention, keyset, operators, packed, q, k, v, *(packing or ()), *spec)
+
+
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packed, q, k, v, *rest); rest is a Spec's fields, behind a Packing's if packed."""
+    """forward(keyset, operators, packed, q, k, v, *rest), rest being a Spec, behind a Packing if packed."""
 
     @staticmethod
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):
-        packing, spec = _unflatten(packed, rest)
-        args, options = arguments(packing, spec)
-        with library.lower_levels():
-            out, lse = operators.forward.redispatch(keyset & library.AFTER_AUTOGRAD, q, k, v, *args, **options)
-        tensors = [x if isinstance(x, Tensor) else None for x in rest]
+        args, options = arguments(*_unflatten(packed, rest))
+        with library.recording():
+            out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
+        tensors = (x if isinstance(x, Tensor) else None for x in rest)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.plain = [None if isinstance(x, Tensor) else x for x in rest]
         ctx.operators, ctx.packed = operators, packed
@@ -62,33 +78,21 @@ class Attention(library.SingleLevelFunction):
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         rest = [x if t is None else t for t, x in zip(tensors, ctx.plain, strict=True)]
-        packing, spec = _unflatten(ctx.packed, rest)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        args, options = arguments(packing, spec)
-        first = 6 + (len(Packing._fields) if ctx.packed else 0)
-        wanted = dict(zip(Spec._fields, ctx.needs_input_grad[first:], strict=True))
-        if wanted["attn_mask"]:
+        args, options = arguments(*_unflatten(ctx.packed, rest))
+        wanted = Spec(*ctx.needs_input_grad[-len(Spec._fields) :])
+        if wanted.attn_mask:
             options["mask_grad"] = True
-        dq, dk, dv, *others = ctx.operators.backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options)
-        grads = dict.fromkeys(Spec._fields)
-        if wanted["attn_mask"]:
-            grads["attn_mask"] = others[0]
-        if wanted["sinks"]:
-            grads["sinks"] = others[-1]
-        return None, None, None, dq, dk, dv, *([None] * (first - 6)), *grads.values()
-
-
-class NoSecondDerivative(library.SingleLevelFunction):
-    @staticmethod
-    def forward(ctx, keyset, operator, options, *args):
-        ctx.operator = operator
-        with library.lower_levels():
-            return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{ctx.operator} has no derivative: double backward through attention is not implemented")
+        dq, dk, dv, *others = ctx.operators.backward(
+            grad_out, grad_lse, q, k, v, out, lse, *args, **options
+        )
+        grads = Spec(*[None] * len(Spec._fields))._replace(
+            attn_mask=others[0] if wanted.attn_mask else None,
+            sinks=others[-1] if wanted.sinks else None,
+        )
+        packing = [None] * (len(rest) - len(Spec._fields))
+        return None, None, None, dq, dk, dv, *packing, *grads
 
 
 def _unflatten(packed: bool, rest) -> tuple[Packing | None, Spec]:
@@ -98,21 +102,40 @@ def _unflatten(packed: bool, rest) -> tuple[Packing | None, Spec]:
     return Packing(*rest[:n]), Spec(*rest[n:])
 
 
-def record(keyset, operators: Operators, packing: Packing | None, q, k, v, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Run the forward operator with gradients recorded: (out, lse). The backward runs on the backend chosen now."""
-    if spec.backend is None and dispatch.default is not None:
-        spec = spec._replace(backend=dispatch.default)
-    return library.apply(Attention, keyset, operators, packing is not None, q, k, v, *(packing or ()), *spec)
+class NoSecondDerivative(library.SingleLevelFunction):
+    """forward(keyset, operator, names, *values, *args): options are split, so that all are tracked."""
+
+    @staticmethod
+    def forward(ctx, keyset, operator, names, *values):
+        ctx.operator = operator
+        options = dict(zip(names, values, strict=False))
+        args = values[len(names) :]
+        with library.recording():
+            return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            f"{ctx.operator.name()} has no derivative: double backward is not implemented"
+        )
 
 
-def backward_kernel(operator: torch._ops.OpOverload):
-    """The Autograd kernel of a backward operator: a second derivative raises instead of being silently zero."""
+def backward_kernel(operator: OpOverload):
+    """The Autograd kernel of a backward operator: a second derivative raises, it is never a silent 0."""
 
     def kernel(keyset, *args, **options):
         tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
-        library.reject_forward_ad(operator.name(), *tensors)
+        library.reject_forward_ad(operator, *tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return library.apply(NoSecondDerivative, keyset, operator, options, *args)
+            split = (tuple(options), *options.values(), *args)
+            return library.apply(NoSecondDerivative, keyset, operator, *split)
         return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
 
     return kernel
+
+
+def repeatable(spec: Spec) -> Spec:
+    """The spec of a backward pass: torch's global switch asks for bitwise repeatability too."""
+    if spec.deterministic or not torch.are_deterministic_algorithms_enabled():
+        return spec
+    return spec._replace(deterministic=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tag, Tensor
+from torch import DispatchKeySet, Tag, Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -13,15 +15,19 @@ lib = Library("fa", "DEF")
 
 TAGS = (Tag.pt2_compliant_tag,)
 
-# The keyword-only tail of every operator, in the order of `fa_ops.types.Spec` after its first three fields.
+# The keyword-only tail of every operator, in the order of `Spec` after its first three fields.
 _OPTIONS = (
-    "*, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, Tensor? kv_lens=None, {ranges}Tensor? dropout_seed=None, bool deterministic=False, str? backend=None"
+    "*, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None, {ranges}"
+    "Tensor? dropout_seed=None, bool deterministic=False, str? backend=None"
 )
-_DENSE = "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " + _OPTIONS.format(ranges="Tensor? key_ranges=None, ")
+_DENSE = "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " + _OPTIONS.format(
+    ranges="Tensor? key_ranges=None, "
+)
 _PACKED = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float dropout_p=0.0, "
-    "bool is_causal=False, " + _OPTIONS.format(ranges="")
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None, "
+    "SymInt? max_seqlen_k=None, float dropout_p=0.0, bool is_causal=False, "
+    + _OPTIONS.format(ranges="")
 )
 _QKV = "Tensor query, Tensor key, Tensor value"
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
@@ -29,8 +35,9 @@ _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 SCHEMAS = {
     "attention": f"({_QKV}, {_DENSE}) -> Tensor",
     "attention_with_lse": f"({_QKV}, {_DENSE}) -> (Tensor, Tensor)",
-    # gradients of query, key, value, attn_mask, sinks; the last two have no elements where they do not apply
-    "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # gradients of query, key, value, attn_mask, sinks; the last two are empty where they don't apply
+    "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
     # gradients of query, key, value, sinks
     "attention_varlen_backward": f"({_SAVED}, {_PACKED}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -40,10 +47,11 @@ for _name, _schema in SCHEMAS.items():
     lib.define(_name + _schema, tags=TAGS)
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-below_autograd = torch._C._AutoDispatchBelowAutograd
 in_functorch = torch._C._are_functorch_transforms_active
+# Excludes view tracking too: an output made by transposing a buffer is not a view to its user.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
-try:  # a Function that acts at the current functorch level alone, which a dispatcher kernel needs; private, so it may go
+try:  # a Function that acts at the current functorch level alone, as a dispatcher kernel must
     from torch._functorch.utils import enable_single_level_autograd_function as _single_level
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 except ImportError:  # then torch.func.grad of an operator raises torch's own error
@@ -60,23 +68,60 @@ def apply(function: type[SingleLevelFunction], *args):
     return function.apply(*args)
 
 
+def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):
+    """Call the operator's kernel below autograd."""
+    with below_autograd():
+        return operator.redispatch(keyset & AFTER_AUTOGRAD, *args, **options)
+
+
+def recording():
+    """A context for a Function's forward, which torch runs without gradients: transforms below record."""
+    return _recording() if in_functorch() else nullcontext()
+
+
 @contextmanager
 def _recording():
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         yield
 
 
-def lower_levels():
-    """A context for the redispatch in a Function's forward, which torch runs without gradients: transforms below still record."""
-    return _recording() if in_functorch() else nullcontext()
-
-
-def reject_forward_ad(name: str, *tensors: Tensor | None) -> None:
+def reject_forward_ad(operator: OpOverload, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode tangent."""
     if forward_ad._current_level >= 0:
         for t in tensors:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError(f"fa::{name} has no forward-mode derivative (jvp)")
+                raise NotImplementedError(f"{operator.name()} has no forward-mode derivative (jvp)")
+
+
+def run_vmap_rule(rule, operator, *operands):
+    """Call `rule(info, in_dims, *operands)` for a FuncTorchBatched kernel, one level of vmap peeled off.
+
+    Not torch.library.register_vmap: that refuses operators with keyword-only tensors.
+    """
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, operator, *operands)
+
+
+def is_plain(query: Tensor) -> bool:
+    """Whether a call without gradients may enter below autograd: eager, no transform, no subclass."""
+    return (
+        type(query) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not in_functorch()
+        and forward_ad._current_level < 0
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def without_autocast(device: str):
+    """A context below the Autocast key of "cpu" or "cuda"."""
+    key = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}[device]
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +129,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def register(name: str, kernel, fake, autograd) -> None:
-    """One operator's kernels: the real one for CPU and CUDA, the one that only knows shapes, and the one that records gradients."""
+    """One operator's kernels: for CPU and CUDA, for shapes alone, for recording gradients."""
     for key in ("CPU", "CUDA"):
         lib.impl(name, kernel, key)
     torch.library.register_fake(f"fa::{name}", fake, lib=lib)

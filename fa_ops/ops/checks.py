@@ -1,0 +1,263 @@
+"""The rules that every call must keep, the same for real and for symbolic shapes.
+
+They read no tensor's values: the kernels that use kv_lens, key_ranges and cu_seqlens clamp them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fa_ops import dispatch
+from fa_ops.ops.library import lse_dtype
+from fa_ops.types import Packing, Spec
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def need(ok: bool | torch.SymBool, message: str, *values: object, error: type = ValueError) -> None:
+    """Raise `error` with the formatted message unless `ok`; a symbolic `ok` becomes a guard."""
+    if ok is True:
+        return
+    check = torch._check_type if error is TypeError else torch._check_value
+    check(ok, lambda: message.format(*(_plain(v) for v in values)))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
+    """Raise ValueError or TypeError unless q, k, v and the spec make a legal call."""
+    _inputs(q, k, v, 4, "(B, H, S, D)")
+    B, Hq, Sq, D = q.shape
+    Bk, Hkv, Sk, Dk = k.shape
+    Bv, Hv, Sv, Dv = v.shape
+    need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
+    need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
+    need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
+    _heads(Hq, Hkv, Hv, D, Dk, Dv)
+    if spec[3:] != _NO_OPTIONS or spec[0] is not None or spec[1]:
+        _options(q, spec, B, Hq)
+        if spec.attn_mask is not None:
+            _mask(q, spec, (B, Hq, Sq, Sk))
+        if spec.key_ranges is not None:
+            _key_ranges(q, spec.key_ranges, B, Hq, Sq)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> None:
+    """The same for packed sequences."""
+    _inputs(q, k, v, 3, "(T, H, D)")
+    _, Hq, D = q.shape
+    Tk, Hkv, Dk = k.shape
+    Tv, Hv, Dv = v.shape
+    need(Tv == Tk, "value has {} tokens, but key has {}", Tv, Tk)
+    _heads(Hq, Hkv, Hv, D, Dk, Dv)
+    ends_q, ends_k, max_q, max_k = packing
+    for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
+        _integers(q, name, ends)
+        need(ends.dim() == 1, "{} must have shape (B + 1,), got {}", name, ends.shape)
+        need(ends.shape[0] >= 1, "{} must have at least one element", name)
+    need(
+        ends_q.shape[0] == ends_k.shape[0],
+        "cu_seqlens_q and cu_seqlens_k must be of one length, got {} and {}",
+        ends_q.shape[0],
+        ends_k.shape[0],
+    )
+    for name, longest in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if longest is not None:
+            need(longest >= 0, "{} must not be negative, got {}", name, longest)
+    if spec[3:] != _NO_OPTIONS or spec[1]:
+        _options(q, spec, ends_q.shape[0] - 1, Hq)
+
+
+def saved(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """What a backward operator takes besides the forward's arguments."""
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    lse_shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    wide = lse_dtype(q.dtype)
+    expected = (
+        ("grad_out", grad_out, out_shape, q.dtype),
+        ("out", out, out_shape, q.dtype),
+        ("lse", lse, lse_shape, wide),
+        ("grad_lse", grad_lse, lse_shape, wide),
+    )
+    for name, t, shape, dtype in expected:
+        if t is not None:
+            _device(q, name, t)
+            need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
+            _shape(name, t, tuple(shape))
+
+
+def mask_grad(spec: Spec) -> None:
+    mask = spec.attn_mask
+    ok = mask is not None and mask.dtype.is_floating_point
+    need(ok, "mask_grad needs a floating point attn_mask")
+
+
+def states(outs: Tensor, lses: Tensor) -> None:
+    """Partial results to merge."""
+    wide = lse_dtype(outs.dtype)
+    need(outs.dtype in DTYPES, "outs must be {}, got {}", _NAMES, outs.dtype, error=TypeError)
+    need(lses.dtype == wide, "lses must be {}, got {}", wide, lses.dtype, error=TypeError)
+    _device(outs, "lses", lses, "outs")
+    need(outs.dim() >= 2, "outs must have shape (N, ..., Dv), got {}", outs.shape)
+    need(outs.shape[0] >= 1, "outs must hold at least one state, got shape {}", outs.shape)
+    _shape("lses", lses, tuple(outs.shape[:-1]))
+
+
+def contiguous_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Kernels read a row's D numbers side by side. For real tensors only: strides of fakes may lie."""
+    for name, t in (("query", q), ("key", k), ("value", v)):
+        strides = t.stride()
+        if strides[-1] != 1 and t.shape[-1] != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides {strides}"
+            )
+
+
+def with_rows(t: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension is not contiguous (the gradient of a sum has stride 0)."""
+    return t if t.stride()[-1] == 1 else t.contiguous()
+
+
+def compact(spec: Spec) -> Spec:
+    """The spec with its small tensors contiguous: kernels index them flat."""
+    if spec[7:12] == (None,) * 5:
+        return spec
+    small = (None if t is None else t.contiguous() for t in spec[7:12])
+    return Spec(*spec[:7], *small, *spec[12:])
+
+
+def compact_packing(packing: Packing) -> Packing:
+    ends_q, ends_k, *longest = packing
+    return Packing(ends_q.contiguous(), ends_k.contiguous(), *longest)
+
+
+_NAMES = "float16, bfloat16, float32 or float64"
+_NO_OPTIONS = Spec()[3:]
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+    """Rank, dtype, device and strides of query, key and value."""
+    for name, t in (("query", q), ("key", k), ("value", v)):
+        if t.dim() != dims:
+            need(False, "{} must have shape {}, got {}", name, layout, t.shape)
+        if t.dtype != q.dtype:
+            need(False, "{} is {}, but query is {}", name, t.dtype, q.dtype, error=TypeError)
+        if t.device != q.device:
+            need(False, "{} is on {}, but query is on {}", name, t.device, q.device)
+    if q.dtype not in DTYPES:
+        _refuse_dtype(q)
+    if q.dtype == torch.float64 and q.is_cuda:
+        need(False, "query is float64, which is supported on CPU only", error=TypeError)
+
+
+def _refuse_dtype(q: Tensor) -> None:
+    if "float8" in str(q.dtype):
+        where = "on CPU" if q.device.type == "cpu" else "by fa_ops yet"
+        advice = f"fp8 is not supported {where}: cast to bfloat16"
+        need(False, "query is {}; {}", q.dtype, advice, error=TypeError)
+    need(False, "query must be {}, got {}", _NAMES, q.dtype, error=TypeError)
+
+
+def _heads(Hq, Hkv, Hv, D, Dk, Dv) -> None:
+    need(Dk == D, "key has head dimension {}, but query's is {}", Dk, D)
+    need(Hv == Hkv, "value has {} heads, but key has {}", Hv, Hkv)
+    need(Hkv >= 1, "key has no heads")
+    need(Hq % Hkv == 0 and Hq >= 1, "key has {} heads, which does not divide query's {}", Hkv, Hq)
+    need(D >= 1, "query's head dimension must be at least 1")
+    need(Dv >= 1, "value's head dimension must be at least 1")
+
+
+def _options(q: Tensor, spec: Spec, B, Hq) -> None:
+    """Everything of the spec but attn_mask and key_ranges."""
+    p, seed, softcap = spec.dropout_p, spec.dropout_seed, spec.softcap
+    need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
+    need(
+        p == 0 or seed is not None,
+        "dropout_p > 0 needs dropout_seed, an int64 tensor of one element",
+    )
+    if seed is not None:
+        _integers(q, "dropout_seed", seed, torch.int64)
+        need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
+    need(
+        spec.scale is None or math.isfinite(spec.scale), "scale must be finite, got {}", spec.scale
+    )
+    need(0.0 <= softcap < math.inf, "softcap must be finite and >= 0 (0 is off), got {}", softcap)
+    for side in ("window_left", "window_right"):
+        size = getattr(spec, side)
+        need(size >= -1, "{} must be -1 (unbounded) or more, got {}", side, size)
+    if spec.backend is not None:
+        dispatch.check_name(spec.backend)
+    slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens
+    if slopes is not None:
+        _device(q, "alibi_slopes", slopes)
+        wide = torch.float32
+        need(
+            slopes.dtype == wide,
+            "alibi_slopes must be float32, got {}",
+            slopes.dtype,
+            error=TypeError,
+        )
+        _shape("alibi_slopes", slopes, (Hq,) if slopes.dim() == 1 else (B, Hq))
+    if sinks is not None:
+        _floats(q, "sinks", sinks)
+        _shape("sinks", sinks, (Hq,))
+    if lens is not None:
+        _integers(q, "kv_lens", lens)
+        _shape("kv_lens", lens, (B,))
+
+
+def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
+    mask = spec.attn_mask
+    if mask.dtype != torch.bool:
+        _floats(q, "attn_mask", mask, "bool, ")
+    _device(q, "attn_mask", mask)
+    both = mask.dtype == torch.bool and spec.key_ranges is not None
+    need(not both, "a bool attn_mask and key_ranges both say which keys are kept: pass one of them")
+    broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}"
+    need(mask.dim() <= 4, broadcastable, full, mask.shape)
+    for size, whole in zip(reversed(mask.shape), reversed(full), strict=False):
+        # a product instead of `or`, which a symbolic size could not defer
+        need((size - 1) * (size - whole) == 0, broadcastable, full, mask.shape)
+
+
+def _key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
+    _integers(q, "key_ranges", ranges)
+    message = (
+        "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = {}, got {}"
+    )
+    need(ranges.dim() == 4, message, (B, Hq, Sq), ranges.shape)
+    need(ranges.shape[3] == 2, message, (B, Hq, Sq), ranges.shape)
+    for size, whole in zip(ranges.shape, (B, Hq, Sq), strict=False):
+        need((size - 1) * (size - whole) == 0, message, (B, Hq, Sq), ranges.shape)
+
+
+def _shape(name: str, t: Tensor, shape: tuple) -> None:
+    message = "{} must have shape {}, got {}"
+    need(t.dim() == len(shape), message, name, shape, t.shape)
+    for size, expected in zip(t.shape, shape, strict=True):
+        need(size == expected, message, name, shape, t.shape)
+
+
+def _device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
+    need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
+
+
+def _integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:
+    _device(q, name, t)
+    need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
+
+
+def _floats(q: Tensor, name: str, t: Tensor, also: str = "") -> None:
+    _device(q, name, t)
+    wide = lse_dtype(q.dtype)
+    ok = t.dtype in (q.dtype, torch.float32, wide)
+    need(ok, "{} must be {}{} or {}, got {}", name, also, q.dtype, wide, t.dtype, error=TypeError)

@@ -1,0 +1,173 @@
+"""The vmap rules: the mapped dimension is folded into the batch or the heads, and out of the results.
+
+Folding into the batch suits everything but sinks that are mapped or that want a gradient per sample;
+folding into the heads suits everything but lengths that are mapped. Where neither does, and under dropout
+(whose mask depends on batch and head), the operator runs once per sample.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fa_ops.ops import checks, dense, library, merge, varlen
+
+BATCH, HEADS = 0, 1
+# The (batch, head) axes of every tensor; a result has those of the argument whose gradient it is.
+_FULL = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", "attn_mask", "key_ranges")
+DENSE_AXES = dict.fromkeys(_FULL, (0, 1)) | {
+    "alibi_slopes": (0, 1),
+    "sinks": (None, 0),
+    "kv_lens": (0, None),
+}
+PACKED_AXES = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) | {
+    "lse": (None, 0),
+    "grad_lse": (None, 0),
+    "alibi_slopes": (None, 1),
+    "sinks": (None, 0),
+}
+RESULTS = {
+    "attention": ("out",),
+    "attention_with_lse": ("out", "lse"),
+    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
+    "attention_varlen": ("out", "lse"),
+    "attention_varlen_backward": ("query", "key", "value", "sinks"),
+}
+BROADCAST = {"attn_mask": (BATCH, HEADS), "key_ranges": (BATCH, HEADS), "alibi_slopes": (BATCH,)}
+_RANKS = {"attn_mask": 4, "alibi_slopes": 2}  # broadcastable tensors get all their dimensions first
+
+
+class _Fold:
+    """One call's folding: N samples into `axis` of every tensor."""
+
+    def __init__(self, axis: int, N: int, call: dict, mapped: set[str], axes: dict) -> None:
+        self.axis, self.N, self.axes, self.mapped = axis, N, axes, mapped
+        q = call["query"]
+        self.size = q.shape[axes["query"][axis] + ("query" in mapped)]
+        self.mask_shape = None  # of one sample
+        if call.get("mask_grad"):
+            mask = call["attn_mask"]
+            self.mask_shape = mask.shape["attn_mask" in mapped :]
+
+    def fold(self, name: str, x: object) -> object:
+        """The argument for the folded call; mapped arguments carry their samples in dimension 0."""
+        if not isinstance(x, Tensor) or name not in self.axes or self.axes[name][self.axis] is None:
+            return x
+        position, mapped = self.axes[name][self.axis], name in self.mapped
+        samples = x if mapped else x.unsqueeze(0)
+        missing = _RANKS.get(name, 0) - (samples.dim() - 1)
+        if missing > 0:
+            shape = (samples.shape[0], *[1] * missing, *samples.shape[1:])
+            samples = samples.reshape(shape)
+        sizes = [self.N, *samples.shape[1:]]
+        if self.axis in BROADCAST.get(name, ()) and sizes[position + 1] == 1:
+            if not mapped and not (name == "attn_mask" and self.mask_shape is not None):
+                return _rows_or_row(name, x)
+            sizes[position + 1] = self.size
+        folded = samples.expand(sizes).movedim(0, position).flatten(position, position + 1)
+        return _rows_or_row(name, folded)
+
+    def unfold(self, name: str, x: Tensor) -> tuple[Tensor, int | None]:
+        """A result and the dimension of its samples."""
+        if name in ("attn_mask", "sinks") and x.dim() == 1 and x.shape[0] == 0:
+            return x, None
+        position = self.axes[name][self.axis]
+        x = x.unflatten(position, (self.N, x.shape[position] // self.N))
+        if name == "attn_mask":
+            x = x.movedim(position, 0)
+            one = [1] * (4 - len(self.mask_shape)) + list(self.mask_shape)
+            if one[position] == 1:
+                x = x.sum(position + 1, keepdim=True)
+            return x.reshape(self.N, *self.mask_shape), 0
+        return x, position
+
+
+def _rows_or_row(name: str, x: Tensor) -> Tensor:
+    """ALiBi slopes that are the same in every batch element go without a batch dimension."""
+    if name == "alibi_slopes" and x.dim() == 2 and x.shape[0] == 1:
+        return x.squeeze(0)
+    return x
+
+
+def _axis(operator: OpOverload, call: dict, mapped: set[str]) -> int | None:
+    """Where to fold; None: nowhere."""
+    packed, backward = "cu_seqlens_q" in call, "grad_out" in call
+    rank = call["query"].dim() - ("query" in mapped)
+    if call.get("dropout_p") or rank != (3 if packed else 4):
+        return None
+    own_sinks = "sinks" in mapped or (backward and call.get("sinks") is not None)
+    if not packed and not own_sinks:
+        return BATCH
+    return None if mapped & {"kv_lens", "cu_seqlens_q", "cu_seqlens_k"} else HEADS
+
+
+def _rule(operator: OpOverload, info, dims: dict, call: dict):
+    mapped = {name for name, dim in dims.items() if dim is not None}
+    call = {
+        name: x.movedim(dims[name], 0) if name in mapped else x
+        for name, x in call.items()
+        if name != "dropout_seed" or call.get("dropout_p")
+    }
+    for name in ("query", "key", "value"):
+        call[name] = checks.with_rows(call[name])
+    axis = _axis(operator, call, mapped)
+    if axis is None:
+        return _one_by_one(operator, info.batch_size, mapped, call)
+    packed = "cu_seqlens_q" in call
+    axes = PACKED_AXES if packed else DENSE_AXES
+    fold = _Fold(axis, info.batch_size, call, mapped, axes)
+    results = operator(**{name: fold.fold(name, x) for name, x in call.items()})
+    names = RESULTS[operator._opname]
+    if len(names) == 1:
+        return fold.unfold(names[0], results)
+    pairs = [fold.unfold(name, x) for name, x in zip(names, results, strict=True)]
+    return tuple(x for x, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+def _one_by_one(operator: OpOverload, N: int, mapped: set[str], call: dict):
+    results = [
+        operator(**{name: x[n] if name in mapped else x for name, x in call.items()})
+        for n in range(N)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(one) for one in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _merge_rule(operator: OpOverload, info, dims: dict, call: dict):
+    N = info.batch_size
+
+    def behind_states(name: str) -> Tensor:
+        x, dim = call[name], dims[name]
+        if dim is None:
+            return x.unsqueeze(1).expand(x.shape[0], N, *x.shape[1:])
+        return x.movedim(dim, 1)
+
+    return operator(behind_states("outs"), behind_states("lses")), (0, 0)
+
+
+def _register(operator: OpOverload, rule) -> None:
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def kernel(*args, **options):
+        call = dict(zip(names, args, strict=False)) | options
+        return library.run_vmap_rule(
+            lambda info, dims, call: rule(operator, info, dims[0], call),
+            lambda call: operator(**call),
+            call,
+        )
+
+    library.lib.impl(operator._opname, kernel, "FuncTorchBatched")
+
+
+for _operator in (
+    dense.ATTENTION,
+    dense.WITH_LSE,
+    dense.BACKWARD,
+    varlen.VARLEN,
+    varlen.BACKWARD,
+):
+    _register(_operator, _rule)
+_register(merge.MERGE, _merge_rule)
