@@ -1,0 +1,35 @@
+"""transformers, with `attn_implementation="fa_ops"`: importing this package registers the name.
+
+    import hf_integration
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
+
+Without the import transformers raises its ValueError for an unknown implementation.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
+    ) from error
+
+from hf_integration import gate
+from hf_integration.attention import fa_ops_attention_forward
+from hf_integration.masks import counts as mask_counts
+from hf_integration.masks import fa_ops_mask
+
+__all__ = ["NAME", "fa_ops_attention_forward", "fa_ops_mask", "mask_counts", "register"]
+
+NAME = "fa_ops"
+
+
+def register() -> None:
+    """Make "fa_ops" known to transformers. Idempotent; importing the package does it."""
+    gate.install(NAME)
+    AttentionInterface.register(NAME, fa_ops_attention_forward)
+    AttentionMaskInterface.register(NAME, fa_ops_mask)
+
+
+register()

@@ -1,0 +1,74 @@
+"""Which masks a model can take, found once per config class from its modeling module."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+# Modeling code that looks into its mask although it does not ask for a materialised one.
+_DENSE = {"doge", "lasr_ctc", "lasr_encoder"}
+_FLOAT = {"bigbird_pegasus"}
+_READS_MASK = ("allow_is_causal_skip=False", "allow_is_bidirectional_skip=False")
+_READING_LAYERS = ("indexed", "sparse")  # layer types whose code indexes the mask
+_ADDING_LAYERS = ("compressed",)  # layer types whose code concatenates a bias to the mask
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Why a dense bool mask, or an additive float one, is needed; None: a compact one will do."""
+
+    dense: str | None = None
+    floating: str | None = None
+
+
+UNKNOWN = Facts(dense="an architecture that is not known")
+_found: dict[type, Facts] = {}
+
+
+def facts(config, look: bool = True) -> Facts:
+    """The facts for a config; `look=False` only recalls them: Dynamo cannot trace the looking."""
+    if config is None:
+        return UNKNOWN
+    if look and type(config) not in _found:
+        _found[type(config)] = _find(type(config))
+    found = _found.get(type(config), UNKNOWN)
+    for layer in getattr(config, "layer_types", None) or ():
+        if any(word in layer for word in _ADDING_LAYERS):
+            return Facts(floating=f"layers of type {layer!r} add to their mask")
+        if any(word in layer for word in _READING_LAYERS):
+            return Facts(dense=f"layers of type {layer!r} read their mask")
+    if getattr(config, "index_topk", None):
+        return Facts(dense="sparse attention reads its mask")
+    return found
+
+
+def _find(config_class: type) -> Facts:
+    model_type = getattr(config_class, "model_type", "")
+    if model_type in _FLOAT:
+        return Facts(floating=f"{model_type} adds to its mask")
+    if model_type in _DENSE:
+        return Facts(dense=f"{model_type} reads its mask")
+    if not config_class.__module__.startswith("transformers.models."):
+        return UNKNOWN
+    module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if module is None:
+        return UNKNOWN
+    if owns_attention(module):
+        return Facts(floating=f"{model_type} has attention code of its own")
+    if any(word in inspect.getsource(module) for word in _READS_MASK):
+        return Facts(dense=f"{model_type} reads its mask")
+    return Facts()
+
+
+def owns_attention(module: ModuleType) -> bool:
+    """Whether a modeling module defines attention layers and never calls the interface."""
+    if hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    return any(
+        name.endswith("Attention")
+        and isinstance(value, type)
+        and value.__module__ == module.__name__
+        for name, value in vars(module).items()
+    )

@@ -1,0 +1,176 @@
+"""The attention function that transformers calls for `attn_implementation="fa_ops"`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+import fa_ops
+from hf_integration import forms, weights
+
+_logger = logging.get_logger(__name__)
+_ELSEWHERE = (
+    "attn_implementation='fa_ops' does not take `{}`, which {} passes; use 'sdpa' or 'eager'"
+)
+
+
+class Documents(NamedTuple):
+    """Sequences packed into one row: where each ends among the queries and among the keys."""
+
+    q_ends: Tensor
+    k_ends: Tensor
+    longest_q: int | None
+    longest_k: int | None
+
+
+def fa_ops_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    cache: object = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    output_attentions: bool = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """One attention layer of a transformers model.
+
+    Shape: query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv), key heads not
+    repeated. `attention_mask` is one of the forms of `hf_integration.forms`; where it is None,
+    `is_causal` (the argument, else the module's) decides. A `sliding_window` among the other
+    keywords only repeats what the mask says already.
+
+    Returns (B, Sq, Hq, Dv), contiguous, and the weights (B, Hq, Sq, Sk) if `output_attentions`
+    asks for them, computed as eager attention computes them.
+
+    Raises NotImplementedError for what only another attention implementation takes.
+    """
+    for name, other in (("cache", cache), ("block_indices", block_indices)):
+        if other is not None:
+            raise NotImplementedError(_ELSEWHERE.format(name, type(module).__name__))
+    query, key, value = _prepared(query, key, value)
+    form = _form(module, query, key, attention_mask, is_causal)
+    if form.visible is not None and form.visible != key.shape[2]:
+        key, value = key[:, :, : form.visible], value[:, :, : form.visible]
+    options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
+    sinks = sinks if s_aux is None else s_aux
+    if indices is not None:
+        form = _selected(form, indices, query, key)
+    if cu_seq_lens_q is not None and form.attn_mask is None and query.shape[0] == 1:
+        k_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        documents = Documents(cu_seq_lens_q.int(), k_ends.int(), max_length_q, max_length_k)
+        if form.key_ranges is None and position_bias is None and not output_attentions:
+            return _packed(query, key, value, documents, form.is_causal, sinks, options), None
+        form = _within_documents(form, documents, query.shape[2])
+    form = _biased(form, position_bias, query, key)
+    if output_attentions:
+        _logger.warning_once(
+            "`output_attentions=True` asks for attention weights, which fused attention never "
+            "forms: such calls run eager attention, with memory for every weight."
+        )
+        return weights.attention(query, key, value, form, sinks, **options)
+    out = _attend(query, key, value, form, sinks, options)
+    return out.transpose(1, 2), None
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype, one batch size, rows contiguous."""
+    if not query.dtype == key.dtype == value.dtype:
+        device = query.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else value.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.shape[0] != key.shape[0]:  # learned queries, shared by the batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return query, key, value
+
+
+def _form(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal
+) -> forms.Form:
+    if mask is not None:
+        return forms.read(mask)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal or query.shape[2] == 1:
+        return forms.Form()
+    # As SDPA aligns it: query i sees keys 0 to i, later keys are the unused end of a static cache.
+    return forms.Form(
+        visible=query.shape[2] if key.shape[2] > query.shape[2] else None, is_causal=True
+    )
+
+
+def _selected(form: forms.Form, indices: Tensor, query: Tensor, key: Tensor) -> forms.Form:
+    """Sparse attention: only the keys whose indices (B, Sq, n) are listed, -1 for none."""
+    Sk = key.shape[2]
+    shape = (*indices.shape[:-1], Sk + 1)
+    slots = torch.where(indices < 0, Sk, indices).long()
+    keep = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, slots, True)
+    keep = keep[..., :Sk].unsqueeze(1) if indices.dim() == 3 else keep[..., :Sk]
+    keep = keep & form.keep(query.shape[2], Sk, key.device)
+    mask = form.attn_mask
+    if mask is None or mask.dtype == torch.bool:
+        return forms.Form(attn_mask=keep)
+    return forms.Form(attn_mask=mask.masked_fill(~keep, float("-inf")))
+
+
+def _within_documents(form: forms.Form, documents: Documents, Sq: int) -> forms.Form:
+    """The form with every query confined to the keys of its own document."""
+    i = torch.arange(Sq, device=documents.q_ends.device, dtype=torch.int32)
+    own = torch.searchsorted(documents.q_ends, i, right=True).clamp(
+        1, documents.q_ends.shape[0] - 1
+    )
+    ends = torch.stack([documents.k_ends[own - 1], documents.k_ends[own]], -1)[None, None]
+    if form.key_ranges is not None:
+        lo = torch.maximum(form.key_ranges[..., 0], ends[..., 0])
+        ends = torch.stack([lo, torch.minimum(form.key_ranges[..., 1], ends[..., 1])], -1)
+    return form._replace(key_ranges=ends)
+
+
+def _biased(form: forms.Form, bias: Tensor | None, query: Tensor, key: Tensor) -> forms.Form:
+    """The form with a bias added to the scores."""
+    if bias is not None:
+        bias = bias[..., : key.shape[2]]
+        if form.attn_mask is None:
+            form = form._replace(attn_mask=bias)
+        elif form.attn_mask.dtype == torch.bool:
+            form = form._replace(attn_mask=bias.masked_fill(~form.attn_mask, float("-inf")))
+        else:
+            form = form._replace(attn_mask=bias + form.attn_mask)
+    mask = form.attn_mask
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        form = form._replace(attn_mask=mask.float())
+    return form
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
+    options = options | {"is_causal": form.is_causal, "key_ranges": form.key_ranges}
+    if sinks is None or sinks.dim() == 1:
+        return fa_ops.attention(query, key, value, form.attn_mask, sinks=sinks, **options)
+    # A sink per query: it adds exp(sink) to the denominator exp(lse), which scales the row.
+    out, lse = fa_ops.attention(query, key, value, form.attn_mask, return_lse=True, **options)
+    share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
+    return (out * share).to(out.dtype)
+
+
+def _packed(query, key, value, documents: Documents, is_causal: bool, sinks, options) -> Tensor:
+    tokens = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = fa_ops.attention_varlen(*tokens, *documents, is_causal=is_causal, sinks=sinks, **options)
+    return out[None]

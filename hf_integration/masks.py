@@ -1,0 +1,216 @@
+"""The mask function that transformers calls for `attn_implementation="fa_ops"`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from hf_integration import architectures, forms, runs
+
+# How often each form was made, dense and float ones with the reason; not counted by Dynamo.
+counts: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What transformers asks for; field names are the keywords of its mask functions."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor = 0
+    kv_offset: int | Tensor = 0
+    mask_function: runs.MaskFunction = runs.causal
+    attention_mask: Tensor | None = None  # 2-D padding mask, True keeps
+    local_size: int | None = None
+    allow_is_causal_skip: bool = True
+    allow_is_bidirectional_skip: bool = False
+    use_vmap: bool = False
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype | None = None
+    config: object = None
+
+
+_NAMES = tuple(f.name for f in fields(Request))
+_KEYWORDS = frozenset(_NAMES)
+_UNSKIPPABLE = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "or_masks")
+
+
+class NotARun(Exception):
+    """Why a mask has to be dense."""
+
+
+class Padding(NamedTuple):
+    """A padding mask as runs of keys, relative to the first key in the cache."""
+
+    width: int  # how many keys there are
+    keys: int | None  # every row keeps exactly the keys [0, keys); None: the bounds below
+    lo: Tensor | None = None  # (B, 1)
+    hi: Tensor | None = None
+
+
+def fa_ops_mask(*args, **kwargs) -> Tensor:
+    """The smallest exact mask for a request: a form of `hf_integration.forms`, never None.
+
+    None would leave causality to the model's `is_causal`, which is not reliable. Device values are
+    read at most once in a prefill and never in decoding or while tracing. What is not certainly a
+    run of keys per query becomes transformers' own dense mask.
+    """
+    kwargs |= dict(zip(_NAMES, args, strict=False))
+    compiling = torch.compiler.is_compiling()
+    facts = architectures.facts(kwargs.get("config"), look=not compiling)
+    if facts.floating is not None:
+        kwargs["dtype"] = kwargs.get("dtype") or torch.float32
+        _count(f"float: {facts.floating}", compiling)
+        return eager_mask(**kwargs)
+    try:
+        if not kwargs.keys() <= _KEYWORDS:
+            raise NotARun("keywords that are not known")
+        if facts.dense is not None:
+            raise NotARun(facts.dense)
+        mask = _compact(Request(**kwargs), compiling)
+    except NotARun as reason:
+        _count(f"dense: {reason}", compiling)
+        return sdpa_mask(
+            **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        )
+    _count(forms.name(mask), compiling)
+    return mask
+
+
+def _count(name: str, compiling: bool) -> None:
+    if not compiling:
+        counts[name] += 1
+
+
+def _compact(request: Request, compiling: bool) -> Tensor:
+    if request.use_vmap:
+        raise NotARun("a mask function of the model's own")
+    if isinstance(request.kv_offset, Tensor):
+        raise NotARun("a cache whose first position is on the device")
+    parts = _parts(request, compiling)
+    is_causal = len(parts) == 1 and parts[0] is runs.causal
+    run, conditions = (None, []) if is_causal else _bounds(request, parts, compiling)
+    padding, q_offset = _read(request, conditions, is_causal, whole=not parts)
+    if not parts and padding.keys is not None and padding.keys == padding.width:
+        return forms.full(request.device)
+    if is_causal and padding.keys is not None and q_offset is not None:
+        end = q_offset + request.q_length - request.kv_offset
+        if end <= padding.keys:
+            return forms.causal(end, request.device)
+    return _ranges(request, run or _bounds(request, parts, compiling)[0], padding)
+
+
+def _parts(request: Request, compiling: bool) -> list[runs.MaskFunction]:
+    """The conjuncts that can exclude a key; the whole is one part while Dynamo traces."""
+    function = request.mask_function
+    if compiling:
+        parts = [] if function is runs.bidirectional else [function]
+    else:
+        parts = runs.conjuncts(function)
+        _check_not_forced(request, parts)
+    if isinstance(request.q_offset, Tensor):
+        return parts
+    queries = (request.q_offset, request.q_offset + request.q_length - 1)
+    keys = (request.kv_offset, request.kv_offset + request.kv_length - 1)
+    unknown = compiling and function is not runs.causal
+    return parts if unknown else [part for part in parts if runs.bites(part, queries, keys)]
+
+
+def _check_not_forced(request: Request, parts: list[runs.MaskFunction]) -> None:
+    """A model may ask for a materialised mask; decoding, packing and blocks set the same flags."""
+    forced = not (request.allow_is_causal_skip or request.allow_is_bidirectional_skip)
+    if forced and request.q_length > 1 and not any(runs.kind(p) in _UNSKIPPABLE for p in parts):
+        raise NotARun("the model asks for a materialised mask")
+
+
+def _bounds(
+    request: Request, parts: list[runs.MaskFunction], compiling: bool
+) -> tuple[runs.Run, list[Tensor]]:
+    batch = torch.arange(request.batch_size, device=request.device)[:, None]
+    position = torch.arange(request.q_length, device=request.device)[None] + request.q_offset
+    at = runs.Query(batch, position, [])
+    if compiling and any(part is not runs.causal for part in parts):
+        if runs.UNKNOWN_OVERLAYS:
+            raise NotARun("mask functions of a newer transformers release, while tracing")
+        if parts[0].__code__ is runs.UNION_CODE:
+            raise NotARun("block overlays, while tracing")
+        return runs.search(parts[0], at, request.kv_offset, request.kv_length), []
+    try:
+        return runs.intersect([runs.bounds(part, at) for part in parts]), at.conditions
+    except runs.Unknown as unknown:
+        raise NotARun(f"mask function {unknown}") from None
+
+
+def _read(
+    request: Request, conditions: list[Tensor], want_offset: bool, whole: bool
+) -> tuple[Padding, int | None]:
+    """The padding, and the query offset where that is on the device, in one read of the device."""
+    offset = request.q_offset
+    mask = request.attention_mask
+    on_device = isinstance(offset, Tensor)
+    tracing = is_tracing(mask) or (on_device and is_tracing(offset))
+    may_read = not tracing and (request.q_length > 1 or torch.device(request.device).type == "cpu")
+    if (mask is not None or conditions) and not may_read:
+        raise NotARun("padding or packing while tracing" if tracing else "padding in decoding")
+    padding, wanted = Padding(request.kv_length, request.kv_length), list(conditions)
+    if mask is not None:
+        padding, facts = _padding_runs(request, whole)
+        wanted = facts + wanted
+    if on_device:
+        offset = None
+        if want_offset and may_read:
+            wanted.append(request.q_offset.reshape(()))
+    if not wanted:
+        return padding, offset
+    numbers = torch.stack([value.long() for value in wanted]).tolist()
+    if on_device and want_offset:
+        offset = numbers.pop()
+    if mask is not None:
+        last_start, fewest, most, has_no_holes, *numbers = numbers
+        if not has_no_holes:
+            raise NotARun("padding with holes")
+        if last_start == 0 and fewest == most:
+            padding = padding._replace(keys=most)
+    if not all(numbers):
+        raise NotARun("blocks that are not contiguous")
+    return padding, offset
+
+
+def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]:
+    """The run of valid keys of every row, and four numbers to read.
+
+    These are the latest first key, the fewest and the most keys, and whether no row has holes.
+
+    `whole`: nothing but the padding restricts the keys, so its own length counts; kv_length may be
+    that of another cache then.
+    """
+    valid = prepare_padding_mask(request.attention_mask, request.kv_length, request.kv_offset)
+    if not whole or request.kv_offset != 0:
+        valid = valid[:, request.kv_offset : request.kv_offset + request.kv_length]
+    if valid.shape[0] not in (1, request.batch_size):
+        raise NotARun("a padding mask of another batch size")
+    valid = valid.to(torch.uint8)
+    count = valid.sum(-1, dtype=torch.int64)
+    lo = valid.argmax(-1)
+    last = valid.shape[1] - valid.flip(-1).argmax(-1)
+    is_run = ((last - lo == count) | (count == 0)).all()
+    padding = Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None])
+    return padding, [lo.max(), count.min(), count.max(), is_run]
+
+
+def _ranges(request: Request, run: runs.Run, padding: Padding) -> Tensor:
+    own = runs.Run(*(bound if bound is None else bound - request.kv_offset for bound in run))
+    if padding.keys is None:
+        own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
+    end = padding.width if padding.keys is None else padding.keys
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
+    lo = zero if own.lo is None else own.lo.clamp(min=0)
+    hi = zero + end if own.hi is None else own.hi.clamp(0, end)
+    return forms.ranges(lo, hi)
