@@ -1,0 +1,122 @@
+"""`python -m fa_ops bench`: forward, backward, host."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Optional
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from fa_ops.bench import host as host_calls
+from fa_ops.bench import peers, problems, report, timing
+from fa_ops.bench.sweep import sweep
+
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+console = Console()
+
+Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(problems.PRESETS)}")]
+Only = Annotated[
+    Optional[str],  # noqa: UP045  (typer reads it at run time, on Python 3.10 too)
+    typer.Option(help="comma-separated words; implementations whose name contains one"),
+]
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Json = Annotated[Optional[Path], typer.Option("--json", help="write every number here")]  # noqa: UP045
+Plot = Annotated[Optional[Path], typer.Option(help="draw the grid into this PNG")]  # noqa: UP045
+Budget = Annotated[float, typer.Option(help="timed milliseconds for each cell")]
+Bursts = Annotated[int, typer.Option(help="samples of each call")]
+Threads = Annotated[Optional[int], typer.Option(help="CPU threads")]  # noqa: UP045
+
+
+@app.command()
+def forward(
+    preset: Preset = "issue",
+    only: Only = None,
+    device: Device = "auto",
+    json: Json = None,
+    plot: Plot = None,
+    budget: Budget = 200.0,
+    threads: Threads = None,
+) -> None:
+    """Forward passes against SDPA's kernels, FlexAttention and flash-attn, side by side."""
+    with torch.no_grad():
+        _family("forward", preset, only, device, json, plot, budget, threads)
+
+
+@app.command()
+def backward(
+    preset: Preset = "issue",
+    only: Only = None,
+    device: Device = "auto",
+    json: Json = None,
+    plot: Plot = None,
+    budget: Budget = 200.0,
+    threads: Threads = None,
+) -> None:
+    """Backward passes alone, against the same peers."""
+    _family("backward", preset, only, device, json, plot, budget, threads)
+
+
+@app.command()
+def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> None:
+    """Host time of a small eager call without gradient, and where it goes."""
+    device = _device(device)
+    with torch.no_grad():
+        times = timing.host_times(host_calls.runs(device), device, bursts)
+    console.print(report.host_table(times))
+    if device == "cpu":
+        console.print("on a CPU a call's time includes its computation")
+    if json is not None:
+        report.write_json(json, device, "host", report.host_records(times))
+
+
+def _family(
+    name: str,
+    preset: str,
+    only: str | None,
+    device: str,
+    json: Path | None,
+    plot: Path | None,
+    budget: float,
+    threads: int | None,
+) -> None:
+    device = _device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if preset not in problems.PRESETS:
+        raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(problems.PRESETS)}")
+    try:
+        chosen = peers.choose(device, only.split(",") if only else [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    grid = problems.PRESETS[preset]()
+    backward = name == "backward"
+    steps = sweep(grid, chosen, device, backward, budget)
+    rows = list(track(steps, name, len(grid), console=Console(stderr=True), transient=True))
+    facts = report.environment(device)
+    title = f"{name}, {facts['device']}, torch {facts['torch']}"
+    with contextlib.nullcontext() if console.is_terminal else _wide():
+        report.print_sweep(console, title, rows, backward)
+    if json is not None:
+        report.write_json(json, device, name, report.sweep_records(rows, backward))
+    if plot is not None:
+        report.plot(plot, title, rows, backward)
+
+
+@contextlib.contextmanager
+def _wide():
+    """Into a file a table is as wide as it needs to be."""
+    console.width, before = 200, console.width
+    yield
+    console.width = before
+
+
+def _device(name: str) -> str:
+    if name not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("device cuda was asked for, and torch sees none")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -1,0 +1,78 @@
+"""One family of measurements: every problem, every implementation, forward or backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from fa_ops.bench.check import Checker, grad_out
+from fa_ops.bench.peers import Implementation
+from fa_ops.bench.problems import Problem
+from fa_ops.bench.timing import Run, Time, device_times
+
+
+@dataclasses.dataclass
+class Result:
+    """One implementation on one problem: a time, or the reason why there is none."""
+
+    implementation: Implementation
+    time: Time | None = None
+    reason: str | None = None
+
+
+def sweep(
+    problems: list[Problem],
+    implementations: list[Implementation],
+    device: str,
+    backward: bool,
+    budget_ms: float,
+) -> Iterator[tuple[Problem, list[Result]]]:
+    """Check and time all implementations, one problem after the other."""
+    for problem in problems:
+        checker = Checker(problem, device, backward)
+        results, runs = [], {}
+        for implementation in implementations:
+            run, reason = _prepare(implementation, problem, device, backward, checker)
+            results.append(Result(implementation, reason=reason))
+            if run is not None:
+                runs[implementation.name] = run
+        del checker
+        times = device_times(runs, device, budget_ms)
+        for result in results:
+            result.time = times.get(result.implementation.name)
+        yield problem, results
+
+
+def _prepare(
+    implementation: Implementation, problem: Problem, device: str, backward: bool, checker: Checker
+) -> tuple[Run | None, str | None]:
+    """The run, or why not: a peer may lack a package, a feature or memory, or be wrong."""
+    try:
+        q, k, v = problem.inputs(device, implementation.layout, requires_grad=backward)
+        call = implementation.build(problem, device)
+        with implementation.context():
+            out = call(q, k, v)
+            results = [out]
+            if backward:
+                cotangent = grad_out(out)
+                results += torch.autograd.grad(out, (q, k, v), cotangent)
+        wrong = checker.error(results)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    if wrong is not None:
+        return None, f"WRONG: {wrong}"
+    if not backward:
+        return Run(lambda _: call(q, k, v), context=implementation.context), None
+    # A forward before each backward: compiled peers free their buffers, and the GPU stays busy
+    # while the host launches.
+    run = Run(
+        timed=lambda out: torch.autograd.grad(out, (q, k, v), cotangent),
+        prepare=lambda: call(q, k, v),
+        context=implementation.context,
+    )
+    return run, None

@@ -1,0 +1,126 @@
+"""How it is measured: medians over rounds in which all take turns, so heat treats them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+ROUNDS = 5
+_FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`timed(prepare())` is one measurement, of `timed` alone; `context` surrounds many of them."""
+
+    timed: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Milliseconds: the median, and the 20th and 80th percentile as its spread."""
+
+    ms: float
+    low: float
+    high: float
+    samples: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Time:
+        ordered = sorted(samples)
+        at = lambda share: ordered[int(share * (len(ordered) - 1))]  # noqa: E731
+        return Time(statistics.median(ordered), at(0.2), at(0.8), len(ordered))
+
+
+def device_times(runs: dict[str, Run], device: str, budget_ms: float) -> dict[str, Time]:
+    """Time of each run on the device, spending about `budget_ms` of timed work on each."""
+    sample = _cuda_samples if device == "cuda" else _cpu_samples
+    counts = {}
+    for name, run in runs.items():  # a first taste: warms up and says how many fit the budget
+        taste = sample(run, 3)[-1]
+        counts[name] = min(max(round(budget_ms / max(taste, 1e-4) / ROUNDS), 2), 100)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            samples[name] += sample(run, counts[name])
+    return {name: Time.of(values) for name, values in samples.items()}
+
+
+def _cuda_samples(run: Run, count: int) -> list[float]:
+    """Event times with a cold L2. The flush also keeps the GPU busy while the host launches."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    pairs = []
+    with run.context():
+        for _ in range(count):
+            state = run.prepare()
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run.timed(state)
+            end.record()
+            pairs.append((start, end))
+            del state
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def _cpu_samples(run: Run, count: int) -> list[float]:
+    samples = []
+    with run.context():
+        for _ in range(count):
+            state = run.prepare()
+            start = time.perf_counter()
+            run.timed(state)
+            samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def host_times(
+    runs: dict[str, Run], device: str, bursts: int = 300, calls: int = 10
+) -> dict[str, Time]:
+    """Host milliseconds of one call, from bursts too short to fill the launch queue.
+
+    The device is idle when a burst begins; bursts of the different runs take turns.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    with _no_collection():
+        for burst in range(-bursts // 10, bursts):  # the first tenth warms up
+            for name, run in runs.items():
+                with run.context():
+                    elapsed = _burst(run.timed, calls, device)
+                if burst >= 0:
+                    samples[name].append(elapsed)
+    return {name: Time.of(values) for name, values in samples.items()}
+
+
+def _burst(timed: Callable[[Any], Any], calls: int, device: str) -> float:
+    timed(None)  # the context may have changed what the first call does
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        timed(None)
+    elapsed = (time.perf_counter() - start) * 1e3 / calls
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return elapsed
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,62 @@
+"""The commands end to end on the smallest grid."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fa_ops.bench.cli import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("family", ["forward", "backward"])
+def test_family_prints_a_table_and_writes_every_number(family, tmp_path):
+    path = tmp_path / "out.json"
+    result = run(
+        family, "--preset", "tiny", "--device", "cpu", "--budget", "1", "--json", str(path)
+    )
+    assert result.exit_code == 0, result.output
+    assert "fa_ops cpu" in result.output and "against best peer" in result.output
+    content = json.loads(path.read_text())
+    assert content["family"] == family
+    assert {"command", "device", "torch", "threads"} <= content["environment"].keys()
+    times = {(r["implementation"], r["causal"]): r["ms"] for r in content["records"]}
+    assert times.keys() == {
+        (name, causal)
+        for name in ("fa_ops cpu", "sdpa flash", "sdpa math")
+        for causal in (False, True)
+    }
+    assert min(times.values()) > 0
+
+
+def test_plot_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot needs the extra `bench`")
+    path = tmp_path / "out.png"
+    run("forward", "--preset", "tiny", "--device", "cpu", "--budget", "1", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_host_reports_the_door_and_what_is_inside(tmp_path):
+    path = tmp_path / "out.json"
+    result = run("host", "--device", "cpu", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    us = {r["call"]: r["us"] for r in json.loads(path.read_text())["records"]}
+    assert us["fa_ops.attention"] > us["inside: dispatch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("forward", "--preset", "nope"), "no grid is called 'nope'"),
+        (("forward", "--only", "flsh"), "no implementation is called 'flsh'"),
+        (("host", "--device", "tpu"), "device must be auto, cuda or cpu"),
+    ],
+)
+def test_bad_options_are_refused_with_the_choices(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    words = " ".join(line.strip("│ ") for line in result.output.splitlines())
+    assert message in words

@@ -1,0 +1,42 @@
+"""The problems and the operation count that every number in the docs rests on."""
+
+import pytest
+import torch
+
+from fa_ops.bench.problems import PRESETS, Problem
+
+
+def test_flops_are_two_matmuls_and_half_when_causal():
+    full = Problem(B=2, Hq=4, Hkv=1, S=128, D=64, causal=False)
+    q, k = torch.empty(4 * 2, 128, 64, device="meta"), torch.empty(4 * 2, 64, 128, device="meta")
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        torch.bmm(torch.bmm(q, k), q)
+    assert full.flops() == counter.get_total_flops()
+    causal = Problem(B=2, Hq=4, Hkv=1, S=128, D=64, causal=True)
+    assert causal.flops() * 2 == full.flops()
+    assert causal.flops(backward=True) == 2.5 * causal.flops()
+
+
+def test_issue_grid_has_every_cell_at_constant_tokens_and_width():
+    grid = PRESETS["issue"]()
+    assert {(p.D, p.causal, p.S) for p in grid} == {
+        (D, causal, S) for D in (64, 128, 256) for causal in (False, True) for S in (2048, 8192)
+    }
+    assert len(grid) == 12
+    assert {(p.B * p.S, p.Hq * p.D, p.Hq == p.Hkv) for p in grid} == {(16384, 2048, True)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_legal_attention_problems(preset):
+    for problem in PRESETS[preset]():
+        assert min(problem.B, problem.Hkv) >= 1
+        assert problem.Hq % problem.Hkv == 0
+
+
+def test_inputs_are_the_same_numbers_in_both_layouts():
+    problem = PRESETS["tiny"]()[0]
+    bhsd, bshd = problem.inputs("cpu", "bhsd"), problem.inputs("cpu", "bshd")
+    for a, b in zip(bhsd, bshd):
+        assert torch.equal(a, b)
+        assert a.is_contiguous()
+        assert b.transpose(1, 2).is_contiguous() and not b.is_contiguous()

@@ -1,0 +1,79 @@
+"""A benchmark must notice wrong, missing and failing implementations before it prints a time."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fa_ops.bench import peers, report
+from fa_ops.bench.peers import Implementation
+from fa_ops.bench.problems import PRESETS
+from fa_ops.bench.sweep import sweep
+
+
+def right(problem, device):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+
+
+def ignores_causal(problem, device):
+    return F.scaled_dot_product_attention
+
+
+def wrong_gradient(problem, device):
+    return lambda q, k, v: right(problem, device)(q, k.detach(), v) + 0 * k.sum()
+
+
+def missing(problem, device):
+    raise ImportError("No module named 'flash_attn'")
+
+
+def one(build, backward, ours=False):
+    problems = [p for p in PRESETS["tiny"]() if p.causal]
+    context = contextlib.nullcontext() if backward else torch.no_grad()
+    implementations = [Implementation("it", build, ours=ours), Implementation("peer", right)]
+    with context:
+        return list(sweep(problems, implementations, "cpu", backward, budget_ms=1.0))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_right_implementation_is_timed(backward):
+    ((_, (it, _)),) = one(right, backward)
+    assert it.reason is None
+    assert 0 < it.time.low <= it.time.ms <= it.time.high
+
+
+@pytest.mark.parametrize(
+    ("build", "backward", "reason"),
+    [
+        (ignores_causal, False, "WRONG: out"),
+        (ignores_causal, True, "WRONG: out"),
+        (wrong_gradient, True, "WRONG: dk"),
+        (missing, False, "ImportError: No module named 'flash_attn'"),
+    ],
+)
+def test_others_are_left_out_with_the_reason(build, backward, reason):
+    rows = one(build, backward)
+    ((problem, (it, peer)),) = rows
+    assert it.time is None and it.reason.startswith(reason)
+    assert peer.time is not None
+    assert report.refusals(rows) == {f"it: {it.reason}": [str(problem)]}
+    assert report.sweep_records(rows, backward)[0]["not_timed"] == it.reason
+
+
+def test_ratio_is_the_peers_time_over_ours():
+    rows = one(right, backward=False, ours=True)
+    ((_, (it, peer)),) = rows
+    assert report.ratios(rows[0][1]) == {"best peer": peer.time.ms / it.time.ms}
+
+
+def test_only_selects_by_word_and_names_what_there_is():
+    assert {i.name for i in peers.choose("cpu", ["flash"])} == {"sdpa flash"}
+    with pytest.raises(ValueError, match="no implementation is called 'flsh'; there are: .*flex"):
+        peers.choose("cpu", ["flsh"])
+
+
+def test_cuda_runs_name_every_peer_of_the_issue():
+    names = {i.name for i in peers.implementations("cuda")}
+    assert {"sdpa cudnn", "sdpa flash", "sdpa math", "flex"} <= names
+    assert {f"flash-attn {n}" for n in (2, 3, 4)} <= names
