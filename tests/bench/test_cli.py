@@ -9,15 +9,13 @@ from fa_ops.bench.cli import app
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.mark.parametrize("family", ["forward", "backward"])
 def test_family_prints_a_table_and_writes_every_number(family, tmp_path):
     path = tmp_path / "out.json"
-    result = run(
-        family, "--preset", "tiny", "--device", "cpu", "--budget", "1", "--json", str(path)
-    )
+    result = run(family, "--preset", "tiny", "--device", "cpu", "--budget", "1", "--json", path)
     assert result.exit_code == 0, result.output
     assert "fa_ops cpu" in result.output and "against best peer" in result.output
     content = json.loads(path.read_text())
@@ -35,13 +33,13 @@ def test_family_prints_a_table_and_writes_every_number(family, tmp_path):
 def test_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="the plot needs the extra `bench`")
     path = tmp_path / "out.png"
-    run("forward", "--preset", "tiny", "--device", "cpu", "--budget", "1", "--plot", str(path))
+    run("forward", "--preset", "tiny", "--device", "cpu", "--budget", "1", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
 def test_host_reports_the_door_and_what_is_inside(tmp_path):
     path = tmp_path / "out.json"
-    result = run("host", "--device", "cpu", "--json", str(path))
+    result = run("host", "--device", "cpu", "--bursts", "20", "--json", path)
     assert result.exit_code == 0, result.output
     us = {r["call"]: r["us"] for r in json.loads(path.read_text())["records"]}
     assert us["fa_ops.attention"] > us["inside: dispatch"] > 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fa_ops.bench.problems import PRESETS, Problem
 
@@ -9,7 +10,7 @@ from fa_ops.bench.problems import PRESETS, Problem
 def test_flops_are_two_matmuls_and_half_when_causal():
     full = Problem(B=2, Hq=4, Hkv=1, S=128, D=64, causal=False)
     q, k = torch.empty(4 * 2, 128, 64, device="meta"), torch.empty(4 * 2, 64, 128, device="meta")
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         torch.bmm(torch.bmm(q, k), q)
     assert full.flops() == counter.get_total_flops()
     causal = Problem(B=2, Hq=4, Hkv=1, S=128, D=64, causal=True)
