@@ -1,7 +1,7 @@
 """The typed doors: read the arguments, then call the operator.
 
-The operators check shapes, dtypes and devices before anything is computed, with the same messages for
-both ways in. What is checked here is what a schema cannot say: the types of Python values.
+The operators check shapes, dtypes and devices before anything is computed, with the same messages
+for both ways in. What is checked here is what a schema cannot say: the types of Python values.
 """
 
 from __future__ import annotations
@@ -36,47 +36,51 @@ def attention(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value`` without storing the scores.
+    r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value``, the scores never stored.
 
-    The first six arguments are those of ``F.scaled_dot_product_attention``, in its order. Each key head
-    serves ``Hq / Hkv`` query heads (GQA, MQA). A row with nothing to attend gives 0, its lse is -inf.
+    The first six arguments are those of ``F.scaled_dot_product_attention``, in its order. Each key
+    head serves ``Hq / Hkv`` query heads (GQA, MQA). A row with nothing to attend gives 0, its lse
+    is -inf.
 
     .. note::
         Positions are aligned at the **bottom right**: query ``i`` of ``Sq`` stands at key position
         ``i + Sk - Sq``, as cached decoding needs. With ``Sq == Sk`` this is SDPA's meaning.
 
-    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``), ``Sq`` and
-    ``Sk`` lengths, ``D`` head dimension, ``Dv`` value head dimension.
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
+    ``Sq`` and ``Sk`` lengths, ``D`` head dimension, ``Dv`` value head dimension.
 
     Args:
         query: ``(B, Hq, Sq, D)``, float16, bfloat16, float32, or float64 on CPU. Any strides with a
             contiguous last dimension, here and below.
         key: ``(B, Hkv, Sk, D)``, query's dtype.
         value: ``(B, Hkv, Sk, Dv)``, query's dtype.
-        attn_mask: broadcastable to ``(B, Hq, Sq, Sk)``. Bool keeps where True; float (query's dtype or
-            float32) is added to the scores and may require grad.
-        dropout_p: probability in [0, 1) of dropping a softmax weight. The seed is drawn from torch's
-            generator of query's device.
+        attn_mask: broadcastable to ``(B, Hq, Sq, Sk)``. Bool keeps where True; float (query's
+            dtype or float32) is added to the scores and may require grad.
+        dropout_p: probability in [0, 1) of dropping a softmax weight. The seed is drawn from
+            torch's generator of query's device.
         is_causal: query ``i`` attends keys ``j <= i + Sk - Sq``.
         scale: factor on the products; ``None``: ``1 / sqrt(D)``.
         window: ``(left, right)``, keys that stay visible on either side of a query's own position;
             ``None`` or -1: all of them.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; subtracts slope times distance. No gradient.
-        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only. May require grad.
+        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only. May require
+            grad.
         kv_lens: int32 ``(B,)``; keys from ``kv_lens[b]`` on are not there, and ``Sk`` above is
             ``kv_lens[b]``.
         key_ranges: int32 ``(B or 1, Hq or 1, Sq or 1, 2)``; row ``i`` attends keys in the half-open
             ``[key_ranges[..., i, 0], key_ranges[..., i, 1])``. The compact form of most masks.
         return_lse: also return the logarithm of the softmax's denominator.
-        deterministic: a bitwise repeatable backward; also by ``torch.use_deterministic_algorithms``.
+        deterministic: a bitwise repeatable backward; also by
+            ``torch.use_deterministic_algorithms``.
         backend: a backend's name, which then never falls back; ``None``: what ``use_backend`` or
             ``FA_OPS_BACKEND`` say, else the fastest that can.
 
     Returns:
-        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so that
-        ``out.transpose(1, 2).flatten(2)`` copies nothing; with ``return_lse`` ``(out, lse)``, ``lse``
-        ``(B, Hq, Sq)`` natural, float32 (float64 for float64). Gradients flow through both.
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
+        that ``out.transpose(1, 2).flatten(2)`` copies nothing; with ``return_lse`` ``(out, lse)``,
+        ``lse`` ``(B, Hq, Sq)`` natural, float32 (float64 for float64). Gradients flow through
+        both.
 
     Raises:
         ValueError: shapes, devices or values that do not fit each other.
@@ -92,8 +96,8 @@ def attention(
         torch.Size([1, 9, 512, 64])
     """
     options = _options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
-        deterministic, backend,
+        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
+        kv_lens, deterministic, backend,
     )  # fmt: skip
     if attn_mask is not None:
         _need_tensor("attn_mask", attn_mask)
@@ -128,12 +132,13 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Fused attention over a batch of sequences of different lengths, packed one behind the other.
 
-    Sequence ``b`` holds query tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the keys that
-    ``cu_seqlens_k`` says likewise, and is a batch element of :func:`attention`, whose arguments these are
-    where the names agree. Tokens outside every sequence give 0, their lse is -inf.
+    Sequence ``b`` holds query tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the keys
+    that ``cu_seqlens_k`` says likewise, and is a batch element of :func:`attention`, whose
+    arguments these are where the names agree. Tokens outside every sequence give 0, their lse is
+    -inf.
 
-    Shape legend: ``Tq`` and ``Tk`` total tokens, ``B`` sequences, ``Hq`` and ``Hkv`` query and key heads,
-    ``D`` head dimension, ``Dv`` value head dimension.
+    Shape legend: ``Tq`` and ``Tk`` total tokens, ``B`` sequences, ``Hq`` and ``Hkv`` query and key
+    heads, ``D`` head dimension, ``Dv`` value head dimension.
 
     Args:
         query: ``(Tq, Hq, D)``.
@@ -141,11 +146,12 @@ def attention_varlen(
         value: ``(Tk, Hkv, Dv)``.
         cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing.
         cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing.
-        max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is safe
-            and needs no synchronisation.
+        max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is
+            safe and needs no synchronisation.
         max_seqlen_k: the same for keys.
         kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
-        dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, return_lse, deterministic,
+        dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, return_lse,
+        deterministic,
             backend: as in :func:`attention`, per sequence.
 
     Returns:
@@ -164,8 +170,8 @@ def attention_varlen(
         torch.Size([10, 4, 64])
     """
     options = _options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
-        deterministic, backend,
+        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
+        kv_lens, deterministic, backend,
     )  # fmt: skip
     _need_tensor("cu_seqlens_q", cu_seqlens_q)
     _need_tensor("cu_seqlens_k", cu_seqlens_k)
@@ -217,7 +223,7 @@ def _call(operator, recorded: tuple, args: tuple, options: dict):
 
 
 def _any_requires_grad(tensors: tuple) -> bool:
-    for t in tensors:
+    for t in tensors:  # noqa: SIM110  any() takes twice as long
         if t is not None and t.requires_grad:
             return True
     return False
@@ -227,7 +233,7 @@ def _options(
     query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
     deterministic, backend,
 ) -> dict:  # fmt: skip
-    """The operators' keyword arguments that differ from their defaults, each of an accepted type."""
+    """The operators' keyword arguments that differ from their defaults, types checked."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         for name, t in (("query", query), ("key", key), ("value", value)):
             _need_tensor(name, t)

@@ -1,8 +1,8 @@
 """Which backend runs a call, and why.
 
-A call says which backend it wants; where it does not, `use_backend` does, then the environment variable
-FA_OPS_BACKEND, and at last "auto": the first of the list below that can run the call. A backend chosen
-by name never falls back to another.
+A call says which backend it wants; where it does not, `use_backend` does, then the environment
+variable FA_OPS_BACKEND, and at last "auto": the first of the list below that can run the call. A
+backend chosen by name never falls back to another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _selected: dict[tuple, ModuleType] = {}
 
 
 class use_backend:
-    """Choose the backend of the calls inside a `with` block that name none; "auto" lets each call decide.
+    """The backend of the calls inside a `with` block that name none; "auto" lets each decide.
 
     The choice holds for the whole process, not per thread. Works in and around compiled code.
 
@@ -62,29 +62,19 @@ def check_name(name: str) -> None:
 def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
     """The backend that runs this call.
 
-    The answer is remembered, so a backend's `support_error` may depend on the rank, heads, head dimensions,
-    dtype and device of the inputs and on which features are used, not on lengths, strides or values.
+    The answer is remembered, so a backend's `support_error` may depend on the rank, head
+    dimensions, dtype and device of the inputs and on which features are used, on nothing else.
 
     Raises:
         ValueError: no backend has the name asked for.
-        NotImplementedError: the backend asked for, or every one, refuses the call; the message says why.
+        NotImplementedError: the backend asked for, or every one, refuses the call; the message
+            says why.
     """
-    shape = q.shape
     # comparing is cheaper than listing features, and most calls use none
     plain = spec[3:13] == _PLAIN and spec[0] is None and not spec[1]
     features = spec[2] if plain else _features(spec)
     name = spec[13] or default or "auto"
-    key = (
-        len(shape),
-        shape[1],
-        shape[-1],
-        k.shape[1],
-        v.shape[-1],
-        q.dtype,
-        q.device,
-        name,
-        features,
-    )
+    key = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, features)
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(name, q, k, v, spec)

@@ -60,7 +60,7 @@ def record(
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packed, q, k, v, *rest), rest being a Spec, behind a Packing if packed."""
+    """forward(keyset, operators, packed, q, k, v, *rest); rest is a Spec, after a Packing if any."""
 
     @staticmethod
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):
@@ -103,7 +103,7 @@ def _unflatten(packed: bool, rest) -> tuple[Packing | None, Spec]:
 
 
 class NoSecondDerivative(library.SingleLevelFunction):
-    """forward(keyset, operator, names, *values, *args): options are split, so that all are tracked."""
+    """forward(keyset, operator, names, *values, *args): options come split, to be tracked."""
 
     @staticmethod
     def forward(ctx, keyset, operator, names, *values):
@@ -121,7 +121,7 @@ class NoSecondDerivative(library.SingleLevelFunction):
 
 
 def backward_kernel(operator: OpOverload):
-    """The Autograd kernel of a backward operator: a second derivative raises, it is never a silent 0."""
+    """The Autograd kernel of a backward operator: a second derivative raises, never a silent 0."""
 
     def kernel(keyset, *args, **options):
         tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]

@@ -25,8 +25,7 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     spec = Spec(*args, **options)
-    checks.dense(q, k, v, spec)
-    checks.contiguous_rows(q, k, v)
+    checks.dense(q, k, v, spec, real=True)
     if not (q.numel() and k.numel()):
         out, lse = empty_outputs(q, v)
         lse.copy_(float("-inf") if spec.sinks is None else spec.sinks.view(-1, 1))
@@ -66,8 +65,7 @@ def _attention_autograd(keyset, q, k, v, *args, **options):
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
     spec = Spec(*args, **options)
-    _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
-    checks.contiguous_rows(q, k, v)
+    _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=True)
     if q.numel() and k.numel():
         spec = autograd.repeatable(checks.compact(spec))
         grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
@@ -98,8 +96,8 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dmask, dsinks
 
 
-def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec: Spec, mask_grad: bool) -> None:
-    checks.dense(q, k, v, spec)
+def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=False) -> None:
+    checks.dense(q, k, v, spec, real)
     checks.saved(grad_out, grad_lse, q, v, out, lse)
     if mask_grad:
         checks.mask_grad(spec)

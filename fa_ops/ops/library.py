@@ -35,7 +35,8 @@ _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 SCHEMAS = {
     "attention": f"({_QKV}, {_DENSE}) -> Tensor",
     "attention_with_lse": f"({_QKV}, {_DENSE}) -> (Tensor, Tensor)",
-    # gradients of query, key, value, attn_mask, sinks; the last two are empty where they don't apply
+    # gradients of query, key, value, attn_mask, sinks; the last two are empty where they don't
+    # apply
     "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
@@ -75,7 +76,8 @@ def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):
 
 
 def recording():
-    """A context for a Function's forward, which torch runs without gradients: transforms below record."""
+    """A context for a Function's forward, which torch runs without gradients, so that the
+    transforms below it still record."""
     return _recording() if in_functorch() else nullcontext()
 
 
@@ -94,7 +96,7 @@ def reject_forward_ad(operator: OpOverload, *tensors: Tensor | None) -> None:
 
 
 def run_vmap_rule(rule, operator, *operands):
-    """Call `rule(info, in_dims, *operands)` for a FuncTorchBatched kernel, one level of vmap peeled off.
+    """Call `rule(info, in_dims, *operands)` from a FuncTorchBatched kernel, one level peeled off.
 
     Not torch.library.register_vmap: that refuses operators with keyword-only tensors.
     """
@@ -106,7 +108,7 @@ def run_vmap_rule(rule, operator, *operands):
 
 
 def is_plain(query: Tensor) -> bool:
-    """Whether a call without gradients may enter below autograd: eager, no transform, no subclass."""
+    """Whether a call without gradients may enter below autograd: no compiler, no transform."""
     return (
         type(query) in _PLAIN
         and not torch.compiler.is_compiling()

@@ -9,7 +9,7 @@ from fa_ops.ops import dense, library, merge, varlen
 from fa_ops.types import Packing
 
 SAC_OPS = (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN, merge.MERGE)
-"""The forward operators, for selective activation checkpointing: save their results, recompute the rest.
+"""The operators whose results selective activation checkpointing should save.
 
 Example:
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -19,7 +19,7 @@ Example:
 
 
 def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
-    """Query, key and value, and a mask or sinks in half precision, take the dtype autocast is set to."""
+    """Query, key and value take autocast's dtype, and so do a mask or sinks in half precision."""
 
     def kernel(query, key, value, *args, **options):
         dtype = torch.get_autocast_dtype(device)
@@ -42,11 +42,12 @@ for _operator in (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN):
         _autocast(_operator, _device)
 
 
-# FLOPs follow torch's convention for attention: multiply-adds of the dense products, masks not counted.
+# FLOPs follow torch's convention for attention: multiply-adds of the dense products, masks not
+# counted.
 
 
 def _flops(heads: int, pairs: int, D: int, Dv: int, backward: bool) -> int:
-    """Of `pairs` query-key pairs per head: 2 products forward; 5 backward, the scores recomputed."""
+    """Of `pairs` query-key pairs per head: two products forward, five backward (scores again)."""
     return 2 * heads * pairs * (3 * D + 2 * Dv if backward else D + Dv)
 
 
@@ -97,6 +98,6 @@ register_flops()
 
 
 def prepare(kind: type) -> None:
-    """Load the rules of a tensor subclass on first sight: its module costs too much to import for everyone."""
+    """Load a tensor subclass's rules on first sight: not everyone should pay for its module."""
     if kind.__name__ == "DTensor":
         from fa_ops.distributed import sharding  # noqa: F401

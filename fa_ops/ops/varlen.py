@@ -38,8 +38,7 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     packing, spec = bind(*args, **options)
-    checks.packed(q, k, v, packing, spec)
-    checks.contiguous_rows(q, k, v)
+    checks.packed(q, k, v, packing, spec, real=True)
     if not (q.numel() and k.numel()):
         out, lse = empty_outputs(q, v)
         lse.fill_(float("-inf"))
@@ -72,9 +71,8 @@ def _autograd(keyset, q, k, v, *args, **options):
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
     packing, spec = bind(*args, **options)
-    checks.packed(q, k, v, packing, spec)
+    checks.packed(q, k, v, packing, spec, real=True)
     checks.saved(grad_out, grad_lse, q, v, out, lse)
-    checks.contiguous_rows(q, k, v)
     if not (q.numel() and k.numel()):
         return _empty_gradients(grad_lse, q, k, v, packing, spec)
     packing, spec = checks.compact_packing(packing), autograd.repeatable(checks.compact(spec))

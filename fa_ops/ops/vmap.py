@@ -1,8 +1,8 @@
-"""The vmap rules: the mapped dimension is folded into the batch or the heads, and out of the results.
+"""The vmap rules: the mapped dimension is folded into the batch or the heads.
 
-Folding into the batch suits everything but sinks that are mapped or that want a gradient per sample;
-folding into the heads suits everything but lengths that are mapped. Where neither does, and under dropout
-(whose mask depends on batch and head), the operator runs once per sample.
+Folding into the batch suits everything but sinks that are mapped or that want a gradient per
+sample; folding into the heads suits everything but lengths that are mapped. Where neither does,
+and under dropout (whose mask depends on batch and head), the operator runs once per sample.
 """
 
 from __future__ import annotations
