@@ -1,0 +1,82 @@
+"""The wheel holds what users need, and works where the checkout is not."""
+
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fa_ops
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="building needs hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    (path,) = builder.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def tracked(package: str) -> set[str]:
+    git = ["git", "-C", str(ROOT), "ls-files", package]
+    listed = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split()
+    if not listed:
+        pytest.skip("not a git checkout")
+    return {name for name in listed if (ROOT / name).exists()}
+
+
+def information(wheel: zipfile.ZipFile, name: str) -> str:
+    folder = f"fa_ops-{fa_ops.__version__}.dist-info"
+    return wheel.read(f"{folder}/{name}").decode()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_of_the_packages_is_in_the_wheel(wheel, package):
+    assert f"{package}/py.typed" in wheel.namelist()
+    assert tracked(package) <= set(wheel.namelist())
+
+
+def test_nothing_else_is(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert tops == {*PACKAGES, f"fa_ops-{fa_ops.__version__}.dist-info"}
+
+
+def test_metadata_of_the_wheel(wheel):
+    core = information(wheel, "METADATA").splitlines()
+    assert f"Version: {fa_ops.__version__}" in core
+    assert "License-Expression: Apache-2.0" in core
+    required = [line for line in core if line.startswith("Requires-Dist") and "extra" not in line]
+    names = {line.split()[1].split(">")[0] for line in required}
+    assert names == {"torch", "numpy", "typer", "rich", "platformdirs"}
+    assert "Apache License" in information(wheel, "licenses/LICENSE")
+
+
+def test_entry_points_of_the_wheel_name_things_that_exist(wheel):
+    text = information(wheel, "entry_points.txt")
+    groups = {"console_scripts": "fa-ops", "torch_dynamo_backends": "fa_ops"}
+    for group, name in groups.items():
+        target = text.split(f"[{group}]\n{name} = ")[1].splitlines()[0]
+        assert callable(metadata.EntryPoint(name, target, group).load())
+
+
+def test_the_wheel_runs_without_the_checkout(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    code = """
+import torch, fa_ops, pathlib
+assert pathlib.Path(fa_ops.__file__).is_relative_to(pathlib.Path.cwd() / "site"), fa_ops.__file__
+q = torch.randn(1, 2, 8, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+assert torch.allclose(fa_ops.attention(q, q, q, is_causal=True), expected, atol=1e-5)
+assert "fa_ops" in torch._dynamo.list_backends()
+print("fine")
+"""
+    run = [sys.executable, "-c", code]
+    env = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "fine", result.stderr
