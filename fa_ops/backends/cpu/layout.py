@@ -1,0 +1,35 @@
+"""Memory layouts and dtypes that the CPU engines share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, sums and lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory."""
+    return (
+        x.transpose(1, 2)
+        .to(dtype, memory_format=torch.contiguous_format)
+        .contiguous()
+        .transpose(1, 2)
+    )
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """Uninitialised (B, Hq, Sq, Dv), laid out (B, Sq, Hq, Dv) in memory."""
+    B, Hq, Sq, _ = q.shape
+    return torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=q.dtype)
+
+
+def like(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient in x's dtype and in the memory layout of `torch.empty_like(x)`."""
+    target = torch.empty_like(x)
+    if grad.dtype == x.dtype and grad.stride() == target.stride():
+        return grad
+    return target.copy_(grad)
