@@ -2,6 +2,7 @@
 
 from fa_ops.api import attention, attention_varlen, merge_states
 from fa_ops.dispatch import use_backend
+from fa_ops.ops.rules import SAC_OPS
 
 __version__ = "0.1.0"
-__all__ = ["attention", "attention_varlen", "merge_states", "use_backend"]
+__all__ = ["SAC_OPS", "attention", "attention_varlen", "merge_states", "use_backend"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import dense, library, merge, rules, varlen
+from fa_ops.ops import dense, library, merge, varlen
 
 Window = tuple[int | None, int | None]
 
@@ -217,8 +217,8 @@ def _call(operator, recorded: tuple, args: tuple, options: dict):
         if not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
             with library.below_autograd():
                 return operator(*args, **options)
-    elif type(query) is not Tensor:
-        rules.prepare(type(query))
+    elif not torch.compiler.is_compiling():
+        library.prepare(type(query))
     return operator(*args, **options)
 
 

@@ -60,7 +60,7 @@ def record(
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packed, q, k, v, *rest); rest is a Spec, after a Packing if any."""
+    """forward(keyset, operators, packed, q, k, v, *rest); rest: a Packing if packed, then a Spec."""
 
     @staticmethod
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):

@@ -10,6 +10,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.nested._internal.nested_tensor import NestedTensor
 
 lib = Library("fa", "DEF")
 
@@ -71,8 +72,31 @@ def apply(function: type[SingleLevelFunction], *args):
 
 def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):
     """Call the operator's kernel below autograd."""
+    prepare(type(args[0]))
     with below_autograd():
         return operator.redispatch(keyset & AFTER_AUTOGRAD, *args, **options)
+
+
+def register_subclass_rule(name: str, kind: type, rule) -> None:
+    """What the operator does with a tensor subclass, below autograd."""
+    torch.library.register_torch_dispatch(f"fa::{name}", kind, rule, lib=lib)
+
+
+def nested_like(values: Tensor, like: NestedTensor) -> NestedTensor:
+    """A NestedTensor of the same structure: the public constructor can't be traced."""
+    return NestedTensor(
+        values,
+        offsets=like.offsets(),
+        lengths=like.lengths(),
+        _metadata_cache=like._metadata_cache,
+        _ragged_idx=like._ragged_idx,
+    )
+
+
+def prepare(kind: type) -> None:
+    """Load a tensor subclass's rules on first sight: not everyone should pay for its module."""
+    if kind not in _PLAIN and kind.__name__ == "DTensor":
+        from fa_ops.distributed import sharding  # noqa: F401
 
 
 def recording():

@@ -95,9 +95,3 @@ def register_flops() -> None:
 
 
 register_flops()
-
-
-def prepare(kind: type) -> None:
-    """Load a tensor subclass's rules on first sight: not everyone should pay for its module."""
-    if kind.__name__ == "DTensor":
-        from fa_ops.distributed import sharding  # noqa: F401

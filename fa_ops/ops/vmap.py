@@ -11,40 +11,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops.ops import checks, dense, library, merge, varlen
-
-BATCH, HEADS = 0, 1
-# The (batch, head) axes of every tensor; a result has those of the argument whose gradient it is.
-_FULL = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", "attn_mask", "key_ranges")
-DENSE_AXES = dict.fromkeys(_FULL, (0, 1)) | {
-    "alibi_slopes": (0, 1),
-    "sinks": (None, 0),
-    "kv_lens": (0, None),
-}
-PACKED_AXES = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) | {
-    "lse": (None, 0),
-    "grad_lse": (None, 0),
-    "alibi_slopes": (None, 1),
-    "sinks": (None, 0),
-}
-RESULTS = {
-    "attention": ("out",),
-    "attention_with_lse": ("out", "lse"),
-    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
-    "attention_varlen": ("out", "lse"),
-    "attention_varlen_backward": ("query", "key", "value", "sinks"),
-}
-BROADCAST = {"attn_mask": (BATCH, HEADS), "key_ranges": (BATCH, HEADS), "alibi_slopes": (BATCH,)}
-_RANKS = {"attn_mask": 4, "alibi_slopes": 2}  # broadcastable tensors get all their dimensions first
+from fa_ops.ops import axes, checks, dense, library, merge, varlen
+from fa_ops.ops.axes import BATCH, HEADS
 
 
 class _Fold:
     """One call's folding: N samples into `axis` of every tensor."""
 
-    def __init__(self, axis: int, N: int, call: dict, mapped: set[str], axes: dict) -> None:
-        self.axis, self.N, self.axes, self.mapped = axis, N, axes, mapped
-        q = call["query"]
-        self.size = q.shape[axes["query"][axis] + ("query" in mapped)]
+    def __init__(self, axis: int, N: int, call: dict, mapped: set[str]) -> None:
+        self.axis, self.N, self.axes, self.mapped = axis, N, axes.of(call), mapped
+        self.size = call["query"].shape[self.axes["query"][axis] + ("query" in mapped)]
         self.mask_shape = None  # of one sample
         if call.get("mask_grad"):
             mask = call["attn_mask"]
@@ -56,12 +32,12 @@ class _Fold:
             return x
         position, mapped = self.axes[name][self.axis], name in self.mapped
         samples = x if mapped else x.unsqueeze(0)
-        missing = _RANKS.get(name, 0) - (samples.dim() - 1)
+        missing = axes.RANKS.get(name, 0) - (samples.dim() - 1)
         if missing > 0:
             shape = (samples.shape[0], *[1] * missing, *samples.shape[1:])
             samples = samples.reshape(shape)
         sizes = [self.N, *samples.shape[1:]]
-        if self.axis in BROADCAST.get(name, ()) and sizes[position + 1] == 1:
+        if self.axis in axes.BROADCAST.get(name, ()) and sizes[position + 1] == 1:
             if not mapped and not (name == "attn_mask" and self.mask_shape is not None):
                 return _rows_or_row(name, x)
             sizes[position + 1] = self.size
@@ -70,7 +46,7 @@ class _Fold:
 
     def unfold(self, name: str, x: Tensor) -> tuple[Tensor, int | None]:
         """A result and the dimension of its samples."""
-        if name in ("attn_mask", "sinks") and x.dim() == 1 and x.shape[0] == 0:
+        if axes.is_absent(name, x):
             return x, None
         position = self.axes[name][self.axis]
         x = x.unflatten(position, (self.N, x.shape[position] // self.N))
@@ -114,11 +90,9 @@ def _rule(operator: OpOverload, info, dims: dict, call: dict):
     axis = _axis(operator, call, mapped)
     if axis is None:
         return _one_by_one(operator, info.batch_size, mapped, call)
-    packed = "cu_seqlens_q" in call
-    axes = PACKED_AXES if packed else DENSE_AXES
-    fold = _Fold(axis, info.batch_size, call, mapped, axes)
+    fold = _Fold(axis, info.batch_size, call, mapped)
     results = operator(**{name: fold.fold(name, x) for name, x in call.items()})
-    names = RESULTS[operator._opname]
+    names = axes.RESULTS[operator._opname]
     if len(names) == 1:
         return fold.unfold(names[0], results)
     pairs = [fold.unfold(name, x) for name, x in zip(names, results, strict=True)]
@@ -149,14 +123,11 @@ def _merge_rule(operator: OpOverload, info, dims: dict, call: dict):
 
 
 def _register(operator: OpOverload, rule) -> None:
-    names = [argument.name for argument in operator._schema.arguments]
-
     def kernel(*args, **options):
-        call = dict(zip(names, args, strict=False)) | options
         return library.run_vmap_rule(
             lambda info, dims, call: rule(operator, info, dims[0], call),
             lambda call: operator(**call),
-            call,
+            axes.bind(operator, args, options),
         )
 
     library.lib.impl(operator._opname, kernel, "FuncTorchBatched")

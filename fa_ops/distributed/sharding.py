@@ -1,0 +1,123 @@
+"""DTensor: the operators on inputs sharded over the batch or the heads, without communication.
+
+The query decides. Where it is sharded over batch or heads every other argument follows, and so do
+the results; where it is sharded otherwise (over its length) it is gathered, with a warning. Plain
+tensors count as replicated. Loaded on the first DTensor, see `fa_ops.ops.library.prepare`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+
+from fa_ops.ops import axes, library
+
+
+def _roles(operator: OpOverload, call: dict) -> list[int | None]:
+    """Per mesh dimension what it shards: axes.BATCH, axes.HEADS, or None for nothing."""
+    query, key = call["query"], call["key"]
+    batch, heads = axes.of(call)["query"]
+    roles, shards = [], 1
+    for size, placement in zip(query.device_mesh.shape, query.placements, strict=True):
+        axis = placement.dim if type(placement) is Shard else None
+        role = None
+        if axis == batch and axis is not None:
+            role = axes.BATCH
+        elif axis == heads and key.shape[heads] % (shards * size) == 0:
+            role, shards = axes.HEADS, shards * size
+        elif not placement.is_replicate() and "grad_out" not in call:
+            warnings.warn(
+                f"{operator.name()}: query is {placement} over a mesh dimension of {size}, which "
+                "attention cannot use: all inputs are gathered there",
+                stacklevel=2,
+            )
+        roles.append(role)
+    return roles
+
+
+def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None:
+    """The dimension of the argument that the role shards; None: it is the same for all shards."""
+    axis = None if role is None else call_axes.get(name, (None, None))[role]
+    if axis is None:
+        return None
+    axis -= axes.RANKS.get(name, x.dim()) - x.dim()
+    serves_all = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
+    return None if serves_all else axis
+
+
+def _local(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return x.redistribute(mesh, placements).to_local()
+
+
+def _global(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _on_meta(x: object) -> object:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
+    call = axes.bind(operator, args, options or {})
+    if call.get("dropout_p"):
+        raise NotImplementedError(f"{operator.name()} with dropout_p > 0 does not take DTensors")
+    if not isinstance(call["query"], DTensor):
+        raise TypeError(f"{operator.name()}: query must be a DTensor where another argument is one")
+    # on the whole problem first: checks with the user's numbers, and the results' shapes
+    whole = operator(**{name: _on_meta(x) for name, x in call.items()})
+    mesh, roles, call_axes = call["query"].device_mesh, _roles(operator, call), axes.of(call)
+
+    def placements(name: str, x: Tensor, otherwise: Placement) -> list[Placement]:
+        dims = [_axis(call_axes, name, x, role) for role in roles]
+        return [
+            Replicate() if role is None else otherwise if dim is None else Shard(dim)
+            for role, dim in zip(roles, dims, strict=True)
+        ]
+
+    local = {
+        name: _local(x, mesh, placements(name, x, Replicate())) if isinstance(x, Tensor) else x
+        for name, x in call.items()
+    }
+    results = operator(**local)
+    if isinstance(results, Tensor):
+        return _global(results, mesh, placements("out", whole, Replicate()), whole)
+    return tuple(
+        _global(
+            part,
+            mesh,
+            # an argument that serves all shards has a gradient from each
+            placements(name, like, Replicate() if axes.is_absent(name, like) else Partial()),
+            like,
+        )
+        for name, part, like in zip(axes.RESULTS[operator._opname], results, whole, strict=True)
+    )
+
+
+def _merge_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
+    outs, lses = axes.bind(operator, args, options or {}).values()
+    mesh = next(x.device_mesh for x in (outs, lses) if isinstance(x, DTensor))
+    shared = outs if isinstance(outs, DTensor) else lses
+    between = range(1, lses.dim())  # states and value dimensions are whole on every device
+    placed = [
+        p if type(p) is Shard and p.dim in between else Replicate() for p in shared.placements
+    ]
+    results = operator(_local(outs, mesh, placed), _local(lses, mesh, placed))
+    whole = operator(_on_meta(outs), _on_meta(lses))
+    after = [Shard(p.dim - 1) if type(p) is Shard else p for p in placed]
+    return tuple(_global(x, mesh, after, like) for x, like in zip(results, whole, strict=True))
+
+
+for _name in axes.RESULTS:
+    library.register_subclass_rule(_name, DTensor, _attention_rule)
+library.register_subclass_rule("merge_states", DTensor, _merge_rule)

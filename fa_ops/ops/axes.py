@@ -1,0 +1,50 @@
+"""Which axis of each tensor is the batch and which the heads: what vmap and sharding are about."""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+BATCH, HEADS = 0, 1
+
+# (batch axis, head axis). A result has the axes of the argument whose gradient it is.
+_FULL = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", "attn_mask", "key_ranges")
+DENSE = dict.fromkeys(_FULL, (0, 1)) | {
+    "alibi_slopes": (0, 1),
+    "sinks": (None, 0),
+    "kv_lens": (0, None),
+}
+PACKED = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) | {
+    "lse": (None, 0),
+    "grad_lse": (None, 0),
+    "alibi_slopes": (None, 1),
+    "sinks": (None, 0),
+}
+
+# The axes above count from these ranks where a tensor may have fewer dimensions.
+RANKS = {"attn_mask": 4, "alibi_slopes": 2}
+# The axes on which a tensor may have size 1 and serve all.
+BROADCAST = {"attn_mask": (BATCH, HEADS), "key_ranges": (BATCH, HEADS), "alibi_slopes": (BATCH,)}
+
+RESULTS = {
+    "attention": ("out",),
+    "attention_with_lse": ("out", "lse"),
+    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
+    "attention_varlen": ("out", "lse"),
+    "attention_varlen_backward": ("query", "key", "value", "sinks"),
+}
+
+
+def bind(operator: OpOverload, args: tuple, options: dict) -> dict:
+    """A call's arguments by name."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return dict(zip(names, args, strict=False)) | options
+
+
+def of(call: dict) -> dict:
+    """The axes of the tensors in a call's arguments and results."""
+    return PACKED if "cu_seqlens_q" in call else DENSE
+
+
+def is_absent(name: str, gradient) -> bool:
+    """Whether a backward's result stands for a gradient that nobody asked for."""
+    return name in ("attn_mask", "sinks") and gradient.dim() == 1 and gradient.shape[0] == 0

@@ -1,0 +1,73 @@
+"""Jagged NestedTensors, (B, H, lengths, D): run as packed sequences, without padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.ops import autograd, axes, library, varlen
+from fa_ops.types import Packing, Spec
+
+_RAGGED = 2  # the dimension of lengths
+
+
+def _ends(x: Tensor) -> Tensor:
+    return x.offsets().to(torch.int32)
+
+
+def _tokens(name: str, x: Tensor) -> Tensor:
+    """(T, H, D), or (H, T) of an lse, in memory."""
+    if not x.is_nested or x.layout != torch.jagged or x._ragged_idx != _RAGGED:
+        raise ValueError(
+            f"{name} must be a jagged NestedTensor (B, H, lengths, ...) where query is one: "
+            "build it as (B, lengths, H, D) and transpose(1, 2)"
+        )
+    if x.lengths() is not None:
+        raise ValueError(f"{name} must not have holes between its sequences")
+    values = x.values()  # (H, T, D): the batch dimension is gone, the rest is in order
+    return values.transpose(0, 1) if values.dim() == 3 else values
+
+
+def _nested(values: Tensor, like: Tensor) -> Tensor:
+    """Tokens (T, H, D) or an lse (H, T) in the structure of `like`."""
+    values = values.transpose(0, 1) if values.dim() == 3 else values
+    return library.nested_like(values, like)
+
+
+def _pack(call: dict) -> tuple[dict, Packing, Spec]:
+    """Tensors as tokens, and the packed operators' other arguments."""
+    for name in ("attn_mask", "key_ranges"):
+        if call.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} does not go with NestedTensors, use kv_lens or window"
+            )
+    spec = Spec(**{name: call[name] for name in Spec._fields if name in call})
+    names = ("query", "key", "value", "grad_out", "grad_lse", "out", "lse")
+    given = {name: call[name] for name in names if call.get(name) is not None}
+    tokens = {name: _tokens(name, x) for name, x in given.items()}
+    return tokens, Packing(_ends(call["query"]), _ends(call["key"])), spec
+
+
+def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None):
+    call = axes.bind(operator, args, options or {})
+    tokens, packing, spec = _pack(call)
+    rest, keywords = autograd.arguments(packing, spec)
+    out, lse = varlen.VARLEN(*tokens.values(), *rest, **keywords)
+    out = _nested(out, call["query"])
+    return (out, _nested(lse, call["query"])) if operator._opname != "attention" else out
+
+
+def _backward_rule(cls, operator, types, args: tuple, options: dict | None = None):
+    call = axes.bind(operator, args, options or {})
+    tokens, packing, spec = _pack(call)
+    rest, keywords = autograd.arguments(packing, spec)
+    names = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse")
+    dq, dk, dv, dsinks = varlen.BACKWARD(*(tokens.get(name) for name in names), *rest, **keywords)
+    like = (call["query"], call["key"], call["value"])
+    grads = [_nested(grad, x) for grad, x in zip((dq, dk, dv), like, strict=True)]
+    return *grads, dq.new_empty(0), dsinks
+
+
+for _name in ("attention", "attention_with_lse"):
+    library.register_subclass_rule(_name, library.NestedTensor, _forward_rule)
+library.register_subclass_rule("attention_backward", library.NestedTensor, _backward_rule)
