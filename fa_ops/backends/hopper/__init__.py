@@ -1,0 +1,93 @@
+"""The sm_90a tier: CUDA C++ compiled by NVRTC on first use, launched through the driver.
+
+A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cuda/forward.cu` (or
+`cuda/backward.cu`), tiles are in `configs`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fa_ops.types import Gradients, Spec, default_scale
+
+_ELSEWHERE = "the triton backend can run it"
+
+
+@functools.cache
+def available_error() -> str | None:
+    """Why this machine cannot run the tier at all, or None."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90), this one is sm_{major}{minor}"
+    from fa_ops.backends.hopper import compiler
+
+    try:
+        compiler.nvrtc()
+    except compiler.CompileError as error:
+        return str(error)
+    return None
+
+
+def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec, task: str = "forward") -> str | None:
+    """Why the tier cannot run this call, or None."""
+    reason = _unsupported(q, v, spec) or (_no_backward(q, v, spec) if task == "backward" else None)
+    return f"{reason}; {_ELSEWHERE}" if reason else None
+
+
+def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
+    D, Dv = q.shape[-1], v.shape[-1]
+    if q.device.type != "cuda":
+        return f"needs CUDA tensors, query is on {q.device}"
+    if q.dim() != 4:
+        return "has no kernel for packed sequences yet"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 and float16, query is {q.dtype}"
+    if D % 8 or Dv % 8 or max(D, Dv) > 256:
+        return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
+    if -(-Dv // 64) > -(-D // 64):
+        return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
+    if spec.attn_mask is not None:
+        return "has no dense masks yet (key_ranges it has)"
+    if spec.dropout_p > 0:
+        return "has no dropout yet"
+    if default_scale(spec, D) <= 0:
+        return f"needs a positive scale, got {spec.scale}"
+    return None
+
+
+def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
+    D, Dv = q.shape[-1], v.shape[-1]
+    if Dv != D or D > 128:
+        return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
+    if spec.key_ranges is not None:
+        return "has no backward with key_ranges yet"
+    if spec.deterministic:
+        return "adds dQ in no fixed order, so it has no deterministic backward yet"
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    from fa_ops.backends.hopper import dense_forward
+
+    return dense_forward.forward(q, k, v, spec)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    mask_grad: bool = False,
+) -> Gradients:
+    from fa_ops.backends.hopper import dense_backward
+
+    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec)

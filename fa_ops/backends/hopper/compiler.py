@@ -1,0 +1,177 @@
+"""Source assembly and run-time compilation: CUDA C++ without headers, NVRTC through ctypes.
+
+Cubins are cached on disk. An entry's name is the hash of its whole source, the flags and NVRTC's
+version, so it is never stale. It is written to a private temporary file and renamed: two processes
+may compile the same kernel at once, and a reader sees a whole file or none. A folder that cannot be
+written (read-only, full) costs a compilation per process, never a failure; an entry that is not
+whole is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+ARCH = "sm_90a"
+FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
+_SOURCES = Path(__file__).parent / "cuda"
+_ELF = b"\x7fELF"
+
+
+class CompileError(RuntimeError):
+    """NVRTC is missing or refused the source; the message is its log."""
+
+
+def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
+    """One wgmma wrapper: a 64 x n accumulator, 16 of the inner dimension.
+
+    a: "registers" (accumulates); or in shared memory, "rows" (the inner dimension contiguous) or
+    "columns", where `keep` says whether to accumulate. b: "rows" or "columns".
+    """
+    count = n // 2
+    acc = ", ".join(f"%{i}" for i in range(count))
+    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+    flip = {"rows": 0, "columns": 1}
+    if a == "registers":
+        words = ", ".join(f"%{count + i}" for i in range(4))
+        return (
+            f"DEVICE void {name}(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n"
+            f'  asm volatile("{op} {{{acc}}}, {{{words}}}, %{count + 4}, 1, 1, 1, {flip[b]};"\n'
+            f'               : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+        )
+    return (
+        f"DEVICE void {name}(float (&d)[{count}], u64 a, u64 b, int keep) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "\n'
+        f'               "{op} {{{acc}}}, %{count}, %{count + 1}, "\n'
+        f'               "p, 1, 1, {flip[a]}, {flip[b]}; }}"\n'
+        f'               : {bound} : "l"(a), "l"(b), "r"(keep));\n}}\n'
+    )
+
+
+def assemble(kind: str, defines: dict[str, int]) -> str:
+    """The whole translation unit of a forward or backward kernel."""
+    dtype = "bf16" if defines["IS_BF16"] else "f16"
+    M, N, D = defines["BLOCK_M"], defines["BLOCK_N"], defines["HEAD_DIM"]
+    if kind == "forward":
+        products = wgmma("wgmma_scores", N, dtype, "rows", "rows")
+        products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
+        parts = ("scheduler.cuh", "softmax.cuh", "forward.cu")
+    else:
+        products = wgmma("wgmma_scores", M, dtype, "rows", "rows")
+        products += wgmma("wgmma_grads", D, dtype, "registers", "columns")
+        products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
+        parts = ("elements.cuh", "backward.cu")
+    header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
+    ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
+    return "\n".join((header, ptx, products, *rest))
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """The NVRTC that torch's CUDA build brought, or the one FA_OPS_NVRTC names."""
+    chosen = os.environ.get("FA_OPS_NVRTC")
+    names = (
+        [chosen] if chosen else ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", *_installed()]
+    )
+    reasons = []
+    for name in names:
+        try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
+                ctypes.CDLL(str(builtins))  # NVRTC looks for it by bare name
+            return ctypes.CDLL(name)
+        except OSError as error:
+            reasons.append(str(error))
+    raise CompileError(f"NVRTC was not found: {'; '.join(reasons)}; pip install nvidia-cuda-nvrtc")
+
+
+def _installed() -> list[str]:
+    """NVRTC from the nvidia-cuda-nvrtc package, for machines whose torch did not load it."""
+    package = importlib.util.find_spec("nvidia")
+    folders = package.submodule_search_locations if package else None
+    return [
+        str(path)
+        for folder in folders or ()
+        for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))
+    ]
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept: FA_OPS_CACHE_DIR, or the user's cache folder."""
+    return Path(os.environ.get("FA_OPS_CACHE_DIR") or platformdirs.user_cache_dir("fa_ops"))
+
+
+def cubin(kind: str, defines: dict[str, int]) -> bytes:
+    """The machine code of a kernel with these defines, from the cache or compiled now.
+
+    Raises:
+        CompileError: NVRTC is missing, or its log says what it refused.
+    """
+    source = assemble(kind, defines)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    key = "\0".join((source, *FLAGS, f"{major.value}.{minor.value}"))
+    path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{ARCH}.cubin"
+    with contextlib.suppress(OSError):
+        found = path.read_bytes()
+        if found.startswith(_ELF) and found.endswith(_ELF):
+            return found[: -len(_ELF)]
+    code, _ = compile_source(source)
+    _store(path, code + _ELF)  # the trailer tells a whole file from a truncated one
+    return code
+
+
+def _store(path: Path, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+def compile_source(source: str, *extra: str) -> tuple[bytes, str]:
+    """(cubin, log) of a translation unit; `extra` are more NVRTC options."""
+    lib, program = nvrtc(), ctypes.c_void_p()
+    options = (*FLAGS, *extra)
+    array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    _check(
+        lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"fa_ops.cu", 0, None, None)
+    )
+    try:
+        status = lib.nvrtcCompileProgram(program, len(options), array)
+        log = (
+            _read(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)
+            .rstrip(b"\0")
+            .decode(errors="replace")
+        )
+        if status:
+            raise CompileError(f"NVRTC could not compile a kernel for {ARCH}:\n{log}")
+        return _read(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program), log
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of, read, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(read(program, buffer))
+    return buffer.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        raise CompileError(f"an NVRTC call failed with status {status}")

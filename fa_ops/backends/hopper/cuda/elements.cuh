@@ -1,0 +1,25 @@
+// 16-bit elements in global memory.
+typedef unsigned short Element;
+
+struct Strides { long long b, h, s; };
+
+DEVICE float2 unpack(u32 x) {
+#if IS_BF16
+  return make_float2(__int_as_float(x << 16), __int_as_float(x & 0xFFFF0000u));
+#else
+  float2 y;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  return y;
+#endif
+}
+
+DEVICE float dot2(u32 x, u32 y) {
+  const float2 a = unpack(x), b = unpack(y);
+  return a.x * b.x + a.y * b.y;
+}
+
+// Eight products summed; both addresses are multiples of 16 bytes.
+DEVICE float dot8(const Element* x, const Element* y) {
+  const uint4 a = *(const uint4*)x, b = *(const uint4*)y;
+  return dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
+}

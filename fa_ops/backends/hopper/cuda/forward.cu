@@ -1,0 +1,326 @@
+// Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
+// and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS IS_DYNAMIC IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+
+constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
+constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 2;
+constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
+static_assert(VALUE_DIM <= HEAD_DIM, "the output leaves through the query buffer");
+constexpr u32 OUT_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
+
+struct Smem {
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, tile;
+  DEVICE Smem(u32 base) {
+    q = base, k = q + Q_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
+    q_full = v + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
+    k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+    tile_full = v_empty + 8 * STAGES, tile_empty = tile_full + 8, tile = tile_empty + 8;
+  }
+};
+
+// A place in a ring of N buffers, and the phase its barriers are in.
+template <int N> struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  DEVICE void next() {
+    if (++stage == N) stage = 0, phase ^= 1;
+  }
+};
+
+// One block of K or V into the next buffer of its ring.
+template <int COLUMNS>
+DEVICE void load_block(u32 base, u32 full, u32 empty, const TensorMap& map, Ring<STAGES>& ring, int block, int h, int b) {
+  constexpr u32 BYTES = COLUMNS * BLOCK_N * 128;
+  const u32 bar = full + 8 * ring.stage, at = base + ring.stage * BYTES;
+  mbar_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+  mbar_expect(bar, BYTES);
+#pragma unroll
+  for (int x = 0; x < COLUMNS; x++) tma_load(at + x * BLOCK_N * 128, map, bar, x * 64, block * BLOCK_N, h, b);
+  ring.next();
+}
+
+DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, const Ring<Q_STAGES>& ring) {
+#pragma unroll
+  for (int c = 0; c < CONSUMERS; c++) {
+    const int i = ring.stage * CONSUMERS + c;
+    mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
+    mbar_expect(sm.q_full + 8 * i, Q_BYTES);
+#pragma unroll
+    for (int x = 0; x < WIDTH; x++)
+      tma_load(sm.q + i * Q_BYTES + x * 64 * 128, p.q, sm.q_full + 8 * i, x * 64, tile.m0 + c * 64, tile.h, tile.b);
+  }
+}
+
+DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, const Ring<Q_STAGES>& q, Ring<STAGES>& k, Ring<STAGES>& v) {
+  const int h = tile.h / p.group;
+  auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
+  auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
+  if (n.last > n.first) load_k(n.last - 1);
+  load_queries(p, sm, tile, q);
+  for (int j = n.last - 2; j >= n.first; j--) load_k(j), load_v(j + 1);
+  if (n.last > n.first) load_v(n.first);
+}
+
+// One warp; its first lane issues copies, all lanes find the bounds of a tile.
+DEVICE void produce(const Params& p, const Smem& sm) {
+  const bool leader = threadIdx.x == 0;
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k, v;
+  int t = blockIdx.x;
+  for (u32 phase = 1;; phase ^= 1) {
+    if (leader) {
+      mbar_wait(sm.tile_empty, phase);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.tile), "r"(t) : "memory");
+      mbar_arrive(sm.tile_full);
+    }
+    if (t >= p.tiles) break;
+    const Tile tile = tile_at(p, t);
+    const Blocks n = blocks_of(p, tile, keys_of(p, tile.b));
+    if (leader) {
+      t = next_tile(p, t);
+      load(p, sm, tile, n, q, k, v);
+    }
+    q.next();
+    t = __shfl_sync(~0u, t, 0);
+  }
+}
+
+// What a consumer warpgroup holds: one tile's running state, in registers.
+struct Consumer {
+  const Params& p;
+  const Smem& sm;
+  const int c, tid, lane;
+  Ring<Q_STAGES> queries;
+  Ring<STAGES> k, v;
+  float s[SCORES], o[OUTPUTS];
+  u32 weights[SCORES / 2];
+  Softmax<SCORES> softmax;
+  Tile tile;
+  Run run0, run1;   // what this thread's two rows attend
+  float slope;
+  int keys;
+
+  DEVICE Consumer(const Params& p, const Smem& sm, int c)
+      : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
+
+  DEVICE int slot() const { return queries.stage * CONSUMERS + c; }
+
+  DEVICE void take_turn() {
+    if (TURNS) named_sync(TURN_BARRIER + c, 256);
+  }
+  DEVICE void pass_turn() {
+    if (TURNS) named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
+  }
+
+  DEVICE void score_product() {
+    const u32 keys_at = sm.k + k.stage * K_BYTES, q = sm.q + slot() * Q_BYTES;
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++)
+      wgmma_scores(s, matrix_descriptor(q + (d >> 2) * 64 * 128 + (d & 3) * 32, 16, 1024),
+                   matrix_descriptor(keys_at + (d >> 2) * BLOCK_N * 128 + (d & 3) * 32, 16, 1024), d != 0);
+    wgmma_commit();
+  }
+
+  DEVICE void value_product() {
+    const u32 values_at = sm.v + v.stage * V_BYTES;
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 16; j++)
+      wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3],
+                   matrix_descriptor(values_at + j * 2048, BLOCK_N * 128, 1024));
+    wgmma_commit();
+  }
+
+  DEVICE void release(u32 empty, Ring<STAGES>& ring) {
+    if (tid == 0) mbar_arrive(empty + 8 * ring.stage);
+    ring.next();
+  }
+
+  DEVICE int column(int block, int i) const { return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1); }
+
+  DEVICE void modify_scores(int block, const Blocks& n) {
+#if HAS_SOFTCAP
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) s[i] = tanh_exact(s[i] * p.score_scale);
+#endif
+#if HAS_ALIBI
+    const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2) + keys - p.Sq;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(row + (i & 2) * 4 - column(block, i)));
+#endif
+    if (block >= n.full_last || block < n.full_first) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) {
+        const Run r = i & 2 ? run1 : run0;
+        const int j = column(block, i);
+        if (j < r.lo || j >= r.hi) s[i] = -__int_as_float(0x7f800000);
+      }
+    }
+  }
+
+  DEVICE void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
+  }
+
+  DEVICE void rescale_output() {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 4) {
+      o[i] *= softmax.rescale0, o[i + 1] *= softmax.rescale0;
+      o[i + 2] *= softmax.rescale1, o[i + 3] *= softmax.rescale1;
+    }
+  }
+
+  // Values past the last attended key may hold anything, and 0 * NaN is NaN: they become zeros. Every consumer writes all of
+  // them, the same zeros, since waiting for another consumer here would stop the turns.
+  DEVICE void clear_values(int from) {
+    const u32 values_at = sm.v + v.stage * V_BYTES;
+    for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
+#pragma unroll
+      for (int x = 0; x < VALUE_WIDTH; x++)
+        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values_at + x * BLOCK_N * 128 + i * 16), "r"(0) : "memory");
+    fence_async_smem();
+    named_sync(OUT_BARRIER + c, 128);
+  }
+
+  DEVICE void wait_values(int block, const Blocks& n) {
+    mbar_wait(sm.v_full + 8 * v.stage, v.phase);
+#if HAS_KV_LENS || HAS_RANGES
+    if (block == n.last - 1 && n.hi < min(n.last * BLOCK_N, p.Sk)) clear_values(n.hi - block * BLOCK_N);
+#endif
+  }
+
+  // Scores of `block` while the weights of the block before it meet their values.
+  DEVICE void step(int block, const Blocks& n) {
+    mbar_wait(sm.k_full + 8 * k.stage, k.phase);
+    take_turn();
+    score_product();
+    wait_values(block + 1, n);
+    value_product();
+    pass_turn();
+    wgmma_wait<1>();
+    pin(s);
+    release(sm.k_empty, k);
+    modify_scores(block, n);
+    softmax.update(s, p.scale_log2);
+    wgmma_wait<0>();
+    pin(o);
+    release(sm.v_empty, v);
+    pack_weights();
+    rescale_output();
+  }
+
+  DEVICE void attend(const Blocks& n) {
+    mbar_wait(sm.k_full + 8 * k.stage, k.phase);
+    take_turn();
+    score_product();
+    pass_turn();
+    wgmma_wait<0>();
+    pin(s);
+    release(sm.k_empty, k);
+    modify_scores(n.last - 1, n);
+    softmax.update(s, p.scale_log2);
+    pack_weights();
+#pragma unroll 1
+    for (int j = n.last - 2; j >= n.first; j--) step(j, n);
+    wait_values(n.first, n);
+    value_product();
+    wgmma_wait<0>();
+    pin(o);
+    release(sm.v_empty, v);
+  }
+
+  // Normalises, writes LSE, and sends the output through this consumer's own part of the query buffer.
+  DEVICE void finish() {
+    softmax.reduce();
+#if HAS_SINKS
+    const float sink = p.sinks[tile.h];
+#else
+    const float sink = 0.f;
+#endif
+    float inverse0, inverse1;
+    const float lse0 = finish_row(softmax.max0, softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse0);
+    const float lse1 = finish_row(softmax.max1, softmax.sum1, p.scale_log2, HAS_SINKS, sink, inverse1);
+    const u32 q = sm.q + slot() * Q_BYTES;
+    const int warp = tid >> 5, row = tile.m0 + c * 64 + warp * 16 + (lane >> 2);
+    if ((lane & 3) == 0) {
+      float* lse = p.lse + (long long)(tile.b * p.Hq + tile.h) * p.Sq;
+      if (row < p.Sq) lse[row] = lse0;
+      if (row + 8 < p.Sq) lse[row + 8] = lse1;
+    }
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 8) {
+      const int col = (i / 8) * 16 + ((lane >> 4) & 1) * 8, r = warp * 16 + (lane & 15);
+      store_matrix_x4(q + (col >> 6) * 64 * 128 + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4), pack(o[i] * inverse0, o[i + 1] * inverse0),
+                      pack(o[i + 2] * inverse1, o[i + 3] * inverse1), pack(o[i + 4] * inverse0, o[i + 5] * inverse0),
+                      pack(o[i + 6] * inverse1, o[i + 7] * inverse1));
+    }
+    fence_async_smem();
+    named_sync(OUT_BARRIER + c, 128);
+    if (tid == 0) {
+#pragma unroll
+      for (int x = 0; x < VALUE_WIDTH; x++) tma_store(p.o, q + x * 64 * 128, x * 64, tile.m0 + c * 64, tile.h, tile.b);
+      tma_store_commit();
+      tma_store_wait_read();
+      mbar_arrive(sm.q_empty + 8 * slot());
+    }
+  }
+
+  DEVICE int take_tile(u32 phase) {
+    int t;
+    mbar_wait(sm.tile_full, phase);
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(t) : "r"(sm.tile) : "memory");
+    mbar_arrive(sm.tile_empty);
+    return t;
+  }
+
+  DEVICE void work() {
+    if (c == CONSUMERS - 1) pass_turn();
+    for (u32 phase = 0;; phase ^= 1) {
+      const int t = take_tile(phase);
+      if (t >= p.tiles) break;
+      tile = tile_at(p, t);
+      keys = keys_of(p, tile.b);
+      const Blocks n = blocks_of(p, tile, keys);
+      const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+      run0 = row_run(p, tile, row, keys), run1 = row_run(p, tile, row + 8, keys);
+#if HAS_ALIBI
+      slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
+#endif
+      softmax.reset();
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
+      mbar_wait(sm.q_full + 8 * slot(), queries.phase);
+      if (n.last > n.first) attend(n);
+      finish();
+      queries.next();
+    }
+    if (c == 0) take_turn();
+    if (tid == 0) tma_store_wait();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Smem sm(smem_address(shared));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Q_STAGES * CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 1);
+    mbar_init(sm.tile_full, 1), mbar_init(sm.tile_empty, 128 * CONSUMERS);
+    for (int i = 0; i < STAGES; i++) {
+      mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
+      mbar_init(sm.k_empty + 8 * i, CONSUMERS), mbar_init(sm.v_empty + 8 * i, CONSUMERS);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    register_release<(CONSUMERS == 2 ? 40 : 32)>();
+    if (threadIdx.x < 32) produce(p, sm);
+  } else {
+    register_claim<(CONSUMERS == 2 ? 232 : 160)>();
+    Consumer consumer(p, sm, threadIdx.x / 128 - 1);
+    consumer.work();
+  }
+}

@@ -1,0 +1,105 @@
+// Which tile a persistent CTA takes next, and which key blocks a tile visits.
+
+struct Params {
+  TensorMap q, k, v, o;
+  float* lse;
+  const int* kv_lens;     // (B,) or null
+  const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
+  const float* sinks;     // (Hq,) or null
+  const float* alibi;     // (B|1, Hq) or null
+  int* counter;           // tiles handed out beyond the first of each CTA; zero at launch
+  int B, Hq, group, Sq, Sk;
+  int window_left, window_right;  // FAR: unbounded; causal is window_right = 0
+  int m_blocks, tiles, section;   // heads per L2 section
+  int ranges_b, ranges_h, ranges_q, alibi_b;
+  float score_scale;    // with a softcap: scale / softcap, inside the tanh
+  float scale_log2;     // from score units to log2 units: scale, or softcap, times log2(e)
+  float alibi_unit;     // from score units of a bias to accumulator units
+};
+
+constexpr int FAR = 1 << 29;
+
+struct Tile { int m0, h, b; };
+
+// The tile after `t`: handed out on demand where tiles differ in length, so that no CTA waits for a longer one at the end.
+DEVICE int next_tile(const Params& p, int t) {
+#if IS_DYNAMIC
+  return gridDim.x + atomicAdd(p.counter, 1);
+#else
+  return t + gridDim.x;
+#endif
+}
+
+// Sections of heads whose K and V share the L2; inside one, the longest query blocks come first over all its heads.
+DEVICE Tile tile_at(const Params& p, int t) {
+  const int heads = p.B * p.Hq, per = p.section * p.m_blocks;
+  const int sec = t / per, r = t - sec * per;
+  const int inside = min(p.section, heads - sec * p.section);
+#if IS_RAGGED
+  const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
+#else
+  const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;
+#endif
+  Tile tile;
+  tile.b = head / p.Hq;
+  tile.h = head - tile.b * p.Hq;
+  tile.m0 = m * BLOCK_M;
+  return tile;
+}
+
+// The half-open run of keys one query row attends.
+struct Run { int lo, hi; };
+
+DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
+DEVICE Run row_run(const Params& p, const Tile& t, int row, int keys) {
+  Run r = {0, keys};
+#if IS_RAGGED
+  const int diagonal = row + keys - p.Sq;
+  r.lo = max(0, diagonal - p.window_left);
+  r.hi = min(keys, diagonal + p.window_right + 1);
+#endif
+#if HAS_RANGES
+  const int i = min(row, p.Sq - 1);
+  const int* range = p.key_ranges + (long long)t.b * p.ranges_b + (long long)t.h * p.ranges_h + (long long)i * p.ranges_q;
+  r.lo = max(r.lo, range[0]);
+  r.hi = min(r.hi, range[1]);
+#endif
+  return r;
+}
+
+// Key blocks of a tile: visits [first, last), masks outside [full_first, full_last).
+struct Blocks { int first, last, full_first, full_last, hi; };
+
+DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys) {
+  Run any, all;  // attended by some row, by every row
+#if HAS_RANGES
+  const int lane = threadIdx.x & 31;
+  any = {FAR, -FAR}, all = {-FAR, FAR};
+  for (int i = lane; i < BLOCK_M; i += 32) {
+    Run r = row_run(p, t, min(t.m0 + i, p.Sq - 1), keys);
+    if (r.hi > r.lo) any.lo = min(any.lo, r.lo), any.hi = max(any.hi, r.hi);
+    all.lo = max(all.lo, r.lo), all.hi = min(all.hi, r.hi);
+  }
+  any.lo = __reduce_min_sync(~0u, any.lo), any.hi = __reduce_max_sync(~0u, any.hi);
+  all.lo = __reduce_max_sync(~0u, all.lo), all.hi = __reduce_min_sync(~0u, all.hi);
+#else
+  const Run first = row_run(p, t, t.m0, keys), last = row_run(p, t, min(t.m0 + BLOCK_M, p.Sq) - 1, keys);
+  any = {first.lo, last.hi}, all = {last.lo, first.hi};
+#endif
+  Blocks n;
+  if (any.hi <= any.lo) { n = {0, 0, 0, 0, 0}; return n; }
+  n.first = any.lo / BLOCK_N;
+  n.last = (any.hi + BLOCK_N - 1) / BLOCK_N;
+  n.full_first = max(n.first, (max(all.lo, 0) + BLOCK_N - 1) / BLOCK_N);
+  n.full_last = min(n.last, max(all.hi, 0) / BLOCK_N);
+  if (n.full_last < n.full_first) n.full_first = n.full_last = n.first;
+  n.hi = any.hi;
+  return n;
+}

@@ -1,0 +1,133 @@
+"""Dense backward on sm_90a in three launches: row sums, the products, dQ to the input type."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
+from fa_ops.backends.hopper.launch import Kernel, Module, TensorMap, address
+from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
+from fa_ops.types import Gradients, Spec
+
+_PARAMS = struct.Struct("<768s5Q12i4f")  # struct Params in cuda/backward.cu
+_PARAMS_BYTES = 896  # its size there
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: Spec,
+) -> Gradients:
+    grads = tuple(torch.empty_like(t) for t in (q, k, v))
+    q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
+    B, Hq, Sq, D = q.shape
+    config = backward_config(D)
+    m_blocks = -(-Sq // config.block_m)
+    rows = m_blocks * config.block_m
+    lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
+    sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
+    kernels = _kernels_for(q, spec, config)
+    params = _params(q, k, v, grad_out, grads, (lse_log2, delta, sums), spec, config)
+    with torch.cuda.device(q.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        kernels.prepare.launch(
+            (rows // 8, B * Hq),
+            stream,
+            *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
+            *(_strides(out), _strides(grad_out)),
+            *_ints(Hq, Sq, D, rows),
+        )
+        blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
+        kernels.products.launch((blocks, 1), stream, params)
+        scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
+        dq = grads[0]
+        kernels.finish.launch(
+            (m_blocks, B * Hq), stream, *_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale
+        )
+    return Gradients(*grads, None, _sink_gradient(spec, lse, delta))
+
+
+def _params(
+    q, k, v, grad_out, grads, workspace, spec: Spec, config: BackwardConfig
+) -> ctypes.Array:
+    (B, Hq, Sq, D), (Hkv, Sk), group = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
+    m_blocks, n_blocks = -(-Sq // config.block_m), -(-Sk // config.block_n)
+    left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
+    units = ScoreUnits.of(D, spec.scale, spec.softcap)
+    boxes = (
+        (q, config.block_m),
+        (k, config.block_n),
+        (v, config.block_n),
+        (grad_out, config.block_m),
+    )
+    boxes += (grads[1], 64), (grads[2], 64)
+    maps = (TensorMap(t.dtype, t.shape, t.stride(), rows).at(t.data_ptr()) for t, rows in boxes)
+    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
+    slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
+    section = min(B * Hkv, heads_in_l2(Sq * 4 * D * group))
+    params = ctypes.create_string_buffer(_PARAMS_BYTES)
+    _PARAMS.pack_into(
+        params,
+        0,
+        b"".join(maps),
+        *(address(t) for t in (*workspace, lens, slopes)),
+        *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks, section),
+        Hq if slopes is not None and slopes.dim() == 2 else 0,
+        *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+    )
+    params.keep = (lens, slopes)  # until the launch has read their addresses
+    return params
+
+
+def _sink_gradient(spec: Spec, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
+    if spec.sinks is None:
+        return None
+    B, Hq, Sq = lse.shape
+    weight = torch.exp(spec.sinks.float().view(1, Hq, 1) - lse)
+    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(spec.sinks.dtype)
+
+
+def _words(*tensors: Tensor | None) -> list[ctypes.c_uint64]:
+    return [ctypes.c_uint64(address(t)) for t in tensors]
+
+
+def _ints(*values: int) -> list[ctypes.c_int]:
+    return [ctypes.c_int(v) for v in values]
+
+
+def _strides(t: Tensor) -> ctypes.Array:
+    return (ctypes.c_int64 * 3)(*t.stride()[:3])
+
+
+class _Kernels:
+    def __init__(self, defines: tuple[tuple[str, int], ...], config: BackwardConfig, device: int):
+        module = Module("backward", dict(defines), device)
+        self.prepare: Kernel = module.kernel("prepare", 256)
+        self.products: Kernel = module.kernel("backward", config.threads, config.shared_bytes)
+        self.finish: Kernel = module.kernel("finish", 256)
+
+
+_kernels = functools.cache(_Kernels)
+
+
+def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
+    features = {
+        "IS_BF16": q.dtype == torch.bfloat16,
+        "IS_RAGGED": window(spec.is_causal, spec.window_left, spec.window_right)[2],
+        "HAS_KV_LENS": spec.kv_lens is not None,
+        "HAS_SOFTCAP": spec.softcap > 0,
+        "HAS_ALIBI": spec.alibi_slopes is not None,
+    }
+    defines = config.defines() | {name: int(on) for name, on in features.items()}
+    return _kernels(tuple(defines.items()), config, q.device.index)

@@ -1,0 +1,128 @@
+"""The driver side through ctypes: modules, tensor maps and launches on the current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper import compiler
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_REMEMBERED_MAPS = 256
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed."""
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    lib = ctypes.CDLL("libcuda.so.1")
+    u, p = ctypes.c_uint, ctypes.c_void_p
+    lib.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    lib.cuMemsetD32Async.argtypes = [p, u, ctypes.c_size_t, p]
+    lib.cuTensorMapEncodeTiled.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
+    return lib
+
+
+def check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise DriverError(f"{what} failed: {(text.value or b'unknown error').decode()} ({status})")
+
+
+class Module:
+    """A compiled translation unit, loaded on one device."""
+
+    def __init__(self, kind: str, defines: Mapping[str, int], device: int):
+        code = compiler.cubin(kind, dict(defines))
+        self._module = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().query()  # a driver call needs a current context
+            check(driver().cuModuleLoadData(ctypes.byref(self._module), code), "cuModuleLoadData")
+
+    def kernel(self, name: str, threads: int, shared: int = 0) -> Kernel:
+        function = ctypes.c_void_p()
+        status = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+        check(status, f"cuModuleGetFunction({name})")
+        if shared:
+            check(
+                driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared),
+                "cuFuncSetAttribute",
+            )
+        return Kernel(function, threads, shared)
+
+
+class Kernel:
+    """An entry point with its block size and its shared memory."""
+
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
+        self._function, self._threads, self._shared = function, threads, shared
+
+    def launch(self, grid: tuple[int, int], stream: int, *params: ctypes._CData) -> None:
+        """One ctypes object per kernel parameter; the driver copies them before this returns."""
+        pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+        status = driver().cuLaunchKernel(
+            self._function, *grid, 1, self._threads, 1, 1, self._shared, stream, pointers, None
+        )
+        if status:
+            check(status, "cuLaunchKernel")
+
+
+def set_zero(word: Tensor, stream: int) -> None:
+    status = driver().cuMemsetD32Async(word.data_ptr(), 0, 1, stream)
+    if status:
+        check(status, "cuMemsetD32Async")
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+class TensorMap:
+    """Tensor maps of (B, H, S, D) tensors that differ in their address only.
+
+    Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens. Elements
+    outside the tensor read as zero and are not written.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int):
+        B, H, S, D = shape
+        # the stride of a dimension of one element is never used, but must be legal
+        steps = (
+            2 * stride if size > 1 else 16
+            for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
+        )
+        self._what = f"cuTensorMapEncodeTiled for shape {tuple(shape)}, strides {strides}"
+        self._arrays = (
+            (ctypes.c_uint64 * 4)(D, S, H, B),
+            (ctypes.c_uint64 * 3)(*steps),
+            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        )
+        self._buffer = (ctypes.c_uint64 * 24)()
+        self._aligned = (ctypes.addressof(self._buffer) + 63) & ~63
+        self._dtype = _MAP_DTYPE[dtype]
+        self._known: dict[int, bytes] = {}
+
+    def at(self, where: int) -> bytes:
+        found = self._known.get(where)
+        if found is None:
+            if len(self._known) >= _REMEMBERED_MAPS:
+                self._known.clear()
+            found = self._known[where] = self._encode(where)
+        return found
+
+    def _encode(self, where: int) -> bytes:
+        status = driver().cuTensorMapEncodeTiled(
+            self._aligned, self._dtype, 4, where, *self._arrays, 0, _SWIZZLE_128B, _PROMOTE_256B, 0
+        )
+        check(status, self._what)
+        return ctypes.string_at(self._aligned, 128)

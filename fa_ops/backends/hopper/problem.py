@@ -1,0 +1,50 @@
+"""What forward and backward read off a call alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+FAR = 1 << 29  # an unbounded side of a window
+_L2_BYTES = 32 << 20  # what of the 50 MB the tensors that a section of heads reads again may take
+
+
+class ScoreUnits(NamedTuple):
+    """How a product q.k becomes a score: accumulator unit * product, or * tanh under a softcap."""
+
+    gradient: float  # of a score by the product q.k, but for the tanh's derivative
+    inside_tanh: float  # factor of the product q.k under the tanh
+    accumulator: float
+
+    @classmethod
+    def of(cls, head_dim: int, scale: float | None, softcap: float) -> ScoreUnits:
+        scale = head_dim**-0.5 if scale is None else scale
+        if softcap > 0:
+            return cls(scale, scale / softcap, softcap)
+        return cls(scale, 1.0, scale)
+
+
+def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
+    """Keys visible on either side of the diagonal, and whether any side is bounded."""
+    right = min(0 if is_causal else FAR, right if right >= 0 else FAR)
+    left = left if left >= 0 else FAR
+    return left, right, min(left, right) < FAR
+
+
+def heads_in_l2(bytes_per_head: int) -> int:
+    return max(1, _L2_BYTES // bytes_per_head)
+
+
+def copyable(t: Tensor) -> Tensor:
+    """As it is where the copy engine reads its rows (aligned to 16 bytes), else a copy."""
+    b, h, s, _ = strides = t.stride()
+    if strides[3] == 1 and not ((b | h | s) & 7 or t.data_ptr() & 15) and b and h and s:
+        return t
+    if t.stride(3) == 1 and t.data_ptr() % 16 == 0:
+        pairs = zip(t.shape[:3], strides)
+        if all(stride > 0 and stride % 8 == 0 for size, stride in pairs if size > 1):
+            return t
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,148 @@
+"""The Hopper kernels without a GPU: no spills, no serialised wgmma, shared memory within its limit."""
+
+import itertools
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "nvidia.cu13", reason="NVRTC (pip install nvidia-cuda-nvrtc) compiles these kernels"
+)
+triton = pytest.importorskip("triton", reason="its wheel carries the disassembler")
+
+from fa_ops.backends.hopper import compiler, configs  # noqa: E402
+
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+OFF = dict.fromkeys(
+    (
+        "IS_DYNAMIC",
+        "IS_RAGGED",
+        "HAS_KV_LENS",
+        "HAS_RANGES",
+        "HAS_SOFTCAP",
+        "HAS_ALIBI",
+        "HAS_SINKS",
+    ),
+    0,
+)
+FEATURES = ({}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, dict.fromkeys(OFF, 1))
+SERIALISED = ("C7510", "C7512", "C7513", "C7514")
+
+
+def compiled(kind, config, bf16=1, **features):
+    defines = OFF | features | config.defines() | {"IS_BF16": bf16}
+    return compiler.compile_source(compiler.assemble(kind, defines), "--ptxas-options=-v")
+
+
+def disassembled(cubin, folder):
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run([NVDISASM, path], capture_output=True, text=True, check=True).stdout
+
+
+def assert_clean(log, spills_allowed=False):
+    assert not [code for code in SERIALISED if code in log]
+    spills = [line for line in log.splitlines() if "spill stores" in line]
+    assert spills
+    if not spills_allowed:
+        assert all(" 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "all"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
+def test_forward(dims, features, tmp_path):
+    config = configs.forward_config(*dims)
+    cubin, log = compiled("forward", config, **features)
+    # at 256 the output alone takes 128 registers, and what spills is outside the loop; all options
+    # at once are no main configuration
+    assert_clean(log, spills_allowed=dims[0] == 256 or len(features) > 2)
+    sass = disassembled(cubin, tmp_path)
+    # scores: one product per 16 features, first block and loop; output: one per 16 keys, loop and
+    # last block
+    assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
+    assert sass.count("WARPGROUP.DEPBAR") == 4
+    assert sass.count("UTMALDG") > 0 and sass.count("UTMASTG") > 0
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "all"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward(head_dim, features, tmp_path):
+    config = configs.backward_config(head_dim)
+    cubin, log = compiled("backward", config, **features)
+    # a softcap keeps its derivative beside everything else
+    assert_clean(log, spills_allowed=bool(features.get("HAS_SOFTCAP")))
+    sass = disassembled(cubin, tmp_path)
+    # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys
+    assert sass.count("HGMMA") == (
+        2 * (head_dim // 16) + 2 * (config.block_m // 16) + config.block_n // 16
+    )
+    assert sass.count("WARPGROUP.DEPBAR") == 4
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_float16_compiles(kind):
+    config = getattr(configs, f"{kind}_config")(*(64, 64)[: 2 if kind == "forward" else 1])
+    assert compiled(kind, config, bf16=0)[0].startswith(b"\x7fELF")
+
+
+DIMS = (8, 64, 72, 96, 128, 160, 192, 200, 256)
+
+
+@pytest.mark.parametrize("dims", list(itertools.product(DIMS, DIMS)))
+def test_shared_memory_fits(dims):
+    if configs.padded(dims[1]) <= configs.padded(dims[0]):
+        assert configs.forward_config(*dims).shared_bytes <= configs.SHARED_LIMIT
+    if dims[0] <= 128:
+        assert configs.backward_config(dims[0]).shared_bytes <= configs.SHARED_LIMIT
+
+
+class TestCache:
+    DEFINES = OFF | configs.forward_config(64, 64).defines() | {"IS_BF16": 1}
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "cache"))
+        return tmp_path / "cache"
+
+    def count_compilations(self, monkeypatch):
+        calls, real = [], compiler.compile_source
+        monkeypatch.setattr(compiler, "compile_source", lambda *a: calls.append(1) or real(*a))
+        return calls
+
+    def test_second_use_reads_the_file(self, folder, monkeypatch):
+        calls = self.count_compilations(monkeypatch)
+        assert compiler.cubin("forward", self.DEFINES) == compiler.cubin("forward", self.DEFINES)
+        assert len(calls) == 1
+        (entry,) = folder.iterdir()
+        assert entry.stat().st_mode & 0o077 == 0 and folder.stat().st_mode & 0o077 == 0
+
+    def test_a_truncated_entry_is_compiled_again(self, folder, monkeypatch):
+        code = compiler.cubin("forward", self.DEFINES)
+        (entry,) = folder.iterdir()
+        entry.write_bytes(entry.read_bytes()[:1000])
+        calls = self.count_compilations(monkeypatch)
+        assert compiler.cubin("forward", self.DEFINES) == code
+        assert calls and entry.read_bytes().startswith(code)
+
+    def test_a_folder_that_cannot_exist_costs_a_compilation(self, tmp_path, monkeypatch):
+        blocked = tmp_path / "file"
+        blocked.write_text("not a folder")
+        monkeypatch.setenv("FA_OPS_CACHE_DIR", str(blocked))
+        assert compiler.cubin("forward", self.DEFINES).startswith(b"\x7fELF")
+
+    def test_a_source_error_shows_the_compiler_log(self):
+        with pytest.raises(compiler.CompileError, match="not_declared"):
+            compiler.compile_source('extern "C" __global__ void k() { not_declared(); }')
+
+
+def test_a_missing_nvrtc_is_named(monkeypatch):
+    monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
+    compiler.nvrtc.cache_clear()
+    try:
+        with pytest.raises(compiler.CompileError, match="NVRTC was not found"):
+            compiler.nvrtc()
+    finally:
+        monkeypatch.undo()
+        compiler.nvrtc.cache_clear()
