@@ -141,6 +141,8 @@ def _bounds(
             raise NotARun("mask functions of a newer transformers release, while tracing")
         if parts[0].__code__ is runs.UNION_CODE:
             raise NotARun("block overlays, while tracing")
+        if request.kv_length > 16**runs.SEARCH_DIGITS:
+            raise NotARun("too many keys to search, while tracing")
         return runs.search(parts[0], at, request.kv_offset, request.kv_length), []
     try:
         return runs.intersect([runs.bounds(part, at) for part in parts]), at.conditions

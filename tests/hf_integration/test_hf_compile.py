@@ -1,0 +1,96 @@
+"""Under torch.compile(fullgraph=True): one graph, small masks, the same numbers."""
+
+import pytest
+import torch
+from tiny_models import build, padding, tokens
+from transformers import StaticCache
+
+FAMILIES = ["llama", "mistral", "gemma3_text", "gpt_oss", "bert"]
+
+
+class Graphs:
+    """A backend that keeps the graphs and runs them as they are."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, graph, inputs):
+        self.calls.append(
+            [node for node in graph.graph.nodes if "fa.attention" in str(node.target)]
+        )
+        return graph.forward
+
+    def masks(self) -> list[str]:
+        """Which keywords carry the masks of the attention calls of the last graph."""
+        return [
+            "key_ranges" if "key_ranges" in node.kwargs
+            else "dense" if len(node.args) > 3 and node.args[3] is not None
+            else "causal" if len(node.args) > 5 and node.args[5] else "full"
+            for node in self.calls[-1]
+        ]  # fmt: skip
+
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    graphs = Graphs()
+    return torch.compile(model, backend=graphs, fullgraph=True, **options), graphs
+
+
+def logits(out):
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_one_graph_over_several_lengths(model_type):
+    model = build(model_type)
+    run, graphs = compiled(model, dynamic=True)
+    for S in (9, 12, 16, 21):
+        ids = tokens(S=S)
+        with torch.no_grad():
+            torch.testing.assert_close(logits(run(ids)), logits(model(ids)))
+    assert len(graphs.calls) == 1
+    wanted = {"bert": {"full"}, "llama": {"causal"}, "mistral": {"key_ranges"}}
+    assert set(graphs.masks()) == wanted.get(model_type, {"causal", "key_ranges"})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_padded(model_type):
+    model, mask = build(model_type), padding()
+    run, graphs = compiled(model)
+    with torch.no_grad():
+        ours = logits(run(tokens(), attention_mask=mask))
+        eager = logits(model(tokens(), attention_mask=mask))
+    torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()])
+    assert len(graphs.calls) == 1
+
+
+def test_packed_training_step_has_no_dense_mask():
+    model = build("gemma3_text")
+    positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
+    run, graphs = compiled(model)
+    ours = run(tokens(1), position_ids=positions, use_cache=False).logits
+    eager = model(tokens(1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(ours, eager)
+    assert set(graphs.masks()) == {"key_ranges"}
+
+
+def test_static_decoding_reads_a_range_of_the_cache():
+    model, ids = build("llama"), tokens()
+    run, graphs = compiled(model)
+    cache, reference = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
+    with torch.no_grad():
+        for filled in (cache, reference):
+            model(ids, past_key_values=filled)
+        for _ in range(3):
+            ours = run(ids[:, :1], past_key_values=cache).logits
+            torch.testing.assert_close(ours, model(ids[:, :1], past_key_values=reference).logits)
+    assert len(graphs.calls) == 1
+    assert set(graphs.masks()) == {"key_ranges"}
+
+
+def test_generate_with_a_compiled_forward():
+    model = build("llama")
+    options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, attention_mask=padding())
+    eager = model.generate(tokens(), **options)
+    model.forward, _ = compiled(model.forward, dynamic=True)
+    assert torch.equal(model.generate(tokens(), **options), eager)

@@ -1,0 +1,90 @@
+"""Registration, and models that cannot be served."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+)
+
+import hf_integration
+
+
+def test_registering_again_changes_nothing():
+    before = PreTrainedModel.get_correct_attn_implementation
+    hf_integration.register()
+    assert PreTrainedModel.get_correct_attn_implementation is before
+    assert AttentionInterface()["fa_ops"] is hf_integration.fa_ops_attention_forward
+    assert AttentionMaskInterface()["fa_ops"] is hf_integration.fa_ops_mask
+
+
+def test_without_the_import_transformers_says_that_the_name_is_unknown():
+    code = """
+from transformers import AutoModel, LlamaConfig
+sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8)
+config = LlamaConfig(vocab_size=9, **sizes)
+try:
+    AutoModel.from_config(config, attn_implementation="fa_ops")
+except ValueError as error:
+    print(error)
+import hf_integration
+print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_implementation)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    error, name = run.stdout.strip().splitlines()
+    assert 'attn_implementation="fa_ops"` is not supported' in error
+    assert name == "fa_ops"
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "codegen", "xglm"])
+def test_a_model_with_attention_of_its_own_keeps_its_default_and_is_named(model_type):
+    config = tiny_models.config(model_type)
+    with pytest.warns(UserWarning, match=r"Model has attention code of its own.*'eager' is used"):
+        model = AutoModel.from_config(config, attn_implementation="fa_ops").eval()
+    assert model.config._attn_implementation == "eager"
+    reference = AutoModel.from_config(config, attn_implementation="eager").eval()
+    reference.load_state_dict(model.state_dict())
+    ids, mask = tiny_models.tokens(), tiny_models.padding()
+    with torch.no_grad():
+        ours, eager = (m(ids, attention_mask=mask)[0] for m in (model, reference))
+    torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()])
+
+
+def test_a_model_forced_past_the_gate_gets_the_float_mask_that_its_code_adds():
+    model = tiny_models.build("bloom", AutoModelForCausalLM)
+    ids, mask = tiny_models.tokens(), tiny_models.padding()
+    with torch.no_grad():
+        eager = model(ids, attention_mask=mask).logits
+        model.config._attn_implementation_internal = "fa_ops"
+        forced = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(forced, eager)
+
+
+def test_an_implementation_per_submodule():
+    model = tiny_models.build("bart")
+    model.set_attn_implementation({"": "eager"})
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("fa_ops")
+    assert model.config._attn_implementation == "fa_ops"
+
+
+def test_a_config_class_from_elsewhere_gets_dense_masks():
+    class Unknown(LlamaConfig):
+        model_type = "unknown_llama"
+
+    sizes = {name: size for name, size in tiny_models.SIZES.items() if hasattr(LlamaConfig(), name)}
+    config = Unknown(**sizes)
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM._from_config(config, attn_implementation="fa_ops").eval()
+    hf_integration.mask_counts.clear()
+    model(tiny_models.tokens())
+    assert hf_integration.mask_counts == {"dense: an architecture that is not known": 1}

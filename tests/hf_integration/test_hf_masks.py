@@ -1,0 +1,250 @@
+"""The mask function: exact for everything that transformers composes, and small."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, masking_utils
+from transformers.models.llama import modeling_llama  # noqa: F401  (makes the architecture known)
+
+from hf_integration import forms, mask_counts, masks, runs
+
+S = 17
+POSITIONS = torch.cat([torch.arange(n) for n in (5, 7, 5)])[None].expand(3, -1).contiguous()
+SEQUENCES = masking_utils.find_packed_sequence_indices(POSITIONS)
+
+
+def blocks() -> torch.Tensor:
+    ids = torch.full((3, S), -1)
+    ids[:, 2:6], ids[:, 9:14], ids[1, 9:14] = 0, 1, 3
+    return ids
+
+
+def packed(function):
+    remap = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if remap is not None:  # from 5.23 on
+        return remap(function, POSITIONS, SEQUENCES)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(SEQUENCES))
+
+
+def blockwise(function, ids=None):
+    overlay = masking_utils.blockwise_overlay(blocks() if ids is None else ids)
+    return masking_utils.or_masks(function, overlay)
+
+
+BASES = {
+    "causal": masking_utils.causal_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(4),
+    "wide window": masking_utils.sliding_window_causal_mask_function(40),
+    "chunked": masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 3, 1])),
+    "bidirectional": masking_utils.bidirectional_mask_function,
+    "bidirectional window": masking_utils.sliding_window_bidirectional_mask_function(3),
+}
+CAUSAL = ("causal", "window", "chunked")
+FUNCTIONS = (
+    BASES
+    | {f"{name}, packed": packed(BASES[name]) for name in BASES}
+    | {f"{name}, blocks": blockwise(BASES[name]) for name in CAUSAL}
+    | {f"{name}, packed, blocks": blockwise(packed(BASES[name])) for name in CAUSAL}
+)
+# q_length, kv_length, q_offset, kv_offset
+GEOMETRIES = {
+    "prefill": (S, S, 0, 0),
+    "chunked prefill": (5, S, 12, 0),
+    "decode": (1, S, 16, 0),
+    "static prefill": (10, S, 0, 0),
+    "static decode": (1, S, 9, 0),
+    "sliding cache": (2, 9, 15, 8),
+}
+
+
+def padding(kind: str) -> torch.Tensor | None:
+    valid = torch.ones((3, S), dtype=torch.bool)
+    if kind in ("left", "right"):
+        valid[0, :3], valid[2, :9] = False, False
+        valid = valid.flip(-1) if kind == "right" else valid
+    elif kind == "holes":
+        valid[1, 5] = False
+    elif kind == "unused end":
+        valid[:, 10:] = False
+    elif kind == "empty row":
+        valid[1] = False
+    return None if kind == "none" else valid
+
+
+def request(function, geometry, pad=None, **changes) -> dict:
+    q_length, kv_length, q_offset, kv_offset = geometry
+    fields = dict(
+        batch_size=3, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        kv_offset=kv_offset, mask_function=function, attention_mask=pad, use_vmap=False,
+        device=torch.device("cpu"), dtype=torch.float32, config=LlamaConfig(),
+    )  # fmt: skip
+    return fields | changes
+
+
+def flags(name: str) -> dict:
+    """The flags that transformers sets along with a function."""
+    if "bidirectional" in name:
+        return {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": "packed" not in name}
+    return {"allow_is_causal_skip": "packed" not in name and "blocks" not in name}
+
+
+def dense(mask: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
+    form = forms.read(mask)
+    visible = Sk if form.visible is None else form.visible
+    return F.pad(form.keep(Sq, visible, mask.device), (0, Sk - visible)).expand(3, 1, Sq, Sk)
+
+
+def expected(fields: dict) -> torch.Tensor:
+    return masking_utils.sdpa_mask(**fields, allow_is_causal_skip=False)
+
+
+def made(fields: dict) -> tuple[torch.Tensor, str]:
+    """The mask and the name under which it was counted."""
+    mask_counts.clear()
+    mask = masks.fa_ops_mask(**fields)
+    return mask, next(iter(mask_counts))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["known offset", "offset on device"])
+@pytest.mark.parametrize("pad", ["none", "ones", "left", "right", "unused end", "empty row"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_masks_are_exact_and_compact(name, pad, on_device):
+    for kind, geometry in GEOMETRIES.items():
+        if "packed" in name and kind != "prefill":
+            continue  # transformers packs only what has no cache
+        fields = request(FUNCTIONS[name], geometry, padding(pad))
+        if on_device:
+            fields["q_offset"] = torch.tensor(geometry[2])
+        mask, counted = made(fields | flags(name))
+        assert counted in ("full", "causal", "ranges"), kind
+        assert torch.equal(dense(mask, *geometry[:2]), expected(fields)), kind
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_with_holes_is_dense_and_exact(name):
+    fields = request(FUNCTIONS[name], GEOMETRIES["prefill"], padding("holes"))
+    mask, counted = made(fields | flags(name))
+    assert counted == "dense: padding with holes"
+    assert torch.equal(mask, expected(fields))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "blocks" not in name])
+def test_the_search_without_closures_agrees(name):
+    for kind, (q_length, kv_length, q_offset, kv_offset) in GEOMETRIES.items():
+        if "packed" in name and kind != "prefill":
+            continue
+        at = runs.Query(torch.arange(3)[:, None], torch.arange(q_length)[None] + q_offset, [])
+        run = runs.search(FUNCTIONS[name], at, kv_offset, kv_length)
+        j = torch.arange(kv_length) + kv_offset
+        keep = (j >= run.lo[..., None]) & (j < run.hi[..., None])
+        fields = request(FUNCTIONS[name], (q_length, kv_length, q_offset, kv_offset))
+        assert torch.equal(keep[:, None].expand(3, -1, -1, -1), expected(fields)), kind
+
+
+@pytest.mark.parametrize(
+    "name, kind, form",
+    [
+        ("causal", "prefill", "causal"),
+        ("causal", "chunked prefill", "causal"),
+        ("causal", "static prefill", "causal"),
+        ("causal", "decode", "full"),
+        ("wide window", "prefill", "causal"),
+        ("wide window", "decode", "full"),
+        ("window", "sliding cache", "ranges"),
+        ("bidirectional", "prefill", "full"),
+    ],
+)
+def test_the_cheapest_form_is_chosen(name, kind, form):
+    for pad in ("none", "ones"):
+        fields = request(FUNCTIONS[name], GEOMETRIES[kind], padding(pad))
+        assert made(fields | flags(name))[1] == form
+
+
+def test_masks_stay_linear_in_the_sequence_length():
+    for name in ("causal", "window", "chunked", "bidirectional window"):
+        fields = request(BASES[name], (4096, 4096, 0, 0), torch.ones((3, 4096)).bool())
+        fields["attention_mask"][0, :100] = False
+        mask, _ = made(fields | flags(name))
+        assert mask.nbytes <= 3 * 4096 * 2 * 4
+
+
+def test_nothing_is_read_from_the_device_in_decoding():
+    """Tensors on the meta device have no values: any read raises."""
+    for offset in (16, torch.empty((), dtype=torch.int64, device="meta")):
+        for name in ("causal", "window", "chunked"):
+            for pad in (None, torch.empty((3, S), dtype=torch.bool, device="meta")):
+                fields = request(BASES[name], GEOMETRIES["decode"], pad, device="meta")
+                if name == "chunked":
+                    start = torch.empty(3, dtype=torch.int64, device="meta")
+                    chunked = masking_utils.chunked_causal_mask_function(4, start)
+                    fields["mask_function"] = chunked
+                mask, counted = made(fields | {"q_offset": offset})
+                assert mask.numel() <= 3 * S
+                assert counted.startswith("dense") == (pad is not None)
+
+
+def test_a_prefill_reads_the_device_once(monkeypatch):
+    reads = []
+    for method in ("tolist", "item", "__bool__", "__int__"):
+        original = getattr(torch.Tensor, method)
+
+        def counting(self, *args, original=original):
+            reads.append(original)
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, method, counting)
+    fields = request(FUNCTIONS["window, blocks"], GEOMETRIES["prefill"], padding("left"))
+    _, counted = made(fields | flags("window, blocks"))
+    assert counted == "ranges"
+    assert len(reads) == 1
+
+
+def custom(batch, head, q, k):
+    return (q + k) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "reason, changes",
+    [
+        ("mask function custom", {"mask_function": custom}),
+        ("a mask function of the model's own", {"use_vmap": True}),
+        ("the model asks for a materialised mask", {"allow_is_causal_skip": False}),
+        ("an architecture that is not known", {"config": None}),
+        ("keywords that are not known", {"a_later_release": 1}),
+        (
+            "blocks that are not contiguous",
+            {
+                "mask_function": blockwise(
+                    BASES["causal"], torch.tensor([0, 0, -1, 0] + [-1] * 13).expand(3, -1)
+                )
+            },
+        ),
+        ("a padding mask of another batch size", {"attention_mask": torch.ones(2, S).bool()}),
+    ],
+)
+def test_what_is_not_known_becomes_a_dense_mask(reason, changes, monkeypatch):
+    fields = request(BASES["causal"], GEOMETRIES["prefill"]) | changes
+    if reason.startswith("a padding mask"):  # transformers itself cannot take it
+        with pytest.raises(IndexError):
+            made(fields)
+        assert mask_counts == {f"dense: {reason}": 1}
+        return
+    mask, counted = made(fields)
+    assert counted == f"dense: {reason}"
+    assert mask.dtype == torch.bool and mask.shape == (3, 1, S, S)
+    want = fields | {"allow_is_causal_skip": False}
+    assert torch.equal(mask, masking_utils.sdpa_mask(**want))
+
+
+def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
+    valid = torch.ones((3, S), dtype=torch.bool)
+    fields = request(BASES["bidirectional"], (1, 4, 3, 0), valid, allow_is_bidirectional_skip=True)
+    assert made(fields)[1] == "full"
+    valid[0, 12:] = False
+    mask, _ = made(fields)
+    assert forms.read(mask).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
+
+
+def test_a_foreign_mask_tensor_is_refused():
+    with pytest.raises(ValueError, match="bool, floating point or a mask made by fa_ops, got"):
+        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64))

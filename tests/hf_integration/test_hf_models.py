@@ -1,0 +1,228 @@
+"""Whole models: "fa_ops" against eager, architecture by architecture."""
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, VISION, build, padding, tokens
+from torch import Tensor
+
+import hf_integration
+
+TOLERANCE = (
+    2e-5  # relative to the largest logit; a wrong mask or feature changes it by 1e-2 or more
+)
+
+
+def outputs(model, implementation: str, **inputs) -> Tensor:
+    model.set_attn_implementation(implementation)
+    out = model(**inputs)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def assert_same(model, keep: Tensor | None = None, **inputs) -> None:
+    with torch.no_grad():
+        eager, ours = (outputs(model, name, **inputs) for name in ("eager", "fa_ops"))
+    difference = (ours - eager).abs()
+    if keep is not None:
+        difference = difference[keep.bool()]
+    assert difference.max() <= TOLERANCE * eager.abs().max()
+
+
+@pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
+def test_logits_of_unpadded_and_padded_batches(model_type):
+    model, ids = build(model_type), tokens()
+    hf_integration.mask_counts.clear()
+    assert_same(model, input_ids=ids)
+    for side in ("left", "right"):
+        assert_same(model, padding(side=side), input_ids=ids, attention_mask=padding(side=side))
+    assert set(hf_integration.mask_counts) <= {"full", "causal", "ranges"}
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_greedy_tokens(model_type, cache):
+    model = build(model_type)
+    for mask in (torch.ones_like(padding()), padding()):
+        results = []
+        for implementation in ("eager", "fa_ops"):
+            model.set_attn_implementation(implementation)
+            results.append(
+                model.generate(
+                    tokens(),
+                    attention_mask=mask,
+                    max_new_tokens=5,
+                    min_new_tokens=5,
+                    do_sample=False,
+                    cache_implementation=cache,
+                    disable_compile=True,
+                )  # fmt: skip
+            )
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_prefill_in_chunks(model_type):
+    model, ids = build(model_type), tokens()
+    with torch.no_grad():
+        whole = outputs(model, "eager", input_ids=ids)
+        model.set_attn_implementation("fa_ops")
+        first = model(ids[:, :5], use_cache=True)
+        second = model(ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    ours = torch.cat([first.logits, second.logits], 1)
+    assert (ours - whole).abs().max() <= TOLERANCE * whole.abs().max()
+
+
+GRADIENTS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "bert", "t5"]
+
+
+@pytest.mark.parametrize("model_type", GRADIENTS)
+def test_gradients(model_type):
+    """Of every parameter, with padding: sinks of gpt-oss and position biases of T5 among them."""
+    model = build(model_type)
+    inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
+    if model_type in SEQ2SEQ:
+        inputs["decoder_input_ids"] = tokens(S=7)
+    gradients = []
+    for implementation in ("eager", "fa_ops"):
+        out = outputs(model, implementation, **inputs)
+        if model_type not in SEQ2SEQ:
+            out = out[inputs["attention_mask"].bool()]
+        parameters = dict(model.named_parameters())
+        loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() / out.numel()
+        grads = torch.autograd.grad(loss, parameters.values(), allow_unused=True)
+        gradients.append(dict(zip(parameters, grads, strict=True)))
+    for name, eager in gradients[0].items():
+        ours = gradients[1][name]
+        assert (eager is None) == (ours is None), name
+        if eager is not None:
+            scale = eager.abs().max().clamp(min=1e-4)
+            assert (ours - eager).abs().max() <= 2e-4 * scale, name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "mistral"])
+def test_packed_documents_do_not_see_each_other(model_type):
+    model, ids = build(model_type), tokens(1, 12)
+    positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
+    with torch.no_grad():
+        model.set_attn_implementation("fa_ops")
+        ours = model(ids, position_ids=positions, use_cache=False).logits
+        alone = torch.cat(
+            [outputs(model, "eager", input_ids=ids[:, r]) for r in (slice(5), slice(5, 12))], 1
+        )
+    assert (ours - alone).abs().max() <= TOLERANCE * alone.abs().max()
+
+
+@pytest.mark.parametrize("model_type", SEQ2SEQ)
+def test_encoder_decoders(model_type):
+    model, ids, target = build(model_type), tokens(), tokens(S=7, seed=1)
+    assert_same(model, input_ids=ids, decoder_input_ids=target)
+    for mask in (padding(side="right"), padding()):
+        assert_same(model, input_ids=ids, attention_mask=mask, decoder_input_ids=target)
+    results = []
+    for implementation in ("eager", "fa_ops"):
+        model.set_attn_implementation(implementation)
+        options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=2, do_sample=False)
+        results.append(model.generate(ids, attention_mask=padding(side="right"), **options))
+    assert torch.equal(*results)
+
+
+def test_whisper():
+    model = build("whisper")
+    features = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    assert_same(model, input_features=features, decoder_input_ids=tokens(S=7))
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_vision_towers(model_type):
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert_same(build(model_type), pixel_values=pixels)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "t5"])
+def test_output_attentions_takes_the_eager_path(model_type):
+    model = build(model_type)
+    inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
+    if model_type in SEQ2SEQ:
+        inputs["decoder_input_ids"] = tokens(S=7)
+    weights = []
+    for implementation in ("eager", "fa_ops"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            out = model(**inputs, output_attentions=True)
+        weights.append(out.encoder_attentions if model_type in SEQ2SEQ else out.attentions)
+    rows = inputs["attention_mask"].bool()
+    for eager, ours in zip(*weights, strict=True):
+        torch.testing.assert_close(ours.transpose(1, 2)[rows], eager.transpose(1, 2)[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """With fp32 weights, rotary embeddings hand on fp32 queries and keys, whatever values are."""
+    for model_type in ("llama", "deepseek_v3", "bert"):
+        model, ids = build(model_type), tokens()
+        exact = outputs(model, "eager", input_ids=ids)
+        with torch.autocast("cpu", dtype), torch.no_grad():
+            eager, ours = (outputs(model, name, input_ids=ids) for name in ("eager", "fa_ops"))
+        error, known = ((out.float() - exact).abs().max() for out in (ours, eager))
+        assert error <= 2 * known
+
+
+def test_dropout_in_training_follows_the_seed():
+    model, ids = build("llama", attention_dropout=0.5).train(), tokens()
+    torch.manual_seed(0)
+    first, second = model(ids).logits, model(ids).logits
+    torch.manual_seed(0)
+    assert torch.equal(model(ids).logits, first)
+    assert not torch.equal(second, first)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, ids = build("llama", attention_dropout=0.2).train(), tokens()
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().mean().backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for plain, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, plain)
+
+
+BROKEN = {
+    "softcap": ("gemma2", {"softcap": None}),
+    "sinks": ("gpt_oss", {"s_aux": None}),
+    "scaling": ("t5", {"scaling": 3.0}),
+    "position bias": ("t5", {"position_bias": None}),
+    "mask": ("llama", {"attention_mask": None, "is_causal": True}),
+    "window": ("mistral", {"attention_mask": None, "is_causal": True}),
+    "direction": ("bert", {"attention_mask": None, "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("feature", BROKEN)
+def test_these_models_notice_a_missing_feature(feature):
+    """Negative control: with the feature dropped, the comparison above fails."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    model_type, dropped = BROKEN[feature]
+
+    def broken(module, query, key, value, attention_mask=None, **kwargs):
+        kwargs = {"attention_mask": attention_mask} | kwargs | dropped
+        return hf_integration.fa_ops_attention_forward(module, query, key, value, **kwargs)
+
+    AttentionInterface.register("fa_ops_broken", broken)
+    AttentionMaskInterface.register("fa_ops_broken", hf_integration.fa_ops_mask)
+    model = build(model_type)
+    inputs = {"input_ids": tokens(), "attention_mask": padding()}
+    if model_type in SEQ2SEQ:
+        inputs["decoder_input_ids"] = tokens(S=7)
+    with torch.no_grad():
+        eager, ours = (outputs(model, name, **inputs) for name in ("eager", "fa_ops_broken"))
+    keep = torch.ones(eager.shape[:2]).bool() if model_type in SEQ2SEQ else padding().bool()
+    assert (ours - eager).abs()[keep].max() > 100 * TOLERANCE * eager.abs().max()
+
+
+def test_every_model_type_listed_is_built_from_a_tiny_config():
+    assert all(sum(p.numel() for p in build(t).parameters()) < 1e6 for t in tiny_models.CAUSAL)
