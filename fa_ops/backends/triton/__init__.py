@@ -1,0 +1,45 @@
+"""The portable GPU tier: Triton kernels for NVIDIA GPUs of compute capability 8.0 and newer.
+
+`primitives` is what the kernels share, `arguments` turns a Spec into kernel arguments, `launch`
+compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs` holds the
+tiles. With TRITON_INTERPRET=1 in the environment the same kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from fa_ops.backends.triton.forward import forward, forward_kernel, varlen_forward
+from fa_ops.backends.triton.launch import architecture
+from fa_ops.backends.triton.merge import merge_states
+from fa_ops.types import Spec
+
+__all__ = ["available_error", "forward", "merge_states", "support_error", "varlen_forward"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_INTERPRETED = not isinstance(forward_kernel, JITFunction)
+
+
+def available_error() -> str | None:
+    """Why this backend cannot run on this machine at all."""
+    if _INTERPRETED or torch.cuda.is_available() and torch.version.hip is None:
+        return None
+    return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, to try its kernels on the CPU)"
+
+
+def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why this backend cannot run this call, and what can."""
+    device = q.device
+    if device.type != "cuda" and not (_INTERPRETED and device.type == "cpu"):
+        return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
+    if device.type == "cuda" and architecture(device) < 80:
+        name = torch.cuda.get_device_name(device)
+        return f"needs compute capability 8.0, {name} has {architecture(device) / 10}"
+    if q.dtype not in _DTYPES:
+        return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > 256:
+        return f"takes head dimensions up to 256, got {widest}; the reference backend takes any"
+    return None

@@ -98,6 +98,14 @@ def compile_kernel(
     return triton.compile(source, target=target, options=_given(options))
 
 
+def architecture(device: torch.device) -> int:
+    """Compute capability as Triton writes it: 90 for Hopper; the interpreter counts as 80."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _type(arg: Any, annotation: str, wide: bool) -> str:
     if isinstance(arg, Tensor):
         return _POINTERS[arg.dtype]

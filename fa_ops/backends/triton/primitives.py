@@ -170,7 +170,7 @@ def _blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * x) + 1.0)
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
 @triton.jit

@@ -1,0 +1,163 @@
+"""From a Spec to what forward and backward kernels take of it, and the class it compiles for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import dropout
+from fa_ops.types import Spec
+
+LOG2E = 1.4426950408889634
+_FAR = 2**30  # a window beyond every sequence, and still safe to add to a position
+
+# The kernels' parameters that `arguments` gives values to, in this order. An absent option is None
+# and its strides are 0. scale and cap are as `primitives.scores` wants them; slopes and sinks are
+# as the caller gave them; threshold and keep_scale belong to dropout.
+NAMES = (
+    "scale", "cap", "mask", "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_k",
+    "slopes", "slopes_stride_b", "sinks", "kv_lens", "ranges", "ranges_stride_b",
+    "ranges_stride_h", "ranges_stride_q", "seed", "threshold", "keep_scale", "window_left",
+    "window_right",
+)  # fmt: skip
+
+
+class Class(NamedTuple):
+    """What a compilation depends on in a spec; part of every kernel's key."""
+
+    fold: bool = True  # products become scores by nothing but a positive scale
+    left: bool = False
+    right: bool = False  # a window to the right, or causal
+    softcap: bool = False
+    mask: tuple[torch.dtype, bool, bool] | None = None  # dtype, 16-byte rows, contiguous in k
+    slopes: bool = False
+    sinks: torch.dtype | None = None
+    kv_lens: bool = False
+    ranges: bool = False
+    dropout: bool = False
+
+    def divisors(self) -> dict[str, int]:
+        if self.mask is None or not self.mask[1]:
+            return {}
+        units = 16 // self.mask[0].itemsize
+        return {"mask": 16, **{f"mask_stride_{d}": units for d in "bhq"}}
+
+    def fixed(self) -> tuple[str, ...]:
+        return ("mask_stride_k",) if self.mask is not None and self.mask[2] else ()
+
+
+_NONE = (None,) * 5
+_NO_STRIDES = (0, 0, 0, 0)
+_PLAIN = Class()
+_CAUSAL = Class(right=True)
+
+
+def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class]:
+    """(values of NAMES, class) of a spec. Sq and Sk matter only with a mask or a range."""
+    scale = D**-0.5 if spec.scale is None else spec.scale
+    left = None if spec.window_left < 0 else min(spec.window_left, _FAR)
+    right = None if spec.window_right < 0 else min(spec.window_right, _FAR)
+    if spec.is_causal:
+        right = 0
+    softcap = spec.softcap
+    mask, slopes, sinks, ranges = spec.attn_mask, spec.alibi_slopes, spec.sinks, spec.key_ranges
+    kv_lens, p = spec.kv_lens, spec.dropout_p
+    if (
+        mask is slopes is sinks is kv_lens is ranges is left is None
+        and p == softcap == 0.0
+        and scale > 0.0
+    ):
+        values = (scale * LOG2E, None, None, *_NO_STRIDES, None, 0, None, None, None)
+        return (*values, 0, 0, 0, *_NONE[:4], right), _PLAIN if right is None else _CAUSAL
+
+    capped = softcap > 0.0
+    values = (scale / softcap, softcap * LOG2E) if capped else (scale * LOG2E, None)
+    values += _mask(mask, B, Hq, Sq, Sk)
+    if slopes is not None:
+        slopes = slopes.contiguous()
+    values += (slopes, 0 if slopes is None or slopes.dim() == 1 else Hq)
+    values += (_contiguous(sinks), _contiguous(kv_lens))
+    values += _ranges(ranges, B, Hq, Sq)
+    if p > 0.0:
+        bits = dropout.threshold(p)
+        signed = bits - (1 << 32) if bits >= 1 << 31 else bits
+        values += (spec.dropout_seed, signed, 1.0 / max(1.0 - p, 2.0**-32))
+    else:
+        values += (None, None, None)
+    return (*values, left, right), Class(
+        fold=not capped and slopes is None and mask is None and scale > 0.0,
+        left=left is not None,
+        right=right is not None,
+        softcap=capped,
+        mask=None if mask is None else _mask_class(values[2], values[3:7]),
+        slopes=slopes is not None,
+        sinks=None if sinks is None else sinks.dtype,
+        kv_lens=kv_lens is not None,
+        ranges=ranges is not None,
+        dropout=p > 0.0,
+    )
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _mask(mask: Tensor | None, B: int, Hq: int, Sq: int, Sk: int) -> tuple:
+    if mask is None:
+        return (None, *_NO_STRIDES)
+    mask = mask.expand(B, Hq, Sq, Sk)
+    return (mask, *mask.stride())
+
+
+def _mask_class(mask: Tensor, strides: tuple) -> tuple[torch.dtype, bool, bool]:
+    b, h, q, k = strides
+    units = 16 // mask.dtype.itemsize
+    aligned = (b | h | q) % units == 0 and mask.data_ptr() % 16 == 0
+    return mask.dtype, aligned, k == 1
+
+
+def _ranges(ranges: Tensor | None, B: int, Hq: int, Sq: int) -> tuple:
+    if ranges is None:
+        return (None, 0, 0, 0)
+    if ranges.stride(-1) != 1:
+        ranges = ranges.contiguous()
+    ranges = ranges.expand(B, Hq, Sq, 2)
+    return (ranges, *ranges.stride()[:3])
+
+
+class Layout(NamedTuple):
+    """What a compilation depends on in the addresses and strides of q, k, v and their like."""
+
+    aligned: bool  # every row starts at a multiple of 16 bytes
+    wide: bool  # a row's stride is so large that a tile's offsets need 64 bits
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...]) -> Layout:
+        """`strides`: batch, head and sequence strides of one tensor after the other."""
+        qb, qh, qs, kb, kh, ks, vb, vh, vs = strides
+        elements = qb | qh | qs | kb | kh | ks | vb | vh | vs
+        bits = elements * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()
+        return Layout(bits % 16 == 0, qs | ks | vs >= 1 << 23)
+
+    def divisors(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, int]:
+        """For `bind`, of parameters x, x_stride_b, x_stride_h, x_stride_s for x in names."""
+        if not self.aligned:
+            return {}
+        units = 16 // dtype.itemsize
+        strides = {f"{name}_stride_{d}": units for name in names for d in "bhs"}
+        return strides | dict.fromkeys(names, 16)
+
+
+def padded(head_dim: int) -> int:
+    """The width of a tile that holds a head: a power of two that tensor cores take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How fp32 products are computed; torch's own switch decides."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
