@@ -1,4 +1,4 @@
-"""Memory layouts and dtypes that the CPU engines share."""
+"""Memory layouts and dtypes that both CPU engines use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory."""
-    return (
-        x.transpose(1, 2)
-        .to(dtype, memory_format=torch.contiguous_format)
-        .contiguous()
-        .transpose(1, 2)
-    )
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
@@ -27,9 +22,6 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     return torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=q.dtype)
 
 
-def like(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient in x's dtype and in the memory layout of `torch.empty_like(x)`."""
-    target = torch.empty_like(x)
-    if grad.dtype == x.dtype and grad.stride() == target.stride():
-        return grad
-    return target.copy_(grad)
+def four_dims(mask: Tensor) -> Tensor:
+    """A mask that broadcasts to (B, Hq, Sq, Sk), with all four dimensions."""
+    return mask[(None,) * (4 - mask.dim())]

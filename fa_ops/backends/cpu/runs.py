@@ -1,6 +1,7 @@
 """Which keys a row may attend, as one half-open run of keys per row.
 
-Causal masks, windows, `kv_lens` and `key_ranges` each leave a row one run, and so does any combination of them.
+Causal masks, windows, `kv_lens` and `key_ranges` each leave a row one run, and so does any
+combination of them.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from fa_ops.types import Spec
 
 
 class Runs(NamedTuple):
-    """Row i attends keys lo <= j < hi. Both int64, (B or 1, Hq or 1, Sq or 1, 1); a dead row has lo = Sk, hi = 0."""
+    """Row i attends the keys lo <= j < hi; a dead row has lo = Sk and hi = 0.
+
+    Both int32, (B or 1, Hq or 1, Sq or 1, 1).
+    """
 
     lo: Tensor
     hi: Tensor
 
     def span(self) -> tuple[int, int]:
-        """The keys that any row attends; empty if the first is not less than the second."""
+        """The first key that any row attends and the one after the last; not ascending if none."""
         return int(self.lo.min()), int(self.hi.max())
 
     def core(self) -> tuple[int, int]:
-        """The keys that every row attends; empty if the first is not less than the second."""
+        """The keys from first to before last that every row attends; not ascending if none."""
         return int(self.lo.max()), int(self.hi.min())
 
 
@@ -34,18 +38,18 @@ def key_runs(spec: Spec, Sq: int, Sk: int) -> Runs | None:
     bounded = right >= 0 or spec.window_left >= 0
     if not bounded and spec.kv_lens is None and spec.key_ranges is None:
         return None
-    lo = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    lo = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     hi = torch.full_like(lo, Sk)
     if spec.kv_lens is not None:
-        hi = spec.kv_lens.long().view(-1, 1, 1, 1)
+        hi = spec.kv_lens.view(-1, 1, 1, 1)
     if bounded:
-        diagonal = torch.arange(Sq).view(Sq, 1) + (hi - Sq)
+        diagonal = torch.arange(Sq, dtype=torch.int32).view(Sq, 1) + (hi - Sq)
         if right >= 0:
-            hi = torch.minimum(hi, diagonal + (right + 1))
+            hi = torch.minimum(hi, diagonal + (min(right, Sq) + 1))
         if spec.window_left >= 0:
-            lo = diagonal - spec.window_left
+            lo = diagonal - min(spec.window_left, Sk)
     if spec.key_ranges is not None:
-        first, last = spec.key_ranges.long().split(1, -1)
+        first, last = spec.key_ranges.split(1, -1)
         lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
     lo, hi = torch.broadcast_tensors(lo.clamp(min=0), hi.clamp(max=Sk))
     dead = hi <= lo

@@ -1,0 +1,185 @@
+"""The scores of attention, tile by tile: what the blockwise forward and backward both walk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import dropout
+from fa_ops.backends.cpu import layout
+from fa_ops.backends.cpu.runs import Runs
+from fa_ops.types import Spec, default_scale
+
+# Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). Rows count every query head of a kv
+# head; all heads of a slab make 1 MiB of fp32 scores per thread.
+ROWS, COLS, SLAB = 128, 256, 2**18
+
+
+def blocks(start: int, stop: int, step: int) -> Iterator[slice]:
+    """Nearly equal blocks of at most `step`."""
+    if start < stop:
+        count = -(-(stop - start) // step)
+        step = -(-(stop - start) // count)
+    for i in range(start, stop, step):
+        yield slice(i, min(i + step, stop))
+
+
+class Slab(NamedTuple):
+    """n batches x kv heads that are worked on together, each with the rows of `group` heads."""
+
+    batches: slice
+    heads: slice  # kv heads
+    group: int
+
+    def spread(self, x: Tensor) -> Tensor:
+        """View (B or 1, Hq or 1, ...) as this slab's (batches, heads, group, ...), or 1s of them."""
+        x = x if x.shape[0] == 1 else x[self.batches]
+        if x.shape[1] == 1:
+            return x.unsqueeze(2)
+        return x.unflatten(1, (-1, self.group))[:, self.heads]
+
+    def fold(self, x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Rows of (B, Hq, Sq, D) as (n, group * rows, D)."""
+        return self.spread(x)[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """View (n, group * rows, X) as (batches, heads, group, rows, X)."""
+        n = (-1, self.heads.stop - self.heads.start)
+        return x.unflatten(1, (self.group, -1)).unflatten(0, n)
+
+    def keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, Hkv, Sk, D) as (n, Sk, D)."""
+        return x[self.batches, self.heads].flatten(0, 1).to(dtype)
+
+    def unfold_keys(self, x: Tensor) -> Tensor:
+        """View (n, Sk, X) as (batches, heads, Sk, X)."""
+        return x.unflatten(0, (-1, self.heads.stop - self.heads.start))
+
+
+class Tile(NamedTuple):
+    rows: slice
+    cols: slice
+    edge: slice  # the columns that `keep` is about; all others are kept
+    keep: Tensor | None  # bool, broadcastable to (batches, heads, group, rows, edge)
+
+
+class Problem:
+    """One call, cut into slabs of heads and blocks of rows."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, spec: Spec, runs: Runs | None, first_batch: int
+    ) -> None:
+        self.q, self.k, self.spec, self.runs, self.first_batch = q, k, spec, runs, first_batch
+        self.dtype = layout.accumulator(q.dtype)
+        self.group = q.shape[1] // k.shape[1]
+        self.rows = max(1, min(q.shape[2], ROWS // self.group))
+        rows = self.rows * self.group
+        self.cols = min(k.shape[2], max(COLS, ROWS * COLS // rows))
+        self.heads = max(1, SLAB * torch.get_num_threads() // (rows * self.cols))
+        self.buffers: dict[str, Tensor] = {}
+
+    def slabs(self) -> Iterator[Slab]:
+        B, Hkv = self.k.shape[:2]
+        for batches in blocks(0, B, max(1, self.heads // Hkv)):
+            for heads in blocks(0, Hkv, self.heads):
+                yield Slab(batches, heads, self.group)
+
+    def row_blocks(self) -> Iterator[slice]:
+        return blocks(0, self.q.shape[2], self.rows)
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Uninitialised memory, the same for every tile: fresh pages cost more than sums on them."""
+        size = torch.Size(shape).numel()
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype)
+        return self.buffers[name][:size].view(shape)
+
+    def products(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a (n, rows, D) times the transpose of b (n, cols, D), in a buffer."""
+        out = self.buffer(name, a.shape[0], a.shape[1], b.shape[1])
+        return torch.bmm(a, b.transpose(1, 2), out=out)
+
+
+class Scores:
+    """The scores of one slab."""
+
+    def __init__(self, problem: Problem, slab: Slab) -> None:
+        self.problem, self.slab, self.spec = problem, slab, problem.spec
+        self.Hq, self.Sq, self.Sk = *problem.q.shape[1:3], problem.k.shape[2]
+        self.k = slab.keys(problem.k, problem.dtype)
+        self.runs = self.keep = self.bias = self.slopes = None
+        if problem.runs is not None:
+            self.runs = Runs(*(slab.spread(x) for x in problem.runs))
+        if self.spec.attn_mask is not None:
+            mask = slab.spread(layout.four_dims(self.spec.attn_mask.detach()))
+            self.keep, self.bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
+        if self.spec.alibi_slopes is not None:
+            slopes = self.spec.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
+            self.slopes = slab.spread(slopes)
+        self.lens = self.Sk
+        if self.spec.kv_lens is not None:
+            self.lens = slab.spread(self.spec.kv_lens.view(-1, 1, 1, 1))
+
+    def queries(self, rows: slice) -> Tensor:
+        """Scaled so that their products are the scores (with softcap: the arguments of tanh)."""
+        scale = default_scale(self.spec, self.k.shape[2]) / (self.spec.softcap or 1.0)
+        return self.slab.fold(self.problem.q, rows, self.problem.dtype) * scale
+
+    def tiles(self, rows: slice) -> Iterator[Tile]:
+        """The tiles of these rows that may hold a score to keep."""
+        start, stop, first, last = 0, self.Sk, 0, self.Sk
+        if self.runs is not None:
+            runs = Runs(*(cut(x, rows, slice(None)) for x in self.runs))
+            (start, stop), (first, last) = runs.span(), runs.core()
+        for cols in blocks(start, stop, self.problem.cols):
+            low = cols.start if cols.start < first else max(cols.start, last)
+            high = cols.stop if cols.stop > last else min(cols.stop, first)
+            edge, keep = cols if self.keep is not None else slice(low, high), None
+            if low < high:
+                j = torch.arange(edge.start, edge.stop, dtype=torch.int32)
+                keep = (j >= runs.lo) & (j < runs.hi)
+            if self.keep is not None:
+                mask = cut(self.keep, rows, cols)
+                keep = mask if keep is None else keep & mask
+                if not keep.any():
+                    continue
+            yield Tile(rows, cols, slice(edge.start - cols.start, edge.stop - cols.start), keep)
+
+    def of(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Scores (n, group * rows, cols), -inf where masked, and softcap's tanh if there is one."""
+        s = self.problem.products("scores", q, self.k[:, tile.cols])
+        capped = None
+        if self.spec.softcap > 0:
+            capped = torch.tanh(s, out=self.problem.buffer("capped", *s.shape))
+            torch.mul(capped, self.spec.softcap, out=s)
+        heads = self.slab.unfold(s)
+        if self.slopes is not None:
+            i, j = self._indices(tile)
+            distance = (i + (self.lens - self.Sq) - j).abs()
+            heads.addcmul_(self.slopes, distance.to(s.dtype), value=-1)
+        if self.bias is not None:
+            heads.add_(cut(self.bias, tile.rows, tile.cols))
+        if tile.keep is not None:
+            heads[..., tile.edge].masked_fill_(~tile.keep, float("-inf"))
+        return s, capped
+
+    def survivors(self, tile: Tile) -> Tensor:
+        """Bool (n, group * rows, cols): the weights that dropout keeps."""
+        b = torch.arange(self.problem.q.shape[0]).view(-1, 1, 1, 1) + self.problem.first_batch
+        index = self.slab.spread(b * self.Hq + torch.arange(self.Hq).view(-1, 1, 1))
+        seed, p = self.spec.dropout_seed, self.spec.dropout_p
+        return dropout.keep_mask(seed, index, *self._indices(tile), p).flatten(2, 3).flatten(0, 1)
+
+    @staticmethod
+    def _indices(tile: Tile) -> tuple[Tensor, Tensor]:
+        i = torch.arange(tile.rows.start, tile.rows.stop, dtype=torch.int32)
+        return i.view(-1, 1), torch.arange(tile.cols.start, tile.cols.stop, dtype=torch.int32)
+
+
+def cut(x: Tensor, rows: slice, cols: slice) -> Tensor:
+    """The tile of (..., Sq or 1, Sk or 1)."""
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., cols]
