@@ -108,7 +108,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     wide = layout.accumulator(q.dtype)
     if _whole(pieces, q):
-        out, lse = _attend(q, k, v, spec, pieces[0])
+        out, lse = _attend(q, pieces[0].memory(k), pieces[0].memory(v), spec, pieces[0])
         return layout.bshd(out, q.dtype), lse.contiguous()
     out = layout.empty_out(q, v).zero_()
     lse = torch.full(q.shape[:3], float("-inf"), dtype=wide)
