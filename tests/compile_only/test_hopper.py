@@ -1,7 +1,8 @@
-"""The Hopper kernels without a GPU: no spills, no serialised wgmma, shared memory within its limit."""
+"""The Hopper kernels without a GPU: no spills, asynchronous products, shared memory in its limit."""
 
 import itertools
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -42,12 +43,10 @@ def disassembled(cubin, folder):
     return subprocess.run([NVDISASM, path], capture_output=True, text=True, check=True).stdout
 
 
-def assert_clean(log, spills_allowed=False):
+def assert_clean(log, spilled_bytes=0):
     assert not [code for code in SERIALISED if code in log]
-    spills = [line for line in log.splitlines() if "spill stores" in line]
-    assert spills
-    if not spills_allowed:
-        assert all(" 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+    spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
+    assert spills and max(spills) <= spilled_bytes
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "all"])
@@ -57,7 +56,7 @@ def test_forward(dims, features, tmp_path):
     cubin, log = compiled("forward", config, **features)
     # at 256 the output alone takes 128 registers, and what spills is outside the loop; all options
     # at once are no main configuration
-    assert_clean(log, spills_allowed=dims[0] == 256 or len(features) > 2)
+    assert_clean(log, spilled_bytes=200 if dims[0] == 256 or len(features) > 2 else 0)
     sass = disassembled(cubin, tmp_path)
     # scores: one product per 16 features, first block and loop; output: one per 16 keys, loop and
     # last block
@@ -71,8 +70,9 @@ def test_forward(dims, features, tmp_path):
 def test_backward(head_dim, features, tmp_path):
     config = configs.backward_config(head_dim)
     cubin, log = compiled("backward", config, **features)
-    # a softcap keeps its derivative beside everything else
-    assert_clean(log, spills_allowed=bool(features.get("HAS_SOFTCAP")))
+    # the copying warp has 24 registers and keeps up to three words aside; a softcap keeps its
+    # derivative beside everything else
+    assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 12)
     sass = disassembled(cubin, tmp_path)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys
     assert sass.count("HGMMA") == (

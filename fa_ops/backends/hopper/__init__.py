@@ -64,8 +64,6 @@ def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D or D > 128:
         return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
-    if spec.key_ranges is not None:
-        return "has no backward with key_ranges yet"
     if spec.deterministic:
         return "adds dQ in no fixed order, so it has no deterministic backward yet"
     return None

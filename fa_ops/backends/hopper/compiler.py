@@ -31,29 +31,35 @@ class CompileError(RuntimeError):
 
 
 def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
-    """One wgmma wrapper: a 64 x n accumulator, 16 of the inner dimension.
+    """wgmma wrappers: a 64 x n accumulator, 16 of the inner dimension.
 
-    a: "registers" (accumulates); or in shared memory, "rows" (the inner dimension contiguous) or
-    "columns", where `keep` says whether to accumulate. b: "rows" or "columns".
+    a: "registers"; or in shared memory, "rows" (the inner dimension contiguous) or "columns",
+    where `name_start` begins a sum and `name` adds to it. b: "rows" or "columns".
     """
     count = n // 2
     acc = ", ".join(f"%{i}" for i in range(count))
-    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
     flip = {"rows": 0, "columns": 1}
+
+    def outputs(mode: str) -> str:
+        return ", ".join(f'"{mode}f"(d[{i}])' for i in range(count))
+
     if a == "registers":
         words = ", ".join(f"%{count + i}" for i in range(4))
         return (
             f"DEVICE void {name}(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n"
             f'  asm volatile("{op} {{{acc}}}, {{{words}}}, %{count + 4}, 1, 1, 1, {flip[b]};"\n'
-            f'               : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+            f'  : {outputs("+")} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
         )
-    return (
-        f"DEVICE void {name}(float (&d)[{count}], u64 a, u64 b, int keep) {{\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "\n'
+    # a sum that begins must not read its registers: ptxas would see their old values flow in and
+    # wait for every product in flight
+    return "".join(
+        f"DEVICE void {name}{suffix}(float (&d)[{count}], u64 a, u64 b) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, {keep}, 0; "\n'
         f'               "{op} {{{acc}}}, %{count}, %{count + 1}, "\n'
         f'               "p, 1, 1, {flip[a]}, {flip[b]}; }}"\n'
-        f'               : {bound} : "l"(a), "l"(b), "r"(keep));\n}}\n'
+        f'  : {outputs(mode)} : "l"(a), "l"(b));\n}}\n'
+        for suffix, keep, mode in (("_start", 0, "="), ("", 1, "+"))
     )
 
 

@@ -53,7 +53,7 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         keys = 2 * self.block_n * self.head_dim * 2
-        queries = self.stages * self.block_m * (2 * self.head_dim * 2 + 2 * 4)
+        queries = self.stages * self.block_m * (2 * self.head_dim * 2 + 2 * 4 + 8)
         exchange = 2 * self.block_m * self.block_n * 2 + self.block_m * self.head_dim * 4
         return keys + queries + exchange + 8 * (1 + 4 * self.stages)
 

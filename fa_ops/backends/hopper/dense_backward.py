@@ -14,7 +14,7 @@ from fa_ops.backends.hopper.launch import Kernel, Module, TensorMap, address
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Gradients, Spec
 
-_PARAMS = struct.Struct("<768s5Q12i4f")  # struct Params in cuda/backward.cu
+_PARAMS = struct.Struct("<768s7Q13i4f")  # struct Params in cuda/backward.cu
 _PARAMS_BYTES = 896  # its size there
 
 
@@ -37,9 +37,11 @@ def backward(
     lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
     sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
     kernels = _kernels_for(q, spec, config)
-    params = _params(q, k, v, grad_out, grads, (lse_log2, delta, sums), spec, config)
     with torch.cuda.device(q.device):
         stream = torch.cuda.current_stream().cuda_stream
+        runs = _runs(q, k, spec, m_blocks, config, kernels, stream)
+        workspace = (lse_log2, delta, sums, *runs)
+        params = _params(q, k, v, grad_out, grads, workspace, spec, config)
         kernels.prepare.launch(
             (rows // 8, B * Hq),
             stream,
@@ -80,13 +82,36 @@ def _params(
         params,
         0,
         b"".join(maps),
-        *(address(t) for t in (*workspace, lens, slopes)),
+        *(address(t) for t in (*workspace[:3], lens, slopes, *workspace[3:])),
         *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks, section),
         Hq if slopes is not None and slopes.dim() == 2 else 0,
+        1 if spec.key_ranges is None else spec.key_ranges.shape[1],
         *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
     )
     params.keep = (lens, slopes)  # until the launch has read their addresses
     return params
+
+
+def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Tensor | None, ...]:
+    """With key ranges, each query's keys after every mask, and each block of queries' bounds."""
+    ranges = spec.key_ranges
+    if ranges is None:
+        return None, None
+    ranges = ranges if ranges.stride(3) == 1 else ranges.contiguous()
+    (B, _, Sq, _), heads = q.shape, ranges.shape[1]
+    steps = (stride if size > 1 else 0 for size, stride in zip(ranges.shape, ranges.stride()[:3]))
+    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
+    left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
+    runs, bounds = new((B * heads, m_blocks * config.block_m, 2)), new((B * heads, m_blocks, 4))
+    kernels.keep_runs.launch(
+        (m_blocks, B * heads),
+        stream,
+        *_words(ranges, lens, runs, bounds),
+        (ctypes.c_int64 * 3)(*steps),
+        *_ints(heads, Sq, k.shape[2], left, right),
+    )
+    return runs, bounds
 
 
 def _sink_gradient(spec: Spec, lse: Tensor, delta: Tensor) -> Tensor | None:
@@ -116,6 +141,8 @@ class _Kernels:
         self.prepare: Kernel = module.kernel("prepare", 256)
         self.products: Kernel = module.kernel("backward", config.threads, config.shared_bytes)
         self.finish: Kernel = module.kernel("finish", 256)
+        if dict(defines)["HAS_RANGES"]:
+            self.keep_runs: Kernel = module.kernel("keep_runs", config.block_m)
 
 
 _kernels = functools.cache(_Kernels)
@@ -126,6 +153,7 @@ def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
         "IS_BF16": q.dtype == torch.bfloat16,
         "IS_RAGGED": window(spec.is_causal, spec.window_left, spec.window_right)[2],
         "HAS_KV_LENS": spec.kv_lens is not None,
+        "HAS_RANGES": spec.key_ranges is not None,
         "HAS_SOFTCAP": spec.softcap > 0,
         "HAS_ALIBI": spec.alibi_slopes is not None,
     }

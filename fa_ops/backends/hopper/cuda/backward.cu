@@ -2,12 +2,13 @@
 // dV in registers while the queries of the whole group of heads pass by. Scores are computed transposed, so that weights and their
 // gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
 // shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM STAGES IS_RAGGED HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM STAGES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI
 
 constexpr int CONSUMERS = BLOCK_N / 64;
 constexpr int WIDTH = HEAD_DIM / 64;
 constexpr int SCORES = BLOCK_M / 2, GRADS = HEAD_DIM / 2, QUERY_GRADS = HEAD_DIM / 4;
-constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, ROW_BYTES = BLOCK_M * 4;
+constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2, DQ_BYTES = BLOCK_M * HEAD_DIM * 4 / CONSUMERS;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 static_assert(BLOCK_M == 64 && CONSUMERS == 2, "one swizzle atom of queries, halves of the head dim");
@@ -19,9 +20,11 @@ struct Params {
   float* dq;             // (B * Hq, blocks of queries, BLOCK_M * HEAD_DIM), each block in accumulator order
   const int* kv_lens;    // (B,) or null
   const float* alibi;    // (B|1, Hq) or null
+  const int2* runs;      // with key ranges: (B, Hq|1, padded Sq), the keys that each query attends after every mask
+  const int4* bounds;    // with key ranges: (B, Hq|1, blocks of queries), see `keep_runs`
   int B, Hq, Hkv, group, Sq, Sk;
   int window_left, window_right;
-  int m_blocks, n_blocks, section, alibi_b;
+  int m_blocks, n_blocks, section, alibi_b, run_heads;
   float scale;           // of the gradients of q and k
   float score_scale;     // with a softcap: scale / softcap, inside the tanh
   float scale_log2;      // from score units to log2 units
@@ -29,10 +32,10 @@ struct Params {
 };
 
 struct Smem {
-  u32 k, v, q, grad_out, ds, dq, lse, delta, kv_full, q_full, q_empty, do_full, do_empty;
+  u32 k, v, q, grad_out, ds, dq, lse, delta, runs, kv_full, q_full, q_empty, do_full, do_empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + K_BYTES, grad_out = q + STAGES * Q_BYTES, ds = grad_out + STAGES * Q_BYTES;
-    dq = ds + 2 * DS_BYTES, lse = dq + CONSUMERS * DQ_BYTES, delta = lse + STAGES * ROW_BYTES, kv_full = delta + STAGES * ROW_BYTES;
+    dq = ds + 2 * DS_BYTES, lse = dq + CONSUMERS * DQ_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES, kv_full = runs + STAGES * RUN_BYTES;
     q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
   }
 };
@@ -66,49 +69,77 @@ DEVICE Tile tile_of(const Params& p) {
   return t;
 }
 
-template <int N> struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  DEVICE void next() {
-    if (++stage == N) stage = 0, phase ^= 1;
-  }
-};
-
-DEVICE void load_rows(u32 dst, const float* src, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(ROW_BYTES), "r"(bar)
+DEVICE void load_rows(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar)
                : "memory");
 }
 
-// One thread.
-DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
-  if (t.first == t.last) return;
-  mbar_expect(sm.kv_full, 2 * K_BYTES);
-  for (int x = 0; x < WIDTH; x++) {
-    tma_load(sm.k + x * BLOCK_N * 128, p.k, sm.kv_full, x * 64, t.n0, t.h, t.b);
-    tma_load(sm.v + x * BLOCK_N * 128, p.v, sm.kv_full, x * 64, t.n0, t.h, t.b);
+DEVICE long long run_head(const Params& p, const Tile& t, int h) { return t.b * p.run_heads + (p.run_heads > 1 ? h : 0); }
+
+// Of the 32 blocks of queries from `base` on, a bit each: which attend some key of the tile, and which do not attend them all.
+struct Visits { u32 some, edge; };
+
+DEVICE Visits visits(const Params& p, const Tile& t, int h, int base) {
+  const int m = base + (threadIdx.x & 31);
+  bool some = m < t.last, edge = t.n0 + BLOCK_N > t.keys;
+#if IS_RAGGED
+  const int diagonal = m * BLOCK_M + t.keys - p.Sq;
+  edge = edge || t.n0 + BLOCK_N - 1 > diagonal + p.window_right || t.n0 < diagonal + BLOCK_M - 1 - p.window_left;
+#endif
+#if HAS_RANGES
+  if (some) {
+    const int4 b = p.bounds[run_head(p, t, h) * p.m_blocks + m];
+    some = b.x < t.n0 + BLOCK_N && b.y > t.n0;
+    edge = edge || b.z > t.n0 || b.w < t.n0 + BLOCK_N;
   }
-  Ring<STAGES> ring;
-  for (int g = 0; g < p.group; g++) {
-    const int h = t.h * p.group + g;
-    const long long row = (long long)(t.b * p.Hq + h) * p.m_blocks * BLOCK_M;
-    for (int m = t.first; m < t.last; m++, ring.next()) {
-      const u32 i = ring.stage, q_full = sm.q_full + 8 * i, do_full = sm.do_full + 8 * i;
-      mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
-      mbar_expect(q_full, Q_BYTES + ROW_BYTES);
-      for (int x = 0; x < WIDTH; x++) tma_load(sm.q + i * Q_BYTES + x * BLOCK_M * 128, p.q, q_full, x * 64, m * BLOCK_M, h, t.b);
-      load_rows(sm.lse + i * ROW_BYTES, p.lse + row + m * BLOCK_M, q_full);
-      mbar_wait(sm.do_empty + 8 * i, ring.phase ^ 1);
-      mbar_expect(do_full, Q_BYTES + ROW_BYTES);
-      for (int x = 0; x < WIDTH; x++)
-        tma_load(sm.grad_out + i * Q_BYTES + x * BLOCK_M * 128, p.grad_out, do_full, x * 64, m * BLOCK_M, h, t.b);
-      load_rows(sm.delta + i * ROW_BYTES, p.delta + row + m * BLOCK_M, do_full);
+#endif
+  return {__ballot_sync(~0u, some), __ballot_sync(~0u, edge)};
+}
+
+DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, int m, const Ring<STAGES>& ring) {
+  const u32 i = ring.stage, q_full = sm.q_full + 8 * i, do_full = sm.do_full + 8 * i;
+  const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
+  mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
+  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES);
+  for (int x = 0; x < WIDTH; x++) tma_load(sm.q + i * Q_BYTES + x * BLOCK_M * 128, p.q, q_full, x * 64, m * BLOCK_M, h, t.b);
+  load_rows(sm.lse + i * ROW_BYTES, p.lse + row, ROW_BYTES, q_full);
+  if (HAS_RANGES) load_rows(sm.runs + i * RUN_BYTES, p.runs + (run_head(p, t, h) * p.m_blocks + m) * BLOCK_M, RUN_BYTES, q_full);
+  mbar_wait(sm.do_empty + 8 * i, ring.phase ^ 1);
+  mbar_expect(do_full, Q_BYTES + ROW_BYTES);
+  for (int x = 0; x < WIDTH; x++)
+    tma_load(sm.grad_out + i * Q_BYTES + x * BLOCK_M * 128, p.grad_out, do_full, x * 64, m * BLOCK_M, h, t.b);
+  load_rows(sm.delta + i * ROW_BYTES, p.delta + row, ROW_BYTES, do_full);
+}
+
+// One warp; its first lane issues copies.
+DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
+  const bool leader = threadIdx.x == 0;
+  if (t.first == t.last) return;
+  if (leader) {
+    mbar_expect(sm.kv_full, 2 * K_BYTES);
+    for (int x = 0; x < WIDTH; x++) {
+      tma_load(sm.k + x * BLOCK_N * 128, p.k, sm.kv_full, x * 64, t.n0, t.h, t.b);
+      tma_load(sm.v + x * BLOCK_N * 128, p.v, sm.kv_full, x * 64, t.n0, t.h, t.b);
     }
   }
+  Ring<STAGES> ring;
+  for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
+    for (int base = t.first; base < t.last; base += 32) {
+      Visits n = visits(p, t, h, base);
+      for (; n.some; n.some &= n.some - 1, ring.next())
+        if (leader) load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring);
+    }
 }
 
 DEVICE float2 shared_pair(u32 address) {
   float2 y;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
+  return y;
+}
+
+DEVICE int2 shared_run(u32 address) {
+  int2 y;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
   return y;
 }
 
@@ -129,9 +160,11 @@ struct Consumer {
   DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
     wgmma_fence();
 #pragma unroll
-    for (int f = 0; f < HEAD_DIM / 16; f++)
-      wgmma_scores(d, matrix_descriptor(rows + c * 64 * 128 + (f >> 2) * BLOCK_N * 128 + (f & 3) * 32, 16, 1024),
-                   matrix_descriptor(queries + (f >> 2) * BLOCK_M * 128 + (f & 3) * 32, 16, 1024), f != 0);
+    for (int f = 0; f < HEAD_DIM / 16; f++) {
+      const u64 a = matrix_descriptor(rows + c * 64 * 128 + (f >> 2) * BLOCK_N * 128 + (f & 3) * 32, 16, 1024);
+      const u64 b = matrix_descriptor(queries + (f >> 2) * BLOCK_M * 128 + (f & 3) * 32, 16, 1024);
+      if (f == 0) wgmma_scores_start(d, a, b); else wgmma_scores(d, a, b);
+    }
     wgmma_commit();
   }
 
@@ -147,36 +180,34 @@ struct Consumer {
     const u32 columns = sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++)
-      wgmma_queries(dq, matrix_descriptor(ds_at + j * 2048, BLOCK_N * 128, 1024), matrix_descriptor(columns + j * 2048, BLOCK_N * 128, 1024), j != 0);
+    for (int j = 0; j < BLOCK_N / 16; j++) {
+      const u64 a = matrix_descriptor(ds_at + j * 2048, BLOCK_N * 128, 1024), b = matrix_descriptor(columns + j * 2048, BLOCK_N * 128, 1024);
+      if (j == 0) wgmma_queries_start(dq, a, b); else wgmma_queries(dq, a, b);
+    }
     wgmma_commit();
   }
 
-  DEVICE bool touches_edge(int m) const {
-    bool edge = t.n0 + BLOCK_N > t.keys;
-#if IS_RAGGED
-    const int diagonal = m * BLOCK_M + t.keys - p.Sq;
-    edge = edge || t.n0 + BLOCK_N - 1 > diagonal + p.window_right || t.n0 < diagonal + BLOCK_M - 1 - p.window_left;
-#endif
-    return edge;
-  }
-
-  // Scores to weights; with a softcap dp's factor 1 - tanh^2 is left in `dp`'s place by the caller's second pass.
-  DEVICE void weights(int m, u32 lse) {
+  // Scores to weights, in place.
+  DEVICE void weights(int m, bool edge, u32 lse, u32 runs) {
     const int i0 = m * BLOCK_M + (lane & 3) * 2;
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
       s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
 #endif
-    if (touches_edge(m)) {
+    if (edge) {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = t.n0 + key + (i & 2) * 4;
+#if HAS_RANGES
+        const int2 run = shared_run(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const bool keep = j >= run.x && j < run.y;
+#else
         bool keep = j < t.keys;
 #if IS_RAGGED
         const int diagonal = i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq;
         keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
+#endif
 #endif
         if (!keep) s[i] = -__int_as_float(0x7f800000);
       }
@@ -233,7 +264,7 @@ struct Consumer {
     }
   }
 
-  DEVICE void step(int m, float* dq_block, u32 ds_at) {
+  DEVICE void step(int m, bool edge, float* dq_block, u32 ds_at) {
     const u32 i = ring.stage, queries = sm.q + i * Q_BYTES, grads = sm.grad_out + i * Q_BYTES;
     mbar_wait(sm.q_full + 8 * i, ring.phase);
     score_product(s, sm.k, queries);
@@ -246,7 +277,7 @@ struct Consumer {
 #pragma unroll
     for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
-    weights(m, sm.lse + i * ROW_BYTES);
+    weights(m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     pack_all(w, s);
     wgmma_wait<0>();
     pin(dp);
@@ -290,15 +321,19 @@ struct Consumer {
     for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
     u32 buffer = 0;
-    for (int g = 0; g < p.group; g++) {
-      const int h = t.h * p.group + g;
+    for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++) {
       float* dq_head = p.dq + (long long)(t.b * p.Hq + h) * p.m_blocks * (BLOCK_M * HEAD_DIM);
 #if HAS_ALIBI
       slope = p.alibi[t.b * p.alibi_b + h] * p.alibi_unit;
 #endif
+      for (int base = t.first; base < t.last; base += 32) {
+        Visits n = visits(p, t, h, base);
 #pragma unroll 1
-      for (int m = t.first; m < t.last; m++, buffer ^= 1)
-        step(m, dq_head + (long long)m * (BLOCK_M * HEAD_DIM), sm.ds + buffer * DS_BYTES);
+        for (; n.some; n.some &= n.some - 1, buffer ^= 1) {
+          const int bit = __ffs(n.some) - 1, m = base + bit;
+          step(m, n.edge >> bit & 1, dq_head + (long long)m * (BLOCK_M * HEAD_DIM), sm.ds + buffer * DS_BYTES);
+        }
+      }
     }
     store(dv, 1.f, sm.v, p.dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all of K
@@ -322,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
   const Tile t = tile_of(p);
   if (threadIdx.x < 128) {
     register_release<24>();
-    if (threadIdx.x == 0) produce(p, sm, t);
+    if (threadIdx.x < 32) produce(p, sm, t);
   } else {
     register_claim<240>();
     Consumer consumer(p, sm, t, threadIdx.x / 128 - 1);
@@ -351,6 +386,31 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
   }
   for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(dq + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
 }
+
+#if HAS_RANGES
+// Before: every query's run of keys after every mask, and of each block of queries the bounds of what some (x, y) and what all (z, w) of
+// them attend. One thread a query. Queries that do not exist attend nothing and bound nothing.
+extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* ranges, const int* kv_lens, int2* runs, int4* bounds, Strides r,
+                                                               int heads, int Sq, int Sk, int left, int right) {
+  const int i = blockIdx.x * BLOCK_M + threadIdx.x, b = blockIdx.y / heads, h = blockIdx.y - b * heads;
+  int2 run = make_int2(0, 0);
+  if (i < Sq) {
+    const int keys = kv_lens ? max(0, min(kv_lens[b], Sk)) : Sk, diagonal = i + keys - Sq;
+    const int* range = ranges + b * r.b + h * r.h + i * r.s;
+    run.x = max(max(0, range[0]), diagonal - left);
+    run.y = min(min(keys, range[1]), diagonal + right + 1);
+  }
+  runs[(long long)blockIdx.y * gridDim.x * BLOCK_M + i] = run;
+  const bool any = run.y > run.x;
+  int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
+  x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
+  __shared__ int4 halves[2];
+  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = x;
+  __syncthreads();
+  const int4 y = halves[1];
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+}
+#endif
 
 // After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries.
 extern "C" __global__ void __launch_bounds__(256) finish(const float* dq, Element* to, Strides q, int Hq, int Sq, int D, float scale) {

@@ -19,15 +19,6 @@ struct Smem {
   }
 };
 
-// A place in a ring of N buffers, and the phase its barriers are in.
-template <int N> struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  DEVICE void next() {
-    if (++stage == N) stage = 0, phase ^= 1;
-  }
-};
-
 // One block of K or V into the next buffer of its ring.
 template <int COLUMNS>
 DEVICE void load_block(u32 base, u32 full, u32 empty, const TensorMap& map, Ring<STAGES>& ring, int block, int h, int b) {
@@ -117,9 +108,11 @@ struct Consumer {
     const u32 keys_at = sm.k + k.stage * K_BYTES, q = sm.q + slot() * Q_BYTES;
     wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < HEAD_DIM / 16; d++)
-      wgmma_scores(s, matrix_descriptor(q + (d >> 2) * 64 * 128 + (d & 3) * 32, 16, 1024),
-                   matrix_descriptor(keys_at + (d >> 2) * BLOCK_N * 128 + (d & 3) * 32, 16, 1024), d != 0);
+    for (int d = 0; d < HEAD_DIM / 16; d++) {
+      const u64 a = matrix_descriptor(q + (d >> 2) * 64 * 128 + (d & 3) * 32, 16, 1024);
+      const u64 b = matrix_descriptor(keys_at + (d >> 2) * BLOCK_N * 128 + (d & 3) * 32, 16, 1024);
+      if (d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
+    }
     wgmma_commit();
   }
 

@@ -24,6 +24,15 @@ DEVICE void mbar_wait(u32 bar, u32 phase) {
       : "memory");
 }
 
+// A place in a ring of N buffers, and the phase its barriers are in.
+template <int N> struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  DEVICE void next() {
+    if (++stage == N) stage = 0, phase ^= 1;
+  }
+};
+
 DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
