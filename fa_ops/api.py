@@ -212,13 +212,9 @@ def merge_states(
 
 def _call(operator, recorded: tuple, args: tuple, options: dict):
     """Call the operator, below autograd where an eager call records nothing."""
-    query = args[0]
-    if library.is_plain(query):
-        if not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
-            with library.below_autograd():
-                return operator(*args, **options)
-    elif not torch.compiler.is_compiling():
-        library.prepare(type(query))
+    if library.is_plain(args[0]) and not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
+        with library.below_autograd():
+            return operator(*args, **options)
     return operator(*args, **options)
 
 

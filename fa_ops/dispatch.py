@@ -17,7 +17,9 @@ from torch import Tensor
 from fa_ops.types import Spec
 
 BACKENDS = ("triton", "cpu", "reference")
-AUTO = ("triton", "cpu")  # never the oracle, which is slow on purpose
+# What "auto" tries, by device, so that no call imports a kernel package it has no use for. Never the
+# oracle, which is slow on purpose.
+AUTO = {"cuda": ("triton",), "cpu": ("cpu",)}
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -115,14 +117,18 @@ def select_merge(outs: Tensor) -> ModuleType:
 def _choose(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
     check_name(name)
     reasons = {}
-    for candidate in AUTO if name == "auto" else (name,):
+    for candidate in _candidates(name, q):
         reasons[candidate] = refusal(candidate, q, k, v, spec)
         if reasons[candidate] is None:
             return load(candidate)
     if name != "auto":
         raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
     lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
-    raise NotImplementedError(f"no backend can run this call:{lines}")
+    raise NotImplementedError(f"no backend can run this call on {q.device}:{lines}")
+
+
+def _candidates(name: str, q: Tensor) -> tuple[str, ...]:
+    return AUTO.get(q.device.type, ()) if name == "auto" else (name,)
 
 
 def load(name: str) -> ModuleType:
@@ -177,5 +183,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     name = spec.backend or default or "auto"
     check_name(name)
     reasons = {candidate: refusal(candidate, q, k, v, spec) for candidate in BACKENDS}
-    wanted = AUTO if name == "auto" else (name,)
-    return Explanation(next((one for one in wanted if reasons[one] is None), None), reasons)
+    chosen = next((one for one in _candidates(name, q) if reasons[one] is None), None)
+    return Explanation(chosen, reasons)

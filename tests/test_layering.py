@@ -1,134 +1,120 @@
-"""Who may import whom, read from the sources; and what `import fa_ops` must not bring along."""
+"""Who may import whom."""
+
+from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-THIRD_PARTY = {"fa_ops": {"transformers"}, "compile_passes": {"transformers", "triton"}}
-# A module's own prefix: the prefixes of our modules that it may import. The longest one counts.
-ALLOWED = {
-    "fa_ops.types": set(),
-    "fa_ops.dispatch": {"fa_ops.types"},
-    # ops load the DTensor rules when they first see one
-    "fa_ops.ops": {"fa_ops.ops", "fa_ops.types", "fa_ops.dispatch", "fa_ops.distributed"},
-    "fa_ops.backends": {"fa_ops.types"},
-    "fa_ops.api": {"fa_ops.ops", "fa_ops.types", "fa_ops.dispatch"},
-    "fa_ops.distributed": {"fa_ops.ops", "fa_ops.types", "fa_ops.api", "fa_ops.distributed"},
-    "fa_ops.compat": {"fa_ops.ops", "fa_ops.types", "fa_ops.api", "fa_ops.compat"},
-    "fa_ops": {"fa_ops"},
-    "compile_passes": {"compile_passes", "fa_ops"},
-    "hf_integration": {"hf_integration", "fa_ops"},
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
+
+# What modules under a prefix may import at their top from our packages; the longest prefix counts.
+TOP = {
+    "fa_ops": ("fa_ops.api", "fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops.types": (),
+    "fa_ops.dispatch": ("fa_ops.types",),
+    "fa_ops.api": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops.ops": ("fa_ops.ops", "fa_ops.dispatch", "fa_ops.types"),
+    "fa_ops.distributed": ("fa_ops.distributed", "fa_ops.api", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops.compat": ("fa_ops.compat", "fa_ops.api", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops.backends": ("fa_ops.types", "fa_ops.backends.dropout"),
+    "fa_ops.testing": ("fa_ops.testing", "fa_ops.types", "fa_ops.backends.reference"),
+    "compile_passes": ("compile_passes", "fa_ops"),
+    "hf_integration": ("hf_integration", "fa_ops"),
 }
-BACKENDS = {p.stem for p in (ROOT / "fa_ops/backends").iterdir() if not p.stem.startswith("_")}
-BACKENDS -= {"dropout"}
+# Commands for people may use everything that is public.
+COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli")
+# Public to the other two packages: what users may import.
+PUBLIC = ("fa_ops", "fa_ops.api", "fa_ops.dispatch", "fa_ops.testing", "fa_ops.types")
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for package in ("fa_ops", "compile_passes", "hf_integration"):
-        for path in (ROOT / package).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            yield ".".join(parts), ast.parse(path.read_text())
 
 
-MODULES = modules()
-
-
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Dotted names that the file imports; `everywhere`: in function bodies too."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if everywhere else _at_import(tree)
-    found = set()
-    for node in nodes:
+def imports(tree: ast.AST) -> set[str]:
+    """Full names imported anywhere below; `from a import b` counts as a.b."""
+    names = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in MODULES else node.module)
-    return found
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def _at_import(node: ast.AST):
-    """What runs when the file is imported: not function bodies, not `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-        if not isinstance(child, ast.FunctionDef | ast.Lambda) and not typing_only:
-            yield child
-            yield from _at_import(child)
+def at_top(tree: ast.Module) -> set[str]:
+    """The imports that run when the module does: not in functions, not for the type checker."""
+    tree = copy.deepcopy(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _for_types(node):
+            node.body = []
+    return imports(tree)
 
 
-def within(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
 
 
-def backend_of(name: str) -> str | None:
-    parts = name.split(".")
-    return parts[2] if parts[:2] == ["fa_ops", "backends"] and parts[2:] else None
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_follow_the_layers(name):
-    rule = max((p for p in ALLOWED if within(name, p)), key=len)
-    own = backend_of(name)
-    for other in imports(MODULES[name]):
-        if not any(within(other, p) for p in ("fa_ops", "compile_passes", "hf_integration")):
-            continue
-        if own is not None and backend_of(other) in (own, "dropout"):
-            continue
-        assert any(within(other, p) for p in ALLOWED[rule]), f"{name} imports {other}"
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if within(name, PACKAGES)}
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if backend_of(m) is None])
-def test_backends_are_loaded_by_name_only(name):
-    """All but the tools (testing, bench, the command line) reach a backend through `dispatch`."""
-    if any(within(name, p) for p in ("fa_ops.testing", "fa_ops.bench", "fa_ops.__main__")):
+def rule(module: str) -> tuple[str, ...]:
+    return TOP[max((prefix for prefix in TOP if within(module, (prefix,))), key=len)]
+
+
+MODULES = list(modules())
+
+
+def test_the_walk_sees_the_packages():
+    names = {name for name, _ in MODULES}
+    assert {"fa_ops.api", "fa_ops.ops.dense", "fa_ops.backends.reference"} <= names
+
+
+@pytest.mark.parametrize("module, tree", MODULES, ids=[name for name, _ in MODULES])
+def test_imports(module, tree):
+    everywhere, top = ours(imports(tree)), ours(at_top(tree))
+    if module in COMMANDS or within(module, COMMANDS):
         return
-    for other in imports(MODULES[name]):
-        assert backend_of(other) not in BACKENDS, f"{name} imports {other}"
+    allowed = rule(module)
+    if module.startswith("fa_ops.backends."):
+        allowed += (".".join(module.split(".")[:3]),)  # a backend is one house
+    wrong = {name for name in top if not within(name, allowed)}
+    assert not wrong, f"{module} must not import {sorted(wrong)}"
+    for other in ("compile_passes", "hf_integration"):
+        if not module.startswith(other):
+            assert not within_any(everywhere, (other,)), f"{module} must not know {other}"
+    if module.startswith("fa_ops.backends"):
+        assert not within_any(everywhere, ("fa_ops.ops", "fa_ops.api", "fa_ops.dispatch"))
+    if module.startswith(("compile_passes", "hf_integration")):
+        used = {name for name in everywhere if name.startswith("fa_ops")}
+        private = {n for n in used if not within(n, PUBLIC[1:]) and n.count(".") > 1}
+        assert not private, f"{module} must use fa_ops' public names, not {sorted(private)}"
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.split(".")[0] in THIRD_PARTY])
-def test_optional_packages_are_not_imported_at_import(name):
-    outside = {other.split(".")[0] for other in imports(MODULES[name], everywhere=False)}
-    assert not outside & THIRD_PARTY[name.split(".")[0]]
-    if backend_of(name) is None:
-        assert "triton" not in outside
+def within_any(names: set[str], prefixes: tuple[str, ...]) -> bool:
+    return any(within(name, prefixes) for name in names)
 
 
-@pytest.mark.parametrize("door", ["compile_passes", "hf_integration"])
-def test_doors_use_public_names_only(door):
-    for name in (m for m in MODULES if within(m, door)):
-        for node in ast.walk(ast.parse(MODULES[name].read_text())):
-            if isinstance(node, ast.ImportFrom) and within(node.module, "fa_ops"):
-                private = [a.name for a in node.names if a.name.startswith("_")]
-                assert not private, f"{name} imports {private} from {node.module}"
-
-
-def test_import_brings_neither_triton_nor_transformers():
-    code = "import sys, fa_ops; print({'triton', 'transformers'} & set(sys.modules))"
-    assert fresh(code) == "set()"
-
-
-def test_first_call_may_be_compiled():
-    code = """
-import torch, fa_ops
-q = torch.randn(1, 2, 8, 16)
-attend = torch.compile(lambda q: fa_ops.attention(q, q, q), fullgraph=True, backend="aot_eager")
-expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-print(torch.allclose(attend(q), expected, atol=1e-5))
-"""
-    assert fresh(code) == "True"
-
-
-def fresh(code: str) -> str:
-    run = [sys.executable, "-c", code]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+@pytest.mark.parametrize("heavy", ["triton", "transformers"])
+def test_only_their_own_rooms_import_heavy_packages(heavy):
+    rooms = {"triton": ("fa_ops.backends.triton",), "transformers": ("hf_integration",)}[heavy]
+    for module, tree in MODULES:
+        if not within(module, (*rooms, *COMMANDS)):
+            top = {name.split(".")[0] for name in at_top(tree)}
+            assert heavy not in top, f"{module} imports {heavy} at its top"

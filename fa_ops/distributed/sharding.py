@@ -2,7 +2,7 @@
 
 The query decides. Where it is sharded over batch or heads every other argument follows, and so do
 the results; where it is sharded otherwise (over its length) it is gathered, with a warning. Plain
-tensors count as replicated. Loaded on the first DTensor, see `fa_ops.ops.library.prepare`.
+tensors count as replicated. Loaded together with torch's DTensor.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def record(
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packed, q, k, v, *rest); rest: a Packing if packed, then a Spec."""
+    """forward(keyset, operators, packed, q, k, v, *rest).
+
+    `rest` is a Spec; behind a Packing if `packed`.
+    """
 
     @staticmethod
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):

@@ -55,7 +55,11 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 try:  # a Function that acts at the current functorch level alone, as a dispatcher kernel must
     from torch._functorch.utils import enable_single_level_autograd_function as _single_level
-    from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+    from torch.autograd.function import _SingleLevelFunction
+
+    class SingleLevelFunction(_SingleLevelFunction):
+        # compiled autograd asks for it, and torch gives it to the public class only
+        _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 except ImportError:  # then torch.func.grad of an operator raises torch's own error
     from torch.autograd import Function as SingleLevelFunction
 
@@ -72,7 +76,6 @@ def apply(function: type[SingleLevelFunction], *args):
 
 def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):
     """Call the operator's kernel below autograd."""
-    prepare(type(args[0]))
     with below_autograd():
         return operator.redispatch(keyset & AFTER_AUTOGRAD, *args, **options)
 
@@ -91,12 +94,6 @@ def nested_like(values: Tensor, like: NestedTensor) -> NestedTensor:
         _metadata_cache=like._metadata_cache,
         _ragged_idx=like._ragged_idx,
     )
-
-
-def prepare(kind: type) -> None:
-    """Load a tensor subclass's rules on first sight: not everyone should pay for its module."""
-    if kind not in _PLAIN and kind.__name__ == "DTensor":
-        from fa_ops.distributed import sharding  # noqa: F401
 
 
 def recording():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.ops import dense, library, merge, varlen
+from fa_ops.ops.imports import after_import
 from fa_ops.types import Packing
 
 SAC_OPS = (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN, merge.MERGE)
@@ -94,4 +95,9 @@ def register_flops() -> None:
     register(torch.ops.fa.attention_varlen_backward, get_raw=True)(_packed_backward_flops)
 
 
-register_flops()
+def register_sharding() -> None:
+    import fa_ops.distributed.sharding  # noqa: F401
+
+
+after_import("torch.utils.flop_counter", register_flops)  # which imports Triton where it can
+after_import("torch.distributed.tensor", register_sharding)

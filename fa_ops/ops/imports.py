@@ -1,0 +1,38 @@
+"""Rules for parts of torch that not everyone uses: registered only if the part is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds nothing itself; lends the module's own loader a second step."""
+
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module) -> None:
+                execute(module)
+                self.action()
+
+            spec.loader.exec_module = execute_and_act
+        return spec
+
+
+def after_import(name: str, action: Callable[[], object]) -> None:
+    """Call `action` once the module has been imported; now, if it has been."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))

@@ -1,0 +1,54 @@
+"""The feature sets that every rule of the operators is tried on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.testing import Case, make_case
+from fa_ops.types import Packing, keywords
+
+EQUAL = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 8}
+SMALL = EQUAL | {"Dv": 4}
+CASES = {
+    "plain": make_case(**EQUAL),
+    "causal": make_case(**EQUAL, is_causal=True, layout="bshd"),
+    "bool mask": make_case(**SMALL, mask="bool", mask_shape=(1, 0, 1, 1)),
+    "float mask": make_case(**SMALL, mask="float", mask_shape=(0, 1, 1, 1), mask_grad=True),
+    "window": make_case(**SMALL, window=(3, 1), softcap=5.0, scale=0.4),
+    "positions": make_case(**SMALL, alibi="batch_heads", sinks=True, kv_lens=True),
+    "ranges": make_case(**SMALL, key_ranges=(1, 0, 1), alibi="heads"),
+    "dropout": make_case(**SMALL, dropout_p=0.3),
+}
+
+
+def dense_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
+    """(args, keywords) of `fa::attention` and `fa::attention_with_lse`."""
+    q, k, v, spec = case.fresh(requires_grad=requires_grad)
+    return (q, k, v, *spec[:3]), keywords(spec)
+
+
+def packed_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
+    """The same problem for `fa::attention_varlen`: batch elements packed, two tokens left over."""
+    q, k, v, spec = case.fresh()
+    q, k, v = (_tokens(t).requires_grad_(requires_grad) for t in (q, k, v))
+    spec = spec._replace(attn_mask=None, key_ranges=None)
+    if spec.sinks is not None:
+        spec = spec._replace(sinks=spec.sinks.requires_grad_(requires_grad))
+    packing = packing_of(case)
+    return (q, k, v, *packing, *spec[1:3]), keywords(spec)
+
+
+def packing_of(case: Case) -> Packing:
+    ends = torch.arange(case.B + 1, dtype=torch.int32)
+    return Packing(ends * case.Sq, ends * case.Sk)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    B, H, S, D = x.shape
+    packed = x.detach().transpose(1, 2).reshape(B * S, H, D)
+    return torch.cat([packed, torch.randn(2, H, D, dtype=x.dtype)])
+
+
+def packed_case(name: str) -> bool:
+    return name not in ("bool mask", "float mask", "ranges")

@@ -1,0 +1,246 @@
+"""torch.func: grad, vmap and their compositions are exact; what has no rule raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, jacrev, jvp, vjp, vmap
+
+import fa_ops
+from fa_ops.ops import dense, merge, varlen
+from fa_ops.types import keywords
+from tests.ops.cases import CASES, dense_call, packed_call, packed_case
+
+N = 3
+PACKED = {name: case for name, case in CASES.items() if packed_case(name)}
+TENSORS = ("attn_mask", "alibi_slopes", "sinks", "kv_lens", "key_ranges", "dropout_seed")
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def samples_of(t: torch.Tensor) -> torch.Tensor:
+    """N different tensors of the same kind, the first being `t`."""
+    if t.dtype.is_floating_point:
+        return torch.stack([t, *torch.randn(N - 1, *t.shape).to(t).abs()])
+    return torch.stack([t, *(t.roll(n + 1) for n in range(N - 1))])
+
+
+def dense_arguments(name: str) -> dict[str, torch.Tensor]:
+    """Every tensor argument of the case, and its other arguments under 'plain'."""
+    q, k, v, spec = CASES[name].fresh()
+    tensors = {"query": q, "key": k, "value": v}
+    tensors |= {n: getattr(spec, n) for n in TENSORS if getattr(spec, n) is not None}
+    plain = {n: x for n, x in spec._asdict().items() if n not in TENSORS}
+    return tensors, plain
+
+
+def compare_vmap(function, tensors: dict, mapped: set[str], dims: dict[str, int]):
+    """`function` under vmap over `mapped`, with samples in dimension `dims`, against a loop."""
+    given = {n: samples_of(t) if n in mapped else t for n, t in tensors.items()}
+    placed = {n: t.movedim(0, dims.get(n, 0)) if n in mapped else t for n, t in given.items()}
+    in_dims = ({n: dims.get(n, 0) if n in mapped else None for n in given},)
+    actual = vmap(function, in_dims)(placed)
+    loop = [function({n: t[i] if n in mapped else t for n, t in given.items()}) for i in range(N)]
+    assert_same(actual, tuple(torch.stack(x) for x in zip(*loop)))
+
+
+@pytest.mark.parametrize("which", ["query", "key and value", "all", "all but query"])
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_forward(name, which):
+    tensors, plain = dense_arguments(name)
+    mapped = {
+        "query": {"query"},
+        "key and value": {"key", "value"},
+        "all": set(tensors),
+        "all but query": set(tensors) - {"query"},
+    }[which]
+    dims = {"query": 1, "value": 3, "attn_mask": 2}
+    compare_vmap(lambda t: dense.WITH_LSE(**t, **plain), tensors, mapped, dims)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_without_lse(name):
+    tensors, plain = dense_arguments(name)
+    compare_vmap(lambda t: (dense.ATTENTION(**t, **plain),), tensors, {"query", "key"}, {})
+
+
+@pytest.mark.parametrize("which", ["query", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_backward(name, which):
+    tensors, plain = dense_arguments(name)
+    mask_grad = CASES[name].mask_grad
+
+    def gradients(t):
+        out, lse = dense.WITH_LSE(**t, **plain)
+        saved = {"grad_out": out.sin(), "grad_lse": lse.cos().nan_to_num(), "out": out, "lse": lse}
+        return dense.BACKWARD(**saved, **t, **plain, mask_grad=mask_grad)[: 5 if mask_grad else 3]
+
+    compare_vmap(gradients, tensors, {"query"} if which == "query" else set(tensors), {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_per_sample(name):
+    """vmap(grad): shared arguments get a gradient per sample."""
+    tensors, plain = dense_arguments(name)
+    floats = [n for n in ("query", "key", "value", "sinks") if n in tensors]
+    if CASES[name].mask_grad:
+        floats.append("attn_mask")
+    fixed = {n: t for n, t in tensors.items() if n not in floats}
+
+    def loss(wanted, query):
+        out, lse = dense.WITH_LSE(**(wanted | {"query": query * wanted["query"]}), **fixed, **plain)
+        return out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
+
+    wanted = {n: tensors[n] for n in floats}
+    queries = samples_of(tensors["query"])
+    actual = vmap(grad(loss), (None, 0))(wanted, queries)
+    loop = [grad(loss)(wanted, query) for query in queries]
+    for n in floats:
+        assert_same(actual[n], torch.stack([one[n] for one in loop]))
+
+
+@pytest.mark.parametrize("which", ["query", "all"])
+@pytest.mark.parametrize("name", PACKED)
+def test_vmap_varlen(name, which):
+    args, options = packed_call(PACKED[name])
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
+    tensors = dict(zip(names, args)) | {n: options.pop(n) for n in TENSORS if n in options}
+    plain = options | {"dropout_p": args[7], "is_causal": args[8]}
+    shared = {"cu_seqlens_q", "cu_seqlens_k", "kv_lens"}
+    mapped = {"query"} if which == "query" else set(tensors) - shared
+    compare_vmap(lambda t: varlen.VARLEN(**t, **plain), tensors, mapped, {"query": 2})
+
+
+@pytest.mark.parametrize("name", ["plain", "positions", "dropout"])
+def test_vmap_varlen_over_lengths(name):
+    (q, k, v, ends_q, *rest), options = packed_call(PACKED[name])
+    many = torch.stack([(ends_q - n).clamp(min=0) for n in range(N)])
+    actual = vmap(lambda ends: varlen.VARLEN(q, k, v, ends, *rest, **options))(many)
+    loop = [varlen.VARLEN(q, k, v, ends, *rest, **options) for ends in many]
+    assert_same(actual, tuple(torch.stack(x) for x in zip(*loop)))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_varlen_gradients_per_sample(name):
+    args, options = packed_call(PACKED[name])
+    q, k, v, *rest = args
+    sinks = options.pop("sinks", None)
+
+    def loss(k, sinks, query):
+        given = {} if sinks is None else {"sinks": sinks}
+        out, lse = varlen.VARLEN(query, k, v, *rest, **options, **given)
+        return out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
+
+    wanted = (0,) if sinks is None else (0, 1)
+    queries = samples_of(q)
+    actual = vmap(grad(loss, wanted), (None, None, 0))(k, sinks, queries)
+    loop = [grad(loss, wanted)(k, sinks, query) for query in queries]
+    assert_same(actual, tuple(torch.stack(x) for x in zip(*loop)))
+
+
+def test_vmap_of_vmap():
+    tensors, plain = dense_arguments("positions")
+    x = torch.randn(2, N, *tensors.pop("query").shape)
+    actual = vmap(vmap(lambda q: dense.ATTENTION(query=q, **tensors, **plain)))(x)
+    loop = [[dense.ATTENTION(query=q, **tensors, **plain) for q in row] for row in x]
+    assert_same(actual, torch.stack([torch.stack(row) for row in loop]))
+
+
+def test_vmap_dropout_randomness_is_vmaps():
+    q = torch.randn(N, 1, 2, 16, 8)
+    same = q[:1].expand_as(q)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(lambda q: fa_ops.attention(q, q, q, dropout_p=0.5))(q)
+    for randomness, equal in (("same", True), ("different", False)):
+        out = vmap(lambda q: fa_ops.attention(q, q, q, dropout_p=0.5), randomness=randomness)(same)
+        assert torch.equal(out[0], out[1]) == equal
+
+
+def test_vmap_merge_states():
+    outs, lses = torch.randn(N, 4, 2, 5, 8), torch.randn(4, 2, 5)
+    actual = vmap(merge.MERGE, (0, None))(outs, lses)
+    assert_same(actual, tuple(torch.stack(x) for x in zip(*(merge.MERGE(o, lses) for o in outs))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_grad_is_autograds(name):
+    args, options = dense_call(CASES[name], requires_grad=True)
+    floats = [t for t in (*args, *options.values()) if getattr(t, "requires_grad", False)]
+    expected = torch.autograd.grad(dense.ATTENTION(*args, **options).sin().sum(), floats)
+    q, k, v, spec = CASES[name].fresh()
+    got = grad(
+        lambda q, k, v: dense.ATTENTION(q, k, v, *spec[:3], **keywords(spec)).sin().sum(), (0, 1, 2)
+    )(q, k, v)
+    assert_same(got, expected[:3])
+
+
+def test_vjp_and_jacrev():
+    (q, k, v, *rest), options = dense_call(CASES["causal"])
+    out, pull = vjp(lambda q: dense.ATTENTION(q, k, v, *rest, **options), q)
+    jacobian = jacrev(lambda q: dense.ATTENTION(q, k, v, *rest, **options))(q)
+    cotangent = torch.randn_like(out)
+    assert_same(pull(cotangent)[0], torch.tensordot(cotangent, jacobian, 4))
+
+
+def test_compiled_grad_of_vmap():
+    (q, k, v, *rest), options = dense_call(CASES["positions"])
+
+    def loss(q):
+        return vmap(lambda q: dense.ATTENTION(q, k, v, *rest, **options))(q).sin().sum()
+
+    x = torch.randn(N, *q.shape)
+    assert_same(torch.compile(grad(loss), backend="aot_eager", fullgraph=True)(x), grad(loss)(x))
+
+
+def forward_mode(operator, args, options):
+    q = args[0].detach()
+    return jvp(lambda q: operator(q, *args[1:], **options), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN])
+def test_jvp_raises(operator):
+    call = packed_call if operator is varlen.VARLEN else dense_call
+    args, options = call(CASES["plain"])
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        forward_mode(operator, args, options)
+    with pytest.raises(NotImplementedError, match="forward-mode"):  # through the gradient as well
+        inner = lambda q: grad(lambda q: _first(operator(q, *args[1:], **options)).sum())(q)  # noqa: E731
+        jvp(inner, (args[0],), (torch.ones_like(args[0]),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        q = torch.autograd.forward_ad.make_dual(args[0], torch.ones_like(args[0]))
+        operator(q, *args[1:], **options)
+
+
+def test_jvp_of_the_door_and_of_merge_raises():
+    q = torch.randn(1, 2, 3, 4)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        fa_ops.attention(torch.autograd.forward_ad.make_dual(q, q), q, q)
+    with pytest.raises(NotImplementedError, match="merge_states"):
+        jvp(lambda o: merge.MERGE(o, o[..., 0]), (q,), (q,))
+
+
+def _first(result):
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "sinks"])
+def test_double_backward_raises(argument):
+    name = "float mask" if argument == "attn_mask" else "positions"
+    tensors, plain = dense_arguments(name)
+    x = tensors.pop(argument).requires_grad_()
+    out = dense.ATTENTION(**{argument: x}, **tensors, **plain)
+    (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(first.sum(), x)
+    loss = lambda x: dense.ATTENTION(**{argument: x}, **tensors, **plain).sin().sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="double backward"):
+        grad(lambda x: grad(loss)(x).sum())(x.detach())
+
+
+def test_varlen_double_backward_raises():
+    (q, *rest), options = packed_call(CASES["positions"])
+    loss = lambda q: varlen.VARLEN(q, *rest, **options)[0].sin().sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="double backward"):
+        grad(lambda q: grad(loss)(q).sum())(q)

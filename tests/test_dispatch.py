@@ -1,0 +1,172 @@
+"""Which backend runs: names, the context manager, the environment, and the reasons."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import expecttest
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.types import Spec
+
+
+def qkv(**options):
+    return [torch.randn(1, 2, 4, 8, **options) for _ in range(3)]
+
+
+def test_auto_takes_the_cpu_backend_for_cpu_tensors():
+    assert dispatch.select(*qkv(), Spec()) is dispatch.load("cpu")
+    assert "triton" not in dispatch.AUTO["cpu"]
+    assert all("reference" not in names for names in dispatch.AUTO.values())
+
+
+def test_a_named_backend_never_falls_back(monkeypatch):
+    monkeypatch.setattr(dispatch, "_selected", {})
+    monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
+    with pytest.raises(NotImplementedError, match="backend 'cpu' cannot run this call: not today"):
+        fa_ops.attention(*qkv(), backend="cpu")
+
+
+def test_auto_says_what_every_backend_said(monkeypatch):
+    monkeypatch.setattr(dispatch, "_selected", {})
+    monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
+    with pytest.raises(NotImplementedError, match="on cpu:\n  cpu: not today"):
+        fa_ops.attention(*qkv())
+
+
+def test_use_backend_nests_and_ends(monkeypatch):
+    assert dispatch.default is None
+    with fa_ops.use_backend("reference"):
+        assert dispatch.select(*qkv(), Spec()) is dispatch.load("reference")
+        with pytest.raises(RuntimeError), fa_ops.use_backend("auto"):
+            assert dispatch.select(*qkv(), Spec()) is dispatch.load("cpu")
+            raise RuntimeError
+        assert dispatch.default == "reference"
+        assert dispatch.select(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
+    assert dispatch.default is None
+
+
+def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
+    """The door hands the name to the operator, so a backward outside the block runs on it too."""
+    q, k, v = qkv(requires_grad=True)
+    with fa_ops.use_backend("reference"):
+        out = fa_ops.attention(q, k, v)
+    seen = []
+    select = dispatch.select
+
+    def spy(q, k, v, spec):
+        seen.append(spec.backend)
+        return select(q, k, v, spec)
+
+    monkeypatch.setattr(dispatch, "select", spy)
+    out.sum().backward()
+    assert seen == ["reference"]
+
+
+def test_the_memo_tells_features_and_dtypes_apart(monkeypatch):
+    monkeypatch.setattr(dispatch, "_selected", {})
+    asked = []
+    cpu = dispatch.load("cpu")
+    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: asked.append((q.dtype, spec)))
+    specs = [
+        Spec(),
+        Spec(is_causal=True),
+        Spec(attn_mask=torch.ones(4, 4)),
+        Spec(attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+        Spec(dropout_p=0.1),
+        Spec(window_left=1),
+        Spec(window_right=1),
+        Spec(softcap=1.0),
+        Spec(alibi_slopes=torch.ones(2)),
+        Spec(sinks=torch.ones(2)),
+        Spec(kv_lens=torch.ones(1, dtype=torch.int32)),
+        Spec(key_ranges=torch.ones(1, 1, 1, 2, dtype=torch.int32)),
+        Spec(deterministic=True),
+    ]
+    for _ in range(2):
+        for spec in specs:
+            dispatch.select(*qkv(), spec)
+    assert len(asked) == len(specs)
+    dispatch.select(*qkv(dtype=torch.float64), Spec())
+    dispatch.select(*[x[0] for x in qkv()], Spec())
+    assert len(asked) == len(specs) + 2
+
+
+def test_backends_lists_every_backend_with_its_reason():
+    listed = dict(dispatch.backends())
+    assert tuple(listed) == dispatch.BACKENDS
+    assert listed["cpu"] is None and listed["reference"] is None
+    if not torch.cuda.is_available():
+        assert isinstance(listed["triton"], str)
+
+
+def test_a_backend_that_cannot_be_imported_says_so(monkeypatch):
+    monkeypatch.setattr(dispatch, "_available", {})
+    monkeypatch.setitem(sys.modules, "fa_ops.backends.triton", None)
+    assert "cannot be imported" in dispatch.available_error("triton")
+
+
+class TestExplain(expecttest.TestCase):
+    def test_explain(self):
+        refusals = {"triton": "needs a CUDA device, got cpu", "cpu": None, "reference": None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "refusal", lambda name, *args: refusals[name])
+            self.assertExpectedInline(
+                str(dispatch.explain(*qkv(), is_causal=True)),
+                """\
+backend: cpu
+  triton: needs a CUDA device, got cpu
+  cpu: can run this
+  reference: can run this""",
+            )
+            self.assertExpectedInline(
+                str(dispatch.explain(*qkv(), backend="triton")),
+                """\
+backend: none
+  triton: needs a CUDA device, got cpu
+  cpu: can run this
+  reference: can run this""",
+            )
+
+    def test_unknown_name(self):
+        with pytest.raises(ValueError) as error:
+            fa_ops.use_backend("cuda")
+        self.assertExpectedInline(
+            str(error.value),
+            """backend must be 'auto' or one of 'triton', 'cpu', 'reference', got 'cuda'""",
+        )
+
+
+def run(code: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=120,
+    )
+
+
+CALL = """
+import torch, fa_ops
+from fa_ops import dispatch
+q = torch.randn(1, 1, 2, 4)
+print(dispatch.default)
+fa_ops.attention(q, q, q)
+"""
+
+
+def test_environment_variable():
+    result = run(CALL, FA_OPS_BACKEND="reference")
+    assert result.returncode == 0 and result.stdout == "reference\n", result.stderr
+
+
+def test_environment_variable_with_an_unknown_name():
+    result = run(CALL, FA_OPS_BACKEND="fast")
+    assert "ValueError: backend must be 'auto' or one of" in result.stderr
+    assert "got 'fast'" in result.stderr

@@ -1,0 +1,64 @@
+"""What happens in a process that has seen nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def run(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_is_light():
+    """No kernel language, no transformers, no distributed tensors, no GPU."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import fa_ops
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = ("triton", "transformers", "numpy", "compile_passes", "hf_integration")
+print(sorted(new & set(heavy)), "torch.distributed.tensor" in sys.modules)
+print(torch.cuda.is_initialized())
+backends = [name for name in sys.modules if name.startswith("fa_ops.backends")]
+print(backends)
+"""
+    assert run(code).split("\n")[:3] == ["[] False", "False", "[]"]
+
+
+def test_a_call_on_cpu_imports_no_kernel_language():
+    code = """
+import sys, torch, fa_ops
+q = torch.randn(1, 1, 2, 4, requires_grad=True)
+fa_ops.attention(q, q, q).sum().backward()
+print("triton" in sys.modules, "fa_ops.backends.reference" in sys.modules)
+"""
+    assert run(code) == "False False\n"
+
+
+def test_the_first_call_may_be_compiled():
+    code = """
+import torch, fa_ops
+
+@torch.compile(fullgraph=True, backend="aot_eager")
+def f(q, k, v):
+    return fa_ops.attention(q, k, v, is_causal=True)
+
+q = torch.randn(1, 2, 5, 8, requires_grad=True)
+f(q, q, q).sum().backward()
+print(q.grad.shape)
+"""
+    assert run(code) == "torch.Size([1, 2, 5, 8])\n"
+
+
+def test_the_first_call_may_be_a_transform():
+    code = """
+import torch, fa_ops
+q = torch.randn(3, 1, 2, 5, 8)
+grad = torch.func.grad(lambda q: fa_ops.attention(q, q, q).sum())
+print(torch.vmap(grad)(q).shape)
+"""
+    assert run(code) == "torch.Size([3, 1, 2, 5, 8])\n"
