@@ -1,0 +1,260 @@
+"""The backward pass: what the kernels of `backward_kernels` are given, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
+from fa_ops.backends.triton.backward_kernels import (
+    ROWS,
+    key_value_grad_kernel,
+    mask_grad_kernel,
+    query_grad_kernel,
+)
+from fa_ops.backends.triton.configs import Tile
+from fa_ops.backends.triton.configs_backward import key_value_tile, mask_tile, query_tile
+from fa_ops.backends.triton.launch import Launch, architecture, bind
+from fa_ops.types import Gradients, Packing, Spec
+
+_L2_SHARE = 16 << 20  # bytes of q, k, v and their like that one wave of heads may keep in the L2
+
+
+class Problem(NamedTuple):
+    """The tensors of one call as the kernels index them, and what a compilation depends on."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    out: Tensor
+    sizes: tuple[int, int, int, int, int]  # batch, Hq, group, Sq, Sk; tokens for Sq, Sk if packed
+    dims: tuple[int, int]  # D, Dv
+    values: tuple  # of arguments.NAMES and cu_seqlens_q, cu_seqlens_k
+    kind: Class
+
+    @property
+    def packed(self) -> bool:
+        return self.values[-1] is not None
+
+    @property
+    def even(self) -> bool:
+        """Whether no block of any kernel crosses the end of the queries or the keys."""
+        _, _, _, Sq, Sk = self.sizes
+        return not self.packed and not self.kind.kv_lens and (Sq | Sk) % ROWS.value == 0
+
+    def programs(self, tokens: int, block: int, heads: int) -> int:
+        batch = self.sizes[0]
+        if self.packed:
+            return heads * (tokens // block + batch + 2)
+        return heads * batch * -(-tokens // block)
+
+    def wave(self, heads: int) -> int:
+        """How many heads `schedule` runs together: many where rows differ in length."""
+        if self.packed or not self.kind.right:
+            return 1
+        batch, _, _, Sq, Sk = self.sizes
+        head_bytes = 2 * max(Sq, Sk) * sum(self.dims) * self.q.element_size()
+        return max(1, min(_L2_SHARE // head_bytes, batch * heads))
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, spec: Spec, mask_grad: bool = False,
+) -> Gradients:  # fmt: skip
+    """Gradients of dense attention; always deterministic."""
+    B, Hq, Sq, D = q.shape
+    _, Hkv, Sk, Dv = v.shape
+    values, kind = arguments(spec, B, Hq, Sq, Sk, D)
+    problem = Problem(
+        q, k, v, rows_contiguous(grad_out), out, (B, Hq, Hq // Hkv, Sq, Sk), (D, Dv),
+        (*values, None, None), kind,
+    )  # fmt: skip
+    *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
+    dmask = dsinks = None
+    if mask_grad:
+        dmask = _mask_gradient(problem, row_lse, row_delta, spec.attn_mask)
+    if spec.sinks is not None:
+        dsinks = _sinks_gradient(row_lse, row_delta, spec.sinks)
+    return Gradients(*grads, dmask, dsinks)
+
+
+def varlen_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, packing: Packing, spec: Spec,
+) -> Gradients:  # fmt: skip
+    """Gradients of packed attention; always deterministic."""
+    Tq, Hq, D = q.shape
+    Tk, Hkv, Dv = v.shape
+    cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
+    B = cu_q.numel() - 1
+    values, kind = arguments(spec, B, Hq, Tq, Tk, D)
+    problem = Problem(
+        q, k, v, rows_contiguous(grad_out), out, (B, Hq, Hq // Hkv, Tq, Tk), (D, Dv),
+        (*values, cu_q, cu_k), kind,
+    )  # fmt: skip
+    *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
+    dsinks = None
+    if spec.sinks is not None:
+        dsinks = _sinks_gradient(row_lse, row_delta, spec.sinks)
+    return Gradients(*grads, None, dsinks)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _query_key_value(
+    problem: Problem, grad_lse: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, and the rows' lse and delta that `query_grad_kernel` leaves."""
+    q, k, v, grad_out, out, sizes = problem[:6]
+    batch, Hq, group, Sq, Sk = sizes
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    row_lse, row_delta = _row_buffers(problem, q.device)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out, "dq": dq}
+    strides = _strides(named)
+    tensors = (q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta)
+    args = (*tensors, *strides, *sizes, problem.wave(Hq), *problem.values)
+    launch, tile = _find(query_grad_kernel, query_tile, problem, named, strides, args)
+    launch((problem.programs(Sq, tile.block_m, Hq), 1, 1), args)
+
+    Hkv = Hq // group
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "dk": dk, "dv": dv}
+    strides = _strides(named)
+    tensors = (q, k, v, grad_out, row_lse, row_delta, dk, dv)
+    args = (*tensors, *strides, *sizes, problem.wave(Hkv), *problem.values)
+    launch, tile = _find(key_value_grad_kernel, key_value_tile, problem, named, strides, args)
+    launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
+    return dq, dk, dv, row_lse, row_delta
+
+
+def _mask_gradient(problem: Problem, row_lse: Tensor, row_delta: Tensor, mask: Tensor) -> Tensor:
+    """Gradient of a float mask in its own shape.
+
+    Where few tiles of the mask stand for many of the scores, the sum is split over more programs
+    than tiles, whose partial sums are added here: no atomics, so always deterministic.
+    """
+    q, k, v, grad_out, _, sizes, dims = problem[:7]
+    full = (sizes[0], sizes[1], *sizes[3:])
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    # a dimension of size 1 that is not broadcast needs no sum, but a sum of one is right too
+    once = tuple(own == 1 for own in shape)
+    arch = architecture(q.device)
+    tile = mask_tile(arch, q.dtype, max(dims))
+    counts = (*full[:2], -(-full[2] // tile.block_m), -(-full[3] // tile.block_n))
+    loop = tiles = 1
+    for one, count in zip(once, counts):
+        loop, tiles = (loop * count, tiles) if one else (loop, tiles * count)
+    splits = max(1, min(loop, 512 // tiles))
+    steps = -(-loop // splits)
+    splits = -(-loop // steps)
+    dtype = mask.dtype if splits == 1 else torch.float32
+    partial = torch.empty((splits, *shape), dtype=dtype, device=q.device)
+
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out}
+    strides = _strides(named)
+    tensors = (q, k, v, grad_out, row_lse, row_delta, partial)
+    args = (*tensors, *strides, *sizes, steps, *problem.values)
+    more = dict(zip(("ONE_B", "ONE_H", "ONE_Q", "ONE_K"), once))
+    launch, _ = _find(
+        mask_grad_kernel, lambda *_: tile, problem, named, strides, args, (dtype, once), more
+    )
+    launch((splits * tiles, 1, 1), args)
+    return partial.sum(0).to(mask.dtype).view(mask.shape)
+
+
+def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
+    """(2, heads of all batches, rows), as `row_capacity` has it; padding must count for nothing
+    where torch sums over the rows, and is otherwise never read.
+    """
+    batch, Hq, _, Sq, _ = problem.sizes
+    padding = ROWS.value
+    if problem.packed:
+        shape = (2, Hq, (Sq // padding + batch + 2) * padding)
+    else:
+        shape = (2, batch * Hq, -(-Sq // padding) * padding)
+    buffers = torch.empty(shape, dtype=torch.float32, device=device)
+    if problem.kind.sinks is not None:
+        buffers[0] = float("inf")
+        buffers[1] = 0.0
+    return buffers
+
+
+def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
+    """-sum over rows of (the sink's weight) * delta."""
+    weight = torch.exp2(
+        (sinks.float() * LOG2E).view(-1, 1) - row_lse.view(-1, len(sinks), row_lse.shape[-1])
+    )
+    return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
+
+
+def _strides(named: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Batch, head and sequence strides of dense tensors; 0, head and token strides of packed."""
+    found: list[int] = []
+    for x in named.values():
+        if x.dim() == 4:
+            found += x.stride()[:3]
+        else:
+            found += (0, x.stride(1), x.stride(0))
+    return tuple(found)
+
+
+_launches: dict[tuple, tuple[Launch, Tile]] = {}
+_OWN = {"row_lse": 16, "row_delta": 16}  # tensors made here, so aligned
+
+
+def _find(
+    kernel: Any, choose: Callable[..., Tile], problem: Problem, named: Mapping[str, Tensor],
+    strides: tuple[int, ...], args: tuple, extra: tuple = (), more: Mapping[str, Any] | None = None,
+) -> tuple[Launch, Tile]:  # fmt: skip
+    """The launch of a kernel for these arguments and its tile, compiled if there is none yet."""
+    q, kind, dims = problem.q, problem.kind, problem.dims
+    layout = _layout(named, strides, max(problem.sizes[3:]))
+    key = (
+        kernel, q.dtype, dims, problem.packed, layout, kind, problem.even, precision(q.dtype),
+        q.device, args[6] is None, extra,
+    )  # fmt: skip
+    found = _launches.get(key)
+    if found is None:
+        tile = choose(architecture(q.device), q.dtype, max(dims), kind)
+        fixed = constants(tile, dims, problem.even, q.dtype) | dict(more or {})
+        launch = bind(
+            kernel, args, fixed, tile.options(), device=q.device,
+            divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _OWN,
+            fixed=kind.fixed(), wide=layout.wide,
+        )  # fmt: skip
+        found = _launches[key] = launch, tile
+    return found
+
+
+def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) -> Layout:
+    """Aligned: every row of every tensor; wide: a row's offset within its head needs 64 bits."""
+    elements = addresses = 0
+    for stride in strides:
+        elements |= stride
+    for x in named.values():
+        addresses |= x.data_ptr()
+    bits = elements * next(iter(named.values())).element_size() | addresses
+    return Layout(bits % 16 == 0, (rows + ROWS.value) * max(strides[2::3]) >= 1 << 31)
+
+
+def constants(tile: Tile, dims: tuple[int, int], even: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The constexpr parameters that every kernel here has."""
+    D, Dv = dims
+    return {
+        "D": D,
+        "Dv": Dv,
+        "BLOCK_D": padded(D),
+        "BLOCK_DV": padded(Dv),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "EVEN": even,
+        "PRECISION": precision(dtype),
+    }

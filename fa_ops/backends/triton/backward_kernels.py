@@ -1,0 +1,546 @@
+"""The backward kernels: gradients of queries, of keys and values, and of a float mask.
+
+With p = exp2(s - lse), dp = dO v^T and delta = rowsum(dO * O) - dlse, the gradient of a score is
+ds = p (dp - delta); dQ = ds K, dK = ds^T Q and dV = p^T dO follow. Every tile of scores is computed
+twice, once in `query_grad_kernel` and once, transposed, in `key_value_grad_kernel`, so that each
+gradient is accumulated in registers by the one program that writes it: no atomics, no order that
+could change, memory linear in the length. (Accumulating dQ with atomics in the second kernel saves
+two of seven products and was slower on an H200 at every size.)
+"""
+
+import triton
+import triton.language as tl
+
+from fa_ops.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    dropout_keep,
+    dropout_rows,
+    find_sequence,
+    key_bounds,
+    load_ranges,
+    row_bounds,
+    scores,
+    store_tile,
+)
+
+ROWS = tl.constexpr(128)  # at least every BLOCK_M
+
+
+@triton.jit
+def load_rows(
+    base, start, stride, low, high, width: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Rows start ... start + ROWS - 1 of a matrix with `width` columns, 0 beyond them; with CHECK,
+    0 outside [low, high) too.
+
+    Offsets are products of the row, so that a loop over rows has no loop-invariant ones: those that
+    `primitives.pointers` leaves cost 30 registers here, more than there are. They take 64 bits
+    where the stride does; `backward` sees to it.
+    """
+    rows = (start + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    at = base + rows * stride + cols
+    if CHECK:
+        if width == COLS:
+            return tl.load(at, mask=(rows >= low) & (rows < high), other=0.0)
+        return tl.load(at, mask=(rows >= low) & (rows < high) & (cols < width), other=0.0)
+    if width == COLS:
+        return tl.load(at)
+    return tl.load(at, mask=cols < width, other=0.0)
+
+
+@triton.jit
+def score_gradients(
+    qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
+    mask_stride_k, ranges, ranges_stride_q, rows, threshold, keep_scale, window_left, window_right,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
+    the gradient of the scores, and the gradient of the products but for `product_scale`.
+
+    lse: in log2 units, and inf where nothing is attended, so that every weight there is 0. LIMIT:
+    whether keys beyond `limit` must count as masked. Blocks within the mask are masked like those
+    at its edge: the products hide a few selects, and loops of their own would cost more, because
+    ptxas serialises wgmma where an accumulator passes from loop to loop.
+    """
+    s, t = scores(
+        qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
+        None, None, None, None, mask is not None,
+    )  # fmt: skip
+    p = tl.exp2(s - lse)
+    if LIMIT:
+        p = tl.where(j < limit, p, 0.0)
+    if window_right is not None:
+        p = tl.where(j <= i + (shift + window_right), p, 0.0)
+    if window_left is not None:
+        p = tl.where(j >= i + (shift - window_left), p, 0.0)
+    if ranges is not None:
+        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
+        p = tl.where((j >= first) & (j < last), p, 0.0)
+    w = p
+    if rows is not None:
+        keep = dropout_keep(rows, j, threshold)
+        w = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    ds = p * (dp - delta)
+    dx = ds
+    if cap is not None:
+        dx = ds * (1.0 - t * t)
+    return w, ds, dx
+
+
+@triton.jit
+def product_scale(scale, cap):
+    """The constant factor of the derivative of a score, in units of 1, by its product q.k."""
+    if cap is not None:
+        return scale * cap * LN2
+    else:
+        return scale * LN2
+
+
+@triton.jit
+def row_capacity(tokens, batch, PACKED: tl.constexpr):
+    """Elements that the rows of one head take in row_lse and row_delta, where every sequence starts
+    at a multiple of ROWS, so that whole blocks can be loaded, aligned, and without a mask.
+    """
+    blocks = tokens // ROWS + batch + 2 if PACKED else tl.cdiv(tokens, ROWS)
+    return blocks.to(tl.int64) * ROWS
+
+
+@triton.jit
+def row_offset(start, b):
+    """Where the rows of the packed sequence b, whose first token is `start`, begin in a head."""
+    return (start // ROWS + b + 1) * ROWS
+
+
+@triton.jit
+def schedule(pid, blocks, heads, wave):
+    """(block, head) of a program: `wave` heads at a time, block by block within a wave.
+
+    Blocks that take long come first, so a wave ends with short ones; its heads share the L2 cache.
+    """
+    first = pid // (blocks * wave) * wave
+    inside = pid - first * blocks
+    width = tl.minimum(wave, heads - first)
+    return inside // width, first + inside % width
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
+)
+def query_grad_kernel(
+    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
+    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of query rows; also what the other kernels need of these rows.
+
+    row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
+    Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
+    strides.
+    """
+    pid = tl.program_id(0)
+    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
+    if cu_seqlens_q is not None:
+        tile, h = schedule(pid, Sq // BLOCK_M + batch + 2, Hq, wave)
+        b, block, q_start, length = find_sequence(cu_seqlens_q, batch, Sq, tile, BLOCK_M)
+        at = h.to(tl.int64) * Sq + q_start
+        row_at = h * row_stride + row_offset(q_start, b)
+        q += q_start * q_stride_s.to(tl.int64)
+        grad_out += q_start * grad_out_stride_s.to(tl.int64)
+        out += q_start * out_stride_s.to(tl.int64)
+        dq += q_start * dq_stride_s.to(tl.int64)
+        inside = (b >= 0) & (b < batch)
+        k_start = tl.load(cu_seqlens_k + b, mask=inside, other=0)
+        Sk = tl.load(cu_seqlens_k + b + 1, mask=inside, other=0) - k_start
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+        Sq = length
+        blocks = tl.cdiv(Sq, BLOCK_M)
+        if block >= blocks:
+            return
+    else:
+        blocks = tl.cdiv(Sq, BLOCK_M)
+        block, head = schedule(pid, blocks, batch * Hq, wave)
+        b = head // Hq
+        h = head % Hq
+        at = head.to(tl.int64) * Sq
+        row_at = head * row_stride
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+        grad_out += b * grad_out_stride_b
+        out += b * out_stride_b
+        dq += b * dq_stride_b
+        inside = True
+    if window_right is not None:
+        block = blocks - 1 - block  # the longest rows first
+    q += h * q_stride_h
+    k += h // group * k_stride_h
+    v += h // group * v_stride_h
+    grad_out += h * grad_out_stride_h
+    out += h * out_stride_h
+    dq += h * dq_stride_h
+    m0 = block * BLOCK_M
+    rows_m = m0 + tl.arange(0, BLOCK_M)
+    i = rows_m[:, None]
+
+    limit, shift = Sk, Sk - Sq
+    if kv_lens is not None:
+        kv_len = tl.load(kv_lens + b, mask=inside, other=0)
+        limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+    slope, first, last, rows = None, None, None, None
+    low = 0
+    if slopes is not None:
+        slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
+    if mask is not None:
+        mask += b * mask_stride_b + h * mask_stride_h
+    if ranges is not None:
+        ranges += b * ranges_stride_b + h * ranges_stride_h
+        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
+        low = tl.min(tl.where(first < last, first, 2147483647))
+    if seed is not None:
+        rows = dropout_rows(seed, b * Hq + h, i)
+    lo, full_lo, full_hi, hi = key_bounds(
+        m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
+    )
+
+    do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+    o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
+    dead = m == float("-inf")
+    m = tl.where(dead, float("inf"), m * LOG2E)
+    delta = tl.where(dead, 0.0, delta)
+    tl.store(row_lse + row_at + rows_m, m)
+    tl.store(row_delta + row_at + rows_m, delta)
+    m = m[:, None]
+    delta = delta[:, None]
+
+    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for n0 in range(lo, hi, BLOCK_N):
+        n0 = tl.multiple_of(n0, BLOCK_N)
+        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        kt = load_rows(k, n0, k_stride_s, low, limit, D, BLOCK_N, BLOCK_D, not EVEN)
+        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        vt = load_rows(v, n0, v_stride_s, low, limit, Dv, BLOCK_N, BLOCK_DV, not EVEN)
+        dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
+        w, ds, dx = score_gradients(
+            qk, dp, m, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
+            mask_stride_k, ranges, ranges_stride_q, rows, threshold, keep_scale, window_left,
+            window_right, not EVEN,
+        )  # fmt: skip
+        acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
+    acc *= product_scale(scale, cap)
+    store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
+
+
+@triton.jit
+def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
+    """(lo, hi) narrowed to the rows whose key ranges touch [n0, n1); lo a multiple of BLOCK_M."""
+    CHUNK: tl.constexpr = 1024
+    low, high = hi, lo
+    end = tl.where(stride_q == 0, tl.minimum(hi, lo + 1), hi)  # stride 0: all rows have one range
+    for start in range(lo, end, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        first, last = load_ranges(ranges, stride_q, i, end)
+        touch = tl.maximum(first, n0) < tl.minimum(last, n1)
+        low = tl.minimum(low, tl.min(tl.where(touch, i, hi)))
+        high = tl.maximum(high, tl.max(tl.where(touch, i + 1, lo)))
+    if stride_q == 0:
+        high = tl.where(high > lo, hi, lo)
+    return low // BLOCK_M * BLOCK_M, high
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
+)
+def key_value_grad_kernel(
+    q, k, v, grad_out, row_lse, row_delta, dk, dv,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    dk_stride_b: tl.int64, dk_stride_h: tl.int64, dk_stride_s,
+    dv_stride_b: tl.int64, dv_stride_h: tl.int64, dv_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, over the rows of all query heads that share them.
+
+    Tiles are transposed, keys by queries, so that weights and score gradients are the register
+    operands of the products that follow. row_lse, row_delta: from `query_grad_kernel`. The grid is
+    (heads of k) * batch * cdiv(Sk, BLOCK_N), packed (heads of k) * (Sk // BLOCK_N + batch + 2).
+    """
+    pid = tl.program_id(0)
+    Hkv = Hq // group
+    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
+    if cu_seqlens_q is not None:
+        tile, hk = schedule(pid, Sk // BLOCK_N + batch + 2, Hkv, wave)
+        b, block, k_start, length = find_sequence(cu_seqlens_k, batch, Sk, tile, BLOCK_N)
+        Sk = length
+        if block >= tl.cdiv(Sk, BLOCK_N):
+            return
+        inside = (b >= 0) & (b < batch)
+        q_start = tl.load(cu_seqlens_q + b, mask=inside, other=0)
+        row_at = row_offset(q_start, b)
+        Sq = tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) - q_start
+        q += q_start * q_stride_s.to(tl.int64)
+        grad_out += q_start * grad_out_stride_s.to(tl.int64)
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+        dk += k_start * dk_stride_s.to(tl.int64)
+        dv += k_start * dv_stride_s.to(tl.int64)
+    else:
+        block, head = schedule(pid, tl.cdiv(Sk, BLOCK_N), batch * Hkv, wave)
+        b = head // Hkv
+        hk = head % Hkv
+        row_at = b * Hq * row_stride
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+        grad_out += b * grad_out_stride_b
+        dk += b * dk_stride_b
+        dv += b * dv_stride_b
+        inside = True
+    k += hk * k_stride_h
+    v += hk * v_stride_h
+    dk += hk * dk_stride_h
+    dv += hk * dv_stride_h
+    n0 = block * BLOCK_N
+    j = n0 + tl.arange(0, BLOCK_N)[:, None]
+
+    limit, shift = Sk, Sk - Sq
+    if kv_lens is not None:
+        kv_len = tl.load(kv_lens + b, mask=inside, other=0)
+        limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+    lo, full_lo, full_hi, hi = row_bounds(
+        n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+
+    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
+    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for h in range(hk * group, hk * group + group):
+        q_head = q + h * q_stride_h
+        grad_out_head = grad_out + h * grad_out_stride_h
+        row_lse_head = row_lse + row_at + h * row_stride
+        row_delta_head = row_delta + row_at + h * row_stride
+        slope, mask_head, ranges_head, rows = None, None, None, None
+        begin, end = lo, hi
+        if slopes is not None:
+            slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
+        if mask is not None:
+            mask_head = mask + b * mask_stride_b + h * mask_stride_h
+        if ranges is not None:
+            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
+            begin, end = range_bounds(
+                ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
+            )
+        for m0 in range(begin, end, BLOCK_M):
+            m0 = tl.multiple_of(m0, BLOCK_M)
+            rows_m = m0 + tl.arange(0, BLOCK_M)
+            i = rows_m[None, :]
+            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
+            m = tl.load(row_lse_head + rows_m)
+            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+            do = load_rows(
+                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
+            )
+            delta = tl.load(row_delta_head + rows_m)
+            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+            if seed is not None:
+                rows = dropout_rows(seed, b * Hq + h, i)
+            w, ds, dx = score_gradients(
+                qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
+                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, rows,
+                threshold, keep_scale, window_left, window_right, False,
+            )  # fmt: skip
+            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+    dk_acc *= product_scale(scale, cap)
+    if seed is not None:
+        dv_acc *= keep_scale
+    inside_limit = j < limit
+    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
+    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
+    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
+    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "steps", "threshold", "window_left", "window_right"]
+)
+def mask_grad_kernel(
+    q, k, v, grad_out, row_lse, row_delta, dmask,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, steps: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of a float mask's gradient, summed over `steps` of the tiles that share its mask.
+
+    dmask (splits, B or 1, Hq or 1, Sq or 1, Sk or 1): ONE_x says which dimensions are broadcast,
+    and so summed here. The grid is the tiles of one split, innermost first, times the splits.
+    """
+    m_tiles = tl.cdiv(Sq, BLOCK_M)
+    n_tiles = tl.cdiv(Sk, BLOCK_N)
+    pid = tl.program_id(0)
+    n_own, m_own, h_own, b_own = 0, 0, 0, 0
+    size_b, size_h, size_q, size_k = 1, 1, 1, 1
+    loop_b, loop_h, loop_q, loop_k = 1, 1, 1, 1
+    if ONE_K:
+        loop_k = n_tiles
+    else:
+        size_k = Sk
+        n_own = pid % n_tiles
+        pid = pid // n_tiles
+    if ONE_Q:
+        loop_q = m_tiles
+    else:
+        size_q = Sq
+        m_own = pid % m_tiles
+        pid = pid // m_tiles
+    if ONE_H:
+        loop_h = Hq
+    else:
+        size_h = Hq
+        h_own = pid % Hq
+        pid = pid // Hq
+    if ONE_B:
+        loop_b = batch
+    else:
+        size_b = batch
+        b_own = pid % batch
+        pid = pid // batch
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    end = tl.minimum((pid + 1) * steps, loop_b * loop_h * loop_q * loop_k)
+    for step in range(pid * steps, end):
+        n0 = (n_own + step % loop_k) * BLOCK_N
+        m0 = (m_own + step // loop_k % loop_q) * BLOCK_M
+        h = h_own + step // (loop_k * loop_q) % loop_h
+        b = b_own + step // (loop_k * loop_q * loop_h)
+        i = m0 + tl.arange(0, BLOCK_M)[:, None]
+        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        limit, shift = Sk, Sk - Sq
+        if kv_lens is not None:
+            kv_len = tl.load(kv_lens + b)
+            limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+        slope, ranges_head, first, last, rows = None, None, None, None, None
+        if slopes is not None:
+            slope = tl.load(slopes + b * slopes_stride_b + h) * LOG2E
+        if ranges is not None:
+            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
+            first, last = load_ranges(ranges_head, ranges_stride_q, i, Sq)
+        if seed is not None:
+            rows = dropout_rows(seed, b * Hq + h, i)
+        lo, full_lo, full_hi, hi = key_bounds(
+            m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
+        )
+        if (n0 >= lo) & (n0 < hi):
+            hk = h // group
+            at = (b * Hq + h) * row_capacity(Sq, batch, False) + i
+            qt = load_rows(
+                q + b * q_stride_b + h * q_stride_h,
+                m0,
+                q_stride_s,
+                0,
+                Sq,
+                D,
+                BLOCK_M,
+                BLOCK_D,
+                True,
+            )
+            kt = load_rows(
+                k + b * k_stride_b + hk * k_stride_h,
+                n0,
+                k_stride_s,
+                0,
+                limit,
+                D,
+                BLOCK_N,
+                BLOCK_D,
+                True,
+            )
+            qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+            do = load_rows(
+                grad_out + b * grad_out_stride_b + h * grad_out_stride_h,
+                m0,
+                grad_out_stride_s,
+                0,
+                Sq,
+                Dv,
+                BLOCK_M,
+                BLOCK_DV,
+                True,
+            )
+            vt = load_rows(
+                v + b * v_stride_b + hk * v_stride_h,
+                n0,
+                v_stride_s,
+                0,
+                limit,
+                Dv,
+                BLOCK_N,
+                BLOCK_DV,
+                True,
+            )
+            dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
+            w, ds, dx = score_gradients(
+                qk, dp, tl.load(row_lse + at, mask=i < Sq, other=float("inf")),
+                tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,
+                slope, mask + b * mask_stride_b + h * mask_stride_h, mask_stride_q, mask_stride_k,
+                ranges_head, ranges_stride_q, rows, threshold, keep_scale, window_left,
+                window_right, True,
+            )  # fmt: skip
+            acc += ds
+    base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k
+    m = tl.arange(0, BLOCK_M)[:, None] + m_own * BLOCK_M
+    n = tl.arange(0, BLOCK_N)[None, :] + n_own * BLOCK_N
+    if ONE_Q:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        m = tl.zeros([1, 1], tl.int32)
+    if ONE_K:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        n = tl.zeros([1, 1], tl.int32)
+    tl.store(
+        dmask + base + m.to(tl.int64) * size_k + n,
+        acc.to(dmask.dtype.element_ty),
+        mask=(m < size_q) & (n < size_k),
+    )
