@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, VISION, build, padding, tokens
+from tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, VISION, build, padding, switch, tokens
 from torch import Tensor
 
 import hf_integration
@@ -15,7 +15,7 @@ TOLERANCE = (
 
 
 def outputs(model, implementation: str, **inputs) -> Tensor:
-    model.set_attn_implementation(implementation)
+    switch(model, implementation)
     out = model(**inputs)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
@@ -48,7 +48,7 @@ def test_greedy_tokens(model_type, cache):
     for mask in (torch.ones_like(padding()), padding()):
         results = []
         for implementation in ("eager", "fa_ops"):
-            model.set_attn_implementation(implementation)
+            switch(model, implementation)
             results.append(
                 model.generate(
                     tokens(),
@@ -68,7 +68,7 @@ def test_prefill_in_chunks(model_type):
     model, ids = build(model_type), tokens()
     with torch.no_grad():
         whole = outputs(model, "eager", input_ids=ids)
-        model.set_attn_implementation("fa_ops")
+        switch(model, "fa_ops")
         first = model(ids[:, :5], use_cache=True)
         second = model(ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
     ours = torch.cat([first.logits, second.logits], 1)
@@ -107,7 +107,7 @@ def test_packed_documents_do_not_see_each_other(model_type):
     model, ids = build(model_type), tokens(1, 12)
     positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
     with torch.no_grad():
-        model.set_attn_implementation("fa_ops")
+        switch(model, "fa_ops")
         ours = model(ids, position_ids=positions, use_cache=False).logits
         alone = torch.cat(
             [outputs(model, "eager", input_ids=ids[:, r]) for r in (slice(5), slice(5, 12))], 1
@@ -123,7 +123,7 @@ def test_encoder_decoders(model_type):
         assert_same(model, input_ids=ids, attention_mask=mask, decoder_input_ids=target)
     results = []
     for implementation in ("eager", "fa_ops"):
-        model.set_attn_implementation(implementation)
+        switch(model, implementation)
         options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=2, do_sample=False)
         results.append(model.generate(ids, attention_mask=padding(side="right"), **options))
     assert torch.equal(*results)
@@ -149,7 +149,7 @@ def test_output_attentions_takes_the_eager_path(model_type):
         inputs["decoder_input_ids"] = tokens(S=7)
     weights = []
     for implementation in ("eager", "fa_ops"):
-        model.set_attn_implementation(implementation)
+        switch(model, implementation)
         with torch.no_grad():
             out = model(**inputs, output_attentions=True)
         weights.append(out.encoder_attentions if model_type in SEQ2SEQ else out.attentions)
@@ -218,10 +218,6 @@ def test_these_models_notice_a_missing_feature(feature):
     AttentionInterface.register("fa_ops_broken", broken)
     AttentionMaskInterface.register("fa_ops_broken", hf_integration.fa_ops_mask)
     model = build(model_type)
-    if model.config._attn_implementation != "fa_ops":
-        pytest.skip(
-            f"{model_type} has attention of its own in transformers {transformers.__version__}"
-        )
     inputs = {"input_ids": tokens(), "attention_mask": padding()}
     if model_type in SEQ2SEQ:
         inputs["decoder_input_ids"] = tokens(S=7)

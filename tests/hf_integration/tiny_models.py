@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
 )
 
 VOCAB = 99
@@ -124,6 +125,14 @@ def build(model_type: str, auto=None, seed: int = 0, **changes):
             elif "sinks" in name:
                 parameter.normal_(0, 1, generator=generator)
     return model.eval()
+
+
+def switch(model: PreTrainedModel, implementation: str) -> None:
+    """Set the attention implementation, also where this transformers release only warns."""
+    model.set_attn_implementation(implementation)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.config._attn_implementation_internal = implementation
 
 
 def tokens(B: int = 2, S: int = 12, seed: int = 0) -> torch.Tensor:
