@@ -1,7 +1,8 @@
-"""One dropout rule for every backend: a counter-based hash of (seed, batch, head, query, key), identical bit for bit on CPU and GPU.
+"""One dropout rule for every backend, bit for bit: a hash of (seed, batch, head, query, key).
 
-A weight at (b, h, i, j) is dropped when `hash32(seed, b * Hq + h, i, j) < floor(p * 2**32)`. The hash is three rounds of a 32-bit
-avalanche finaliser (xor-shift, multiply); `backends/triton/primitives.py` states the same three rounds in uint32.
+A weight at (b, h, i, j) is dropped when `hash32(seed, b * Hq + h, i, j) < floor(p * 2**32)`. The
+hash is three rounds of a 32-bit avalanche finaliser (xor-shift, multiply);
+`backends/triton/primitives.py` states the same three rounds in uint32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finaliser with multipliers 0x7FEB352D and 0x846CA68B, on int64 tensors holding 32-bit values."""
+    """The 32-bit finaliser, on int64 tensors that hold 32-bit values."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK
     x = x ^ (x >> 15)
@@ -22,7 +23,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def row_keys(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
-    """Hash of everything but the key index. Shapes broadcast; `batch_head` is b * Hq + h. Returns int64 holding 32 bits."""
+    """Hash of everything but the key index, 32 bits in int64.
+
+    Shapes broadcast; `batch_head` is b * Hq + h.
+    """
     seed = seed.reshape(()).to(torch.int64)
     low, high = seed & _MASK, (seed >> 32) & _MASK
     stream = _mix(((batch_head.long() * 0x9E3779B9) + high) & _MASK) ^ low

@@ -1,4 +1,7 @@
-"""The oracle: dense attention in fp64, every feature, ordinary differentiable torch code. It defines the semantics and is never used for speed."""
+"""The oracle: dense attention in fp64, every feature, ordinary differentiable torch code.
+
+It defines the semantics and is never used for speed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from fa_ops.types import Gradients, Packing, Spec, default_scale
 def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
     """Bool (B, Hq or 1, Sq, Sk), True where query i of head h in batch b attends key j."""
     j = torch.arange(Sk, device=device)
-    lens = torch.full((B,), Sk, device=device) if spec.kv_lens is None else spec.kv_lens.long()
-    lens = lens.view(B, 1, 1, 1)
+    lens = key_lengths(spec, Sk, device)
     diagonal = torch.arange(Sq, device=device).view(Sq, 1) + lens - Sq
     keep = (j < lens).expand(B, 1, Sq, Sk)
     if spec.is_causal:
@@ -29,14 +31,23 @@ def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.devic
     return keep
 
 
+def key_lengths(spec: Spec, Sk: int, device: torch.device) -> Tensor:
+    """How many keys each batch has, (B or 1, 1, 1, 1); kv_lens outside [0, Sk] are clamped."""
+    lens = torch.full((1,), Sk, device=device) if spec.kv_lens is None else spec.kv_lens.long()
+    return lens.clamp(0, Sk).view(-1, 1, 1, 1)
+
+
 def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
-    """From q.k products (B, Hq, Sq, Sk) to scores: scale, softcap, ALiBi and float mask applied; -inf where masked."""
+    """From q.k products (B, Hq, Sq, Sk) to scores.
+
+    Scale, softcap, ALiBi and float mask are applied in this order; -inf where masked.
+    """
     B, Hq, Sq, Sk = products.shape
     s = default_scale(spec, head_dim) * products
     if spec.softcap > 0:
         s = spec.softcap * torch.tanh(s / spec.softcap)
     if spec.alibi_slopes is not None:
-        lens = Sk if spec.kv_lens is None else spec.kv_lens.view(B, 1, 1, 1)
+        lens = key_lengths(spec, Sk, s.device)
         i = torch.arange(Sq, device=s.device).view(Sq, 1)
         distance = (i + lens - Sq - torch.arange(Sk, device=s.device)).abs()
         s = s - spec.alibi_slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
@@ -46,8 +57,13 @@ def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
 
 
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax with an optional sink: (p, lse); p = 0 and lse = -inf for rows with nothing to attend, with zero gradients."""
-    m = s.detach().amax(-1, keepdim=True)
+    """Softmax with an optional sink: (p, lse).
+
+    Rows with nothing to attend have p = 0, lse = -inf (their sink, if there is one), no gradients.
+    """
+    m = s.new_full((*s.shape[:-1], 1), float("-inf"))
+    if s.shape[-1] > 0:
+        m = s.detach().amax(-1, keepdim=True)
     column = None if sinks is None else sinks.to(s.dtype).view(1, -1, 1, 1)
     if column is not None:
         m = torch.maximum(m, column.detach())
@@ -63,7 +79,10 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
-    """p @ v where a NaN or Inf in v reaches only the rows that attend it (a plain product would spread 0 * NaN)."""
+    """p @ v where a NaN or Inf in v reaches only the rows that attend it.
+
+    A plain product would spread 0 * NaN.
+    """
     bad = ~torch.isfinite(v)
     if not bool(bad.any()):
         return p @ v
@@ -72,19 +91,24 @@ def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
     return torch.where(touched, torch.full_like(out, float("nan")), out)
 
 
-def dropout_factor(shape: torch.Size, spec: Spec, device: torch.device, first_batch: int = 0) -> Tensor:
+def dropout_factor(
+    shape: torch.Size, spec: Spec, device: torch.device, first_batch: int = 0
+) -> Tensor:
     """(B, Hq, Sq, Sk): 0 where dropped, 1 / (1 - p) where kept."""
     B, Hq, Sq, Sk = shape
     index = (torch.arange(B * Hq, device=device) + first_batch * Hq).view(B, Hq, 1, 1)
     rows, cols = torch.arange(Sq, device=device).view(Sq, 1), torch.arange(Sk, device=device)
     keep = dropout.keep_mask(spec.dropout_seed, index, rows, cols, spec.dropout_p)
-    return keep / max(1.0 - spec.dropout_p, 2.0**-32)
+    return keep.double() / max(1.0 - spec.dropout_p, 2.0**-32)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the dtype of q, k, v, which the caller has raised to fp64; autograd runs through it.
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the dtype of q, k, v, which the caller has raised to fp64; differentiable.
 
-    `first_batch` is the batch index of row 0 in the dropout stream: varlen sequences are dropped as the batch they form.
+    `first_batch` is the batch index of row 0 in the dropout stream: varlen sequences are dropped
+    as the batch they form.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -96,13 +120,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0) -> 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """(B, Hq, Sq, Dv) in q's dtype and laid out (B, Sq, Hq, Dv) in memory; lse fp32 (fp64 for fp64)."""
+    """out in q's dtype, laid out (B, Sq, Hq, Dv) in memory; lse in fp32 (fp64 for fp64)."""
     out, lse = dense(q.double(), k.double(), v.double(), spec)
     return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Packed sequences one by one: q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) give out (Tq, Hq, Dv), lse (Hq, Tq)."""
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, attend=dense
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences one by one, each by `attend`.
+
+    q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) give out (Tq, Hq, Dv), lse (Hq, Tq).
+    """
     q_ends, k_ends = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
@@ -110,7 +139,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tup
     for b in range(len(q_ends) - 1):
         rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
         one = [t.transpose(0, 1).unsqueeze(0) for t in (q[rows], k[keys], v[keys])]
-        o, m = dense(*one, sequence_spec(spec, b), first_batch=b)
+        o, m = attend(*one, sequence_spec(spec, b), first_batch=b)
         outs.append(o.squeeze(0).transpose(0, 1))
         lses.append(m.squeeze(0))
     outs.append(out[q_ends[-1] :])
@@ -127,25 +156,34 @@ def sequence_spec(spec: Spec, b: int) -> Spec:
     )
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
+) -> tuple[Tensor, Tensor]:
     out, lse = varlen(q.double(), k.double(), v.double(), packing, spec)
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: Spec,
-    mask_grad: bool = False,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False,
 ) -> Gradients:  # fmt: skip
-    """Gradients by running autograd through the dense forward; `out` and `lse` are not needed here."""
-    return _differentiate(lambda q, k, v, spec: dense(q, k, v, spec), grad_out, grad_lse, q, k, v, spec, mask_grad)
+    """Gradients by running autograd through the dense forward; `out` and `lse` are not needed."""
+    return _differentiate(dense, grad_out, grad_lse, q, k, v, spec, mask_grad)
 
 
 def varlen_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing,
-    spec: Spec,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
     return _differentiate(
-        lambda q, k, v, spec: varlen(q, k, v, packing, spec), grad_out, grad_lse, q, k, v, spec, mask_grad=False
+        lambda q, k, v, spec: varlen(q, k, v, packing, spec),
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        spec,
+        mask_grad=False,
     )
 
 
@@ -160,7 +198,9 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
         if grad_lse is not None:
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             seeds.append(grad_lse.double())
-        grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            outputs, wanted, seeds, allow_unused=True, materialize_grads=True
+        )
     dq, dk, dv = (torch.empty_like(t).copy_(g) for g, t in zip(grads, (q, k, v)))
     rest = list(grads[3:])
     dmask = rest.pop(0).to(spec.attn_mask.dtype) if mask_grad else None
@@ -169,14 +209,17 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets: outs (N, ..., Dv), lses (N, ...) give out (...), lse (...)."""
+    """Attention over the union of disjoint key sets.
+
+    outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...).
+    """
     p, lse = weights(lses.double().movedim(0, -1), None)
     out = (p.movedim(-1, 0).unsqueeze(-1) * outs.double()).sum(0)
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 
 def bshd(out: Tensor) -> Tensor:
-    """The same values laid out (B, S, H, D) in memory: every backend's output layout, so that merging heads is a view."""
+    """The same values laid out (B, S, H, D) in memory, so that merging heads is a view."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

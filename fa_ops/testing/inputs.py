@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fa_ops.types import Spec
+from fa_ops.types import Packing, Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem: shapes, dtype, layout and features. `repr` is a line that recreates it."""
+    """One attention problem: shapes, dtype, layout, features. `repr` is a line that recreates it.
+
+    Bits say which dimensions are full (1) or broadcast (0): `mask_shape` over
+    (B, Hq, Sq, Sk), None for all full, and `key_ranges` over (B, Hq, Sq).
+    """
 
     B: int = 2
     Hq: int = 4
@@ -25,9 +30,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
-    layout: str = "bhsd"  # memory order: bhsd, bshd, or packed (q, k, v interleaved in one buffer per tensor)
+    layout: str = "bhsd"  # memory order: bhsd, bshd, packed (a slice of wider rows), expanded
     mask: str | None = None  # bool or float
-    mask_shape: tuple[int, int, int, int] | None = None  # which dimensions are full (1) or broadcast (0); None: all full
+    mask_shape: tuple[int, int, int, int] | None = None
     mask_grad: bool = False
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
@@ -36,9 +41,12 @@ class Case:
     alibi: str | None = None  # heads or batch_heads
     sinks: bool = False
     kv_lens: bool = False
-    key_ranges: tuple[int, int, int] | None = None  # full (1) or broadcast (0) over batch, head, query
+    key_ranges: tuple[int, int, int] | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
+    mask_holes: bool = False  # some rows of the mask, and some elements of a float mask, are -inf
+    magnitude: float = 1.0  # of q: scores grow with it
+    lse_grad: bool = True  # whether lse is differentiated too
 
     def __repr__(self) -> str:
         changed = (
@@ -49,17 +57,25 @@ class Case:
         return f"Case({', '.join(changed)})"
 
     def _tensor(self, generator: torch.Generator, H: int, S: int, D: int) -> Tensor:
-        order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "packed": (0, 2, 1, 3)}[self.layout]
+        """(B, H, S, D) of the case's dtype, on the CPU, in the case's layout."""
+        order = (0, 1, 2, 3) if self.layout in ("bhsd", "expanded") else (0, 2, 1, 3)
         sizes = [(self.B, H, S, D)[i] for i in order]
         if self.layout == "packed":
             sizes[2] *= 2
+        if self.layout == "expanded":
+            sizes[0] = 1
         x = torch.randn(sizes, generator=generator, dtype=torch.float64).to(self.dtype)
         if self.layout == "packed":
             x = x[:, :, :H]
-        return x.permute(order)  # each of these permutations is its own inverse
+        # each of these permutations is its own inverse
+        return x.permute(order).expand(self.B, H, S, D)
 
-    def fresh(self, dtype: torch.dtype | None = None, requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor, Spec]:
-        """q, k, v and the spec: the same numbers every time, rounded to the case's dtype and then cast to `dtype`."""
+    def fresh(
+        self, dtype: torch.dtype | None = None, requires_grad: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Spec]:
+        """q, k, v and the spec: the same numbers every time, rounded to the case's dtype and then
+        cast to `dtype`.
+        """
         g = torch.Generator().manual_seed(self.seed)
         cast = dtype or self.dtype
 
@@ -67,40 +83,56 @@ class Case:
             x = x.to(device=self.device, dtype=dtype)  # keeps strides
             return x.requires_grad_(grad)
 
-        q = self._tensor(g, self.Hq, self.Sq, self.D)
+        q = self._tensor(g, self.Hq, self.Sq, self.D) * self.magnitude
         k = self._tensor(g, self.Hkv, self.Sk, self.D)
         v = self._tensor(g, self.Hkv, self.Sk, self.Dv)
         spec = self._spec(g, place, cast, requires_grad)
         return place(q), place(k), place(v), spec
 
-    def _spec(self, g: torch.Generator, place, cast: torch.dtype, requires_grad: bool) -> Spec:
+    def _spec(
+        self, g: torch.Generator, place: Callable, cast: torch.dtype, requires_grad: bool
+    ) -> Spec:
         wide = torch.float64 if cast == torch.float64 else torch.float32
         full = (self.B, self.Hq, self.Sq, self.Sk)
         fields: dict = {}
         if self.mask is not None:
             shape = [n if keep else 1 for n, keep in zip(full, self.mask_shape or (1, 1, 1, 1))]
+            holes = torch.rand((*shape[:3], 1), generator=g) < (0.2 if self.mask_holes else 0.0)
             if self.mask == "bool":
-                fields["attn_mask"] = place(torch.rand(shape, generator=g) > 0.3, torch.bool, False)
+                keep = (torch.rand(shape, generator=g) > 0.3) & ~holes
+                fields["attn_mask"] = place(keep, torch.bool, False)
             else:
-                bias = torch.randn(shape, generator=g, dtype=torch.float64).to(self.dtype)
-                fields["attn_mask"] = place(bias, grad=requires_grad and self.mask_grad)
+                bias = torch.randn(shape, generator=g, dtype=torch.float64)
+                if self.mask_holes:
+                    bias[holes | (torch.rand(shape, generator=g) < 0.2)] = float("-inf")
+                grad = requires_grad and self.mask_grad
+                fields["attn_mask"] = place(bias.to(self.dtype), grad=grad)
         if self.alibi is not None:
             shape = (self.Hq,) if self.alibi == "heads" else (self.B, self.Hq)
-            fields["alibi_slopes"] = place(torch.rand(shape, generator=g) * 0.5, torch.float32, False)
+            slopes = torch.rand(shape, generator=g) * 0.5
+            fields["alibi_slopes"] = place(slopes, torch.float32, False)
         if self.sinks:
             fields["sinks"] = place(torch.randn(self.Hq, generator=g), wide)
         if self.kv_lens:
-            fields["kv_lens"] = place(torch.randint(0, self.Sk + 1, (self.B,), generator=g), torch.int32, False)
+            lens = torch.randint(0, self.Sk + 1, (self.B,), generator=g)
+            fields["kv_lens"] = place(lens, torch.int32, False)
         if self.key_ranges is not None:
             shape = [n if keep else 1 for n, keep in zip(full[:3], self.key_ranges)]
             ends = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
             fields["key_ranges"] = place(ends, torch.int32, False)
         if self.dropout_p > 0:
-            fields["dropout_seed"] = place(torch.randint(2**62, (1,), generator=g), torch.int64, False)
+            seed = torch.randint(2**62, (1,), generator=g)
+            fields["dropout_seed"] = place(seed, torch.int64, False)
         return Spec(
-            dropout_p=self.dropout_p, is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
-            window_right=self.window[1], softcap=self.softcap, deterministic=self.deterministic, **fields,
-        )  # fmt: skip
+            dropout_p=self.dropout_p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            window_left=self.window[0],
+            window_right=self.window[1],
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+            **fields,
+        )
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The cotangents of out and lse: the same numbers for every dtype."""
@@ -110,6 +142,43 @@ class Case:
         return grad_out.to(out.device, out.dtype), grad_lse.to(lse.device, lse.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedCase:
+    """Sequences packed along the token dimension, for `fa_ops.attention_varlen`.
+
+    `features` is everything else; its B, Sq, Sk, mask and key_ranges do not apply. `margin` tokens
+    of no sequence stand before the first and after the last.
+    """
+
+    lengths_q: tuple[int, ...] = (5, 0, 17, 33)
+    lengths_k: tuple[int, ...] = (9, 4, 0, 47)
+    margin: int = 0
+    features: Case = Case()
+
+    def packing(self) -> Packing:
+        """cu_seqlens on both sides, no maxima."""
+        sides = (self.lengths_q, self.lengths_k)
+        ends = (torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides)
+        return Packing(*(x.to(self.features.device, torch.int32) for x in ends))
+
+    def fresh(
+        self, dtype: torch.dtype | None = None, requires_grad: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Spec]:
+        """q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec: as `Case.fresh`."""
+        plain = dataclasses.replace(self.features, mask=None, key_ranges=None)
+        Tq, Tk = (sum(x) + 2 * self.margin for x in (self.lengths_q, self.lengths_k))
+        tokens = dataclasses.replace(plain, B=1, Sq=Tq, Sk=Tk).fresh(dtype)[:3]
+        q, k, v = (x[0].transpose(0, 1).requires_grad_(requires_grad) for x in tokens)
+        batch = dataclasses.replace(plain, B=len(self.lengths_k), Sk=max(self.lengths_k))
+        spec = batch.fresh(dtype, requires_grad)[3]
+        if spec.kv_lens is not None:
+            spec = spec._replace(kv_lens=spec.kv_lens.minimum(self.packing().cu_seqlens_k.diff()))
+        return q, k, v, spec
+
+    def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return self.features.grad_outputs(out, lse)
+
+
 def make_case(**changes) -> Case:
     return dataclasses.replace(Case(), **changes)
 
@@ -117,19 +186,42 @@ def make_case(**changes) -> Case:
 def random_case(seed: int, **fixed) -> Case:
     """A random legal combination of shapes, layouts and features; `fixed` overrides any field."""
     r = random.Random(seed)
-    pick, maybe = r.choice, lambda p: r.random() < p
+    pick = r.choice
+
+    def maybe(p: float) -> bool:
+        return r.random() < p
+
+    def bits(n: int) -> tuple[int, ...]:
+        return tuple(r.randint(0, 1) for _ in range(n))
+
     Hkv = pick([1, 2, 3])
     D = pick([8, 16, 32, 40, 64])
-    causal, ranged = maybe(0.4), maybe(0.2)
+    ranged = maybe(0.2)
     mask = pick([None, None, "float"] if ranged else [None, None, "bool", "float"])
-    bits = lambda n: tuple(r.randint(0, 1) for _ in range(n))  # noqa: E731
-    fields = dict(
-        B=pick([1, 2, 3]), Hq=Hkv * pick([1, 1, 2, 4]), Hkv=Hkv, Sq=pick([1, 2, 17, 33, 64, 100]), Sk=pick([1, 3, 32, 65, 128, 150]),
-        D=D, Dv=pick([D, D, 24]), layout=pick(["bhsd", "bshd", "packed"]), seed=seed, mask=mask, mask_shape=bits(4) if mask else None,
-        mask_grad=mask == "float" and maybe(0.5), is_causal=causal,
-        window=(pick([-1, 0, 5, 40]), pick([-1, 0, 7, 50])) if maybe(0.3) else (-1, -1),
-        softcap=pick([1.5, 20.0]) if maybe(0.2) else 0.0, scale=pick([0.3, 1.0]) if maybe(0.2) else None,
-        alibi=pick(["heads", "batch_heads"]) if maybe(0.2) else None, sinks=maybe(0.2), kv_lens=maybe(0.2),
-        key_ranges=bits(3) if ranged else None, dropout_p=pick([0.1, 0.5]) if maybe(0.15) else 0.0, deterministic=maybe(0.2),
-    )  # fmt: skip
+    fields = {
+        "B": pick([1, 2, 3]),
+        "Hq": Hkv * pick([1, 1, 2, 4]),
+        "Hkv": Hkv,
+        "Sq": pick([1, 2, 17, 33, 64, 100]),
+        "Sk": pick([1, 3, 32, 65, 128, 150]),
+        "D": D,
+        "Dv": pick([D, D, 24]),
+        "layout": pick(["bhsd", "bshd", "packed"]),
+        "seed": seed,
+        "mask": mask,
+        "mask_shape": bits(4) if mask else None,
+        "mask_grad": mask == "float" and maybe(0.5),
+        "mask_holes": mask is not None and maybe(0.3),
+        "is_causal": maybe(0.4),
+        "window": (pick([-1, 0, 5, 40]), pick([-1, 0, 7, 50])) if maybe(0.3) else (-1, -1),
+        "softcap": pick([1.5, 20.0]) if maybe(0.2) else 0.0,
+        "scale": pick([0.3, 1.0]) if maybe(0.2) else None,
+        "alibi": pick(["heads", "batch_heads"]) if maybe(0.2) else None,
+        "sinks": maybe(0.2),
+        "kv_lens": maybe(0.2),
+        "key_ranges": bits(3) if ranged else None,
+        "dropout_p": pick([0.1, 0.5]) if maybe(0.15) else 0.0,
+        "deterministic": maybe(0.2),
+        "lse_grad": maybe(0.5),
+    }
     return dataclasses.replace(Case(), **(fields | fixed))

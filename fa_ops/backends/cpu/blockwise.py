@@ -112,7 +112,7 @@ class _Backward:
             dp = scores.problem.products("gradients", do, self.v[:, tile.cols])
             dropped = p
             if spec.dropout_p > 0:
-                factor = scores.survivors(tile) / _kept_share(spec)
+                factor = scores.survivors(tile).to(p.dtype).div_(_kept_share(spec))
                 dropped = p * factor
                 dp.mul_(factor)
             self.dv[:, tile.cols].baddbmm_(dropped.transpose(1, 2), do)

@@ -32,16 +32,21 @@ class Runs(NamedTuple):
         return int(self.lo.max()), int(self.hi.min())
 
 
+def key_lengths(spec: Spec, Sk: int) -> Tensor:
+    """How many keys each batch has: int32 (B or 1, 1, 1, 1)."""
+    if spec.kv_lens is None:
+        return torch.full((1, 1, 1, 1), Sk, dtype=torch.int32)
+    return spec.kv_lens.clamp(0, Sk).view(-1, 1, 1, 1)
+
+
 def key_runs(spec: Spec, Sq: int, Sk: int) -> Runs | None:
     """The runs of every row, in O(Sq) memory; None if every row attends every key."""
     right = 0 if spec.is_causal else spec.window_right
     bounded = right >= 0 or spec.window_left >= 0
     if not bounded and spec.kv_lens is None and spec.key_ranges is None:
         return None
-    lo = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    hi = torch.full_like(lo, Sk)
-    if spec.kv_lens is not None:
-        hi = spec.kv_lens.view(-1, 1, 1, 1)
+    hi = key_lengths(spec, Sk)
+    lo = torch.zeros_like(hi)
     if bounded:
         diagonal = torch.arange(Sq, dtype=torch.int32).view(Sq, 1) + (hi - Sq)
         if right >= 0:

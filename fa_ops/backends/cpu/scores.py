@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends import dropout
 from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.runs import Runs
+from fa_ops.backends.cpu.runs import Runs, key_lengths
 from fa_ops.types import Spec, default_scale
 
 # Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). Rows count every query head of a kv
@@ -35,7 +35,7 @@ class Slab(NamedTuple):
     group: int
 
     def spread(self, x: Tensor) -> Tensor:
-        """View (B or 1, Hq or 1, ...) as this slab's (batches, heads, group, ...), or 1s of them."""
+        """View (B or 1, Hq or 1, ...) as this slab's (batches, heads, group, ...) or 1s of them."""
         x = x if x.shape[0] == 1 else x[self.batches]
         if x.shape[1] == 1:
             return x.unsqueeze(2)
@@ -91,7 +91,7 @@ class Problem:
         return blocks(0, self.q.shape[2], self.rows)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
-        """Uninitialised memory, the same for every tile: fresh pages cost more than sums on them."""
+        """Uninitialised memory, the same for every tile: fresh pages cost more than sums there."""
         size = torch.Size(shape).numel()
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.dtype)
@@ -119,9 +119,8 @@ class Scores:
         if self.spec.alibi_slopes is not None:
             slopes = self.spec.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
             self.slopes = slab.spread(slopes)
-        self.lens = self.Sk
-        if self.spec.kv_lens is not None:
-            self.lens = slab.spread(self.spec.kv_lens.view(-1, 1, 1, 1))
+            # query i stands at position i + offset
+            self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
 
     def queries(self, rows: slice) -> Tensor:
         """Scaled so that their products are the scores (with softcap: the arguments of tanh)."""
@@ -158,7 +157,7 @@ class Scores:
         heads = self.slab.unfold(s)
         if self.slopes is not None:
             i, j = self._indices(tile)
-            distance = (i + (self.lens - self.Sq) - j).abs()
+            distance = (i + self.offset - j).abs()
             heads.addcmul_(self.slopes, distance.to(s.dtype), value=-1)
         if self.bias is not None:
             heads.add_(cut(self.bias, tile.rows, tile.cols))

@@ -1,0 +1,51 @@
+"""Dense attention on CPU: which engine runs a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.cpu import blockwise, flash
+from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.types import Gradients, Spec
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`first_batch` is the batch index of row 0 in the dropout stream."""
+    runs = key_runs(spec, q.shape[2], k.shape[2])
+    pieces = flash.plan(q, k, v, spec, runs)
+    if pieces is not None:
+        return flash.forward(q, k, v, spec, pieces)
+    return blockwise.forward(q, k, v, spec, runs, first_batch)
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
+) -> Gradients:  # fmt: skip
+    runs = key_runs(spec, q.shape[2], k.shape[2])
+    plain = grad_lse is None and not mask_grad
+    pieces = flash.plan(q, k, v, spec, runs) if plain else None
+    if pieces is not None:
+        grads = flash.backward(grad_out, q, k, v, out, lse, spec, pieces)
+    else:
+        grads = blockwise.backward(
+            grad_out, grad_lse, q, k, v, out, lse, spec, runs, mask_grad, first_batch
+        )
+    if spec.sinks is None:
+        return grads
+    return grads._replace(sinks=_sinks_gradient(grad_out, grad_lse, out, lse, spec.sinks))
+
+
+def _sinks_gradient(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
+) -> Tensor:
+    """Where a sink has the weight w, out is (1 - w) times what it was, and d lse / d sink = w."""
+    weight = torch.exp(sinks.to(lse.dtype).view(-1, 1) - lse)
+    slope = -torch.einsum("bhsd,bhsd->bhs", grad_out.to(lse.dtype), out.to(lse.dtype))
+    if grad_lse is not None:
+        slope += grad_lse
+    weight.masked_fill_(lse == float("-inf"), 0.0)  # a sink of -inf in a row without keys
+    return weight.mul_(slope).sum((0, 2)).to(sinks.dtype)
