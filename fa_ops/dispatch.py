@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fa_ops.types import Spec
 
-BACKENDS = ("triton", "cpu", "reference")
-# What "auto" tries, by device, so that no call imports a kernel package it has no use for. Never the
-# oracle, which is slow on purpose.
-AUTO = {"cuda": ("triton",), "cpu": ("cpu",)}
+BACKENDS = ("hopper", "triton", "cpu", "reference")
+# What "auto" tries, by device: no call imports a kernel package that it has no use for.
+AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -61,8 +60,10 @@ def check_name(name: str) -> None:
         raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
 
 
-def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
-    """The backend that runs this call.
+def select(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
+) -> ModuleType:
+    """The backend that runs this call, or with `backward` its gradients.
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head
     dimensions, dtype and device of the inputs and on which features are used, on nothing else.
@@ -76,10 +77,10 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
     plain = spec[3:13] == _PLAIN and spec[0] is None and not spec[1]
     features = spec[2] if plain else _features(spec)
     name = spec[13] or default or "auto"
-    key = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, features)
+    key = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, features, backward)
     backend = _selected.get(key)
     if backend is None:
-        backend = _selected[key] = _choose(name, q, k, v, spec)
+        backend = _selected[key] = _choose(name, q, k, v, spec, backward)
     return backend
 
 
@@ -92,6 +93,7 @@ def _features(spec: Spec) -> tuple:
         None if mask is None else mask.dtype,
         spec.dropout_p > 0,
         spec.is_causal,
+        spec.scale is not None and spec.scale <= 0,
         spec.window_left >= 0,
         spec.window_right >= 0,
         spec.softcap > 0,
@@ -114,11 +116,13 @@ def select_merge(outs: Tensor) -> ModuleType:
     return backend
 
 
-def _choose(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType:
+def _choose(
+    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
+) -> ModuleType:
     check_name(name)
     reasons = {}
     for candidate in _candidates(name, q):
-        reasons[candidate] = refusal(candidate, q, k, v, spec)
+        reasons[candidate] = refusal(candidate, q, k, v, spec, backward)
         if reasons[candidate] is None:
             return load(candidate)
     if name != "auto":
@@ -145,9 +149,15 @@ def available_error(name: str) -> str | None:
     return _available[name]
 
 
-def refusal(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """Why the backend cannot run this call, or None."""
-    return available_error(name) or load(name).support_error(q, k, v, spec)
+def refusal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
+) -> str | None:
+    """Why the backend cannot run this call, or with `backward` its gradients; None where it can."""
+    reason = available_error(name) or load(name).support_error(q, k, v, spec)
+    if reason is None and backward:
+        own = getattr(load(name), "backward_error", None)
+        reason = own and own(q, k, v, spec)
+    return reason
 
 
 def backends() -> list[tuple[str, str | None]]:

@@ -59,7 +59,7 @@ def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
     seen = []
     select = dispatch.select
 
-    def spy(q, k, v, spec):
+    def spy(q, k, v, spec, backward=False):
         seen.append(spec.backend)
         return select(q, k, v, spec)
 
@@ -113,13 +113,15 @@ def test_a_backend_that_cannot_be_imported_says_so(monkeypatch):
 
 class TestExplain(expecttest.TestCase):
     def test_explain(self):
-        refusals = {"triton": "needs a CUDA device, got cpu", "cpu": None, "reference": None}
+        gpu = "needs a CUDA device, got cpu"
+        refusals = {"hopper": gpu, "triton": gpu, "cpu": None, "reference": None}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatch, "refusal", lambda name, *args: refusals[name])
             self.assertExpectedInline(
                 str(dispatch.explain(*qkv(), is_causal=True)),
                 """\
 backend: cpu
+  hopper: needs a CUDA device, got cpu
   triton: needs a CUDA device, got cpu
   cpu: can run this
   reference: can run this""",
@@ -128,6 +130,7 @@ backend: cpu
                 str(dispatch.explain(*qkv(), backend="triton")),
                 """\
 backend: none
+  hopper: needs a CUDA device, got cpu
   triton: needs a CUDA device, got cpu
   cpu: can run this
   reference: can run this""",
@@ -138,7 +141,7 @@ backend: none
             fa_ops.use_backend("cuda")
         self.assertExpectedInline(
             str(error.value),
-            """backend must be 'auto' or one of 'triton', 'cpu', 'reference', got 'cuda'""",
+            """backend must be 'auto' or one of 'hopper', 'triton', 'cpu', 'reference', got 'cuda'""",
         )
 
 

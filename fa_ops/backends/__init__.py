@@ -4,6 +4,7 @@ Every backend is a module (or package) with these functions; `Spec`, `Packing` a
 
     available_error() -> str | None                      why it cannot run on this machine at all
     support_error(q, k, v, spec) -> str | None           why it cannot run this call, and what can; also called with packed (T, H, D) tensors
+    backward_error(q, k, v, spec) -> str | None          optional: the same for gradients, where they can less than forward
     forward(q, k, v, spec) -> (out, lse)
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
     varlen_forward(q, k, v, packing, spec) -> (out, lse)

@@ -71,7 +71,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **o
         grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        backend = dispatch.select(q, k, v, spec)
+        backend = dispatch.select(q, k, v, spec, backward=True)
         grads = backend.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
     else:
         grads = _empty_gradients(grad_lse, q, k, v, spec, mask_grad)

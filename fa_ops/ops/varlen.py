@@ -79,7 +79,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
     grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    backend = dispatch.select(q, k, v, spec)
+    backend = dispatch.select(q, k, v, spec, backward=True)
     grads = backend.varlen_backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
     return *grads[:3], q.new_empty(0) if grads.sinks is None else grads.sinks
 

@@ -33,10 +33,16 @@ def available_error() -> str | None:
     return None
 
 
-def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec, task: str = "forward") -> str | None:
+def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why the tier cannot run this call, or None."""
-    reason = _unsupported(q, v, spec) or (_no_backward(q, v, spec) if task == "backward" else None)
-    return f"{reason}; {_ELSEWHERE}" if reason else None
+    reason = _unsupported(q, v, spec)
+    return reason and f"{reason}; {_ELSEWHERE}"
+
+
+def backward_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why the tier cannot run the gradients of a call that it can run, or None."""
+    reason = _no_backward(q, v, spec)
+    return reason and f"{reason}; {_ELSEWHERE}"
 
 
 def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:

@@ -1,0 +1,116 @@
+"""The Hopper kernels on a Hopper GPU against the oracle, at random and where they are delicate."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import hopper
+from fa_ops.testing import Case, assert_close_to_oracle, random_case
+from fa_ops.types import Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
+]
+
+DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
+
+
+def check(case):
+    """Forward, and backward where the tier has one; skips what it refuses."""
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    gradients = hopper.backward_error(q, k, v, spec) is None
+    assert_close_to_oracle(case, "hopper", gradients)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_random(seed):
+    D, Dv = DIMS[seed % len(DIMS)]
+    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
+    case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
+    case = dataclasses.replace(case, mask_grad=False, dropout_p=0.0, deterministic=False)
+    check(dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7)))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 4000), (64, 128), (129, 129), (700, 1300), (1300, 700)]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths(lengths, is_causal):
+    Sq, Sk = lengths
+    check(
+        Case(
+            B=2,
+            Hq=6,
+            Hkv=2,
+            Sq=Sq,
+            Sk=Sk,
+            D=128,
+            Dv=128,
+            dtype=torch.bfloat16,
+            device="cuda",
+            is_causal=is_causal,
+        )
+    )
+
+
+def test_more_tiles_than_processors():
+    base = Case(B=40, Hq=4, Hkv=4, Sq=300, Sk=300, D=64, Dv=64, dtype=torch.bfloat16, device="cuda")
+    for changes in ({}, {"is_causal": True}, {"kv_lens": True}, {"key_ranges": (1, 0, 1)}):
+        check(dataclasses.replace(base, **changes))
+
+
+def test_values_past_kv_lens_are_never_read_into_the_result():
+    q, k, v = (torch.randn(2, 4, 200, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    lens = torch.tensor([77, 0], device="cuda", dtype=torch.int32)
+    k[0, :, 77:], v[0, :, 77:], k[1], v[1] = (float("nan"),) * 4
+    out, lse = fa_ops.attention(q, k, v, kv_lens=lens, return_lse=True, backend="hopper")
+    assert not out.isnan().any() and not lse.isnan().any()
+    assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
+
+
+def test_refusals_name_what_can():
+    q = torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16)
+    for spec in (
+        Spec(dropout_p=0.1),
+        Spec(attn_mask=torch.ones(64, 64, dtype=torch.bool, device="cuda")),
+    ):
+        assert "triton" in hopper.support_error(q, q, q, spec)
+    with pytest.raises(NotImplementedError, match="float32"):
+        fa_ops.attention(q.float(), q.float(), q.float(), backend="hopper")
+
+
+def test_cuda_graph_replays_with_new_contents():
+    q, k, v = (torch.randn(8, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    fa_ops.attention(q, k, v, is_causal=True, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa_ops.attention(q, k, v, is_causal=True, backend="hopper")
+    for t in (q, k, v):
+        t.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, fa_ops.attention(q, k, v, is_causal=True, backend="hopper"))
+
+
+def test_two_streams_at_once():
+    shapes = [(4, 8, 512, 128), (2, 16, 777, 64), (1, 4, 1500, 256)]
+    inputs = [
+        [torch.randn(s, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for s in shapes
+    ]
+    expected = [fa_ops.attention(*qkv, is_causal=True, backend="hopper") for qkv in inputs]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for i in range(3000):
+        with torch.cuda.stream(streams[i % 2]):
+            results.append(
+                (i % 3, fa_ops.attention(*inputs[i % 3], is_causal=True, backend="hopper"))
+            )
+        if len(results) == 60:
+            torch.cuda.synchronize()
+            assert all(torch.equal(out, expected[which]) for which, out in results)
+            results.clear()
