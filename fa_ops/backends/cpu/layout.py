@@ -12,8 +12,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory; x itself if it already is so."""
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous():
+        return x
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=dtype).copy_(x)
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
