@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
-from fa_ops.backends.hopper.launch import Kernel, Module, TensorMap, address
+from fa_ops.backends.hopper.launch import (
+    Kernel,
+    Module,
+    TensorMap,
+    address,
+    current_stream,
+    on_device,
+)
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Gradients, Spec
 
@@ -37,8 +44,8 @@ def backward(
     lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
     sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
     kernels = _kernels_for(q, spec, config)
-    with torch.cuda.device(q.device):
-        stream = torch.cuda.current_stream().cuda_stream
+    with on_device(q.device.index):
+        stream = current_stream(q.device.index)
         runs = _runs(q, k, spec, m_blocks, config, kernels, stream)
         workspace = (lse_log2, delta, sums, *runs)
         params = _params(q, k, v, grad_out, grads, workspace, spec, config)

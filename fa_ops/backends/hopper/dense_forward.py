@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import forward_config
-from fa_ops.backends.hopper.launch import Kernel, Module, TensorMap, address, set_zero
+from fa_ops.backends.hopper.launch import (
+    Kernel,
+    Module,
+    TensorMap,
+    address,
+    current_stream,
+    on_device,
+    set_zero,
+)
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Spec
 
@@ -35,7 +43,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     )
     out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
-    plan.launch((q, k, v, out), lse, (lens, ranges, sinks, slopes))
+    with on_device(q.device.index):
+        plan.launch((q, k, v, out), lse, (lens, ranges, sinks, slopes))
     return out, lse
 
 
@@ -112,19 +121,21 @@ class Plan:
         return kernel, min(tiles, sms), dynamic, tiles
 
     def launch(
-        self, tensors: tuple[Tensor, ...], lse: Tensor, optional: tuple[Tensor | None, ...]
+        self,
+        tensors: tuple[Tensor, ...],
+        lse: Tensor,
+        optional: tuple[Tensor | None, ...],
     ) -> None:
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            counter = None
-            if self.dynamic:
-                counter = torch.empty(1, dtype=torch.int32, device=lse.device)
-                set_zero(counter, stream)
-            maps = b"".join(m.at(t.data_ptr()) for m, t in zip(self.maps, tensors))
-            pointers = (address(t) for t in (lse, *optional, counter))
-            params = ctypes.create_string_buffer(_PARAMS_BYTES)
-            _PARAMS.pack_into(params, 0, maps, *pointers, *self.scalars)
-            self.kernel.launch((self.grid, 1), stream, params)
+        stream = current_stream(self.device)
+        counter = None
+        if self.dynamic:
+            counter = torch.empty(1, dtype=torch.int32, device=lse.device)
+            set_zero(counter, stream)
+        maps = b"".join([m.at(t.data_ptr()) for m, t in zip(self.maps, tensors)])
+        pointers = [address(t) for t in (lse, *optional, counter)]
+        params = ctypes.create_string_buffer(_PARAMS_BYTES)
+        _PARAMS.pack_into(params, 0, maps, *pointers, *self.scalars)
+        self.kernel.launch((self.grid, 1), stream, params)
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 _REMEMBERED_MAPS = 256
+
+
+# The raw handle costs a tenth of a torch.cuda.Stream; Triton asks the same way.
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+
+
+def on_device(index: int) -> AbstractContextManager:
+    """Makes the device current; costs next to nothing where it already is."""
+    if torch.cuda.current_device() == index:
+        return nullcontext()
+    return torch.cuda.device(index)
 
 
 class DriverError(RuntimeError):

@@ -1,0 +1,59 @@
+"""Every GPU kernel once or more on small inputs, for compute-sanitizer:
+
+    compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitize triton
+
+Prints how many calls ran; results are the other tests' business.
+"""
+
+import importlib
+import sys
+
+import torch
+
+from fa_ops.testing import random_case
+from fa_ops.types import Packing
+
+CASES = 24
+
+
+def run(backend: str) -> int:
+    module, calls = importlib.import_module(f"fa_ops.backends.{backend}"), 0
+    for seed in range(1000):
+        if calls >= CASES:
+            break
+        D = (64, 128, 32, 256)[seed % 4]
+        case = random_case(seed, D=D, Dv=D, dtype=torch.bfloat16, device="cuda")
+        q, k, v, spec = case.fresh()
+        if module.support_error(q, k, v, spec):
+            continue
+        out, lse = module.forward(q, k, v, spec)
+        refuses = getattr(module, "backward_error", None)
+        if not (refuses and refuses(q, k, v, spec)):
+            grad_lse = torch.randn_like(lse)
+            module.backward(torch.randn_like(out), grad_lse, q, k, v, out, lse, spec)
+        calls += 1
+    if hasattr(module, "varlen_forward"):
+        calls += run_packed(module)
+    torch.cuda.synchronize()
+    return calls
+
+
+def run_packed(module) -> int:
+    lengths = torch.tensor([0, 40, 40, 170, 200], device="cuda", dtype=torch.int32)
+    packing = Packing(lengths, lengths)
+    for causal in (False, True):
+        case = random_case(1, B=1, Hq=4, Hkv=2, Sq=200, Sk=200, D=64, Dv=64, dtype=torch.bfloat16)
+        q, k, v, spec = case.fresh()
+        q, k, v = (t[0].transpose(0, 1).contiguous().cuda() for t in (q, k, v))
+        spec = type(spec)(is_causal=causal)
+        out, lse = module.varlen_forward(q, k, v, packing, spec)
+        grads = torch.randn_like(out), torch.randn_like(lse)
+        module.varlen_backward(*grads, q, k, v, out, lse, packing, spec)
+    outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
+    module.merge_states(outs, lses)
+    return 3
+
+
+if __name__ == "__main__":
+    print(f"{run(sys.argv[1])} calls of the {sys.argv[1]} backend")
