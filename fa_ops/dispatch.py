@@ -60,9 +60,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
 
 
-def select(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
-) -> ModuleType:
+def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) -> ModuleType:
     """The backend that runs this call, or with `backward` its gradients.
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head

@@ -243,9 +243,7 @@ def _options(q: Tensor, spec: Spec, B, Hq) -> None:
 
 def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
     mask = spec.attn_mask
-    if mask.dtype != torch.bool:
-        _floats(q, "attn_mask", mask, "bool, ")
-    _device(q, "attn_mask", mask)
+    _floats(q, "attn_mask", mask, torch.bool)
     both = mask.dtype == torch.bool and spec.key_ranges is not None
     need(not both, "a bool attn_mask and key_ranges both say which keys are kept: pass one of them")
     broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}"
@@ -282,8 +280,10 @@ def _integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32)
     need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
 
 
-def _floats(q: Tensor, name: str, t: Tensor, also: str = "") -> None:
+def _floats(q: Tensor, name: str, t: Tensor, *also: torch.dtype) -> None:
+    """What is added to float32 scores: in query's dtype or float32."""
     _device(q, name, t)
-    wide = lse_dtype(q.dtype)
-    ok = t.dtype in (q.dtype, torch.float32, wide)
-    need(ok, "{} must be {}{} or {}, got {}", name, also, q.dtype, wide, t.dtype, error=TypeError)
+    dtypes = dict.fromkeys((*also, q.dtype, torch.float32))
+    if t.dtype not in dtypes:
+        names = " or ".join(_plain(dtype) for dtype in dtypes)
+        need(False, "{} must be {}, got {}", name, names, t.dtype, error=TypeError)

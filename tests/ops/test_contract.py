@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -126,12 +128,11 @@ def test_merge_states_gradient():
 def test_deterministic_by_torchs_switch():
     (q, k, v, *_), _ = dense_call(CASES["causal"])
     seen = []
-    module = type("spy", (), {"backward": lambda *args: seen.append(args[7].deterministic)})
-    spec_grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
-    module.backward = lambda *args: seen.append(args[7].deterministic) or spec_grads
+    grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
+    module = SimpleNamespace(backward=lambda *args: seen.append(args[7].deterministic) or grads)
     out, lse = dense.WITH_LSE(q, k, v)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "select", lambda *args: module)
+        patch.setattr(dispatch, "select", lambda *args, **options: module)
         dense.BACKWARD(out, None, q, k, v, out, lse)
         torch.use_deterministic_algorithms(True)
         try:

@@ -12,7 +12,9 @@ from fa_ops.types import Spec
 class TestSchemas(expecttest.TestCase):
     def test_schemas(self):
         schemas = [str(getattr(torch.ops.fa, name).default._schema) for name in SCHEMAS]
-        self.assertExpectedInline("\n".join(schemas).replace(", ", ",\n  "), """\
+        self.assertExpectedInline(
+            "\n".join(schemas).replace(", ", ",\n  "),
+            """\
 fa::attention(Tensor query,
   Tensor key,
   Tensor value,
@@ -127,7 +129,8 @@ fa::attention_varlen_backward(Tensor grad_out,
   Tensor)
 fa::merge_states(Tensor outs,
   Tensor lses) -> (Tensor,
-  Tensor)""")
+  Tensor)""",
+        )
 
 
 def test_every_dense_operator_takes_a_spec_in_order():

@@ -1,0 +1,186 @@
+"""The typed doors: what they make of their arguments."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fa_ops
+from fa_ops.ops import dense
+from fa_ops.testing import make_case
+from fa_ops.types import Spec
+
+
+def qkv(**options):
+    return make_case(B=2, Hq=4, Hkv=4, Sq=5, Sk=5, D=8, Dv=8).fresh(**options)[:3]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The specs that reach a backend."""
+    specs = []
+    select = fa_ops.dispatch.select
+
+    def spy(q, k, v, spec, backward=False):
+        specs.append(spec)
+        return select(q, k, v, spec, backward)
+
+    monkeypatch.setattr(fa_ops.dispatch, "select", spy)
+    return specs
+
+
+def test_first_arguments_are_sdpas():
+    names = list(inspect.signature(fa_ops.attention).parameters)
+    assert names[:6] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+    q, k, v = qkv()
+    mask = torch.rand(5, 5) > 0.2
+    for args in ((None, 0.0, True), (mask, 0.0, False), (mask.float(), 0.0, False)):
+        ours, theirs = (
+            fa_ops.attention(q, k, v, *args),
+            F.scaled_dot_product_attention(q, k, v, *args),
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_return_lse():
+    q, k, v = qkv()
+    out, lse = fa_ops.attention(q, k, v, return_lse=True)
+    assert torch.equal(out, fa_ops.attention(q, k, v))
+    torch.testing.assert_close(lse, torch.logsumexp(q @ k.mT / 8**0.5, -1))
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    tokens = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    packed, packed_lse = fa_ops.attention_varlen(*tokens, ends, ends, return_lse=True)
+    torch.testing.assert_close(packed.transpose(0, 1), out[0])
+    torch.testing.assert_close(packed_lse, lse[0])
+    assert torch.equal(fa_ops.attention_varlen(*tokens, ends, ends), packed)
+
+
+@pytest.mark.parametrize(
+    "window, sides",
+    [
+        (None, (-1, -1)),
+        ((3, 2), (3, 2)),
+        ((None, 0), (-1, 0)),
+        ((-1, 4), (-1, 4)),
+        ([0, None], (0, -1)),
+    ],
+)
+def test_window(seen, window, sides):
+    fa_ops.attention(*qkv(), window=window)
+    assert (seen[0].window_left, seen[0].window_right) == sides
+
+
+def test_options_arrive(seen):
+    given = {
+        "scale": 0.5,
+        "softcap": 3.0,
+        "alibi_slopes": torch.rand(4),
+        "sinks": torch.rand(4),
+        "kv_lens": torch.tensor([3, 5], dtype=torch.int32),
+        "key_ranges": torch.tensor([1, 4], dtype=torch.int32).expand(1, 1, 1, 2),
+        "deterministic": True,
+        "backend": "reference",
+    }
+    fa_ops.attention(*qkv(), torch.zeros(5, 5), 0.0, True, **given)
+    spec = seen[0]
+    assert spec.is_causal and spec.attn_mask.shape == (5, 5)
+    for name, value in given.items():
+        if torch.is_tensor(value):
+            torch.testing.assert_close(getattr(spec, name), value)
+        else:
+            assert getattr(spec, name) == value
+
+
+def test_small_tensors_reach_backends_contiguous(seen):
+    fa_ops.attention(
+        *qkv(),
+        alibi_slopes=torch.rand(8)[::2],
+        sinks=torch.rand(1).expand(4),
+        kv_lens=torch.arange(1, 5, dtype=torch.int32)[::2],
+        key_ranges=torch.tensor([0, 3], dtype=torch.int32).expand(2, 1, 5, 2),
+    )
+    spec = seen[0]
+    for name in ("alibi_slopes", "sinks", "kv_lens", "key_ranges"):
+        assert getattr(spec, name).is_contiguous(), name
+
+
+def test_numbers_of_every_python_kind(seen):
+    fa_ops.attention(*qkv(), scale=1, softcap=2)
+    assert (seen[0].scale, seen[0].softcap) == (1.0, 2.0)
+
+
+def test_no_gradient_enters_below_autograd(monkeypatch):
+    calls = []
+    from fa_ops.ops import library
+
+    guard = library.below_autograd
+    monkeypatch.setattr(library, "below_autograd", lambda: calls.append(1) or guard())
+    q, k, v = qkv()
+    fa_ops.attention(q, k, v)
+    with torch.no_grad():
+        fa_ops.attention(q.requires_grad_(), k, v)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "sinks"])
+def test_every_argument_with_a_gradient_gets_one(argument):
+    q, k, v = qkv()
+    given = {
+        "query": q,
+        "key": k,
+        "value": v,
+        "attn_mask": torch.randn(5, 5),
+        "sinks": torch.randn(4),
+    }
+    x = given[argument].requires_grad_()
+    fa_ops.attention(**given).sin().sum().backward()
+    assert x.grad.shape == x.shape and x.grad.abs().sum() > 0
+
+
+def test_frozen_slopes_are_fine_without_gradients():
+    with torch.no_grad():
+        fa_ops.attention(*qkv(), alibi_slopes=torch.rand(4, requires_grad=True))
+
+
+def test_dropout_draws_its_seed_from_torchs_generator():
+    q, k, v = qkv()
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(fa_ops.attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    before = torch.get_rng_state()
+    fa_ops.attention(q, k, v)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_merge_states_takes_sequences():
+    q, k, v = qkv()
+    states = [
+        fa_ops.attention(q, k[:, :, s], v[:, :, s], return_lse=True)
+        for s in (slice(2), slice(2, 5))
+    ]
+    outs, lses = zip(*states)
+    merged = fa_ops.merge_states(outs, lses)
+    torch.testing.assert_close(merged, fa_ops.merge_states(torch.stack(outs), torch.stack(lses)))
+    torch.testing.assert_close(merged, fa_ops.attention(q, k, v, return_lse=True))
+
+
+def test_the_door_and_the_operator_agree_on_defaults():
+    door = {n: p.default for n, p in inspect.signature(fa_ops.attention).parameters.items()}
+    for name, default in Spec()._asdict().items():
+        if name in door:
+            assert door[name] == default, name
+    assert torch.equal(fa_ops.attention(*qkv()), dense.ATTENTION(*qkv()))
+
+
+@pytest.mark.parametrize("door", [fa_ops.attention, fa_ops.attention_varlen, fa_ops.merge_states])
+def test_docstrings(door):
+    text = inspect.getdoc(door)
+    for part in ("Args:", "Returns:", "Raises:"):
+        assert part in text
+    for name in inspect.signature(door).parameters:
+        assert f"{name}:" in text or f"{name}," in text, name

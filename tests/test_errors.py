@@ -1,0 +1,514 @@
+"""Bad input: a clear error from the door and the same from the operator, nothing computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import expecttest
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.ops import checks, dense, merge, varlen
+from fa_ops.testing import make_case
+from fa_ops.types import Packing
+
+INT = torch.int32
+
+
+@dataclass
+class Bad:
+    """Changes to a legal call that make it fail, the error, and the ways in that see it."""
+
+    change: dict
+    error: type
+    message: str
+    doors: tuple[str, ...] = field(default=("door", "operator", "fake"))
+
+
+def legal() -> dict:
+    q, k, v, _ = make_case(B=2, Hq=4, Hkv=2, Sq=5, Sk=7, D=8, Dv=8).fresh()
+    return {"query": q, "key": k, "value": v}
+
+
+def rand(*shape, **options) -> torch.Tensor:
+    return torch.randn(shape, **options)
+
+
+def ints(*shape, dtype=INT, device=None) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+REAL = ("door", "operator")  # a fake tensor's strides and device may differ
+Q, K = (2, 4, 5, 8), (2, 2, 7, 8)
+MASKS = "attn_mask must broadcast to (B, Hq, Sq, Sk) = (2, 4, 5, 7), got shape "
+RANGES = (
+    "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = (2, 4, 5), got "
+)
+HALF = {n: t.half() for n, t in legal().items()}
+FP8 = {n: t.to(torch.float8_e4m3fn) for n, t in legal().items()}
+DOUBLE_META = {n: t.double().to("meta") for n, t in legal().items()}
+KNOWN = f"backend must be 'auto' or one of {', '.join(map(repr, dispatch.BACKENDS))}, got "
+V = ValueError
+T = TypeError
+
+DENSE = {
+    "3-D query": Bad(
+        {"query": rand(4, 5, 8)}, V, "query must have shape (B, H, S, D), got (4, 5, 8)"
+    ),
+    "5-D key": Bad(
+        {"key": rand(1, *K)}, V, "key must have shape (B, H, S, D), got (1, 2, 2, 7, 8)"
+    ),
+    "batch of key": Bad({"key": rand(3, 2, 7, 8)}, V, "key has batch size 3, but query's is 2"),
+    "batch of value": Bad(
+        {"value": rand(1, 2, 7, 8)}, V, "value has batch size 1, but query's is 2"
+    ),
+    "lengths": Bad({"value": rand(2, 2, 6, 8)}, V, "value has length 6, but key's is 7"),
+    "head dimensions": Bad(
+        {"key": rand(2, 2, 7, 6)}, V, "key has head dimension 6, but query's is 8"
+    ),
+    "heads of value": Bad({"value": rand(2, 1, 7, 8)}, V, "value has 1 heads, but key has 2"),
+    "grouped heads": Bad(
+        {"key": rand(2, 3, 7, 8), "value": rand(2, 3, 7, 8)},
+        V,
+        "key has 3 heads, which does not divide query's 4",
+    ),
+    "no heads": Bad({"key": rand(2, 0, 7, 8), "value": rand(2, 0, 7, 8)}, V, "key has no heads"),
+    "no query heads": Bad(
+        {"query": rand(2, 0, 5, 8)}, V, "key has 2 heads, which does not divide query's 0"
+    ),
+    "no head dimension": Bad(
+        {"query": rand(2, 4, 5, 0), "key": rand(2, 2, 7, 0)},
+        V,
+        "query's head dimension must be at least 1",
+    ),
+    "no value dimension": Bad(
+        {"value": rand(2, 2, 7, 0)}, V, "value's head dimension must be at least 1"
+    ),
+    "strides of query": Bad(
+        {"query": rand(2, 4, 8, 5).mT},
+        V,
+        "query must be contiguous in its last dimension, got strides (160, 40, 1, 5)",
+        REAL,
+    ),
+    "strides of value": Bad(
+        {"value": rand(2, 2, 7, 16)[..., ::2]},
+        V,
+        "value must be contiguous in its last dimension, got strides (224, 112, 16, 2)",
+        REAL,
+    ),
+    "int inputs": Bad(
+        {n: ints(*s) for n, s in (("query", Q), ("key", K), ("value", K))},
+        T,
+        "query must be float16, bfloat16, float32 or float64, got int32",
+    ),
+    "complex inputs": Bad(
+        {n: rand(*s, dtype=torch.complex64) for n, s in (("query", Q), ("key", K), ("value", K))},
+        T,
+        "query must be float16, bfloat16, float32 or float64, got complex64",
+    ),
+    "mixed dtypes": Bad({"key": rand(*K).half()}, T, "key is float16, but query is float32"),
+    "fp8": Bad(
+        FP8, T, "query is float8_e4m3fn; fp8 is not supported on CPU: cast to bfloat16", REAL
+    ),
+    "mixed devices": Bad(
+        {"value": rand(*K, device="meta")}, V, "value is on meta, but query is on cpu", REAL
+    ),
+    "shape of mask": Bad({"attn_mask": rand(5, 6)}, V, MASKS + "(5, 6)"),
+    "heads of mask": Bad({"attn_mask": rand(2, 2, 5, 7)}, V, MASKS + "(2, 2, 5, 7)"),
+    "5-D mask": Bad({"attn_mask": rand(1, 2, 4, 5, 7)}, V, MASKS + "(1, 2, 4, 5, 7)"),
+    "device of mask": Bad(
+        {"attn_mask": rand(5, 7, device="meta")},
+        V,
+        "attn_mask is on meta, but query is on cpu",
+        REAL,
+    ),
+    "int mask": Bad({"attn_mask": ints(5, 7)}, T, "attn_mask must be bool or float32, got int32"),
+    "wide mask": Bad(
+        HALF | {"attn_mask": rand(5, 7).double()},
+        T,
+        "attn_mask must be bool or float16 or float32, got float64",
+    ),
+    "other half mask": Bad(
+        HALF | {"attn_mask": rand(5, 7).bfloat16()},
+        T,
+        "attn_mask must be bool or float16 or float32, got bfloat16",
+    ),
+    "mask and its twin": Bad(
+        {"attn_mask": torch.ones(5, 7, dtype=torch.bool), "key_ranges": ints(1, 1, 5, 2)},
+        V,
+        "a bool attn_mask and key_ranges both say which keys are kept: pass one of them",
+    ),
+    "3-D ranges": Bad({"key_ranges": ints(1, 5, 2)}, V, RANGES + "(1, 5, 2)"),
+    "shape of ranges": Bad({"key_ranges": ints(1, 1, 4, 2)}, V, RANGES + "(1, 1, 4, 2)"),
+    "triples in ranges": Bad({"key_ranges": ints(1, 1, 5, 3)}, V, RANGES + "(1, 1, 5, 3)"),
+    "dtype of ranges": Bad(
+        {"key_ranges": ints(1, 1, 5, 2, dtype=torch.int64)},
+        T,
+        "key_ranges must be int32, got int64",
+    ),
+    "dtype of kv_lens": Bad(
+        {"kv_lens": ints(2, dtype=torch.int64)}, T, "kv_lens must be int32, got int64"
+    ),
+    "shape of kv_lens": Bad({"kv_lens": ints(3)}, V, "kv_lens must have shape (2,), got (3,)"),
+    "rank of kv_lens": Bad({"kv_lens": ints(2, 1)}, V, "kv_lens must have shape (2,), got (2, 1)"),
+    "device of kv_lens": Bad(
+        {"kv_lens": ints(2, device="meta")}, V, "kv_lens is on meta, but query is on cpu", REAL
+    ),
+    "shape of sinks": Bad({"sinks": rand(2)}, V, "sinks must have shape (4,), got (2,)"),
+    "dtype of sinks": Bad({"sinks": ints(4)}, T, "sinks must be float32, got int32"),
+    "dtype of slopes": Bad(
+        {"alibi_slopes": rand(4).half()}, T, "alibi_slopes must be float32, got float16"
+    ),
+    "shape of slopes": Bad(
+        {"alibi_slopes": rand(2)}, V, "alibi_slopes must have shape (4,), got (2,)"
+    ),
+    "rank of slopes": Bad(
+        {"alibi_slopes": rand(1, 4)}, V, "alibi_slopes must have shape (2, 4), got (1, 4)"
+    ),
+    "slopes with gradient": Bad(
+        {"alibi_slopes": rand(4).requires_grad_()},
+        V,
+        "alibi_slopes must not require grad: attention has no gradient for them; "
+        "pass alibi_slopes.detach()",
+    ),
+    "negative softcap": Bad(
+        {"softcap": -1.0}, V, "softcap must be finite and >= 0 (0 is off), got -1.0"
+    ),
+    "infinite softcap": Bad(
+        {"softcap": float("inf")}, V, "softcap must be finite and >= 0 (0 is off), got inf"
+    ),
+    "infinite scale": Bad({"scale": float("inf")}, V, "scale must be finite, got inf"),
+    "NaN scale": Bad({"scale": float("nan")}, V, "scale must be finite, got nan"),
+    "negative dropout": Bad({"dropout_p": -0.1}, V, "dropout_p must be in [0, 1), got -0.1"),
+    "full dropout": Bad({"dropout_p": 1.0}, V, "dropout_p must be in [0, 1), got 1.0"),
+    "unknown backend": Bad(
+        {"backend": "gpu"},
+        V,
+        KNOWN + "'gpu'",
+    ),
+}
+
+# What only one way in can express.
+DOOR_ONLY = {
+    "negative window": Bad(
+        {"window": (-2, None)}, V, "window_left must be -1 (unbounded) or more, got -2"
+    ),
+    "negative right window": Bad(
+        {"window": (0, -5)}, V, "window_right must be -1 (unbounded) or more, got -5"
+    ),
+    "window of one": Bad({"window": 5}, T, "window must be a pair (left, right), got 5"),
+    "window of three": Bad(
+        {"window": (1, 2, 3)}, T, "window must be a pair (left, right), got (1, 2, 3)"
+    ),
+    "fractional window": Bad(
+        {"window": (1.5, 2)}, T, "window must hold ints or None, got (1.5, 2)"
+    ),
+    "list as query": Bad({"query": [[1.0]]}, T, "query must be a Tensor, got list"),
+    "number as mask": Bad({"attn_mask": 0.0}, T, "attn_mask must be a Tensor, got float"),
+    "list as kv_lens": Bad({"kv_lens": [3, 5]}, T, "kv_lens must be a Tensor, got list"),
+    "list as ranges": Bad({"key_ranges": [3, 5]}, T, "key_ranges must be a Tensor, got list"),
+    "list as slopes": Bad({"alibi_slopes": [1.0]}, T, "alibi_slopes must be a Tensor, got list"),
+    "number as sinks": Bad({"sinks": 1.0}, T, "sinks must be a Tensor, got float"),
+    "tensor as scale": Bad({"scale": torch.ones(())}, T, "scale must be a number, got tensor(1.)"),
+    "word as dropout": Bad({"dropout_p": "0.1"}, T, "dropout_p must be a number, got '0.1'"),
+    "None as softcap": Bad({"softcap": None}, T, "softcap must be a number, got None"),
+    "number as causal": Bad({"is_causal": 1}, T, "is_causal must be a bool, got 1"),
+    "number as backend": Bad({"backend": 3}, V, KNOWN + "3"),
+}
+OPERATOR_ONLY = {
+    "negative window": Bad(
+        {"window_left": -2}, V, "window_left must be -1 (unbounded) or more, got -2"
+    ),
+    "dropout without seed": Bad(
+        {"dropout_p": 0.5}, V, "dropout_p > 0 needs dropout_seed, an int64 tensor of one element"
+    ),
+    "dtype of seed": Bad(
+        {"dropout_p": 0.5, "dropout_seed": ints(1)}, T, "dropout_seed must be int64, got int32"
+    ),
+    "two seeds": Bad(
+        {"dropout_p": 0.5, "dropout_seed": ints(2, dtype=torch.int64)},
+        V,
+        "dropout_seed must have one element, got shape (2,)",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_computed(monkeypatch):
+    def select(*args, **options):
+        raise AssertionError("a backend was asked")
+
+    monkeypatch.setattr(dispatch, "select", select)
+    monkeypatch.setattr(dispatch, "select_merge", select)
+
+
+def check(bad: Bad, call, arguments: dict):
+    state = torch.get_rng_state()
+    with pytest.raises(bad.error) as caught:
+        call(**arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(caught.value) is bad.error
+    assert str(caught.value) == bad.message
+
+
+def to_meta(arguments: dict) -> dict:
+    return {
+        n: x.detach().to("meta").requires_grad_(x.requires_grad) if torch.is_tensor(x) else x
+        for n, x in arguments.items()
+    }
+
+
+def ids(table: dict) -> dict:
+    return {"argvalues": table.values(), "ids": table.keys()}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("bad", **ids(DENSE | DOOR_ONLY))
+def test_door(bad, return_lse):
+    check(bad, fa_ops.attention, legal() | bad.change | {"return_lse": return_lse})
+
+
+@pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE], ids=str)
+@pytest.mark.parametrize("bad", **ids(DENSE | OPERATOR_ONLY))
+def test_operator(bad, operator):
+    check(bad, operator, legal() | bad.change)
+    if "fake" in bad.doors:
+        check(bad, operator, to_meta(legal() | bad.change))
+
+
+@pytest.mark.parametrize("bad", **ids(DENSE))
+def test_operator_in_inference_mode(bad):
+    """Below autograd: everything but what is about gradients."""
+    if "require grad" in bad.message:
+        return
+    with torch.inference_mode():
+        check(bad, dense.ATTENTION, legal() | bad.change)
+
+
+def backward_arguments(**change) -> dict:
+    given = legal()
+    saved = {"grad_out": rand(*Q), "grad_lse": rand(*Q[:3]), "out": rand(*Q), "lse": rand(*Q[:3])}
+    return given | saved | change
+
+
+BACKWARD = {
+    "grad_out's shape": Bad(
+        {"grad_out": rand(2, 4, 5, 7)}, V, "grad_out must have shape (2, 4, 5, 8), got (2, 4, 5, 7)"
+    ),
+    "grad_out's dtype": Bad(
+        {"grad_out": rand(*Q).half()}, T, "grad_out must be float32, got float16"
+    ),
+    "grad_out's device": Bad(
+        {"grad_out": rand(*Q, device="meta")}, V, "grad_out is on meta, but query is on cpu", REAL
+    ),
+    "out's rank": Bad({"out": rand(4, 5, 8)}, V, "out must have shape (2, 4, 5, 8), got (4, 5, 8)"),
+    "lse's shape": Bad({"lse": rand(2, 4, 1)}, V, "lse must have shape (2, 4, 5), got (2, 4, 1)"),
+    "lse's dtype": Bad({"lse": rand(*Q[:3]).double()}, T, "lse must be float32, got float64"),
+    "grad_lse's shape": Bad(
+        {"grad_lse": rand(2, 4)}, V, "grad_lse must have shape (2, 4, 5), got (2, 4)"
+    ),
+    "mask_grad without mask": Bad(
+        {"mask_grad": True}, V, "mask_grad needs a floating point attn_mask"
+    ),
+    "mask_grad of a bool mask": Bad(
+        {"mask_grad": True, "attn_mask": torch.ones(5, 7, dtype=torch.bool)},
+        V,
+        "mask_grad needs a floating point attn_mask",
+    ),
+    "a wrong input": DENSE["grouped heads"],
+    "a wrong option": DENSE["shape of sinks"],
+    "strides": DENSE["strides of query"],
+}
+
+
+@pytest.mark.parametrize("bad", **ids(BACKWARD))
+def test_backward(bad):
+    check(bad, dense.BACKWARD, backward_arguments(**bad.change))
+    if "fake" in bad.doors:
+        check(bad, dense.BACKWARD, to_meta(backward_arguments(**bad.change)))
+
+
+ENDS = torch.tensor([0, 2, 5], dtype=INT)
+VARLEN = {
+    "4-D query": Bad(
+        {"query": rand(1, 5, 4, 8)}, V, "query must have shape (T, H, D), got (1, 5, 4, 8)"
+    ),
+    "tokens": Bad({"value": rand(6, 2, 8)}, V, "value has 6 tokens, but key has 7"),
+    "grouped heads": Bad(
+        {"key": rand(7, 3, 8), "value": rand(7, 3, 8)},
+        V,
+        "key has 3 heads, which does not divide query's 4",
+    ),
+    "strides": Bad(
+        {"key": rand(7, 8, 2).mT},
+        V,
+        "key must be contiguous in its last dimension, got strides (16, 1, 2)",
+        REAL,
+    ),
+    "dtype of ends": Bad({"cu_seqlens_q": ENDS.long()}, T, "cu_seqlens_q must be int32, got int64"),
+    "rank of ends": Bad(
+        {"cu_seqlens_k": ENDS[None]}, V, "cu_seqlens_k must have shape (B + 1,), got (1, 3)"
+    ),
+    "no ends": Bad({"cu_seqlens_q": ENDS[:0]}, V, "cu_seqlens_q must have at least one element"),
+    "lengths of ends": Bad(
+        {"cu_seqlens_q": ENDS[:2]},
+        V,
+        "cu_seqlens_q and cu_seqlens_k must be of one length, got 2 and 3",
+    ),
+    "device of ends": Bad(
+        {"cu_seqlens_k": ENDS.to("meta")}, V, "cu_seqlens_k is on meta, but query is on cpu", REAL
+    ),
+    "negative max_seqlen": Bad(
+        {"max_seqlen_q": -1}, V, "max_seqlen_q must not be negative, got -1"
+    ),
+    "shape of kv_lens": Bad({"kv_lens": ints(3)}, V, "kv_lens must have shape (2,), got (3,)"),
+    "shape of slopes": Bad(
+        {"alibi_slopes": rand(3, 4)}, V, "alibi_slopes must have shape (2, 4), got (3, 4)"
+    ),
+    "slopes with gradient": DENSE["slopes with gradient"],
+    "unknown backend": DENSE["unknown backend"],
+    "negative softcap": DENSE["negative softcap"],
+    "full dropout": DENSE["full dropout"],
+}
+VARLEN_DOOR_ONLY = {
+    "list as ends": Bad({"cu_seqlens_q": [0, 5]}, T, "cu_seqlens_q must be a Tensor, got list"),
+    "tensor as max_seqlen": Bad(
+        {"max_seqlen_k": ENDS[1]},
+        T,
+        "max_seqlen_k must be an int or None, got tensor(2, dtype=torch.int32)",
+    ),
+    "list as value": Bad({"value": [1]}, T, "value must be a Tensor, got list"),
+}
+
+
+def packed(**change) -> dict:
+    tokens = {"query": rand(5, 4, 8), "key": rand(7, 2, 8), "value": rand(7, 2, 8)}
+    return tokens | {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS + 2} | change
+
+
+@pytest.mark.parametrize("bad", **ids(VARLEN | VARLEN_DOOR_ONLY))
+def test_varlen_door(bad):
+    check(bad, fa_ops.attention_varlen, packed(**bad.change))
+
+
+@pytest.mark.parametrize("bad", **ids(VARLEN))
+def test_varlen_operators(bad):
+    check(bad, varlen.VARLEN, packed(**bad.change))
+    if "fake" in bad.doors:
+        check(bad, varlen.VARLEN, to_meta(packed(**bad.change)))
+    if "require grad" not in bad.message:
+        saved = {
+            "grad_out": rand(5, 4, 8),
+            "out": rand(5, 4, 8),
+            "lse": rand(4, 5),
+            "grad_lse": None,
+        }
+        check(bad, varlen.BACKWARD, packed(**bad.change) | saved)
+
+
+@pytest.mark.parametrize(
+    "name, shape", [("lse", (5, 4)), ("grad_out", (4, 5, 8)), ("out", (5, 4, 4))]
+)
+def test_varlen_backward(name, shape):
+    saved = {"grad_out": rand(5, 4, 8), "out": rand(5, 4, 8), "lse": rand(4, 5), "grad_lse": None}
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        varlen.BACKWARD(**packed(), **(saved | {name: rand(*shape)}))
+
+
+MERGE = {
+    "shapes": Bad(
+        {"outs": rand(3, 5, 8), "lses": rand(3, 4)}, V, "lses must have shape (3, 5), got (3, 4)"
+    ),
+    "no states": Bad(
+        {"outs": rand(0, 5, 8), "lses": rand(0, 5)},
+        V,
+        "outs must hold at least one state, got shape (0, 5, 8)",
+    ),
+    "1-D outs": Bad(
+        {"outs": rand(3), "lses": rand(3)}, V, "outs must have shape (N, ..., Dv), got (3,)"
+    ),
+    "dtype of lses": Bad(
+        {"outs": rand(3, 8), "lses": rand(3).half()}, T, "lses must be float32, got float16"
+    ),
+    "dtype of outs": Bad(
+        {"outs": ints(3, 8), "lses": rand(3)},
+        T,
+        "outs must be float16, bfloat16, float32 or float64, got int32",
+    ),
+    "device": Bad(
+        {"outs": rand(3, 8), "lses": rand(3, device="meta")},
+        V,
+        "lses is on meta, but outs is on cpu",
+        REAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", **ids(MERGE))
+def test_merge(bad):
+    check(bad, fa_ops.merge_states, bad.change)
+    check(bad, merge.MERGE, bad.change)
+    if "fake" in bad.doors:
+        check(bad, merge.MERGE, to_meta(bad.change))
+
+
+def test_merge_door_types():
+    with pytest.raises(TypeError, match="outs must be a Tensor, got float"):
+        fa_ops.merge_states([1.0], [2.0])
+    with pytest.raises(ValueError, match="outs must hold at least one state"):
+        fa_ops.merge_states([], [])
+
+
+def test_float64_on_a_gpu(monkeypatch):
+    """Said by shape alone: no GPU is needed to know it."""
+    q = legal()["query"].double()
+    with pytest.raises(TypeError, match="float64, which is supported on CPU only"):
+        checks.dense(_OnGpu(q), _OnGpu(q), _OnGpu(q), dispatch.Spec())
+
+
+class _OnGpu:
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t, self.device, self.is_cuda = t, torch.device("cuda"), True
+
+    def __getattr__(self, name: str):
+        return getattr(self.t, name)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_quick_check_never_says_yes_where_the_rules_say_no(seed):
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda *xs: xs[int(torch.randint(len(xs), (), generator=g))]  # noqa: E731
+    B, H, S, D = pick(1, 2), pick(1, 2, 4), pick(0, 1, 5), pick(0, 1, 8)
+    shapes = [[B, H, S, D], [B, pick(0, 1, 2, H), pick(S, 5), D]]
+    shapes.append([*shapes[1][:3], pick(D, 0, 4)])
+    if pick(True, False):
+        shapes[pick(0, 1, 2)][pick(0, 1, 2, 3)] = pick(0, 1, 2, 3)
+    if pick(True, False, False, False):
+        shapes[pick(0, 1, 2)].append(1)
+    dtypes = [torch.float32] * 3
+    if pick(True, False, False):
+        dtypes[pick(0, 1, 2)] = pick(torch.float64, torch.int32, torch.float8_e4m3fn, torch.float16)
+    tensors = [torch.zeros(shape).to(dtype) for shape, dtype in zip(shapes, dtypes)]
+    if pick(True, False, False, False) and all(t.dim() == 4 for t in tensors):
+        tensors[pick(0, 1, 2)].transpose_(2, 3)
+    if checks._obviously_fit(*tensors):
+        checks._inputs(*tensors, 4, "")
+        checks._contiguous_rows(*tensors)
+        checks.dense(*(t.to("meta") for t in tensors), dispatch.Spec())
+
+
+class TestCompiled(expecttest.TestCase):
+    """Under torch.compile the same rules stop the trace."""
+
+    def test_shapes(self):
+        compiled = torch.compile(fa_ops.attention, backend="eager", fullgraph=True)
+        given = legal() | {"key": rand(2, 3, 7, 8), "value": rand(2, 3, 7, 8)}
+        with pytest.raises(Exception) as error:
+            compiled(**given)
+        assert "key has 3 heads, which does not divide query's 4" in str(error.value)
+
+
+def test_packing_is_what_the_operators_take():
+    assert Packing._fields == tuple(a.name for a in varlen.VARLEN._schema.arguments[3:7])
