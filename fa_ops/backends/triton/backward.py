@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
 from fa_ops.backends.triton.backward_kernels import (
-    ROWS,
+    ROW_UNIT,
     key_value_grad_kernel,
     mask_grad_kernel,
     query_grad_kernel,
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     def even(self) -> bool:
         """Whether no block of any kernel crosses the end of the queries or the keys."""
         _, _, _, Sq, Sk = self.sizes
-        return not self.packed and not self.kind.kv_lens and (Sq | Sk) % ROWS.value == 0
+        return not self.packed and not self.kind.kv_lens and (Sq | Sk) % ROW_UNIT.value == 0
 
     def programs(self, tokens: int, block: int, heads: int) -> int:
         batch = self.sizes[0]
@@ -175,7 +175,7 @@ def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
     where torch sums over the rows, and is otherwise never read.
     """
     batch, Hq, _, Sq, _ = problem.sizes
-    padding = ROWS.value
+    padding = ROW_UNIT.value
     if problem.packed:
         shape = (2, Hq, (Sq // padding + batch + 2) * padding)
     else:
@@ -242,7 +242,7 @@ def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) ->
     for x in named.values():
         addresses |= x.data_ptr()
     bits = elements * next(iter(named.values())).element_size() | addresses
-    return Layout(bits % 16 == 0, (rows + ROWS.value) * max(strides[2::3]) >= 1 << 31)
+    return Layout(bits % 16 == 0, (rows + ROW_UNIT.value) * max(strides[2::3]) >= 1 << 31)
 
 
 def constants(tile: Tile, dims: tuple[int, int], even: bool, dtype: torch.dtype) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fa_ops.backends.triton.primitives import (
     store_tile,
 )
 
-ROWS = tl.constexpr(128)  # at least every BLOCK_M
+ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def load_rows(
 @triton.jit
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
-    mask_stride_k, ranges, ranges_stride_q, rows, threshold, keep_scale, window_left, window_right,
-    LIMIT: tl.constexpr,
+    mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
+    window_right, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
     the gradient of the scores, and the gradient of the products but for `product_scale`.
@@ -80,8 +80,8 @@ def score_gradients(
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
         p = tl.where((j >= first) & (j < last), p, 0.0)
     w = p
-    if rows is not None:
-        keep = dropout_keep(rows, j, threshold)
+    if seed is not None:
+        keep = dropout_keep(dropout_rows(seed, batch_head, i), j, threshold)
         w = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
@@ -103,16 +103,16 @@ def product_scale(scale, cap):
 @triton.jit
 def row_capacity(tokens, batch, PACKED: tl.constexpr):
     """Elements that the rows of one head take in row_lse and row_delta, where every sequence starts
-    at a multiple of ROWS, so that whole blocks can be loaded, aligned, and without a mask.
+    at a multiple of ROW_UNIT, so that whole blocks can be loaded, aligned, and without a mask.
     """
-    blocks = tokens // ROWS + batch + 2 if PACKED else tl.cdiv(tokens, ROWS)
-    return blocks.to(tl.int64) * ROWS
+    blocks = tokens // ROW_UNIT + batch + 2 if PACKED else tl.cdiv(tokens, ROW_UNIT)
+    return blocks.to(tl.int64) * ROW_UNIT
 
 
 @triton.jit
 def row_offset(start, b):
     """Where the rows of the packed sequence b, whose first token is `start`, begin in a head."""
-    return (start // ROWS + b + 1) * ROWS
+    return (start // ROW_UNIT + b + 1) * ROW_UNIT
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def query_grad_kernel(
     if kv_lens is not None:
         kv_len = tl.load(kv_lens + b, mask=inside, other=0)
         limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
-    slope, first, last, rows = None, None, None, None
+    slope, first, last = None, None, None
     low = 0
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
@@ -214,27 +214,22 @@ def query_grad_kernel(
         ranges += b * ranges_stride_b + h * ranges_stride_h
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
         low = tl.min(tl.where(first < last, first, 2147483647))
-    if seed is not None:
-        rows = dropout_rows(seed, b * Hq + h, i)
     lo, full_lo, full_hi, hi = key_bounds(
         m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
     )
 
+    # all loads before the first reduction, whose barrier none of them would pass
+    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
     do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
     o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
     if grad_lse is not None:
         delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
     dead = m == float("-inf")
     m = tl.where(dead, float("inf"), m * LOG2E)
     delta = tl.where(dead, 0.0, delta)
-    tl.store(row_lse + row_at + rows_m, m)
-    tl.store(row_delta + row_at + rows_m, delta)
-    m = m[:, None]
-    delta = delta[:, None]
 
-    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
@@ -244,11 +239,13 @@ def query_grad_kernel(
         vt = load_rows(v, n0, v_stride_s, low, limit, Dv, BLOCK_N, BLOCK_DV, not EVEN)
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         w, ds, dx = score_gradients(
-            qk, dp, m, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
-            mask_stride_k, ranges, ranges_stride_q, rows, threshold, keep_scale, window_left,
-            window_right, not EVEN,
+            qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
+            mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
+            keep_scale, window_left, window_right, not EVEN,
         )  # fmt: skip
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
+    tl.store(row_lse + row_at + rows_m, m)
+    tl.store(row_delta + row_at + rows_m, delta)
     acc *= product_scale(scale, cap)
     store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
 
@@ -352,7 +349,7 @@ def key_value_grad_kernel(
         grad_out_head = grad_out + h * grad_out_stride_h
         row_lse_head = row_lse + row_at + h * row_stride
         row_delta_head = row_delta + row_at + h * row_stride
-        slope, mask_head, ranges_head, rows = None, None, None, None
+        slope, mask_head, ranges_head = None, None, None
         begin, end = lo, hi
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
@@ -375,12 +372,10 @@ def key_value_grad_kernel(
             )
             delta = tl.load(row_delta_head + rows_m)
             dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
-            if seed is not None:
-                rows = dropout_rows(seed, b * Hq + h, i)
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
-                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, rows,
-                threshold, keep_scale, window_left, window_right, False,
+                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, False,
             )  # fmt: skip
             dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
             dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
@@ -462,14 +457,12 @@ def mask_grad_kernel(
         if kv_lens is not None:
             kv_len = tl.load(kv_lens + b)
             limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
-        slope, ranges_head, first, last, rows = None, None, None, None, None
+        slope, ranges_head, first, last = None, None, None, None
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_stride_b + h) * LOG2E
         if ranges is not None:
             ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
             first, last = load_ranges(ranges_head, ranges_stride_q, i, Sq)
-        if seed is not None:
-            rows = dropout_rows(seed, b * Hq + h, i)
         lo, full_lo, full_hi, hi = key_bounds(
             m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
         )
@@ -526,8 +519,8 @@ def mask_grad_kernel(
                 qk, dp, tl.load(row_lse + at, mask=i < Sq, other=float("inf")),
                 tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,
                 slope, mask + b * mask_stride_b + h * mask_stride_h, mask_stride_q, mask_stride_k,
-                ranges_head, ranges_stride_q, rows, threshold, keep_scale, window_left,
-                window_right, True,
+                ranges_head, ranges_stride_q, seed, b * Hq + h, threshold,
+            keep_scale, window_left, window_right, True,
             )  # fmt: skip
             acc += ds
     base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k

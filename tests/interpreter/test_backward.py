@@ -1,0 +1,148 @@
+"""The Triton backward kernels in the interpreter against the oracle, feature by feature."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fa_ops.backends import triton as backend
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
+from fa_ops.types import Spec
+
+pytestmark = pytest.mark.skipif(
+    backend.available_error() is not None or torch.cuda.is_available(),
+    reason="runs in Triton's interpreter: set TRITON_INTERPRET=1",
+)
+
+FEATURES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal, more queries than keys": {"is_causal": True, "Sq": 70, "Sk": 40},
+    "window": {"window": (5, 7)},
+    "window beyond every key": {"window": (0, 0), "Sq": 80, "Sk": 20},
+    "softcap": {"softcap": 1.5},
+    "softcap and scale": {"softcap": 20.0, "scale": 0.9},
+    "alibi": {"alibi": "heads"},
+    "alibi per batch": {"alibi": "batch_heads", "is_causal": True},
+    "bool mask": {"mask": "bool", "mask_holes": True},
+    "broadcast bool mask": {"mask": "bool", "mask_shape": (0, 1, 0, 1)},
+    "float mask": {"mask": "float"},
+    "sinks": {"sinks": True},
+    "sinks of dead rows": {"sinks": True, "kv_lens": True, "seed": 3},
+    "kv_lens": {"kv_lens": True},
+    "causal kv_lens": {"kv_lens": True, "is_causal": True, "Sq": 70, "Sk": 90},
+    "key ranges": {"key_ranges": (1, 1, 1)},
+    "key ranges of a batch": {"key_ranges": (1, 0, 0), "Sq": 90, "Sk": 100},
+    "key ranges of all rows alike": {"key_ranges": (0, 0, 0)},
+    "causal key ranges": {"key_ranges": (1, 0, 1), "is_causal": True, "Sq": 150, "Sk": 150},
+    "dropout": {"dropout_p": 0.3},
+    "one head for all": {"Hq": 6, "Hkv": 1},
+    "no gradient of lse": {"lse_grad": False},
+    "narrow values": {"D": 40, "Dv": 24},
+    "wide values": {"D": 16, "Dv": 40},
+    "head dim 128": {"D": 128, "Dv": 128, "B": 1},
+    "head dim 256": {"D": 256, "Dv": 200, "B": 1, "Hq": 2, "Hkv": 1},
+    "one query": {"Sq": 1, "Sk": 200},
+    "one key": {"Sq": 150, "Sk": 1},
+    "whole blocks": {"Sq": 128, "Sk": 256, "is_causal": True, "B": 1},
+    "strided": {"layout": "packed"},
+    "batch stride 0": {"layout": "expanded"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature, dtype):
+    assert_close_to_oracle(make_case(dtype=dtype, **FEATURES[feature]), "triton")
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_gradient_of_a_mask(bits):
+    shape = tuple(bits >> place & 1 for place in range(4))
+    case = make_case(mask="float", mask_shape=shape, mask_grad=True, is_causal=bits % 2 == 1)
+    assert_close_to_oracle(dataclasses.replace(case, mask_holes=bits % 3 == 0), "triton")
+
+
+def test_gradient_of_a_mask_with_everything_else():
+    case = make_case(
+        mask="float", mask_shape=(1, 0, 1, 1), mask_grad=True, softcap=2.0, dropout_p=0.2,
+        sinks=True, kv_lens=True, alibi="heads", key_ranges=(1, 1, 1), window=(30, 20), Hq=6, Hkv=2,
+    )  # fmt: skip
+    assert_close_to_oracle(case, "triton")
+
+
+def test_gradient_of_a_mask_with_few_dimensions():
+    q, k, v, spec = make_case(mask="float", mask_shape=(0, 0, 1, 1)).fresh(requires_grad=True)
+    mask = spec.attn_mask[0, 0].detach().requires_grad_()
+    grads = {}
+    for name in ("triton", "reference"):
+        out = torch.ops.fa.attention(q, k, v, mask, backend=name)
+        (grads[name],) = torch.autograd.grad(out.sum(), [mask])
+    assert grads["triton"].shape == mask.shape
+    torch.testing.assert_close(grads["triton"], grads["reference"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random(seed):
+    dtype = (torch.float32, torch.float16)[seed % 2]
+    assert_close_to_oracle(random_case(seed, dtype=dtype), "triton")
+
+
+PACKED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (3, 2)},
+    "softcap and sinks": {"softcap": 2.0, "sinks": True},
+    "alibi": {"alibi": "batch_heads"},
+    "dropout": {"dropout_p": 0.3},
+    "kv_lens": {"kv_lens": True, "is_causal": True},
+    "one head for all": {"Hq": 6, "Hkv": 1},
+    "fp16": {"dtype": torch.float16, "D": 40, "Dv": 24},
+}
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("feature", PACKED)
+def test_packed(feature, margin):
+    case = PackedCase(margin=margin, features=Case(**PACKED[feature]))
+    assert_close_to_oracle(case, "triton")
+
+
+def test_packed_sequences_longer_than_a_block():
+    case = PackedCase((150, 1, 130), (140, 260, 3), features=Case(is_causal=True, Hq=2, Hkv=1))
+    assert_close_to_oracle(case, "triton")
+
+
+def test_long_keys_have_no_nan_beyond_their_length():
+    """Poison behind kv_lens, and outside the rows' ranges, reaches no gradient."""
+    q, k, v, _ = make_case(Sq=40, Sk=150).fresh()
+    kv_lens = torch.tensor([70, 129], dtype=torch.int32)
+    for b, length in enumerate(kv_lens.tolist()):
+        k[b, :, length:] = float("nan")
+        v[b, :, length:] = float("inf")
+    spec = Spec(kv_lens=kv_lens)
+    out, lse = backend.forward(q, k, v, spec)
+    grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+    assert all(bool(x.isfinite().all()) for x in grads[:3])
+    for b, length in enumerate(kv_lens.tolist()):
+        assert not grads.key[b, :, length:].any() and not grads.value[b, :, length:].any()
+
+
+def test_gradients_have_the_layout_of_their_inputs():
+    for layout in ("bhsd", "bshd", "packed", "expanded"):
+        q, k, v, spec = make_case(layout=layout).fresh()
+        out, lse = backend.forward(q, k, v, spec)
+        grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+        for grad, x in zip(grads, (q, k, v)):
+            assert grad.stride() == torch.empty_like(x).stride(), layout
+
+
+def test_a_gradient_of_out_with_zero_strides():
+    q, k, v, spec = make_case().fresh(requires_grad=True)
+    out = torch.ops.fa.attention(q, k, v, backend="triton")
+    grads = torch.autograd.grad(out.sum(), [q, k, v])
+    expected = torch.autograd.grad(
+        torch.ops.fa.attention(q, k, v, backend="reference").sum(), [q, k, v]
+    )
+    for actual, right in zip(grads, expected):
+        torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-4)
