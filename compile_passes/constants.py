@@ -1,0 +1,88 @@
+"""Tensors and scalars whose every element is one known number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compile_passes.ir import Value
+
+FILLED = {
+    "zeros": 0.0,
+    "zeros_like": 0.0,
+    "new_zeros": 0.0,
+    "ones": 1.0,
+    "ones_like": 1.0,
+    "new_ones": 1.0,
+}
+_SHAPED = frozenset({"reshape", "expand", "permute", "copy", "cast", "getitem"})
+_UNARY = {
+    "neg": lambda x: -x,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: x**-0.5,
+    "exp": math.exp,
+    "log": math.log,
+}
+_BINARY = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "pow": lambda x, y: x**y,
+}
+
+
+def number(x: object, depth: int = 8) -> float | int | bool | None:
+    """The number that x is everywhere, as its dtype holds it; None if that is not known."""
+    if isinstance(x, (bool, int, float)):
+        return x
+    if not isinstance(x, Value) or depth == 0:
+        return None
+    if not isinstance(x.tensor, Tensor):
+        return _scalar(x.tensor)
+    try:
+        return held(_compute(x, depth - 1), x.dtype)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _scalar(x: object) -> float | int | bool | None:
+    """A number, or a symbol that tracing has fixed to one."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat)) and x.node.expr.is_number:
+        return int(x.node.expr) if isinstance(x, torch.SymInt) else float(x.node.expr)
+    return x if isinstance(x, (bool, int, float)) else None
+
+
+def _compute(x: Value, depth: int) -> float | int | bool | None:
+    if x.writes:
+        return None
+    if x.op in FILLED:
+        return FILLED[x.op]
+    if x.op in ("full", "full_like", "new_full"):
+        return number(x.args.get("fill_value"), depth)
+    if x.op in ("tensor", "scalar_tensor"):
+        data = x.args.get("data")
+        return data if isinstance(data, (bool, int, float)) else None
+    if x.op in _SHAPED:
+        return number(x.args.get("input"), depth)
+    if x.op in _UNARY and len(x.args) == 1:
+        value = number(x.args.get("input"), depth)
+        return None if value is None else _UNARY[x.op](value)
+    if x.op in _BINARY and set(x.args) == {"input", "other"}:
+        a, b = number(x.args["input"], depth), number(x.args["other"], depth)
+        return None if a is None or b is None else _BINARY[x.op](a, b)
+    return None
+
+
+def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
+    """What a tensor of this dtype holds when the number is written to it."""
+    if value is None or dtype.is_complex:
+        return None
+    if dtype == torch.bool:
+        return bool(value)
+    if not dtype.is_floating_point:
+        return int(value) if math.isfinite(value) else None
+    limit = torch.finfo(dtype).max
+    return math.copysign(math.inf, value) if abs(value) > limit else float(value)

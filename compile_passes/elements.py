@@ -1,0 +1,389 @@
+"""Reading a mask's element off the graph: `element(value, coordinates)` follows the operations that masks are written with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import SymInt, Tensor
+
+from compile_passes import layout
+from compile_passes.axes import Axis, Dims, is_one, same
+from compile_passes.constants import held, number
+from compile_passes.expressions import (
+    Affine,
+    Choice,
+    Condition,
+    Distance,
+    Element,
+    Opaque,
+    all_of,
+    any_of,
+    at_most,
+    choose,
+    negate,
+)
+from compile_passes.ir import Value
+
+Coordinates = tuple[Affine, ...]
+ZERO = Affine.of(0)
+
+
+def coordinates(dims: Dims) -> Coordinates | None:
+    """A tensor's coordinates in terms of its axes; None where a merged dimension has a symbolic stride."""
+    result = []
+    for group in dims:
+        at, stride = ZERO, 1
+        for axis in reversed(group):
+            if type(stride) is not int:
+                return None
+            at = at.plus(Affine.variable(axis).times(stride))
+            stride = stride * axis.size
+        result.append(at)
+    return tuple(result)
+
+
+class Reader:
+    """Memoises elements: masks share their parts."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Element] = {}
+
+    def element(self, value: object, at: Coordinates) -> Element:
+        constant = number(value)
+        if constant is not None:
+            return _plain(constant)
+        if isinstance(value, SymInt):
+            return Affine.of(value)
+        if not isinstance(value, Value):
+            return Opaque(repr(value), at)
+        if not isinstance(value.tensor, Tensor):
+            return (
+                Affine.of(value.tensor) if isinstance(value.tensor, SymInt) else Opaque(value, at)
+            )
+        key = (value, at)
+        if key not in self._known:
+            handler = HANDLERS.get(value.op)
+            found = handler(self, value, at) if handler else None
+            self._known[key] = _opaque(value, at) if found is None else found
+        return self._known[key]
+
+    def argument(self, value: Value, name: str, at: Coordinates) -> Element:
+        """An operand's element where the result's is at `at`: size-1 dimensions broadcast."""
+        x = value.args.get(name)
+        if isinstance(x, Value) and isinstance(x.tensor, Tensor):
+            return self.element(x, broadcast(x, at))
+        return self.element(x, ())
+
+
+def broadcast(x: Value, at: Coordinates) -> Coordinates:
+    behind = at[len(at) - len(x.shape) :]
+    return tuple(ZERO if is_one(n) else c for n, c in zip(x.shape, behind, strict=True))
+
+
+def _plain(x: bool | int | float) -> Element:
+    if isinstance(x, bool) or (isinstance(x, float) and not x.is_integer()):
+        return x
+    return Affine.of(int(x))
+
+
+def _opaque(value: Value, at: Coordinates) -> Element:
+    read = Opaque(value, at)
+    integer = not value.dtype.is_floating_point and value.dtype != torch.bool
+    return Affine.variable(read) if integer else read
+
+
+def _is_condition(x: Element) -> bool:
+    return not isinstance(x, (Affine, float, Distance, Choice)) or isinstance(x, bool)
+
+
+def _arange(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    bounds = list(value.args.get("bounds", ()))
+    start, step = value.args.get("start", 0), value.args.get("step", 1)
+    if len(bounds) > 1:
+        start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
+    first = reader.element(start, ())
+    if not isinstance(first, Affine) or type(step) is not int:
+        return None
+    return first.plus(at[0].times(step))
+
+
+def _reshape(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    """Views that only insert or remove dimensions of size 1."""
+    x = layout.source(value)
+    kept = [(n, c) for n, c in zip(value.shape, at, strict=True) if not is_one(n)]
+    sizes = [n for n in x.shape if not is_one(n)]
+    if len(kept) != len(sizes) or not all(same(n, m) for (n, _), m in zip(kept, sizes)):
+        return None
+    rest = iter([c for _, c in kept])
+    return reader.element(x, tuple(ZERO if is_one(n) else next(rest) for n in x.shape))
+
+
+def _permute(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    order = layout.permutation(value)
+    if order is None:
+        return None
+    return reader.element(
+        layout.source(value), tuple(at[order.index(i)] for i in range(len(order)))
+    )
+
+
+def _expand(reader: Reader, value: Value, at: Coordinates) -> Element:
+    return reader.argument(value, "input", at)
+
+
+def _cast(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    return as_dtype(reader.argument(value, "input", at), value.dtype)
+
+
+def as_dtype(x: Element, dtype: torch.dtype) -> Element | None:
+    """x converted; None where the conversion could round."""
+    if dtype == torch.bool:
+        return x if _is_condition(x) else _compare("ne", x, ZERO)
+    if isinstance(x, Opaque):
+        return None
+    if _is_condition(x):
+        return choose(x, Affine.of(1), ZERO)
+    if isinstance(x, Choice):
+        yes, no = as_dtype(x.yes, dtype), as_dtype(x.no, dtype)
+        return None if yes is None or no is None else choose(x.condition, yes, no)
+    if as_number(x) is not None:
+        constant = held(as_number(x), dtype)
+        exact = dtype.is_floating_point or constant == as_number(x)
+        return _plain(constant) if exact and constant is not None else None
+    return x if dtype in (torch.int64, torch.int32, torch.float32, torch.float64) else None
+
+
+def _getitem(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    if layout.only_inserts(value):
+        return _reshape(reader, value, at)
+    x, index = layout.source(value), value.args["index"]
+    index = index if isinstance(index, tuple) else (index,)
+    if x is None:
+        return None
+    if all(isinstance(i, Value) and isinstance(i.tensor, Tensor) for i in index):
+        return _gather(reader, x, index, at)
+    if Ellipsis in [i for i in index if not isinstance(i, Value)]:
+        cut = [i is Ellipsis for i in index].index(True)
+        fill = len(x.shape) - sum(i is not None and i is not Ellipsis for i in index)
+        index = (*index[:cut], *[slice(None)] * fill, *index[cut + 1 :])
+    place, result = iter(at), []
+    for i in index:
+        if i is None:
+            next(place)
+        elif isinstance(i, slice) and i.step in (None, 1):
+            start = 0 if i.start is None else i.start
+            if type(start) is not int or start < 0:
+                return None
+            result.append(next(place).plus(Affine.of(start)))
+        elif type(i) is int and i >= 0:
+            result.append(Affine.of(i))
+        else:
+            return None
+    return reader.element(x, (*result, *place))
+
+
+def _gather(reader: Reader, x: Value, index: Sequence[Value], at: Coordinates) -> Element | None:
+    """x[tensor, tensor, ...]: integer tensors that broadcast against each other."""
+    if any(i.dtype.is_floating_point or i.dtype == torch.bool for i in index):
+        return None
+    rank = max(len(i.shape) for i in index)
+    found = [reader.element(i, broadcast(i, at[:rank])) for i in index]
+    if not all(isinstance(f, Affine) and _nonnegative(f) for f in found):
+        return None
+    return reader.element(x, (*found, *at[rank:]))
+
+
+def _nonnegative(a: Affine) -> bool:
+    """A negative index would count from the end."""
+    lowest = a.bound(False)
+    return lowest is not None and bool(lowest.is_nonnegative)
+
+
+def _add(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+    alpha = number(value.args.get("alpha", 1))
+    if alpha != 1:
+        return None
+    if value.dtype == torch.bool:
+        return any_of(a, b) if value.op == "add" else None
+    return _arithmetic(value.op, as_dtype(a, value.dtype), as_dtype(b, value.dtype))
+
+
+def _mul(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+    if value.dtype == torch.bool:
+        return all_of(a, b)
+    return _arithmetic("mul", as_dtype(a, value.dtype), as_dtype(b, value.dtype))
+
+
+def _neg(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    return _arithmetic("sub", ZERO, reader.argument(value, "input", at))
+
+
+def _arithmetic(op: str, a: Element | None, b: Element | None) -> Element | None:
+    if a is None or b is None:
+        return None
+    for x, y, flip in ((a, b, False), (b, a, True)):
+        if isinstance(x, Choice):
+            yes, no = (_arithmetic(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
+            return None if yes is None or no is None else choose(x.condition, yes, no)
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        if op != "mul":
+            return a.plus(b, 1 if op == "add" else -1)
+        for x, y in ((a, b), (b, a)):
+            if x.is_constant() and isinstance(x.constant, sympy.Integer):
+                return y.times(int(x.constant))
+        return None
+    x, y = as_number(a), as_number(b)
+    if x is None or y is None:
+        return None
+    result = x + y if op == "add" else x - y if op == "sub" else x * y
+    return None if math.isnan(result) else _plain(result)
+
+
+def as_number(x: Element) -> float | None:
+    if isinstance(x, float):
+        return x
+    fixed = isinstance(x, Affine) and x.is_constant() and isinstance(x.constant, sympy.Integer)
+    return float(int(x.constant)) if fixed else None
+
+
+def _abs(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    x = reader.argument(value, "input", at)
+    return Distance(x) if isinstance(x, Affine) else None
+
+
+def _comparison(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+    a, b = (choose(x, Affine.of(1), ZERO) if isinstance(x, bool) else x for x in (a, b))
+    return _compare(value.op, a, b)
+
+
+def _compare(op: str, a: Element, b: Element) -> Condition | None:
+    if op in ("gt", "ge"):
+        op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
+    for x, y, flip in ((a, b, False), (b, a, True)):
+        if isinstance(x, Choice):
+            yes, no = (_compare(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
+            if yes is None or no is None:
+                return None
+            return any_of(all_of(x.condition, yes), all_of(negate(x.condition), no))
+    if op == "ne":
+        equal = _compare("eq", a, b)
+        return None if equal is None else negate(equal)
+    if isinstance(a, Distance) and isinstance(b, Affine) and op in ("le", "lt"):
+        both = (_compare(op, a.a, b), _compare(op, ZERO.plus(a.a, -1), b))
+        return all_of(*both)
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        if op == "eq":
+            return all_of(at_most(a.plus(b, -1)), at_most(b.plus(a, -1)))
+        return at_most(a.plus(b, -1).plus(Affine.of(1 if op == "lt" else 0)))
+    return _compare_numbers(op, as_number(a), as_number(b))
+
+
+def _compare_numbers(op: str, x: float | None, y: float | None) -> Condition | None:
+    if x is None or y is None:
+        return None
+    return {"eq": x == y, "le": x <= y, "lt": x < y}[op]
+
+
+def _logic(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+    if value.dtype != torch.bool:
+        return None
+    a, b = (as_dtype(x, torch.bool) for x in (a, b))
+    if a is None or b is None:
+        return None
+    return (all_of if value.op == "and" else any_of)(a, b)
+
+
+def _not(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    x = as_dtype(reader.argument(value, "input", at), torch.bool)
+    return negate(x) if value.dtype == torch.bool and x is not None else None
+
+
+def _where(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    condition = reader.argument(value, "condition", at)
+    yes, no = (reader.argument(value, name, at) for name in ("input", "other"))
+    return _choice(value, condition, yes, no)
+
+
+def _masked_fill(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    mask = reader.argument(value, "mask", at)
+    yes, no = (reader.argument(value, name, at) for name in ("value", "input"))
+    return _choice(value, mask, yes, no)
+
+
+def _choice(value: Value, condition: Element, yes: Element, no: Element) -> Element | None:
+    if not _is_condition(condition):
+        return None
+    if value.dtype == torch.bool:
+        yes, no = (as_dtype(x, torch.bool) for x in (yes, no))
+        if yes is None or no is None:
+            return None
+        return any_of(all_of(condition, yes), all_of(negate(condition), no))
+    return choose(condition, yes, no)
+
+
+def _triangle(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    diagonal = reader.element(value.args.get("diagonal", 0), ())
+    if not isinstance(diagonal, Affine):
+        return None
+    distance = at[-1].plus(at[-2], -1).plus(diagonal, -1)
+    inside = at_most(distance if value.op == "tril" else ZERO.plus(distance, -1))
+    x = reader.argument(value, "input", at)
+    return all_of(inside, x) if value.dtype == torch.bool else choose(inside, x, ZERO)
+
+
+def _diff(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    """First differences along the last dimension, with one element put in front."""
+    x, first = value.args.get("input"), value.args.get("prepend")
+    plain = value.args.get("n", 1) == 1 and value.args.get("append") is None
+    if not plain or value.args.get("dim", -1) not in (-1, len(value.shape) - 1):
+        return None
+    if not isinstance(first, Value) or not is_one(first.shape[-1]):
+        return None
+    before = (*at[:-1], at[-1].plus(Affine.of(1), -1))
+    start = (*at[:-1], ZERO)
+    steps = _arithmetic("sub", reader.element(x, at), reader.element(x, before))
+    opening = _arithmetic("sub", reader.element(x, start), reader.element(first, start))
+    return steps if steps is not None and steps == opening else None
+
+
+def _cumsum(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    """Sums of nothing but zeros."""
+    dim = value.args.get("dim")
+    if type(dim) is not int:
+        return None
+    anywhere = list(at)
+    anywhere[dim] = Affine.variable(Axis(value.shape[dim], "any"))
+    x = reader.argument(value, "input", tuple(anywhere))
+    return ZERO if x is False or x == ZERO else None
+
+
+HANDLERS: dict[str, Callable[[Reader, Value, Coordinates], Element | None]] = {
+    "arange": _arange,
+    "reshape": _reshape,
+    "permute": _permute,
+    "expand": _expand,
+    "copy": _expand,
+    "cast": _cast,
+    "getitem": _getitem,
+    "add": _add,
+    "sub": _add,
+    "mul": _mul,
+    "neg": _neg,
+    "abs": _abs,
+    "and": _logic,
+    "or": _logic,
+    "not": _not,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "tril": _triangle,
+    "triu": _triangle,
+    "diff": _diff,
+    "cumsum": _cumsum,
+} | dict.fromkeys(("eq", "ne", "le", "lt", "ge", "gt"), _comparison)

@@ -1,0 +1,47 @@
+"""`explain`: what the pass would do to a function, without compiling it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from compile_passes.fuse import fuse
+from compile_passes.report import Finding, Report
+
+
+def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **kwargs) -> Report:
+    """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
+
+    The function runs once, eagerly. Every softmax is in the report, with its place in the source, whether it was fused into
+    which call, and why not. `print` the report or read its `findings`.
+
+    Args:
+        function: a function or module, compiled already or not.
+        inputs, kwargs: its arguments.
+        dynamic: as in `torch.compile`.
+    """
+    findings: list[Finding] = []
+    graphs = 0
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        nonlocal graphs
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                graphs += 1
+                findings.extend(fuse(_copy(module.graph)))
+        return gm.forward
+
+    function = getattr(function, "_orig_mod", function)
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    with torch._dynamo.config.patch(recompile_limit=2**16):
+        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs, **kwargs)
+    return Report(tuple(findings), graphs)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    outputs = copied.graph_copy(graph, {})
+    copied.output(outputs)
+    return copied

@@ -1,0 +1,155 @@
+"""What one element of a mask is, as an expression of its coordinates: integers that are affine in them, and conditions on those.
+
+A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or `Opaque`: read from a tensor of unknown content.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import sympy
+from torch import SymInt
+
+from compile_passes.axes import Axis, Size
+
+
+def symbolic(n: Size) -> sympy.Expr:
+    return n.node.expr if isinstance(n, SymInt) else sympy.Integer(n)
+
+
+class Affine(NamedTuple):
+    """constant + sum of coefficient * variable; variables are axes (their index) and opaque integers."""
+
+    terms: frozenset[tuple[object, int]]
+    constant: sympy.Expr
+
+    @staticmethod
+    def of(x: Size | sympy.Expr) -> Affine:
+        return Affine(frozenset(), x if isinstance(x, sympy.Expr) else symbolic(x))
+
+    @staticmethod
+    def variable(x: object) -> Affine:
+        return Affine(frozenset({(x, 1)}), sympy.Integer(0))
+
+    def plus(self, other: Affine, sign: int = 1) -> Affine:
+        terms = dict(self.terms)
+        for x, c in other.terms:
+            terms[x] = terms.get(x, 0) + sign * c
+        constant = sympy.expand(self.constant + sign * other.constant)
+        return Affine(frozenset((x, c) for x, c in terms.items() if c), constant)
+
+    def times(self, c: int) -> Affine:
+        terms = frozenset((x, k * c) for x, k in self.terms) if c else frozenset()
+        return Affine(terms, sympy.expand(self.constant * c))
+
+    def is_constant(self) -> bool:
+        return not self.terms
+
+    def bound(self, highest: bool) -> sympy.Expr | None:
+        """The greatest (or least) value over all indices of the axes."""
+        total = self.constant
+        for x, c in self.terms:
+            if not isinstance(x, Axis):
+                return None
+            if (c > 0) == highest:
+                total += c * (symbolic(x.size) - 1)
+        return sympy.expand(total)
+
+
+class Distance(NamedTuple):
+    """|a|"""
+
+    a: Affine
+
+
+class AtMost(NamedTuple):
+    """a <= 0"""
+
+    a: Affine
+
+
+class Opaque(NamedTuple):
+    """The element of a tensor at some coordinates."""
+
+    value: object
+    coordinates: tuple
+
+
+class Not(NamedTuple):
+    condition: object
+
+
+class All(NamedTuple):
+    conditions: frozenset
+
+
+class Any(NamedTuple):
+    conditions: frozenset
+
+
+class Choice(NamedTuple):
+    """`yes` where the condition holds, else `no`."""
+
+    condition: object
+    yes: object
+    no: object
+
+
+Condition = bool | AtMost | Not | All | Any | Opaque
+Element = Affine | float | Distance | Choice | Condition
+
+
+def at_most(a: Affine) -> Condition:
+    """a <= 0, decided where the axes' sizes decide it."""
+    highest, lowest = a.bound(True), a.bound(False)
+    if highest is not None and highest.is_nonpositive:
+        return True
+    if lowest is not None and lowest.is_positive:
+        return False
+    return AtMost(a)
+
+
+def negate(c: Condition) -> Condition:
+    if isinstance(c, bool):
+        return not c
+    if isinstance(c, Not):
+        return c.condition
+    if isinstance(c, AtMost):  # not (a <= 0) is 1 - a <= 0
+        return at_most(Affine.of(1).plus(c.a, -1))
+    if isinstance(c, All):
+        return any_of(*map(negate, c.conditions))
+    if isinstance(c, Any):
+        return all_of(*map(negate, c.conditions))
+    return Not(c)
+
+
+def all_of(*conditions: Condition) -> Condition:
+    found: set = set()
+    for c in conditions:
+        if c is False:
+            return False
+        if c is not True:
+            found |= c.conditions if isinstance(c, All) else {c}
+    if any(negate(c) in found for c in found if isinstance(c, (Opaque, Not))):
+        return False
+    return next(iter(found)) if len(found) == 1 else (All(frozenset(found)) if found else True)
+
+
+def any_of(*conditions: Condition) -> Condition:
+    found: set = set()
+    for c in conditions:
+        if c is True:
+            return True
+        if c is not False:
+            found |= c.conditions if isinstance(c, Any) else {c}
+    if len(found) == 1:
+        return next(iter(found))
+    return Any(frozenset(found)) if found else False
+
+
+def choose(condition: Condition, yes: Element, no: Element) -> Element:
+    if isinstance(condition, bool):
+        return yes if condition else no
+    if isinstance(yes, bool) and isinstance(no, bool):
+        return yes if yes is no else condition if yes else negate(condition)
+    return yes if yes == no and type(yes) is type(no) else Choice(condition, yes, no)

@@ -1,0 +1,88 @@
+"""The pass over one graph: match, plan, understand the masks, rewrite; and say what happened."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compile_passes import report
+from compile_passes.elements import Reader
+from compile_passes.ir import Value, View
+from compile_passes.masks import Masks, understand
+from compile_passes.match import Matcher
+from compile_passes.plan import Refused, plan
+from compile_passes.report import Finding
+from compile_passes.rewrite import rewrite
+from compile_passes.states import Core
+
+_NO_VALUE = "its result is not multiplied with a value"
+
+
+def fuse(graph: fx.Graph) -> list[Finding]:
+    """Rewrite every attention of the graph in place. One finding per softmax, in graph order."""
+    if not any("softmax" in _name(node) for node in graph.nodes):
+        return []
+    view = View(graph)
+    matcher = Matcher(view)
+    reader = Reader()
+    places = {value: report.locate(value.node) for value in matcher.softmaxes}
+    names = {value: value.node.name for value in matcher.softmaxes}
+    results: dict[Value, tuple[fx.Node, Masks] | str] = dict(matcher.misses)
+    for core in matcher.cores:
+        softmax = core.weights.softmax
+        if not isinstance(results.get(softmax), tuple):
+            results[softmax] = _try(core, view, reader)
+    findings = []
+    for value in matcher.softmaxes:
+        result = results.get(value, _NO_VALUE)
+        if isinstance(result, str):
+            findings.append(Finding(names[value], places[value], False, reason=result))
+        else:
+            call, masks = result
+            text = describe(call)
+            findings.append(Finding(names[value], places[value], True, text, masks.describe()))
+    report.record(findings)
+    return findings
+
+
+def _try(core: Core, view: View, reader: Reader) -> tuple[fx.Node, Masks] | str:
+    try:
+        planned = plan(core, view)
+        masks = understand(planned, reader)
+        return rewrite(planned, masks, view), masks
+    except Refused as refusal:
+        return str(refusal)
+    except Exception as error:  # a bug of ours must not break the user's compilation
+        report.log.warning("could not fuse %s", core.out, exc_info=True)
+        return f"internal error, please report: {type(error).__name__}: {error}"
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def describe(call: fx.Node) -> str:
+    """The call as one would write it, without what is at its default."""
+    q, k, v, *rest = call.args
+    mask, dropout_p, is_causal = rest
+    options = {"attn_mask": mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None}
+    options |= call.kwargs
+    given = [f"{k}={_short(v)}" for k, v in options.items() if v is not None]
+    return f"fa::attention({', '.join([q.name, k.name, v.name, *given])})"
+
+
+def _short(x: object) -> str:
+    return f"{x:.6g}" if isinstance(x, float) else str(x)
+
+
+def fuse_module(module: torch.nn.Module) -> list[Finding]:
+    """`fuse` on a graph module and on the graph modules inside it (bodies of checkpointed regions)."""
+    findings = []
+    for child in module.modules():
+        if isinstance(child, fx.GraphModule):
+            found = fuse(child.graph)
+            if any(f.fused for f in found):
+                child.recompile()
+            findings += found
+    return findings

@@ -1,0 +1,105 @@
+"""Putting the pass into Inductor: `install`, `uninstall`, and chaining with a pass that is there already."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from compile_passes.fuse import fuse
+
+
+@cache
+def _source_hash() -> str:
+    """Of every file of this package and of the operator's schema: editing either invalidates compiled caches."""
+    digest = hashlib.sha256(str(torch.ops.fa.attention.default._schema).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class FusionPass(CustomGraphPass):
+    """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        fuse(graph)
+
+    def uuid(self) -> str:
+        return _source_hash()
+
+
+class Chain(CustomGraphPass):
+    """Other passes first, then ours. Without a uuid where one of them has none: then nothing is cached, as without us."""
+
+    def __init__(self, others: tuple, ours: FusionPass) -> None:
+        self.others, self.ours = others, ours
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for step in (*self.others, self.ours):
+            step(graph)
+
+    def uuid(self) -> tuple | None:
+        ids = [step.uuid() if hasattr(step, "uuid") else None for step in self.others]
+        return None if None in ids else (*ids, self.ours.uuid())
+
+
+def chained(existing: object) -> CustomGraphPass:
+    """Our pass behind what is in the slot."""
+    if not existing:
+        return FusionPass()
+    others = existing if isinstance(existing, (list, tuple)) else (existing,)
+    return Chain(tuple(others), FusionPass())
+
+
+def holds_ours(slot: object) -> bool:
+    if isinstance(slot, (list, tuple)):
+        return any(map(holds_ours, slot))
+    return isinstance(slot, (FusionPass, Chain))
+
+
+class Installation:
+    """What `install` returns; as a context manager it uninstalls at its end."""
+
+    def __init__(self, done: bool) -> None:
+        self._done = done
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._done:
+            uninstall()
+
+
+def install() -> Installation:
+    """Make every later `torch.compile` with Inductor fuse hand-written attention.
+
+    Functions compiled before keep what they have. A pass that already stands in Inductor's `pre_grad_custom_pass` runs first.
+    Calling it again changes nothing. `with install(): ...` undoes it at the end.
+    """
+    slot = config.pre_grad_custom_pass
+    if holds_ours(slot):
+        return Installation(False)
+    config.pre_grad_custom_pass = chained(slot)
+    return Installation(True)
+
+
+def uninstall() -> None:
+    """Take the pass out again; what was in the slot before stays."""
+    config.pre_grad_custom_pass = _without_ours(config.pre_grad_custom_pass)
+
+
+def _without_ours(slot: object) -> object:
+    if isinstance(slot, FusionPass):
+        return None
+    if isinstance(slot, Chain):
+        return slot.others[0] if len(slot.others) == 1 else list(slot.others)
+    if isinstance(slot, (list, tuple)):
+        kept = [x for x in map(_without_ours, slot) if x is not None]
+        return type(slot)(kept) if kept else None
+    return slot

@@ -1,0 +1,145 @@
+"""A graph as values: what each node computes, from which contents of its inputs, under which gradient mode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from compile_passes import vocabulary
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """One node's result at the moment it ran. `args` holds values in place of nodes."""
+
+    node: fx.Node
+    index: int
+    op: str
+    args: dict
+    writes: bool
+    grad: bool | None  # gradient mode set inside the graph; None: as the caller had it
+    storage: int
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return example(self.node)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.node.name}: {self.op}"
+
+
+def example(node: fx.Node) -> object:
+    """The fake tensor (or number) that tracing left on the node."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def meta_key(graph: fx.Graph) -> str:
+    """Dynamo's graphs say example_value, exported ones val."""
+    return "example_value" if any("example_value" in n.meta for n in graph.nodes) else "val"
+
+
+class View:
+    """The values of a graph in order, and every write to a tensor's memory."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.values: dict[fx.Node, Value] = {}
+        self._latest: dict[fx.Node, Value] = {}  # by the first node that named the tensor object
+        self._object: dict[fx.Node, fx.Node] = {}
+        self._writes: dict[int, list[int]] = {}
+        self._members: dict[int, list[fx.Node]] = {}
+        self._parents: dict[int, int] = {}
+        self._grad: bool | None = None
+        for index, node in enumerate(graph.nodes):
+            self._add(node, index)
+
+    def intact(self, value: Value, until: Value) -> bool:
+        """Whether reading the value's node just before `until` still gives its contents."""
+        writes = self._writes.get(self._root(value.storage), ())
+        return not any(value.index < at < until.index for at in writes)
+
+    def _add(self, node: fx.Node, index: int) -> None:
+        name, parameters, writes = vocabulary.call(node)
+        args = self._resolve(vocabulary.bind(node, parameters)) if name else {}
+        value = Value(node, index, name, args, writes, self._grad, self._storage(node, index))
+        first = node.args[0] if writes and node.args else None
+        self._object[node] = self._object[first] if isinstance(first, fx.Node) else node
+        self.values[node] = value
+        self._alias(value, node)
+        if node.op == "call_function":
+            self._track_modes(node)
+        for target in _written(node, writes):
+            self._forget(self.values[target], value)
+        self._latest[self._object[node]] = value
+        self._members.setdefault(self._root(value.storage), []).append(self._object[node])
+
+    def _resolve(self, args: dict) -> dict:
+        return {k: map_arg(v, lambda n: self._latest[self._object[n]]) for k, v in args.items()}
+
+    def _storage(self, node: fx.Node, index: int) -> int:
+        tensor = example(node)
+        if not isinstance(tensor, Tensor):
+            return -1 - index
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # sparse and the like have none
+            return -1 - index
+
+    def _alias(self, value: Value, node: fx.Node) -> None:
+        """Where fake tensors do not show it, believe that a view shares its input's memory."""
+        told = value.storage >= 0 and "example_value" in node.meta
+        if not told and value.op in vocabulary.MAYBE_VIEWS and node.all_input_nodes:
+            self._join(self.values[node.all_input_nodes[0]].storage, value.storage)
+
+    def _root(self, storage: int) -> int:
+        while storage in self._parents:
+            storage = self._parents[storage]
+        return storage
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parents[b] = a
+            self._members.setdefault(a, []).extend(self._members.pop(b, ()))
+            self._writes.setdefault(a, []).extend(self._writes.pop(b, ()))
+
+    def _forget(self, target: Value, writer: Value) -> None:
+        """`writer` wrote over the target's memory: whatever reads an alias later sees something unknown."""
+        root = self._root(target.storage)
+        self._writes.setdefault(root, []).append(writer.index)
+        for node in self._members.get(root, ()):
+            known = self._latest[node]
+            self._latest[node] = dataclasses.replace(known, index=writer.index, op="", args={})
+
+    def _track_modes(self, node: fx.Node) -> None:
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            self._grad = bool(node.args[0])
+
+
+def _written(node: fx.Node, writes: bool) -> list[fx.Node]:
+    """The nodes whose memory this one writes, as far as can't be excluded."""
+    target = node.target
+    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+        return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
+    out = node.kwargs.get("out")
+    written = [n for n in (out if isinstance(out, (tuple, list)) else [out]) if n is not None]
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.is_write:
+                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                written += [n for n in node.all_input_nodes if n is given]
+    elif writes or node.kwargs.get("inplace"):
+        written += [n for n in node.args[:1] if isinstance(n, fx.Node)]
+    return written

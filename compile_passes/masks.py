@@ -1,0 +1,189 @@
+"""What the terms of the scores mean: which masks are causal or windows, and what is left to a dense mask.
+
+A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value. It may become a flag of the operator only
+where every row provably attends a key. Else the fill is kept: as part of an additive mask where the user adds it, and where scores
+are replaced by it, by giving the rows without keys a zero query and all keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import sympy
+
+from compile_passes.axes import Axis, resolve_dims
+from compile_passes.elements import Reader, as_number, coordinates
+from compile_passes.expressions import (
+    All,
+    AtMost,
+    Choice,
+    Condition,
+    Element,
+    all_of,
+    any_of,
+    negate,
+    symbolic,
+)
+from compile_passes.plan import Plan, Refused
+from compile_passes.states import Bias, Fill, Leaf
+
+# A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
+FAR = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """`window` is (left, right) around the bottom-right diagonal, None: unbounded; right 0 is causal. The rest stays dense."""
+
+    left: int | None = None
+    right: int | None = None
+    biases: tuple[Bias, ...] = ()
+    fills: tuple[Fill, ...] = ()
+
+    @property
+    def dense(self) -> bool:
+        return bool(self.biases or self.fills)
+
+    def describe(self) -> str:
+        parts = []
+        if self.right == 0:
+            parts.append("is_causal")
+        if self.left is not None or self.right not in (None, 0):
+            parts.append(f"window=({self.left}, {self.right})")
+        if self.dense:
+            parts.append("dense attn_mask")
+        return ", ".join(parts) or "no mask"
+
+
+def understand(plan: Plan, reader: Reader) -> Masks:
+    """Raises Refused where a fill can't be kept."""
+    terms = _without_constants(plan.scores.terms)
+    read = [(term, _read(term, plan, reader)) for term in terms]
+    read = [(t, m) for t, m in read if m is None or m[0] is not True]
+    structured = [(t, m) for t, m in read if m is not None and _window(m[0], plan) is not None]
+    dense = [t for t, m in read if (t, m) not in structured]
+    window = _window(all_of(*(m[0] for _, m in structured)), plan)
+    alive = not dense and window is not None and _every_row_attends(window, plan)
+    if not alive:  # then only an exact -inf may become a flag
+        finite = [(t, m) for t, m in structured if m[1] > -math.inf]
+        structured = [(t, m) for t, m in structured if (t, m) not in finite]
+        dense = [t for t in terms if t in dense or t in [f for f, _ in finite]]
+        window = _window(all_of(*(m[0] for _, m in structured)), plan)
+    left, right = window
+    biases = tuple(t for t in dense if isinstance(t, Bias))
+    fills = tuple(t for t in dense if isinstance(t, Fill))
+    _check_fills(dense, fills, bool(structured))
+    return Masks(left, right, biases, fills)
+
+
+_NOTHING = (True, 0.0)
+
+
+def _without_constants(terms: tuple[Bias | Fill, ...]) -> list[Bias | Fill]:
+    """A number added to all scores changes nothing but the fills before it, and softmax ignores what is common to a row."""
+    result, shift = [], 0.0
+    for term in terms:
+        if isinstance(term, Bias) and isinstance(term.leaf.value, float):
+            shift += term.coefficient * term.leaf.value
+        elif isinstance(term, Fill):
+            result.append(dataclasses.replace(term, value=term.value - shift))
+        else:
+            result.append(term)
+    return result
+
+
+def _read(term: Bias | Fill, plan: Plan, reader: Reader) -> tuple[Condition, float] | None:
+    """(which scores are kept, what the others are filled with or get added)."""
+    leaf = term.leaf if isinstance(term, Bias) else term.mask
+    element = _element(leaf, reader)
+    if element is None:
+        return None
+    if isinstance(term, Fill):
+        keep = negate(element) if term.where else element
+        return (keep, term.value) if term.value <= FAR else None
+    return _keep(element, term.coefficient)
+
+
+def _element(leaf: Leaf, reader: Reader) -> Element | None:
+    at = coordinates(resolve_dims(leaf.dims))
+    return None if at is None or isinstance(leaf.value, float) else reader.element(leaf.value, at)
+
+
+def _keep(x: Element, coefficient: float) -> tuple[Condition, float] | None:
+    """An additive mask: 0 where kept, one far negative number (or several) elsewhere."""
+    if isinstance(x, Choice):
+        yes, no = _keep(x.yes, coefficient), _keep(x.no, coefficient)
+        if yes is None or no is None:
+            return None
+        keep = any_of(all_of(x.condition, yes[0]), all_of(negate(x.condition), no[0]))
+        return keep, max((f for f in (yes[1], no[1]) if f), default=0.0)
+    value = as_number(x)
+    if value is None:
+        return None
+    if value == 0:
+        return _NOTHING
+    return (False, value * coefficient) if value * coefficient <= FAR else None
+
+
+def _window(keep: Condition, plan: Plan) -> tuple[int | None, int | None] | None:
+    """(left, right) if `keep` is a band around the diagonal; None if it is anything else."""
+    if keep is True:
+        return None, None
+    literals = keep.conditions if isinstance(keep, All) else {keep}
+    i, j = (_only(g) for g in (plan.queries, plan.keys))
+    if i is None or j is None:
+        return None
+    diagonal = symbolic(j.size) - symbolic(i.size)
+    left: int | None = None
+    right: int | None = None
+    for literal in literals:
+        if not isinstance(literal, AtMost):
+            return None
+        terms, c = dict(literal.a.terms), literal.a.constant
+        if terms == {j: 1, i: -1}:  # j <= i - c
+            reach = sympy.expand(-c - diagonal)
+            right = _tighter(right, reach)
+        elif terms == {j: -1, i: 1}:  # j >= i + c
+            reach = sympy.expand(diagonal - c)
+            left = _tighter(left, reach)
+        else:
+            return None
+        if not isinstance(reach, sympy.Integer) or reach < 0:
+            return None
+    return left, right
+
+
+def _tighter(bound: int | None, reach: sympy.Expr) -> int | None:
+    if not isinstance(reach, sympy.Integer):
+        return bound
+    return int(reach) if bound is None else min(bound, int(reach))
+
+
+def _only(group: tuple[Axis, ...]) -> Axis | None:
+    return group[0] if len(group) == 1 else None
+
+
+def _every_row_attends(window: tuple[int | None, int | None], plan: Plan) -> bool:
+    """A band holds the diagonal, whose key exists for every query if there are as many keys as queries."""
+    i, j = _only(plan.queries), _only(plan.keys)
+    if window == (None, None):
+        return True
+    surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))
+    return bool(surplus.is_nonnegative)
+
+
+def _check_fills(dense: list[Bias | Fill], fills: tuple[Fill, ...], flagged: bool) -> None:
+    """Whether the dense mask can say what the fills do."""
+    finite = {f.value for f in fills if f.value > -math.inf}
+    if not finite:
+        return
+    if any(math.isnan(v) or v > FAR for v in finite):
+        raise Refused(
+            f"scores are filled with {min(finite):g}, which is not far enough below them to be a mask"
+        )
+    first = next(n for n, t in enumerate(dense) if isinstance(t, Fill))
+    if len({f.value for f in fills}) > 1 or flagged:
+        raise Refused("several masks with different fill values: rows without keys would differ")
+    if any(isinstance(t, Bias) for t in dense[first:]):
+        raise Refused("a bias is added to scores after a finite fill value")

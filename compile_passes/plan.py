@@ -1,0 +1,129 @@
+"""From a matched core to the operator's arguments: which axes are batch, heads, queries, keys, features."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from compile_passes import layout
+from compile_passes.axes import Axis, Dims, Group, flat, resolve, resolve_dims
+from compile_passes.ir import Value, View
+from compile_passes.states import Core, Leaf, Scores
+from compile_passes.vocabulary import raw_name
+
+
+class Refused(Exception):
+    """The core stays as it was written; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One call. Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`, a leading run of `heads`."""
+
+    core: Core
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    batch: Group
+    heads: Group
+    kv_heads: Group
+    queries: Group
+    keys: Group
+    head_dim: Group
+    features: Group
+    dtype: torch.dtype  # what q, k, v are computed in
+
+    @property
+    def scores(self) -> Scores:
+        return self.core.weights.scores
+
+    @property
+    def out_dims(self) -> Dims:
+        return (self.batch, self.heads, self.queries, self.features)
+
+    @property
+    def mask_dims(self) -> Dims:
+        return (self.batch, self.heads, self.queries, self.keys)
+
+
+def plan(core: Core, view: View) -> Plan:
+    """Raises Refused where the core can't be one call that changes nothing."""
+    _check_uses(core)
+    _check_modes(core)
+    scores = core.weights.scores
+    keys = resolve(core.weights.keys)
+    q, k = scores.a, scores.b
+    if set(keys) & q.axes():
+        q, k = k, q
+    rows = _rows(scores, q, k)
+    dtype = core.out.dtype
+    q, k, v = (Leaf(*layout.peel(x.value, x.dims, dtype)) for x in (q, k, core.v))
+    _check_dtypes(core, (q, k, v))
+    rows, keys = resolve(rows), resolve(keys)
+    batch = [a for a in flat(core.weights.dims) if a not in rows and a not in keys]
+    shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
+    batch_group, heads, kv_heads = _split(batch, shared)
+    made = Plan(
+        core, q, k, v, batch_group, heads, kv_heads, rows, keys,
+        resolve(scores.summed), resolve(core.features), dtype,
+    )  # fmt: skip
+    for leaf in (q, k, v):
+        _check_intact(view, leaf.value, core.out)
+    return made
+
+
+def _rows(scores: Scores, q: Leaf, k: Leaf) -> Group:
+    """The query axis: the last of the product's axes that the key lacks. Others are heads that share a key."""
+    alone = q.axes() - k.axes() - set(resolve(scores.summed))
+    rows = [g for g in scores.product_dims if g and set(resolve(g)) <= alone]
+    return rows[-1] if rows else ()
+
+
+def _split(batch: list[Axis], shared: list[Axis]) -> tuple[Group, Group, Group]:
+    """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on one key head."""
+    group: list[Axis] = []
+    rest = list(batch)
+    while rest and rest[-1] in shared:
+        group.insert(0, rest.pop())
+    if len(rest) >= 2:
+        kv = (rest.pop(),)
+    else:
+        kv = ()
+    return tuple(rest), (*kv, *group), kv
+
+
+def _check_uses(core: Core) -> None:
+    inside = {value.node for value in core.path} | {core.out.node}
+    for value in core.path:
+        for user in value.node.users:
+            if user not in inside:
+                what = "the attention weights are" if _is_weights(value, core) else "the scores are"
+                reader = "returned" if user.op == "output" else f"also read by {raw_name(user)}"
+                raise Refused(f"{what} {reader}; fused attention never computes them")
+
+
+def _is_weights(value: Value, core: Core) -> bool:
+    return value.index >= core.weights.softmax.index
+
+
+def _check_modes(core: Core) -> None:
+    if len({value.grad for value in (*core.path, core.out)}) > 1:
+        raise Refused("a part of it runs under another gradient mode than the rest")
+    if core.out.writes:
+        raise Refused("the value product writes into another tensor")
+
+
+def _check_intact(view: View, value: Value, until: Value) -> None:
+    if not view.intact(value, until):
+        raise Refused(f"{value.node.name} is written to before the value product")
+
+
+def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:
+    """The operator computes in one dtype and returns it; rounding an operand to it is right only where autocast did the same."""
+    out, product = core.out.dtype, core.weights.scores.product.dtype
+    for leaf in operands:
+        given = leaf.value.dtype
+        widened = given.itemsize < out.itemsize
+        if given != out and not widened and product != out:
+            raise Refused(f"query and key are multiplied in {product}, weights and value in {out}")

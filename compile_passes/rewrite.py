@@ -1,0 +1,254 @@
+"""Writing a plan into the graph as one call of torch.ops.fa.attention."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import Tensor, fx
+
+import fa_ops  # noqa: F401  defines torch.ops.fa
+from compile_passes import constants, elements, layout, vocabulary
+from compile_passes.axes import Dims, same
+from compile_passes.emit import Emitter, rows_are_contiguous
+from compile_passes.ir import Value, View, example
+from compile_passes.masks import Masks
+from compile_passes.plan import Plan, Refused
+from compile_passes.states import Bias, Fill, Leaf
+
+# Operations without effect besides their result.
+PURE = (
+    layout.LAYOUT
+    | elements.HANDLERS.keys()
+    | constants.FILLED.keys()
+    | {"repeat_interleave", "div", "full"}
+)
+ATTENTION = torch.ops.fa.attention.default
+
+
+def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
+    """Replace the core's nodes. Raises Refused, with the graph unchanged, where that can't be done."""
+    out = plan.core.out.node
+    leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
+    for leaf in leaves:
+        if not view.intact(leaf.value, plan.core.out):
+            raise Refused(f"{leaf.value.node.name} is written to before the value product")
+    emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
+    try:
+        call, result = _emit(plan, masks, emitter)
+        _check_result(example(result), example(out))
+    except BaseException:
+        emitter.undo()
+        raise
+    out.replace_all_uses_with(result)
+    _erase([*plan.core.path, plan.core.out], view)
+    plan.core.out.node = result  # other cores may read it
+    return call
+
+
+def _outside(plan: Plan) -> list[Leaf]:
+    """Every leaf besides query, key and value."""
+    scores = plan.scores
+    found = [*scores.factors, *scores.divisors, *plan.core.weights.factors]
+    found += [t.leaf if isinstance(t, Bias) else t.mask for t in scores.terms]
+    return [leaf for leaf in found if isinstance(leaf.value, Value)]
+
+
+def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]:
+    B, H, I, D = plan.batch, plan.heads, plan.queries, plan.head_dim
+    q = _operand(emitter, plan.q, (B, H, I, D), plan.dtype)
+    k = _operand(emitter, plan.k, (B, plan.kv_heads, plan.keys, D), plan.dtype)
+    v = _operand(emitter, plan.v, (B, plan.kv_heads, plan.keys, plan.features), plan.dtype)
+    q, k, scale = _scale(plan, emitter, q, k)
+    mask, q = _mask(plan, masks, emitter, q)
+    options: dict[str, object] = {} if scale is None else {"scale": scale}
+    if plan.scores.softcap:
+        options["softcap"] = plan.scores.softcap
+    causal = masks.right == 0
+    if masks.left is not None:
+        options["window_left"] = masks.left
+    if masks.right is not None and not causal:
+        options["window_right"] = masks.right
+    p = plan.core.weights.dropout_p
+    if p:
+        device = example(q).device
+        options["dropout_seed"] = emitter.function(
+            torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device
+        )
+    q, k, v = (_with_rows(emitter, x) for x in (q, k, v))
+    call = emitter.function(ATTENTION, q, k, v, mask, p, causal, **options)
+    result = call
+    for leaf in plan.core.weights.factors:
+        factor = _aligned(emitter, leaf, (B, H, I, ()))
+        result = emitter.function(operator.mul, result, factor)
+    result = _cast(emitter, result, plan.dtype)
+    result = emitter.arrange(result, plan.out_dims, plan.core.dims)
+    return call, _restride(emitter, result, plan.core.out.node)
+
+
+def _operand(emitter: Emitter, leaf: Leaf, dims: Dims, dtype: torch.dtype) -> fx.Node:
+    node = emitter.arrange(leaf.value.node, leaf.dims, dims, full=True)
+    return _cast(emitter, node, dtype)
+
+
+def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if example(node).dtype == dtype else emitter.method("to", node, dtype)
+
+
+def _with_rows(emitter: Emitter, node: fx.Node) -> fx.Node:
+    return node if rows_are_contiguous(node) else emitter.method("contiguous", node)
+
+
+def _aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
+    """A leaf as a tensor that broadcasts against `dims`."""
+    if not isinstance(leaf.value, Value):
+        return leaf.value
+    if not isinstance(leaf.value.tensor, Tensor) or not leaf.axes():
+        return leaf.value.node if not leaf.dims else _scalar_tensor(emitter, leaf)
+    return emitter.arrange(leaf.value.node, leaf.dims, dims)
+
+
+def _scalar_tensor(emitter: Emitter, leaf: Leaf) -> fx.Node:
+    return emitter.method("reshape", leaf.value.node, ())
+
+
+def _scale(plan: Plan, emitter: Emitter, q: fx.Node, k: fx.Node):
+    """Constant factors become the operator's scale; tensors and symbolic numbers multiply the query, or the key."""
+    scores = plan.scores
+    factors = [(x, operator.mul) for x in scores.factors]
+    factors += [(x, operator.truediv) for x in scores.divisors]
+    if len(factors) == 1 and scores.scale == 1.0 and not scores.softcap:
+        if _is_default_scale(plan, *factors[0]):
+            return q, k, None
+    keys, queries = set(plan.keys), set(plan.queries)
+    kv = {*plan.batch, *plan.kv_heads, *plan.keys}
+    for leaf, apply in factors:
+        if not leaf.axes() & keys:
+            factor = _aligned(emitter, leaf, (plan.batch, plan.heads, plan.queries, ()))
+            q = _cast(emitter, emitter.function(apply, q, factor), plan.dtype)
+        elif leaf.axes() <= kv and not leaf.axes() & queries:
+            factor = _aligned(emitter, leaf, (plan.batch, plan.kv_heads, plan.keys, ()))
+            k = _cast(emitter, emitter.function(apply, k, factor), plan.dtype)
+        else:
+            raise Refused("the scores are multiplied by a tensor that varies over queries and keys")
+    return q, k, scores.scale
+
+
+def _is_default_scale(plan: Plan, leaf: Leaf, apply) -> bool:
+    """Whether a symbolic factor is 1/sqrt(head_dim), head_dim being a symbol."""
+    x = leaf.value.tensor if isinstance(leaf.value, Value) else None
+    if not isinstance(x, torch.SymFloat) or len(plan.head_dim) != 1:
+        return False
+    size = plan.head_dim[0].size
+    root = torch.sym_sqrt(size)
+    wanted = root if apply is operator.truediv else 1.0 / root
+    power = size**0.5 if apply is operator.truediv else size**-0.5
+    return any(
+        isinstance(w, torch.SymFloat) and x.node.expr == w.node.expr for w in (wanted, power)
+    )
+
+
+def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node):
+    """(attn_mask, query): biases added up, masks joined, rows without keys made uniform where a finite fill asks for it."""
+    keep = None
+    for fill in masks.fills:
+        mask = _aligned(emitter, fill.mask, plan.mask_dims)
+        if fill.where:
+            mask = emitter.function(torch.logical_not, mask)
+        keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
+    dead = None
+    if any(f.value > -math.inf for f in masks.fills):
+        alive = emitter.method("any", keep, dim=-1, keepdim=True)
+        dead = emitter.function(torch.logical_not, alive)
+        q = emitter.method("masked_fill", q, dead, 0.0)
+        keep = emitter.function(operator.or_, keep, dead)
+    bias = None
+    for term in masks.biases:
+        one = _bias(plan, emitter, term)
+        bias = one if bias is None else emitter.function(operator.add, bias, one)
+    if bias is None:
+        return keep, q
+    if example(bias).dtype not in (plan.dtype, torch.float32):
+        bias = emitter.method("to", bias, torch.float32)
+    if keep is not None:
+        if dead is not None:
+            bias = emitter.method("masked_fill", bias, dead, 0.0)
+        drop = emitter.function(torch.logical_not, keep)
+        bias = emitter.method("masked_fill", bias, drop, -math.inf)
+    return bias, q
+
+
+def _bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
+    node = _aligned(emitter, term.leaf, plan.mask_dims)
+    if not isinstance(term.leaf.value.tensor, Tensor):
+        raise Refused("a symbolic number is added to the scores")
+    if not example(node).dtype.is_floating_point:
+        node = emitter.method("to", node, torch.float32)
+    if term.coefficient != 1.0:
+        node = emitter.function(operator.mul, node, term.coefficient)
+    return node
+
+
+def _restride(emitter: Emitter, node: fx.Node, original: fx.Node) -> fx.Node:
+    """Keep the strides that a later operation or the caller could see."""
+    if _strides_unseen(original):
+        return node
+    made, wanted = example(node), example(original)
+    if all(same(a, b) for a, b in zip(made.stride(), wanted.stride(), strict=True)):
+        return node
+    if wanted.is_contiguous():
+        return emitter.method("contiguous", node)
+    order = sorted(range(wanted.dim()), key=lambda i: -_hint(wanted.stride(i)))
+    back = [order.index(i) for i in range(len(order))]
+    node = emitter.method("permute", node, *order)
+    node = emitter.method("contiguous", node)
+    return emitter.method("permute", node, *back)
+
+
+def _hint(stride: object) -> int:
+    return stride.node.hint if isinstance(stride, torch.SymInt) else int(stride)
+
+
+def _strides_unseen(node: fx.Node) -> bool:
+    """Whether the result is only read through one chain of permutations that ends in a copy or a product."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        name, _, writes = vocabulary.call(user)
+        raw = vocabulary.raw_name(user)
+        if writes or user.op not in ("call_method", "call_function"):
+            return False
+        if raw in ("contiguous", "reshape", "flatten", "linear", "matmul", "bmm"):
+            return True
+        if name != "permute":
+            return False
+        node = user
+    return False
+
+
+def _check_result(made: Tensor, wanted: Tensor) -> None:
+    shape = all(same(a, b) for a, b in zip(made.shape, wanted.shape, strict=True))
+    if not shape or made.dtype != wanted.dtype:
+        raise Refused(
+            f"the call would give {tuple(made.shape)} {made.dtype}, not {tuple(wanted.shape)} {wanted.dtype}"
+        )
+
+
+def _erase(values: list[Value], view: View) -> None:
+    """Remove the nodes that were replaced, and what fed only them and has no other effect."""
+    gone: set[fx.Node] = set()
+    feeding: list[fx.Node] = []
+    for value in sorted(values, key=lambda v: v.index, reverse=True):
+        feeding += _remove(value.node, view, gone)
+    while feeding:
+        node = feeding.pop()
+        value = view.values.get(node)
+        if node not in gone and not node.users and value and value.op in PURE and not value.writes:
+            feeding += _remove(node, view, gone)
+
+
+def _remove(node: fx.Node, view: View, gone: set[fx.Node]) -> list[fx.Node]:
+    inputs = node.all_input_nodes
+    view.graph.erase_node(node)
+    gone.add(node)
+    return inputs
