@@ -137,7 +137,7 @@ class _Solution:
         if not features.lse_grad:
             grad_lse = torch.zeros_like(grad_lse)
         if self.kind == "naive":
-            grad_lse = grad_lse + _rounding_of_saved_out(grad_out, out, lse)
+            grad_out, grad_lse = _with_rounding(grad_out, grad_lse, out, lse)
         outputs, seeds = [out], [grad_out]
         if features.lse_grad or self.kind == "naive":
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
@@ -151,15 +151,24 @@ class _Solution:
         return dict(zip(wanted, grads))
 
 
-def _rounding_of_saved_out(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """How far sum(grad_out * out) may be off where `out` was rounded to its dtype, sign at random.
+def _with_rounding(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cotangents that give the naive gradients the errors of a flash backward's saved tensors.
 
-    Every flash backward reads that sum from the saved out, and an error in it acts as a cotangent
-    of lse. Autograd through the naive computation keeps the unrounded weights instead.
+    Every flash backward reads exp(s - lse) and sum(grad_out * out) from what the forward rounded;
+    autograd through the naive computation keeps the unrounded weights. An error in lse scales its
+    row's gradients, one in the sum acts as a cotangent of lse. Signs are random.
     """
-    size = torch.finfo(out.dtype).eps / 2 * _per_row((grad_out * out).double(), lse).norm(dim=-1)
-    sign = torch.randn(size.shape, generator=torch.Generator().manual_seed(0)).sign()
-    return (size.detach().nan_to_num() * sign.to(size.device)).to(lse.dtype)
+    random = torch.Generator().manual_seed(0)
+    signs = torch.randn((2, *lse.shape), generator=random).sign().to(lse.device)
+    products = _per_row((grad_out * out).detach().double(), lse)
+    slope = torch.finfo(out.dtype).eps / 2 * products.norm(dim=-1).nan_to_num()
+    weight = torch.finfo(lse.dtype).eps / 2 * lse.detach().double().masked_fill(lse.isinf(), 0.0)
+    scale = 1.0 + signs[0] * weight
+    grad_lse = scale * grad_lse + signs[1] * slope
+    grad_out = _per_row(scale.unsqueeze(-1) * _per_row(grad_out, lse), lse)
+    return grad_out.to(out.dtype), grad_lse.to(lse.dtype)
 
 
 def _per_row(x: Tensor, lse: Tensor) -> Tensor:

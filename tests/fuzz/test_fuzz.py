@@ -1,0 +1,66 @@
+"""Random attention problems, forward and backward, against the fp64 oracle.
+
+FA_OPS_FUZZ_CASES=20000 pytest tests/fuzz                       more cases
+FA_OPS_FUZZ_SEED=7 pytest tests/fuzz                            other cases
+FA_OPS_FUZZ_BACKEND=triton FA_OPS_FUZZ_DEVICE=cuda pytest tests/fuzz
+
+A failure prints the case: `assert_close_to_oracle(<it>, backend)` runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fa_ops import dispatch
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle
+from tests.fuzz.strategies import cases, packed_cases
+
+BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
+DEVICE = os.environ.get("FA_OPS_FUZZ_DEVICE", "cpu")
+CASES = int(os.environ.get("FA_OPS_FUZZ_CASES", "2000"))
+SEED = os.environ.get("FA_OPS_FUZZ_SEED")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+if DEVICE == "cpu":
+    DTYPES.append(torch.float64)
+
+
+def fuzz(strategy: st.SearchStrategy, share: float) -> None:
+    """Try `share` of the cases; derandomized, so that a commit's result is not a matter of luck."""
+
+    @settings(
+        max_examples=max(1, round(CASES * share / len(DTYPES))),
+        deadline=None,
+        derandomize=SEED is None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    @given(strategy)
+    def compare(case: Case | PackedCase) -> None:
+        reason = dispatch.refusal(BACKEND, *case.fresh())
+        hypothesis.assume(reason is None)
+        assert_close_to_oracle(case, BACKEND)
+
+    if SEED is not None:
+        compare = hypothesis.seed(int(SEED))(compare)
+    compare()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense(dtype):
+    fuzz(cases(dtype, DEVICE), share=0.8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed(dtype):
+    fuzz(packed_cases(dtype, DEVICE), share=0.2)
