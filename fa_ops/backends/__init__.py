@@ -6,6 +6,7 @@ Every backend is a module (or package) with these functions; `Spec`, `Packing` a
     support_error(q, k, v, spec) -> str | None           why it cannot run this call, and what can; also called with packed (T, H, D) tensors
     backward_error(q, k, v, spec) -> str | None          optional: the same for gradients, where they can less than forward
     forward(q, k, v, spec) -> (out, lse)
+    prepare(q, k, v, spec) -> (q, k, v) -> out           optional: calls like this one again, at the least host cost; None where it cannot
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients

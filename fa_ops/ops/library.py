@@ -141,6 +141,22 @@ def is_plain(query: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def nobody_watches(*tensors: Tensor) -> bool:
+    """Whether an eager call of plain tensors may leave the dispatcher out unnoticed."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return False
+    return not (
+        in_functorch()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def without_autocast(device: str):
     """A context below the Autocast key of "cpu" or "cuda"."""
     key = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}[device]

@@ -7,6 +7,7 @@ A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -79,6 +80,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     from fa_ops.backends.hopper import dense_forward
 
     return dense_forward.forward(q, k, v, spec)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    from fa_ops.backends.hopper import dense_forward
+
+    return dense_forward.prepare(q, k, v, spec)
 
 
 def backward(

@@ -17,6 +17,7 @@ from fa_ops.backends.hopper.launch import (
     address,
     current_stream,
     on_device,
+    pointers_to,
 )
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Gradients, Spec
@@ -52,16 +53,20 @@ def backward(
         kernels.prepare.launch(
             (rows // 8, B * Hq),
             stream,
-            *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
-            *(_strides(out), _strides(grad_out)),
-            *_ints(Hq, Sq, D, rows),
+            pointers_to(
+                *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
+                *(_strides(out), _strides(grad_out)),
+                *_ints(Hq, Sq, D, rows),
+            ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        kernels.products.launch((blocks, 1), stream, params)
+        kernels.products.launch((blocks, 1), stream, pointers_to(params))
         scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
         dq = grads[0]
         kernels.finish.launch(
-            (m_blocks, B * Hq), stream, *_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale
+            (m_blocks, B * Hq),
+            stream,
+            pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
         )
     return Gradients(*grads, None, _sink_gradient(spec, lse, delta))
 
@@ -114,9 +119,11 @@ def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Ten
     kernels.keep_runs.launch(
         (m_blocks, B * heads),
         stream,
-        *_words(ranges, lens, runs, bounds),
-        (ctypes.c_int64 * 3)(*steps),
-        *_ints(heads, Sq, k.shape[2], left, right),
+        pointers_to(
+            *_words(ranges, lens, runs, bounds),
+            (ctypes.c_int64 * 3)(*steps),
+            *_ints(heads, Sq, k.shape[2], left, right),
+        ),
     )
     return runs, bounds
 

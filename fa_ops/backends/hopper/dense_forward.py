@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,14 +23,15 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Spec
 
-_PARAMS = struct.Struct("<512s6Q14i3f")  # struct Params in cuda/scheduler.cuh
-_PARAMS_BYTES = 640  # its size there: a multiple of a tensor map's alignment
+# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 640 bytes
+_WORDS, _SCALARS = struct.Struct("<6Q"), struct.Struct("<14i3f12x")
+_POINTER = ctypes.c_char_p * 1
+_NONE = (None,) * 4
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     q, k, v = copyable(q), copyable(k), copyable(v)
-    B, Hq, Sq, _ = q.shape
-    lens, ranges, sinks, slopes = _as_read(spec)
+    optional = lens, ranges, sinks, slopes = _as_read(spec)
     plan = _plan(
         q.dtype,
         q.device.index,
@@ -41,11 +43,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         sinks is not None,
         _strides(slopes),
     )
-    out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
-    with on_device(q.device.index):
-        plan.launch((q, k, v, out), lse, (lens, ranges, sinks, slopes))
-    return out, lse
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return plan.run(q, k, v, lse, optional), lse
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """The output alone, for later calls with these shapes, strides and options and no others."""
+    if any(copyable(t) is not t for t in (q, k, v)):
+        return None
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
+    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(q, k, v, spec)[0]
+        return plan.run(q, k, v)
+
+    return run
 
 
 def _as_read(spec: Spec) -> tuple[Tensor | None, ...]:
@@ -95,13 +110,13 @@ class Plan:
                 "HAS_SINKS": has_sinks,
             },
         )
-        out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
+        self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         boxes = (64, config.block_n, config.block_n, 64)
         families = zip((*shapes, out[0]), (*strides, out[1]), boxes)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = min(B * Hq, group * heads_in_l2(Sk * 2 * (D + Dv)))
-        self.scalars = (
+        self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
@@ -120,22 +135,28 @@ class Plan:
         kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, self.device)
         return kernel, min(tiles, sms), dynamic, tiles
 
-    def launch(
+    def run(
         self,
-        tensors: tuple[Tensor, ...],
-        lse: Tensor,
-        optional: tuple[Tensor | None, ...],
-    ) -> None:
-        stream = current_stream(self.device)
-        counter = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor | None = None,
+        optional: tuple[Tensor | None, ...] = _NONE,
+    ) -> Tensor:
+        out = q.new_empty_strided(*self.out)
+        stream, counter = current_stream(self.device), None
         if self.dynamic:
-            counter = torch.empty(1, dtype=torch.int32, device=lse.device)
+            counter = q.new_empty(1, dtype=torch.int32)
             set_zero(counter, stream)
-        maps = b"".join([m.at(t.data_ptr()) for m, t in zip(self.maps, tensors)])
-        pointers = [address(t) for t in (lse, *optional, counter)]
-        params = ctypes.create_string_buffer(_PARAMS_BYTES)
-        _PARAMS.pack_into(params, 0, maps, *pointers, *self.scalars)
-        self.kernel.launch((self.grid, 1), stream, params)
+        of_q, of_k, of_v, of_out = self.maps
+        params = (
+            of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
+            of_out.at(out.data_ptr()), _WORDS.pack(*map(address, (lse, *optional, counter))),
+            self.scalars,
+        )  # fmt: skip
+        with on_device(self.device):
+            self.kernel.launch((self.grid, 1), stream, _POINTER(b"".join(params)))
+        return out
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)

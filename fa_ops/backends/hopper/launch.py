@@ -28,9 +28,10 @@ current_stream: Callable[[int], int] = getattr(
 
 def on_device(index: int) -> AbstractContextManager:
     """Makes the device current; costs next to nothing where it already is."""
-    if torch.cuda.current_device() == index:
-        return nullcontext()
-    return torch.cuda.device(index)
+    return _SAME if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+
+_SAME = nullcontext()
 
 
 class DriverError(RuntimeError):
@@ -40,8 +41,7 @@ class DriverError(RuntimeError):
 @functools.cache
 def driver() -> ctypes.CDLL:
     lib = ctypes.CDLL("libcuda.so.1")
-    u, p = ctypes.c_uint, ctypes.c_void_p
-    lib.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    u, p = ctypes.c_uint, ctypes.c_void_p  # cuLaunchKernel has no list: converting by it takes 2 us
     lib.cuMemsetD32Async.argtypes = [p, u, ctypes.c_size_t, p]
     lib.cuTensorMapEncodeTiled.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
     return lib
@@ -82,14 +82,22 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
 
-    def launch(self, grid: tuple[int, int], stream: int, *params: ctypes._CData) -> None:
-        """One ctypes object per kernel parameter; the driver copies them before this returns."""
-        pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+    def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
+        """`pointers` to the kernel's parameters; the driver copies them before this returns."""
+        x, y = grid
         status = driver().cuLaunchKernel(
-            self._function, *grid, 1, self._threads, 1, 1, self._shared, stream, pointers, None
-        )
+            self._function, x, y, 1, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream),
+            pointers, None,
+        )  # fmt: skip
         if status:
             check(status, "cuLaunchKernel")
+
+
+def pointers_to(*params: ctypes._CData) -> ctypes.Array:
+    """Valid while the parameters live."""
+    pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+    pointers.keep = params
+    return pointers
 
 
 def set_zero(word: Tensor, stream: int) -> None:

@@ -238,7 +238,7 @@ struct Consumer {
     const float lse1 = finish_row(softmax.max1, softmax.sum1, p.scale_log2, HAS_SINKS, sink, inverse1);
     const u32 q = sm.q + slot() * Q_BYTES;
     const int warp = tid >> 5, row = tile.m0 + c * 64 + warp * 16 + (lane >> 2);
-    if ((lane & 3) == 0) {
+    if ((lane & 3) == 0 && p.lse) {
       float* lse = p.lse + (long long)(tile.b * p.Hq + tile.h) * p.Sq;
       if (row < p.Sq) lse[row] = lse0;
       if (row + 8 < p.Sq) lse[row + 8] = lse1;

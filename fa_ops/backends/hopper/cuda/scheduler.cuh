@@ -2,7 +2,7 @@
 
 struct Params {
   TensorMap q, k, v, o;
-  float* lse;
+  float* lse;             // (B, Hq, Sq) or null
   const int* kv_lens;     // (B,) or null
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
   const float* sinks;     // (Hq,) or null

@@ -1,0 +1,48 @@
+"""Eager calls that repeat: what has passed every check once goes straight to its kernel.
+
+The checks, the dispatcher and the choice of a backend are most of the host time of a small call.
+None of them can decide anything new for a call with the same shapes, strides, dtypes, devices and
+options, so such a call is remembered with the function its backend prepared for it. That holds for
+calls without gradients and without tensor options that nothing watches: torch.compile, functorch,
+autocast, dispatch modes and the profiler get to see the operator itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fa_ops import dispatch
+from fa_ops.ops import library
+from fa_ops.types import Spec
+
+_LIMIT = 1024
+_runs: dict[tuple, Callable[..., Tensor] | None] = {}
+
+
+def key_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
+    """What makes two calls the same, or None where a call must not be remembered."""
+    if not (type(q) is type(k) is type(v) is Tensor and library.nobody_watches(q, k, v)):
+        return None
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
+    )  # fmt: skip
+
+
+def find(key: tuple) -> Callable[..., Tensor] | None:
+    try:
+        return _runs.get(key)
+    except TypeError:  # an option that cannot be hashed, about which the checks have more to say
+        return None
+
+
+def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
+    """Keep what the call's backend prepares for it, if it does. The call has passed its checks."""
+    if key in _runs or not (q.numel() and k.numel() and v.numel()):
+        return
+    if len(_runs) >= _LIMIT:
+        _runs.clear()
+    prepare = getattr(dispatch.select(q, k, v, spec), "prepare", None)
+    _runs[key] = prepare and prepare(q, k, v, spec)

@@ -1,0 +1,107 @@
+"""Repeated eager calls: the second goes to the prepared function, and only where it may."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fa_ops
+from fa_ops import dispatch, prepared
+from fa_ops.backends import cpu
+
+FAST = torch.tensor(7.0)
+
+
+@pytest.fixture(autouse=True)
+def preparing_backend(monkeypatch):
+    monkeypatch.setattr(prepared, "_runs", {})
+    monkeypatch.setattr(cpu, "prepare", lambda q, k, v, spec: lambda q, k, v: FAST, raising=False)
+
+
+def qkv(**options):
+    return [torch.randn(1, 2, 5, 8, **options) for _ in range(3)]
+
+
+def is_fast(*args, **options):
+    fa_ops.attention(*args, **options)
+    return fa_ops.attention(*args, **options) is FAST
+
+
+def test_a_repeated_call_takes_the_prepared_function():
+    assert is_fast(*qkv())
+    assert is_fast(*qkv(), is_causal=True, window=(3, 0), softcap=2.0, scale=0.3)
+    with torch.inference_mode():
+        assert is_fast(*qkv())
+
+
+def test_what_differs_is_another_call():
+    q, k, v = qkv()
+    assert is_fast(q, k, v)
+    for other in (q.double(), q.transpose(1, 2).contiguous().transpose(1, 2), q[:, :, :4]):
+        others = (other, k.to(other.dtype), v.to(other.dtype))
+        assert fa_ops.attention(*others) is not FAST
+    assert fa_ops.attention(q, k, v, is_causal=True) is not FAST
+    assert fa_ops.attention(q, k, v, scale=0.5) is not FAST
+    with fa_ops.use_backend("reference"):
+        assert fa_ops.attention(q, k, v) is not FAST
+    assert fa_ops.attention(q, k, v, backend="reference") is not FAST
+
+
+def test_gradients_and_tensor_options_need_the_operator():
+    q, k, v = qkv(requires_grad=True)
+    assert not is_fast(q, k, v)
+    with torch.no_grad():
+        assert is_fast(q, k, v)
+        lens = torch.tensor([3], dtype=torch.int32)
+        for options in (
+            {"kv_lens": lens},
+            {"sinks": torch.zeros(2)},
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
+            {"return_lse": True},
+            {"dropout_p": 0.5},
+        ):
+            assert not is_fast(q, k, v, **options)
+
+
+def test_watchers_see_the_operator():
+    q, k, v = qkv()
+    assert is_fast(q, k, v)
+    with FlopCounterMode(display=False) as flops:
+        assert fa_ops.attention(q, k, v) is not FAST
+    assert flops.get_total_flops() > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fa_ops.attention(q, k, v).dtype == torch.bfloat16
+    with torch.profiler.profile() as profile:
+        fa_ops.attention(q, k, v)
+    assert "fa::attention" in {event.key for event in profile.key_averages()}
+    batched = torch.func.vmap(fa_ops.attention)(*(t[None] for t in (q, k, v)))
+    assert batched.shape == (1, *q.shape)
+    compiled = torch.compile(fa_ops.attention, backend="eager", fullgraph=True)
+    assert compiled(q, k, v) is not FAST
+
+
+def test_bad_calls_are_never_remembered():
+    q, k, v = qkv()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="head dimension"):
+            fa_ops.attention(q, k[..., :4], v)
+    with pytest.raises(TypeError, match="window"):
+        fa_ops.attention(q, k, v, window=[[], 1])
+    assert not prepared._runs
+
+
+def test_empty_calls_and_many_calls(monkeypatch):
+    q, k, v = qkv()
+    assert fa_ops.attention(q[:, :, :0], k, v).shape == (1, 2, 0, 8)
+    assert not prepared._runs
+    monkeypatch.setattr(prepared, "_LIMIT", 2)
+    for n in range(1, 5):
+        assert is_fast(q[:, :, :n], k, v)
+    assert len(prepared._runs) <= 2
+
+
+def test_a_backend_without_prepare_is_asked_once(monkeypatch):
+    monkeypatch.delattr(cpu, "prepare")
+    q, k, v = qkv()
+    assert not is_fast(q, k, v)
+    assert list(prepared._runs.values()) == [None]
+    assert dispatch.select(q, k, v, fa_ops.types.Spec()) is cpu
