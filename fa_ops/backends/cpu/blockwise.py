@@ -96,7 +96,7 @@ class _Backward:
     def __init__(self, scores: Scores, v: Tensor, dmask: Tensor | None) -> None:
         self.scores = scores
         # Rows that attend a NaN are NaN by their lse or delta; zeroed here, it spares the others.
-        self.k, _ = _finite(scores.k)
+        self.k, self.bad_keys = _finite(scores.k)
         self.v, _ = _finite(scores.slab.keys(v, scores.k.dtype))
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         self.dmask = None if dmask is None else scores.slab.spread(layout.four_dims(dmask))
@@ -121,7 +121,8 @@ class _Backward:
                 part = cut(self.dmask, rows, tile.cols)
                 part += scores.slab.unfold(ds).sum_to_size(part.shape)
             if capped is not None:
-                ds.mul_(capped.square_().neg_().add_(1.0))
+                slope = capped.square_().neg_().add_(1.0)
+                ds.mul_(slope if self.bad_keys is None else slope.nan_to_num_())
             dq.baddbmm_(ds, self.k[:, tile.cols])
             self.dk[:, tile.cols].baddbmm_(ds.transpose(1, 2), q)
         return dq.mul_(default_scale(spec, q.shape[2]))

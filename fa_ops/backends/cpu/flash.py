@@ -1,9 +1,9 @@
 """Calls that aten's CPU flash kernel can run, split into pieces that it gets right.
 
 Its traps: causal is aligned at the top left; a dead row's lse is 0.0; an empty input divides by
-zero and kills the process; 0 * NaN spreads a NaN in v to rows that don't attend it. Fp16 and bf16
-run in fp32, because its own half-precision paths need matrix units: backward of (1, 8, 2048, 64),
-causal, one thread with AVX2, takes 0.23 s in fp32, 1.4 s in bf16 and 2.3 s in fp16.
+zero and kills the process; 0 * NaN spreads a NaN in k or v to rows that don't attend it. Fp16 and
+bf16 run in fp32, because its own half-precision paths need matrix units: backward of
+(1, 8, 2048, 64), causal, one thread with AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, runs: Runs | None) -> list
     B, _, Sq, _ = q.shape
     everyone, mask = slice(0, B), spec.attn_mask
     if runs is None:
-        fits = mask is None or (_mask_fits(mask, q) and _finite(v))
-        return [Piece(everyone, slice(0, Sq), slice(0, k.shape[2]), False)] if fits else None
-    if mask is not None or runs.lo.shape[1] > 1 or not _finite(v):
+        pieces = [Piece(everyone, slice(0, Sq), slice(0, k.shape[2]), False)]
+        if mask is not None and not (_mask_fits(mask, q) and _finite(k) and _finite(v)):
+            return None
+        return pieces
+    if mask is not None or runs.lo.shape[1] > 1:
         return None
     alike = all(bool((x == x[:1]).all()) for x in runs)
     pieces = []
@@ -65,7 +67,9 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, runs: Runs | None) -> list
         if found is None:
             return None
         pieces += found
-    return pieces
+    triangles = [piece for piece in pieces if piece.causal]
+    clean = all(_finite(piece.memory(x)) for piece in triangles for x in (k, v))
+    return pieces if clean else None
 
 
 def _pieces(batches: slice, lo: Tensor, hi: Tensor, Sq: int) -> list[Piece] | None:

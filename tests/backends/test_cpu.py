@@ -1,0 +1,387 @@
+"""The CPU backend, feature by feature and trap by trap."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fa_ops.ops.dense  # noqa: F401  defines the operators
+from fa_ops.backends import cpu, reference
+from fa_ops.backends.cpu import blockwise, flash
+from fa_ops.backends.cpu import scores as tiles
+from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
+from fa_ops.types import Packing, Spec
+
+# more than one tile of rows and of keys
+LONG = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 150, "Sk": 300, "D": 16, "Dv": 16}
+SHORT = LONG | {"Sq": 40, "Sk": 17}
+WIDE = LONG | {"Dv": 24}
+FEATURES = {
+    "full": make_case(**LONG),
+    "causal": make_case(**LONG | {"Sk": 150}, is_causal=True),
+    "causal, cached": make_case(**LONG, is_causal=True, layout="bshd"),
+    "causal, dead rows": make_case(**SHORT, is_causal=True),
+    "decode": make_case(**LONG | {"Sq": 1}, is_causal=True),
+    "MQA": make_case(**LONG | {"Hkv": 1}, is_causal=True, layout="packed"),
+    "one head": make_case(**LONG | {"Hq": 1, "Hkv": 1}, softcap=3.0),
+    "Dv != D": make_case(**WIDE),
+    "scale": make_case(**LONG, scale=-0.4),
+    "softcap": make_case(**LONG, softcap=2.0, is_causal=True),
+    "alibi": make_case(**LONG, alibi="heads", is_causal=True),
+    "alibi per batch": make_case(**LONG, alibi="batch_heads", kv_lens=True),
+    "left window": make_case(**LONG, window=(30, -1), is_causal=True),
+    "right window": make_case(**LONG, window=(-1, 9)),
+    "window": make_case(**LONG, window=(0, 0)),
+    "window, decode": make_case(**LONG | {"Sq": 1}, window=(40, 0)),
+    "window and kv_lens": make_case(**LONG, window=(20, 5), kv_lens=True),
+    "kv_lens": make_case(**LONG, kv_lens=True),
+    "kv_lens, causal": make_case(**LONG, kv_lens=True, is_causal=True, seed=4),
+    "key_ranges": make_case(**LONG, key_ranges=(1, 1, 1)),
+    "key_ranges of rows": make_case(**LONG, key_ranges=(0, 0, 1), is_causal=True),
+    "key_ranges of batches": make_case(**LONG, key_ranges=(1, 0, 0), is_causal=True),
+    "key_ranges and bias": make_case(
+        **LONG, key_ranges=(1, 0, 1), mask="float", mask_shape=(0, 1, 0, 1), mask_grad=True
+    ),
+    "sinks": make_case(**LONG, sinks=True),
+    "sinks, dead rows": make_case(**SHORT, sinks=True, is_causal=True),
+    "sinks in the loop": make_case(**WIDE, sinks=True, kv_lens=True, is_causal=True),
+    "dropout": make_case(**LONG, dropout_p=0.3, is_causal=True),
+    "dropout, softcap, bias": make_case(
+        **LONG, dropout_p=0.6, softcap=4.0, mask="float", mask_shape=(1, 0, 1, 1), mask_grad=True
+    ),
+    "bool mask": make_case(**LONG, mask="bool", mask_holes=True),
+    "bool mask of keys": make_case(**LONG, mask="bool", mask_shape=(1, 0, 0, 1)),
+    "bool mask, causal": make_case(
+        **LONG, mask="bool", mask_shape=(0, 1, 1, 1), is_causal=True, softcap=5.0
+    ),
+    "bias": make_case(**LONG, mask="float", mask_holes=True),
+    "bias, sinks, dead rows": make_case(**LONG, mask="float", mask_holes=True, sinks=True),
+    "bias gradient": make_case(**LONG, mask="float", mask_grad=True, mask_holes=True),
+    **{
+        f"bias gradient {bits}": make_case(**LONG, mask="float", mask_shape=bits, mask_grad=True)
+        for bits in [(0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 0, 1)]
+    },
+    "expanded": make_case(**LONG, layout="expanded", is_causal=True),
+    "expanded in the loop": make_case(**WIDE, layout="expanded", is_causal=True),
+}
+
+
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, lse_grad):
+    assert_close_to_oracle(make_case(**vars(FEATURES[name]) | {"lse_grad": lse_grad}), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_dtypes(name, dtype):
+    assert_close_to_oracle(make_case(**vars(FEATURES[name]) | {"dtype": dtype}), "cpu")
+
+
+@pytest.mark.parametrize("D", [1, 2, 37, 128, 200, 512])
+@pytest.mark.parametrize("softcap", [0.0, 9.0], ids=["flash", "loop"])
+def test_head_dims(D, softcap):
+    case = make_case(Sq=20, Sk=30, D=D, Dv=D, softcap=softcap, is_causal=True, lse_grad=False)
+    assert_close_to_oracle(case, "cpu")
+
+
+PIECES = {  # which calls are aten's, in how many pieces; None: the loop's
+    "full": (make_case(), Spec(), 1),
+    "causal": (make_case(), Spec(is_causal=True), 1),
+    "causal, all rows dead but one": (make_case(Sk=1), Spec(is_causal=True), 1),
+    "decode in a window": (make_case(Sq=1), Spec(is_causal=True, window_left=9), 1),
+    "a window that hides nothing": (make_case(), Spec(is_causal=True, window_left=99), 1),
+    "equal lengths": (make_case(), Spec(kv_lens=torch.tensor([9, 9])), 1),
+    "lengths": (make_case(), Spec(kv_lens=torch.tensor([9, 47]), is_causal=True), 2),
+    "a batch without keys": (make_case(), Spec(kv_lens=torch.tensor([0, 9])), 1),
+    "no keys at all": (make_case(), Spec(kv_lens=torch.tensor([0, 0])), 0),
+    "padding on the left": (
+        make_case(Sq=47),
+        Spec(is_causal=True, key_ranges=torch.tensor([[3, 47], [11, 47]]).view(2, 1, 1, 2)),
+        2,
+    ),
+    "padding on the right": (
+        make_case(Sq=47),
+        Spec(is_causal=True, key_ranges=torch.tensor([[0, 30], [0, 47]]).view(2, 1, 1, 2)),
+        None,  # rows beyond the padding still attend: neither a rectangle nor a triangle
+    ),
+    "a bias": (make_case(), Spec(attn_mask=torch.randn(33, 47)), 1),
+    "a bias that needs a copy": (make_case(), Spec(attn_mask=torch.ones(33, 47).bool()), None),
+    "a mask of keys": (make_case(), Spec(attn_mask=torch.ones(2, 1, 1, 47).bool()), 1),
+    "a bias and causal": (make_case(), Spec(attn_mask=torch.zeros(1), is_causal=True), None),
+    "window": (make_case(), Spec(window_left=9), None),
+    "softcap": (make_case(), Spec(softcap=1.0), None),
+    "alibi": (make_case(), Spec(alibi_slopes=torch.ones(4)), None),
+    "dropout": (make_case(), Spec(dropout_p=0.1), None),
+    "another value size": (make_case(Dv=24), Spec(), None),
+    "sinks": (make_case(), Spec(sinks=torch.zeros(4)), 1),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_which_calls_are_atens(name):
+    case, spec, expected = PIECES[name]
+    q, k, v, _ = case.fresh()
+    if spec.kv_lens is not None:
+        spec = spec._replace(kv_lens=spec.kv_lens.int())
+    if spec.key_ranges is not None:
+        spec = spec._replace(key_ranges=spec.key_ranges.int())
+    pieces = flash.plan(q, k, v, spec, key_runs(spec, case.Sq, case.Sk))
+    assert (None if pieces is None else len(pieces)) == expected
+
+
+@pytest.mark.parametrize("name", [n for n, (_, s, _) in PIECES.items() if not s.dropout_p])
+def test_both_engines_agree(name):
+    case, spec, expected = PIECES[name]
+    q, k, v, _ = case.fresh()
+    small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
+    spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
+    runs = key_runs(spec, case.Sq, case.Sk)
+    out, lse = cpu.forward(q, k, v, spec)
+    by_loop = blockwise.forward(q, k, v, spec, runs, 0)
+    torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
+    grad_out, _ = case.grad_outputs(out, lse)
+    grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)
+    by_loop = blockwise.backward(grad_out, None, q, k, v, out, lse, spec, runs, False, 0)
+    torch.testing.assert_close(tuple(grads[:3]), tuple(by_loop[:3]), rtol=1e-5, atol=1e-5)
+
+
+LOOPS = {"flash": Spec(), "loop": Spec(softcap=50.0)}
+
+
+@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+def test_rows_with_nothing_to_attend(spec):
+    case = make_case(Sq=9, Sk=5)
+    q, k, v, _ = case.fresh()
+    spec = spec._replace(is_causal=True)
+    out, lse = cpu.forward(q, k, v, spec)
+    assert (out[:, :, :4] == 0).all() and (lse[:, :, :4] == -math.inf).all()
+    assert torch.isfinite(lse[:, :, 4:]).all()
+    grads = cpu.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, spec)
+    assert (grads.query[:, :, :4] == 0).all()
+    assert all(torch.isfinite(g).all() for g in grads[:3])
+
+
+@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, -math.inf, 3.0])], ids=str)
+def test_no_keys(spec, sinks):
+    q, k, v, _ = make_case().fresh()
+    spec = spec._replace(kv_lens=torch.zeros(2, dtype=torch.int32), sinks=sinks)
+    out, lse = cpu.forward(q, k, v, spec)
+    expected = (
+        torch.full_like(lse, -math.inf) if sinks is None else sinks.view(-1, 1).expand_as(lse)
+    )
+    assert (out == 0).all() and (lse == expected).all()
+    grads = cpu.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, spec)
+    assert all((g == 0).all() for g in grads[:3])
+    if sinks is not None:
+        rows = 2.0 * 33
+        assert grads.sinks.tolist() == [rows, rows, 0.0, rows]
+
+
+def test_lengths_and_ranges_outside_the_keys_are_clamped():
+    q, k, v, _ = make_case(dtype=torch.float64).fresh()
+    for spec in LOOPS.values():
+        spec = spec._replace(
+            kv_lens=torch.tensor([-5, 99], dtype=torch.int32),
+            key_ranges=torch.tensor([-7, 99], dtype=torch.int32).view(1, 1, 1, 2),
+            alibi_slopes=torch.ones(4),
+            is_causal=True,
+        )
+        torch.testing.assert_close(cpu.forward(q, k, v, spec), reference.forward(q, k, v, spec))
+
+
+POISON = {
+    "causal": Spec(is_causal=True),
+    "softcap": Spec(is_causal=True, softcap=9.0),
+    "window": Spec(window_left=3, window_right=0),
+    "kv_lens": Spec(kv_lens=torch.tensor([30, 12], dtype=torch.int32)),
+    "loop, kv_lens": Spec(kv_lens=torch.tensor([30, 12], dtype=torch.int32), softcap=5.0),
+    "bool mask": Spec(attn_mask=torch.ones(40, 40).tril().bool()),
+    "float mask": Spec(attn_mask=torch.full((40, 40), -math.inf).triu(1)),
+    "dropout": Spec(is_causal=True, dropout_p=0.5, dropout_seed=torch.tensor([3])),
+}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    # a bias is added to the score, and NaN - inf is NaN
+    [(n, w) for n in POISON for w in ("value", "key") if (n, w) != ("float mask", "key")],
+)
+def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, where):
+    spec = POISON[name]
+    case = make_case(Sq=40, Sk=40)
+    q, k, v, _ = case.fresh()
+    grad_out = case.grad_outputs(q, q[..., 0])[0]
+    clean = cpu.forward(q, k, v, spec)
+    clean_dq = cpu.backward(grad_out, None, q, k, v, *clean, spec).query
+    attended = reference.modify_scores(torch.zeros(2, 4, 40, 40), spec, 16)[..., 20] > -math.inf
+    (v if where == "value" else k)[:, :, 20] = poison
+    out, lse = cpu.forward(q, k, v, spec)
+    dq = cpu.backward(grad_out, None, q, k, v, out, lse, spec).query
+    assert attended.any() and not attended.all()
+    assert not torch.isnan(out[~attended]).any() and not torch.isnan(lse[~attended]).any()
+    torch.testing.assert_close(out[~attended], clean[0][~attended])
+    torch.testing.assert_close(lse[~attended], clean[1][~attended])
+    torch.testing.assert_close(dq[~attended], clean_dq[~attended])
+    if where == "value":
+        assert not torch.isfinite(out[attended]).any()
+        torch.testing.assert_close(lse, clean[1])
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "alibi"])
+def test_extreme_scores(name):
+    options = {"plain": {}, "causal": {"is_causal": True}, "softcap": {"softcap": 8e3}}
+    case = make_case(magnitude=1e4, scale=1.0, **options.get(name, {"alibi": "heads"}))
+    assert_close_to_oracle(case, "cpu", gradients=False)
+    q, k, v, spec = case.fresh(requires_grad=True)
+    out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=case.is_causal, scale=1.0)
+    for grad in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)):
+        assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(spec, dtype):
+    q, k, v, _ = make_case(dtype=dtype).fresh()
+    mask = torch.zeros(33, 47, dtype=dtype)
+    mask[5] = torch.finfo(dtype).min
+    out, _ = cpu.forward(q, k, v, spec._replace(attn_mask=mask))
+    mean = v.float().mean(2).repeat_interleave(2, 1)
+    torch.testing.assert_close(out[:, :, 5].float(), mean, rtol=1e-2, atol=1e-2)
+
+
+def test_many_keys():
+    """Key positions beyond 2**16, in the loop and in aten's kernel."""
+    size = {"B": 1, "Hq": 2, "Hkv": 1, "Sq": 2, "Sk": 70_001, "D": 8, "Dv": 8}
+    assert_close_to_oracle(make_case(**size, is_causal=True, lse_grad=False), "cpu")
+    assert_close_to_oracle(make_case(**size, is_causal=True, softcap=4.0), "cpu")
+    assert_close_to_oracle(make_case(**size, window=(100, 0)), "cpu")
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 5), (16, 16), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("slab", [1, 2**30], ids=["one head", "all heads"])
+def test_results_do_not_depend_on_tiles(monkeypatch, tile, slab):
+    case = make_case(
+        B=3, Sq=13, Sk=21, kv_lens=True, window=(6, 2), softcap=3.0, sinks=True, dropout_p=0.2,
+        mask="float", mask_shape=(1, 1, 0, 1), mask_grad=True, alibi="batch_heads",
+        dtype=torch.float64,
+    )  # fmt: skip
+    monkeypatch.setattr(tiles, "ROWS", tile[0])
+    monkeypatch.setattr(tiles, "COLS", tile[1])
+    monkeypatch.setattr(tiles, "SLAB", slab)
+    assert_close_to_oracle(case, "cpu")
+
+
+def test_tiles_outside_every_run_are_not_visited():
+    """A window costs O(S), and a bool mask of blocks only its blocks."""
+    case = make_case(B=1, Sq=1024, Sk=1024)
+    q, k, _, _ = case.fresh()
+    blocks = torch.block_diag(*[torch.ones(256, 256)] * 4).bool()
+    for spec, expected in [
+        (Spec(softcap=1.0), 64),
+        (Spec(is_causal=True), 40),
+        (Spec(window_left=100, window_right=0), 16),
+        (Spec(kv_lens=torch.tensor([256], dtype=torch.int32)), 16),
+        (Spec(attn_mask=blocks), 16),
+    ]:
+        problem = tiles.Problem(q, k, spec, key_runs(spec, 1024, 1024), 0)
+        problem.rows, problem.cols = 64, 256
+        (slab,) = problem.slabs()
+        scores = tiles.Scores(problem, slab)
+        visited = sum(1 for rows in problem.row_blocks() for _ in scores.tiles(rows))
+        assert visited == expected, spec
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "causal, cached", "kv_lens", "softcap"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts(name, layout, dtype):
+    case = make_case(**vars(FEATURES[name]) | {"layout": layout, "dtype": dtype})
+    q, k, v, spec = case.fresh()
+    out, lse = cpu.forward(q, k, v, spec)
+    assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    grads = cpu.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+    for grad, x in zip(grads, (q, k, v)):
+        assert grad.dtype == dtype and grad.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "softcap", "bias gradient", "dropout"])
+def test_repeatable(name):
+    case = FEATURES[name]
+    q, k, v, spec = case.fresh()
+    out, lse = cpu.forward(q, k, v, spec)
+    again = cpu.forward(q, k, v, spec)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    cotangents = case.grad_outputs(out, lse)
+    first, second = (
+        cpu.backward(*cotangents, q, k, v, out, lse, spec, case.mask_grad) for _ in range(2)
+    )
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second))
+
+
+PACKED = {
+    "ragged": PackedCase(),
+    "ragged, causal": PackedCase(margin=2, features=make_case(is_causal=True)),
+    "equal": PackedCase((20,) * 4, (30,) * 4, 1, make_case(is_causal=True)),
+    "partly equal": PackedCase((4, 20, 20, 0, 20), (9, 30, 30, 7, 30), features=make_case()),
+    "loop": PackedCase(features=make_case(softcap=3.0, Dv=24, window=(7, 2))),
+    "alibi, equal": PackedCase((9,) * 3, (11,) * 3, 0, make_case(alibi="batch_heads")),
+    "lengths": PackedCase(features=make_case(kv_lens=True, alibi="batch_heads", is_causal=True)),
+    "sinks": PackedCase(margin=1, features=make_case(sinks=True, is_causal=True)),
+    "dropout": PackedCase(features=make_case(dropout_p=0.4)),
+    "dropout, equal": PackedCase((9,) * 3, (11,) * 3, 2, make_case(dropout_p=0.4)),
+    "one": PackedCase((300,), (300,), 0, make_case(is_causal=True, layout="bshd")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(name, lse_grad, dtype):
+    case = PACKED[name]
+    features = make_case(**vars(case.features) | {"dtype": dtype, "lse_grad": lse_grad})
+    case = PackedCase(case.lengths_q, case.lengths_k, case.margin, features)
+    assert_close_to_oracle(case, "cpu")
+
+
+@pytest.mark.parametrize("ends", [[0, 99], [5, 2, 9], [-3, 4, 50], [60, 70]], ids=str)
+def test_wrong_cu_seqlens_stay_inside_the_tensors(ends):
+    q, k, v, spec = PackedCase((20,), (20,)).fresh()
+    wrong = torch.tensor(ends, dtype=torch.int32)
+    right = torch.tensor([0, *[20] * (len(ends) - 1)], dtype=torch.int32)
+    for pair in [(wrong, wrong), (wrong, right), (right, wrong)]:
+        packing = Packing(*pair)
+        out, lse = cpu.varlen_forward(q, k, v, packing, spec)
+        grads = cpu.varlen_backward(out, None, q, k, v, out, lse, packing, spec)
+        assert all(torch.isfinite(x).all() for x in (out, *grads[:3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 8), (3, 2, 5, 7, 16), (4, 6, 1)], ids=str)
+def test_merge_states(shape, dtype):
+    g = torch.Generator().manual_seed(0)
+    outs = torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    lses = (torch.randn(shape[:-1], generator=g, dtype=torch.float64) * 30).to(wide)
+    lses[torch.rand(shape[:-1], generator=g) < 0.3] = -math.inf
+    out, lse = cpu.merge_states(outs, lses)
+    expected_out, expected_lse = reference.merge_states(outs, lses)
+    assert out.dtype == dtype and lse.dtype == wide
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_support():
+    q, k, v, spec = Case().fresh()
+    assert cpu.available_error() is None
+    assert cpu.support_error(q, k, v, spec) is None
+    assert cpu.support_error(*(x.to("meta") for x in (q, k, v)), spec) == (
+        "runs on CPU tensors, got meta"
+    )
+    assert "got torch.int32" in cpu.support_error(*(x.int() for x in (q, k, v)), spec)
