@@ -83,7 +83,7 @@ lint: $(STAMP)  ## ruff, formatting, and who may import whom
 	$(TEST_ENV) $(PY) -m pytest -q tests/test_layering.py
 
 docs: $(STAMP) $(DOCS)  ## build the site, warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 $(DOCS): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[docs]'
