@@ -71,18 +71,12 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
         NotImplementedError: the backend asked for, or every one, refuses the call; the message
             says why.
     """
-    # comparing is cheaper than listing features, and most calls use none
-    plain = spec[3:13] == _PLAIN and spec[0] is None and not spec[1]
-    features = spec[2] if plain else _features(spec)
     name = spec[13] or default or "auto"
-    key = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, features, backward)
+    key = (*_features(spec), q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, backward)
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(name, q, k, v, spec, backward)
     return backend
-
-
-_PLAIN = Spec()[3:13]
 
 
 def _features(spec: Spec) -> tuple:

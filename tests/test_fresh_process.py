@@ -62,3 +62,34 @@ grad = torch.func.grad(lambda q: fa_ops.attention(q, q, q).sum())
 print(torch.vmap(grad)(q).shape)
 """
     assert run(code) == "torch.Size([3, 1, 2, 5, 8])\n"
+
+
+def test_torch_without_its_private_function_class():
+    """The names may go; what they made possible raises, the rest works."""
+    code = """
+import torch, torch._functorch.utils
+del torch._functorch.utils.enable_single_level_autograd_function
+import fa_ops
+q = torch.randn(1, 2, 5, 8, requires_grad=True)
+fa_ops.attention(q, q, q).sum().backward()
+print(q.grad.shape)
+try:
+    torch.func.grad(lambda q: fa_ops.attention(q, q, q).sum())(q.detach())
+except RuntimeError as error:
+    print("raises")
+"""
+    assert run(code) == "torch.Size([1, 2, 5, 8])\nraises\n"
+
+
+def test_rules_wait_for_the_parts_of_torch_they_are_about():
+    code = """
+import sys, torch, fa_ops
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+assert torch.ops.fa.attention in flop_registry
+before = len(sys.meta_path)
+assert "fa_ops.distributed.sharding" not in sys.modules
+import torch.distributed.tensor
+assert "fa_ops.distributed.sharding" in sys.modules
+print(before - len(sys.meta_path))
+"""
+    assert run(code) == "1\n"

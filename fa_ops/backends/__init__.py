@@ -13,7 +13,8 @@ Every backend is a module (or package) with these functions; `Spec`, `Packing` a
     merge_states(outs, lses) -> (out, lse)
 
 What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops` answers zero-sized calls itself); the last
-dimension of q, k, v is contiguous, all other strides are arbitrary (also 0). What they must give: out (B, Hq, Sq, Dv) in q's dtype, laid out
+dimension of q, k, v, out and grad_out is contiguous, their other strides and attn_mask's are arbitrary (also 0); every other tensor is contiguous.
+What a support_error may look at: `dispatch.select` says, because it remembers the answer. What they must give: out (B, Hq, Sq, Dv) in q's dtype, laid out
 (B, Sq, Hq, Dv) in memory; lse fp32 (fp64 for fp64), contiguous (B, Hq, Sq); varlen: out (Tq, Hq, Dv) contiguous, lse (Hq, Tq), rows outside
 every sequence 0 and -inf; gradients with the memory layout of `torch.empty_like`; `Gradients.attn_mask` summed over broadcast dimensions, in the
 mask's shape and dtype. Never an alias of an input.

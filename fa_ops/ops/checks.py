@@ -32,10 +32,11 @@ def _plain(value: object) -> object:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> None:
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> Spec:
     """Raise ValueError or TypeError unless q, k, v and the spec make a legal call.
 
-    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
+    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie. Returns the
+    spec as kernels want it.
     """
     if not (real and _obviously_fit(q, k, v)):
         _inputs(q, k, v, 4, "(B, H, S, D)")
@@ -48,13 +49,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
         _heads(Hq, Hkv, Hv, D, Dk, Dv)
         if real:
             _contiguous_rows(q, k, v)
-    if spec[3:] != _NO_OPTIONS or spec[0] is not None or spec[1]:
-        B, Hq, Sq, _ = q.shape
-        _options(q, spec, B, Hq)
-        if spec.attn_mask is not None:
-            _mask(q, spec, (B, Hq, Sq, k.shape[2]))
-        if spec.key_ranges is not None:
-            _key_ranges(q, spec.key_ranges, B, Hq, Sq)
+    if _is_plain(spec):
+        return spec
+    B, Hq, Sq, _ = q.shape
+    _options(q, spec, B, Hq)
+    if spec.attn_mask is not None:
+        _mask(q, spec, (B, Hq, Sq, k.shape[2]))
+    if spec.key_ranges is not None:
+        _key_ranges(q, spec.key_ranges, B, Hq, Sq)
+    return _compact(spec) if real else spec
 
 
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -74,8 +77,8 @@ def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, real: bool = False
-) -> None:
-    """The same for packed sequences."""
+) -> tuple[Packing, Spec]:
+    """The same for packed sequences; returns the packing too."""
     _inputs(q, k, v, 3, "(T, H, D)")
     _, Hq, D = q.shape
     Tk, Hkv, Dk = k.shape
@@ -98,8 +101,11 @@ def packed(
     for name, longest in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if longest is not None:
             need(longest >= 0, "{} must not be negative, got {}", name, longest)
-    if spec[3:] != _NO_OPTIONS or spec[1]:
+    if not _is_plain(spec):
         _options(q, spec, ends_q.shape[0] - 1, Hq)
+    if not real:
+        return packing, spec
+    return Packing(ends_q.contiguous(), ends_k.contiguous(), max_q, max_k), _compact(spec)
 
 
 def saved(
@@ -153,21 +159,32 @@ def with_rows(t: Tensor) -> Tensor:
     return t if t.stride()[-1] == 1 else t.contiguous()
 
 
-def compact(spec: Spec) -> Spec:
+def _is_plain(spec: Spec) -> bool:
+    """Whether the spec says nothing that could be wrong. By identity: comparing it as a tuple would
+    ask each tensor whether it equals None, at 15 us."""
+    return (
+        spec.alibi_slopes is None
+        and spec.sinks is None
+        and spec.kv_lens is None
+        and spec.key_ranges is None
+        and spec.dropout_seed is None
+        and spec.attn_mask is None
+        and spec.scale is None
+        and spec.backend is None
+        and spec.window_left == -1
+        and spec.window_right == -1
+        and spec.softcap == 0.0
+        and spec.dropout_p == 0.0
+    )
+
+
+def _compact(spec: Spec) -> Spec:
     """The spec with its small tensors contiguous: kernels index them flat."""
-    if spec[7:12] == (None,) * 5:
-        return spec
     small = (None if t is None else t.contiguous() for t in spec[7:12])
     return Spec(*spec[:7], *small, *spec[12:])
 
 
-def compact_packing(packing: Packing) -> Packing:
-    ends_q, ends_k, *longest = packing
-    return Packing(ends_q.contiguous(), ends_k.contiguous(), *longest)
-
-
 _NAMES = "float16, bfloat16, float32 or float64"
-_NO_OPTIONS = Spec()[3:]
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:

@@ -24,13 +24,11 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    spec = Spec(*args, **options)
-    checks.dense(q, k, v, spec, real=True)
+    spec = checks.dense(q, k, v, Spec(*args, **options), real=True)
     if not (q.numel() and k.numel()):
         out, lse = empty_outputs(q, v)
         lse.copy_(float("-inf") if spec.sinks is None else spec.sinks.view(-1, 1))
         return out.zero_(), lse
-    spec = checks.compact(spec)
     return dispatch.select(q, k, v, spec).forward(q, k, v, spec)
 
 
@@ -65,9 +63,9 @@ def _attention_autograd(keyset, q, k, v, *args, **options):
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):
     spec = Spec(*args, **options)
-    _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=True)
+    spec = _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=True)
     if q.numel() and k.numel():
-        spec = autograd.repeatable(checks.compact(spec))
+        spec = autograd.repeatable(spec)
         grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
         lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -96,11 +94,12 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dmask, dsinks
 
 
-def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=False) -> None:
-    checks.dense(q, k, v, spec, real)
+def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=False) -> Spec:
+    spec = checks.dense(q, k, v, spec, real)
     checks.saved(grad_out, grad_lse, q, v, out, lse)
     if mask_grad:
         checks.mask_grad(spec)
+    return spec
 
 
 library.register("attention", _attention, _attention_fake, _attention_autograd)

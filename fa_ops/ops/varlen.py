@@ -37,15 +37,13 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
-    packing, spec = bind(*args, **options)
-    checks.packed(q, k, v, packing, spec, real=True)
+    packing, spec = checks.packed(q, k, v, *bind(*args, **options), real=True)
     if not (q.numel() and k.numel()):
         out, lse = empty_outputs(q, v)
         lse.fill_(float("-inf"))
         if spec.sinks is not None:
             torch.where(_in_a_sequence(q, packing), spec.sinks.view(-1, 1).to(lse), lse, out=lse)
         return out.zero_(), lse
-    packing, spec = checks.compact_packing(packing), checks.compact(spec)
     return dispatch.select(q, k, v, spec).varlen_forward(q, k, v, packing, spec)
 
 
@@ -70,12 +68,11 @@ def _autograd(keyset, q, k, v, *args, **options):
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
-    packing, spec = bind(*args, **options)
-    checks.packed(q, k, v, packing, spec, real=True)
+    packing, spec = checks.packed(q, k, v, *bind(*args, **options), real=True)
     checks.saved(grad_out, grad_lse, q, v, out, lse)
     if not (q.numel() and k.numel()):
         return _empty_gradients(grad_lse, q, k, v, packing, spec)
-    packing, spec = checks.compact_packing(packing), autograd.repeatable(checks.compact(spec))
+    spec = autograd.repeatable(spec)
     grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()

@@ -1,4 +1,4 @@
-"""The operators' contracts on a GPU: layouts, captured graphs, no synchronisation, torch.compile."""
+"""The operators' contracts on a GPU: layouts, captured graphs, no waiting, torch.compile."""
 
 from __future__ import annotations
 

@@ -80,6 +80,24 @@ def test_vmap_backward(name, which):
     compare_vmap(gradients, tensors, {"query"} if which == "query" else set(tensors), {})
 
 
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (4, 5, 7), (1, 1, 5, 7), (2, 1, 1, 7)])
+@pytest.mark.parametrize("mapped", [{"query"}, {"attn_mask"}, {"query", "attn_mask", "sinks"}])
+def test_vmap_of_masks_that_broadcast(shape, mapped):
+    """The gradient of a mask is one per sample even where the mask is shared."""
+    tensors, plain = dense_arguments("plain")
+    tensors |= {"attn_mask": torch.randn(shape), "sinks": torch.randn(4)}
+
+    def gradients(t):
+        out, lse = dense.WITH_LSE(**t, **plain)
+        saved = {"grad_out": out.sin(), "grad_lse": lse.cos(), "out": out, "lse": lse}
+        return dense.BACKWARD(**saved, **t, **plain, mask_grad=True)
+
+    compare_vmap(gradients, tensors, mapped, {})
+    del tensors["sinks"]
+    without = lambda t: gradients(t)[:4]  # noqa: E731
+    compare_vmap(without, tensors, mapped - {"sinks"}, {})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_per_sample(name):
     """vmap(grad): shared arguments get a gradient per sample."""
