@@ -162,9 +162,6 @@ def attention_varlen(
             safe and needs no synchronisation.
         max_seqlen_k: the same for keys.
         kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
-        dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, return_lse,
-        deterministic,
-            backend: as in :func:`attention`, per sequence.
 
     Returns:
         ``out`` ``(Tq, Hq, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
