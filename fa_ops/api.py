@@ -100,7 +100,8 @@ def attention(
     if not (torch.compiler.is_compiling() or dropout_p or return_lse) and (
         attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is None
     ):
-        call = prepared.key_of(query, key, value, is_causal, scale, window, softcap, backend)
+        sides = tuple(window) if isinstance(window, list) else window
+        call = prepared.key_of(query, key, value, is_causal, scale, sides, softcap, backend)
         run = call and prepared.find(call)
         if run is not None:
             return run(query, key, value)
