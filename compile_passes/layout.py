@@ -39,7 +39,7 @@ def forward(value: Value, dims: Dims) -> Dims | None:
 def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
     """Dims of a layout operation's input from those of its result, and whether a repetition was undone."""
     x = source(value)
-    if x is None or x.tensor is None:
+    if x is None or not isinstance(x.tensor, torch.Tensor):
         return None
     shape = x.shape
     if value.op == "copy" or (value.op == "cast" and x.dtype == value.dtype):

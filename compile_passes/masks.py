@@ -8,9 +8,11 @@ are replaced by it, by giving the rows without keys a zero query and all keys.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 import sympy
+import torch
 
 from compile_passes.axes import Axis, resolve_dims
 from compile_passes.elements import Reader, as_number, coordinates
@@ -32,18 +34,35 @@ from compile_passes.states import Bias, Fill, Leaf
 FAR = -1e4
 
 
+class Dead(enum.Enum):
+    """What a row is whose keys are all masked."""
+
+    ZERO = "0 (eager: NaN)"
+    UNIFORM = "the mean of the values; scores are replaced by the fill"
+    ABSORBED = "the mean of the values; scores vanish beside the fill, gradients pass to them"
+    ADDED = "as if nothing were masked; the fill is common to the row"
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Scores stay where the leaf is `kept`: True, False, or 0 for an additive mask."""
+
+    leaf: Leaf
+    kept: bool | float
+
+
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """`window` is (left, right) around the bottom-right diagonal, None: unbounded; right 0 is causal. The rest stays dense."""
+    """`window` is (left, right) around the bottom-right diagonal; None: unbounded, right 0: causal.
+
+    `biases` and `keeps` stay dense.
+    """
 
     left: int | None = None
     right: int | None = None
     biases: tuple[Bias, ...] = ()
-    fills: tuple[Fill, ...] = ()
-
-    @property
-    def dense(self) -> bool:
-        return bool(self.biases or self.fills)
+    keeps: tuple[Keep, ...] = ()
+    dead: Dead = Dead.ZERO
 
     def describe(self) -> str:
         parts = []
@@ -51,36 +70,59 @@ class Masks:
             parts.append("is_causal")
         if self.left is not None or self.right not in (None, 0):
             parts.append(f"window=({self.left}, {self.right})")
-        if self.dense:
+        if self.biases or self.keeps:
             parts.append("dense attn_mask")
         return ", ".join(parts) or "no mask"
+
+
+Meaning = tuple[Condition, float] | None  # (which scores stay, what the others get)
+Term = Bias | Fill
 
 
 def understand(plan: Plan, reader: Reader) -> Masks:
     """Raises Refused where a fill can't be kept."""
     terms = _without_constants(plan.scores.terms)
-    read = [(term, _read(term, plan, reader)) for term in terms]
-    read = [(t, m) for t, m in read if m is None or m[0] is not True]
-    structured = [(t, m) for t, m in read if m is not None and _window(m[0], plan) is not None]
-    dense = [t for t, m in read if (t, m) not in structured]
-    window = _window(all_of(*(m[0] for _, m in structured)), plan)
-    alive = not dense and window is not None and _every_row_attends(window, plan)
-    if not alive:  # then only an exact -inf may become a flag
-        finite = [(t, m) for t, m in structured if m[1] > -math.inf]
-        structured = [(t, m) for t, m in structured if (t, m) not in finite]
-        dense = [t for t in terms if t in dense or t in [f for f, _ in finite]]
-        window = _window(all_of(*(m[0] for _, m in structured)), plan)
-    left, right = window
+    meanings = {t: _read(t, reader) for t in terms}
+    terms = [t for t in terms if meanings[t] is None or meanings[t][0] is not True]
+    bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
+    dense = [t for t in terms if t not in bands]
+    window = _window([meanings[t] for t in bands], plan)
+    if dense or not _every_row_attends(window, plan):  # then only an exact -inf may be a flag
+        bands = [t for t in bands if meanings[t][1] == -math.inf]
+        dense = [t for t in terms if t not in bands]
+        window = _window([meanings[t] for t in bands], plan)
+    if len(dense) == 1 and not bands:
+        keep = _additive(dense[0], meanings[dense[0]])
+        if keep is not None:
+            return Masks(keeps=(keep[0],), dead=keep[1])
+    return _fallback(window, dense, bool(bands))
+
+
+def _additive(term: Term, meaning: Meaning) -> tuple[Keep, Dead] | None:
+    """An additive mask of 0 and one far number as a bool mask, which says what dead rows are."""
+    if not isinstance(term, Bias) or meaning is None:
+        return None
+    fill = meaning[1]
+    if fill == -math.inf:
+        return Keep(term.leaf, 0.0), Dead.ZERO
+    absorbed = -fill * torch.finfo(term.dtype).eps >= 64
+    return Keep(term.leaf, 0.0), Dead.ABSORBED if absorbed else Dead.ADDED
+
+
+def _fallback(window: Window, dense: list[Term], flagged: bool) -> Masks:
     biases = tuple(t for t in dense if isinstance(t, Bias))
     fills = tuple(t for t in dense if isinstance(t, Fill))
-    _check_fills(dense, fills, bool(structured))
-    return Masks(left, right, biases, fills)
+    _check_fills(dense, fills, flagged)
+    keeps = tuple(Keep(f.mask, not f.where) for f in fills)
+    finite = any(f.value > -math.inf for f in fills)
+    return Masks(*window, biases, keeps, Dead.UNIFORM if finite else Dead.ZERO)
 
 
 _NOTHING = (True, 0.0)
+Window = tuple[int | None, int | None]
 
 
-def _without_constants(terms: tuple[Bias | Fill, ...]) -> list[Bias | Fill]:
+def _without_constants(terms: tuple[Term, ...]) -> list[Term]:
     """A number added to all scores changes nothing but the fills before it, and softmax ignores what is common to a row."""
     result, shift = [], 0.0
     for term in terms:
@@ -93,7 +135,7 @@ def _without_constants(terms: tuple[Bias | Fill, ...]) -> list[Bias | Fill]:
     return result
 
 
-def _read(term: Bias | Fill, plan: Plan, reader: Reader) -> tuple[Condition, float] | None:
+def _read(term: Term, reader: Reader) -> Meaning:
     """(which scores are kept, what the others are filled with or get added)."""
     leaf = term.leaf if isinstance(term, Bias) else term.mask
     element = _element(leaf, reader)
@@ -110,7 +152,7 @@ def _element(leaf: Leaf, reader: Reader) -> Element | None:
     return None if at is None or isinstance(leaf.value, float) else reader.element(leaf.value, at)
 
 
-def _keep(x: Element, coefficient: float) -> tuple[Condition, float] | None:
+def _keep(x: Element, coefficient: float) -> Meaning:
     """An additive mask: 0 where kept, one far negative number (or several) elsewhere."""
     if isinstance(x, Choice):
         yes, no = _keep(x.yes, coefficient), _keep(x.no, coefficient)
@@ -126,8 +168,9 @@ def _keep(x: Element, coefficient: float) -> tuple[Condition, float] | None:
     return (False, value * coefficient) if value * coefficient <= FAR else None
 
 
-def _window(keep: Condition, plan: Plan) -> tuple[int | None, int | None] | None:
-    """(left, right) if `keep` is a band around the diagonal; None if it is anything else."""
+def _window(meanings: list[Meaning], plan: Plan) -> Window | None:
+    """(left, right) if the scores kept are a band around the diagonal; None if they are anything else."""
+    keep = all_of(*(m[0] for m in meanings))
     if keep is True:
         return None, None
     literals = keep.conditions if isinstance(keep, All) else {keep}
@@ -164,7 +207,7 @@ def _only(group: tuple[Axis, ...]) -> Axis | None:
     return group[0] if len(group) == 1 else None
 
 
-def _every_row_attends(window: tuple[int | None, int | None], plan: Plan) -> bool:
+def _every_row_attends(window: Window, plan: Plan) -> bool:
     """A band holds the diagonal, whose key exists for every query if there are as many keys as queries."""
     i, j = _only(plan.queries), _only(plan.keys)
     if window == (None, None):
@@ -173,7 +216,7 @@ def _every_row_attends(window: tuple[int | None, int | None], plan: Plan) -> boo
     return bool(surplus.is_nonnegative)
 
 
-def _check_fills(dense: list[Bias | Fill], fills: tuple[Fill, ...], flagged: bool) -> None:
+def _check_fills(dense: list[Term], fills: tuple[Fill, ...], flagged: bool) -> None:
     """Whether the dense mask can say what the fills do."""
     finite = {f.value for f in fills if f.value > -math.inf}
     if not finite:

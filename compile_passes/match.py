@@ -163,7 +163,7 @@ def _baddbmm(value: Value, scores: Scores) -> State | None:
     if isinstance(joined, str):
         return None
     leaf, dims = joined
-    return dataclasses.replace(scores, dims=dims, terms=(Bias(leaf, float(beta)),))
+    return dataclasses.replace(scores, dims=dims, terms=(Bias(leaf, value.dtype, float(beta)),))
 
 
 def _join(value: Value, state: Scores | Weights, x: object) -> tuple[Leaf, Dims] | str:
@@ -199,10 +199,10 @@ def _scores_add(value: Value, s: Scores, name: str) -> State | str:
     leaf, dims = joined
     sign = -1.0 if value.op == "sub" else 1.0
     if name == "input":
-        return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf, sign * alpha)))
+        return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf, value.dtype, sign * alpha)))
     if sign * alpha != 1.0:
         return "they are subtracted from something"
-    return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf)))
+    return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf, value.dtype)))
 
 
 def _scores_mul(value: Value, s: Scores, name: str) -> State | str:
@@ -226,11 +226,9 @@ def _scores_mul(value: Value, s: Scores, name: str) -> State | str:
 def _scaled(value: Value, s: Scores, c: float) -> State | str:
     if c < 0 and (s.softcap or any(isinstance(t, Fill) for t in s.terms)):
         return "they are negated after a mask or a softcap"
+    field = {Bias: "coefficient", Fill: "value"}
     terms = tuple(
-        Bias(t.leaf, t.coefficient * c)
-        if isinstance(t, Bias)
-        else Fill(t.mask, t.where, t.value * c)
-        for t in s.terms
+        dataclasses.replace(t, **{field[type(t)]: getattr(t, field[type(t)]) * c}) for t in s.terms
     )
     return s.then(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
 

@@ -7,13 +7,14 @@ import operator
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
 from compile_passes import constants, elements, layout, vocabulary
 from compile_passes.axes import Dims, same
 from compile_passes.emit import Emitter, rows_are_contiguous
 from compile_passes.ir import Value, View, example
-from compile_passes.masks import Masks
+from compile_passes.masks import Dead, Keep, Masks
 from compile_passes.plan import Plan, Refused
 from compile_passes.states import Bias, Fill, Leaf
 
@@ -61,7 +62,7 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
     k = _operand(emitter, plan.k, (B, plan.kv_heads, plan.keys, D), plan.dtype)
     v = _operand(emitter, plan.v, (B, plan.kv_heads, plan.keys, plan.features), plan.dtype)
     q, k, scale = _scale(plan, emitter, q, k)
-    mask, q = _mask(plan, masks, emitter, q)
+    passing, (mask, q, dead) = q, _mask(plan, masks, emitter, q)
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     if plan.scores.softcap:
         options["softcap"] = plan.scores.softcap
@@ -79,6 +80,8 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
     q, k, v = (_with_rows(emitter, x) for x in (q, k, v))
     call = emitter.function(ATTENTION, q, k, v, mask, p, causal, **options)
     result = call
+    if masks.dead is Dead.ABSORBED:
+        result = _through_absorbed(plan, emitter, result, passing, k, v, scale, dead)
     for leaf in plan.core.weights.factors:
         factor = _aligned(emitter, leaf, (B, H, I, ()))
         result = emitter.function(operator.mul, result, factor)
@@ -150,33 +153,76 @@ def _is_default_scale(plan: Plan, leaf: Leaf, apply) -> bool:
 
 
 def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node):
-    """(attn_mask, query): biases added up, masks joined, rows without keys made uniform where a finite fill asks for it."""
-    keep = None
-    for fill in masks.fills:
-        mask = _aligned(emitter, fill.mask, plan.mask_dims)
-        if fill.where:
-            mask = emitter.function(torch.logical_not, mask)
+    """(attn_mask, query, dead rows): biases added up, masks joined, rows without keys given all."""
+    keep = dead = bias = None
+    for one in masks.keeps:
+        mask = _keep(plan, emitter, one)
         keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
-    dead = None
-    if any(f.value > -math.inf for f in masks.fills):
+    if masks.dead is not Dead.ZERO:
         alive = emitter.method("any", keep, dim=-1, keepdim=True)
         dead = emitter.function(torch.logical_not, alive)
-        q = emitter.method("masked_fill", q, dead, 0.0)
         keep = emitter.function(operator.or_, keep, dead)
-    bias = None
+        if masks.dead is not Dead.ADDED:
+            q = emitter.method("masked_fill", q, dead, 0.0)
     for term in masks.biases:
         one = _bias(plan, emitter, term)
         bias = one if bias is None else emitter.function(operator.add, bias, one)
     if bias is None:
-        return keep, q
+        return keep, q, dead
     if example(bias).dtype not in (plan.dtype, torch.float32):
         bias = emitter.method("to", bias, torch.float32)
+    if dead is not None:
+        bias = emitter.method("masked_fill", bias, dead, 0.0)
     if keep is not None:
-        if dead is not None:
-            bias = emitter.method("masked_fill", bias, dead, 0.0)
         drop = emitter.function(torch.logical_not, keep)
         bias = emitter.method("masked_fill", bias, drop, -math.inf)
-    return bias, q
+    return bias, q, dead
+
+
+def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
+    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, plan.mask_dims)
+    if keep.kept is True:
+        return mask
+    if keep.kept is False:
+        return emitter.function(torch.logical_not, mask)
+    return emitter.function(operator.eq, mask, keep.kept)
+
+
+def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead) -> fx.Node:
+    """Add what a dead row passes back to its scores when they vanish beside the fill: nothing forward, all of it backward.
+
+    With uniform weights over n keys, d out = sum_j (v_j - mean v) ds_j / n: linear in the query.
+    """
+    if not any(example(x).requires_grad for x in (plan.q.value.node, plan.k.value.node)):
+        return result
+    if plan.scores.softcap or scale is None:
+        raise Refused("rows without keys pass gradients through a softcap or a symbolic scale")
+    centred = emitter.function(operator.sub, v, emitter.method("mean", v, 2, keepdim=True))
+    centred = emitter.method("transpose", emitter.method("detach", centred), 2, 3)
+    slope = emitter.method("transpose", emitter.function(torch.matmul, centred, k), 2, 3)
+    groups = example(q).shape[1] // example(k).shape[1]
+    if type(groups) is not int:
+        raise Refused("the number of query heads per key head is symbolic")
+    grouped = q if groups == 1 else _fold(emitter, q, groups)
+    linear = emitter.function(torch.matmul, grouped, slope)
+    if groups > 1:
+        linear = _unfold(emitter, linear, groups)
+    n = emitter.method("size", k, 2)
+    linear = emitter.function(operator.truediv, emitter.function(operator.mul, linear, scale), n)
+    only_backward = emitter.function(operator.sub, linear, emitter.method("detach", linear))
+    alive = emitter.function(torch.logical_not, dead)
+    return emitter.function(
+        operator.add, result, emitter.method("masked_fill", only_backward, alive, 0.0)
+    )
+
+
+def _fold(emitter: Emitter, x: fx.Node, groups: int) -> fx.Node:
+    """(B, Hkv * groups, S, D) to (B, Hkv, groups * S, D)"""
+    return emitter.method("flatten", emitter.method("unflatten", x, 1, (-1, groups)), 2, 3)
+
+
+def _unfold(emitter: Emitter, x: fx.Node, groups: int) -> fx.Node:
+    return emitter.method("flatten", emitter.method("unflatten", x, 2, (groups, -1)), 1, 2)
 
 
 def _bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
@@ -192,10 +238,8 @@ def _bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
 
 def _restride(emitter: Emitter, node: fx.Node, original: fx.Node) -> fx.Node:
     """Keep the strides that a later operation or the caller could see."""
-    if _strides_unseen(original):
-        return node
     made, wanted = example(node), example(original)
-    if all(same(a, b) for a, b in zip(made.stride(), wanted.stride(), strict=True)):
+    if _same_strides(made, wanted) or _strides_unseen(original, made):
         return node
     if wanted.is_contiguous():
         return emitter.method("contiguous", node)
@@ -210,20 +254,31 @@ def _hint(stride: object) -> int:
     return stride.node.hint if isinstance(stride, torch.SymInt) else int(stride)
 
 
-def _strides_unseen(node: fx.Node) -> bool:
-    """Whether the result is only read through one chain of permutations that ends in a copy or a product."""
+def _strides_unseen(node: fx.Node, made: Tensor) -> bool:
+    """Whether only a chain of permutations reads the result and ends where other strides make no difference."""
     while len(node.users) == 1:
         (user,) = node.users
         name, _, writes = vocabulary.call(user)
         raw = vocabulary.raw_name(user)
         if writes or user.op not in ("call_method", "call_function"):
             return False
-        if raw in ("contiguous", "reshape", "flatten", "linear", "matmul", "bmm"):
+        if raw in ("contiguous", "linear", "matmul", "bmm"):
             return True
-        if name != "permute":
+        if name not in ("permute", "reshape") or user.args[:1] != (node,):
             return False
+        try:
+            args = map_arg(user.args[1:], example)
+            made = getattr(made, raw)(*args, **map_arg(user.kwargs, example))
+        except (RuntimeError, AttributeError, TypeError):  # `view` of what is not contiguous
+            return False
+        if name == "reshape":
+            return _same_strides(made, example(user))
         node = user
     return False
+
+
+def _same_strides(a: Tensor, b: Tensor) -> bool:
+    return all(same(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
 
 
 def _check_result(made: Tensor, wanted: Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from compile_passes.axes import Axis, Dims, Group, flat, resolve
 from compile_passes.ir import Value
 
@@ -21,9 +23,10 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """scores + coefficient * leaf"""
+    """scores + coefficient * leaf, in `dtype`"""
 
     leaf: Leaf
+    dtype: torch.dtype
     coefficient: float = 1.0
 
 
