@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
-from fa_ops.backends.triton.forward import forward, forward_kernel, varlen_forward
-from fa_ops.backends.triton.launch import architecture
+from fa_ops.backends.triton.backward import backward, varlen_backward
+from fa_ops.backends.triton.forward import forward, varlen_forward
+from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
 from fa_ops.types import Spec
 
-__all__ = ["available_error", "forward", "merge_states", "support_error", "varlen_forward"]
+__all__ = [
+    "available_error",
+    "backward",
+    "forward",
+    "merge_states",
+    "support_error",
+    "varlen_backward",
+    "varlen_forward",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_INTERPRETED = not isinstance(forward_kernel, JITFunction)
 
 
 def available_error() -> str | None:
     """Why this backend cannot run on this machine at all."""
-    if _INTERPRETED or torch.cuda.is_available() and torch.version.hip is None:
+    if INTERPRETED or torch.cuda.is_available() and torch.version.hip is None:
         return None
     return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, to try its kernels on the CPU)"
 
@@ -32,7 +39,7 @@ def available_error() -> str | None:
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot run this call, and what can."""
     device = q.device
-    if device.type != "cuda" and not (_INTERPRETED and device.type == "cpu"):
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
     if device.type == "cuda" and architecture(device) < 80:
         name = torch.cuda.get_device_name(device)

@@ -49,29 +49,27 @@ class Class(NamedTuple):
         return ("mask_stride_k",) if self.mask is not None and self.mask[2] else ()
 
 
-_NONE = (None,) * 5
 _NO_STRIDES = (0, 0, 0, 0)
-_PLAIN = Class()
-_CAUSAL = Class(right=True)
+# without options: what follows the scale, and the class
+_FULL = (None, None, *_NO_STRIDES, None, 0, None, None, None, 0, 0, 0, None, None, None, None, None)
+_CAUSAL = (*_FULL[:-1], 0)
+_CLASSES = (Class(), Class(right=True))
 
 
 def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tuple, Class]:
     """(values of NAMES, class) of a spec. Sq and Sk matter only with a mask or a range."""
-    scale = D**-0.5 if spec.scale is None else spec.scale
-    left = None if spec.window_left < 0 else min(spec.window_left, _FAR)
-    right = None if spec.window_right < 0 else min(spec.window_right, _FAR)
-    if spec.is_causal:
-        right = 0
-    softcap = spec.softcap
-    mask, slopes, sinks, ranges = spec.attn_mask, spec.alibi_slopes, spec.sinks, spec.key_ranges
-    kv_lens, p = spec.kv_lens, spec.dropout_p
+    (mask, p, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges, seed, *_) = spec
+    if scale is None:
+        scale = D**-0.5
+    left = None if left < 0 else min(left, _FAR)
+    right = 0 if causal else None if right < 0 else min(right, _FAR)
     if (
         mask is slopes is sinks is kv_lens is ranges is left is None
         and p == softcap == 0.0
         and scale > 0.0
+        and (right is None or causal)
     ):
-        values = (scale * LOG2E, None, None, *_NO_STRIDES, None, 0, None, None, None)
-        return (*values, 0, 0, 0, *_NONE[:4], right), _PLAIN if right is None else _CAUSAL
+        return (scale * LOG2E, *(_CAUSAL if causal else _FULL)), _CLASSES[causal]
 
     capped = softcap > 0.0
     values = (scale / softcap, softcap * LOG2E) if capped else (scale * LOG2E, None)
@@ -84,7 +82,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     if p > 0.0:
         bits = dropout.threshold(p)
         signed = bits - (1 << 32) if bits >= 1 << 31 else bits
-        values += (spec.dropout_seed, signed, 1.0 / max(1.0 - p, 2.0**-32))
+        values += (seed, signed, 1.0 / max(1.0 - p, 2.0**-32))
     else:
         values += (None, None, None)
     return (*values, left, right), Class(
@@ -140,7 +138,7 @@ class Layout(NamedTuple):
         qb, qh, qs, kb, kh, ks, vb, vh, vs = strides
         elements = qb | qh | qs | kb | kh | ks | vb | vh | vs
         bits = elements * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()
-        return Layout(bits % 16 == 0, qs | ks | vs >= 1 << 23)
+        return _LAYOUTS[bits % 16 == 0][(qs | ks | vs) >= 1 << 23]
 
     def divisors(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, int]:
         """For `bind`, of parameters x, x_stride_b, x_stride_h, x_stride_s for x in names."""
@@ -149,6 +147,9 @@ class Layout(NamedTuple):
         units = 16 // dtype.itemsize
         strides = {f"{name}_stride_{d}": units for name in names for d in "bhs"}
         return strides | dict.fromkeys(names, 16)
+
+
+_LAYOUTS = [[Layout(aligned, wide) for wide in (False, True)] for aligned in (False, True)]
 
 
 def padded(head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Tile tables: which tile a kernel uses for which head dim on which GPU, and what was measured."""
+"""Tile tables: which tile a kernel uses for which head dim on which GPU, and why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from fa_ops.backends.triton.arguments import Class
+from fa_ops.backends.triton.arguments import Class, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,6 @@ class Tile:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    tma: bool = (
-        False  # load keys and values through tensor descriptors: from Hopper on, 16-byte rows
-    )
 
     def options(self) -> dict[str, int | None]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
@@ -28,6 +25,56 @@ class Tile:
 
 def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class) -> Tile:
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
-    if dtype == torch.float32:
-        return Tile(64, 32, 4, 2)
-    return Tile(128, 64, 8, 2)
+    heavy = kind.dropout or not kind.fold  # more than masks by position between the two products
+    table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
+    return table[max(64, padded(head_dim))][heavy]
+
+
+def _family(arch: int) -> str:
+    """GPUs with the same tensor instructions and about the same shared memory."""
+    if arch in (80, 87):
+        return "A100"
+    if arch == 90:
+        return "H100"
+    if 100 <= arch < 120:
+        return "B200"
+    return "consumer"  # 99 KB of shared memory: sm_86, sm_89, sm_120
+
+
+# Per width of a head: (the plain tile, the tile where scores get more than masks by position).
+# A tile has to fit the shared memory, also with a float mask in fp32 in flight, and 255 registers;
+# `tests/compile_only` holds every row to that. TFLOP/s are of an H200, bf16, B * S = 16384 tokens,
+# full and causal at 8192. Three stages, because Triton issues a load one iteration later than one
+# would think: two leave nothing to hide behind (D = 128: 441 -> 485 at 2048).
+_FORWARD = {
+    "A100": {
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+        256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "consumer": {
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "H100": {
+        # 127 registers, so two blocks share a multiprocessor and one's softmax hides under the
+        # other's products; 128 x 128 leaves room for one: 357 / 332
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        # 525 / 501; 128 x 64 with 8 warps reads q from shared memory twice as often: 467 / 419
+        128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
+        # 527 / 482; the output alone takes 128 registers, 32 keys instead of 64: 470 / 427
+        256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    },
+    "B200": {
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    },
+}
+# Without tf32 the products run on the ordinary units, one FMA per element and register.
+_FORWARD_FP32 = {
+    64: (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+    256: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+}

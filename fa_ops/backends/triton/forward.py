@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded, precision
 from fa_ops.backends.triton.configs import Tile, forward_tile
-from fa_ops.backends.triton.launch import Launch, architecture, bind
+from fa_ops.backends.triton.launch import Launch, address, architecture, bind, empty
 from fa_ops.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -21,6 +21,7 @@ from fa_ops.backends.triton.primitives import (
     find_sequence,
     key_bounds,
     load_ranges,
+    load_rows,
     load_tile,
     scores,
     store_tile,
@@ -43,7 +44,6 @@ def forward_kernel(
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
 ):  # fmt: skip
     """q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse.
 
@@ -51,7 +51,7 @@ def forward_kernel(
     numbers of tokens, and the grid is Hq * (Sq // BLOCK_M + batch + 2) instead of
     batch * Hq * cdiv(Sq, BLOCK_M). scale, cap, slopes and masks as in `primitives.scores`, except
     that slopes and sinks come as the caller gave them. FOLD: scale > 0, and products become scores
-    by nothing but it. TMA: k and v are loaded through tensor descriptors.
+    by nothing but it.
 
     Blocks across an edge share the loop with the others, as a branch: after a loop of their own,
     ptxas takes the accumulator for one that is in flight and serialises every product (C7515).
@@ -99,7 +99,7 @@ def forward_kernel(
         kv_len = tl.load(kv_lens + b, mask=inside, other=0)
         limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
     slope, first, last, rows = None, None, None, None
-    low = 0
+    low = None
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
     if mask is not None:
@@ -123,18 +123,17 @@ def forward_kernel(
         den = tl.where(m == float("-inf"), den, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     qt = load_tile(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D)
-    if TMA:  # what lies outside the descriptors reads as 0
-        k += low * k_stride_s
-        v += low * v_stride_s
-        k_tiles = tl.make_tensor_descriptor(k, [hi - low, D], [k_stride_s, 1], [BLOCK_N, BLOCK_D])
-        v_tiles = tl.make_tensor_descriptor(v, [hi - low, Dv], [v_stride_s, 1], [BLOCK_N, BLOCK_DV])
+    k += tl.cast(lo, tl.int64) * k_stride_s
+    v += tl.cast(lo, tl.int64) * v_stride_s
+    k_step = tl.cast(BLOCK_N * k_stride_s, tl.int64)
+    v_step = tl.cast(BLOCK_N * v_stride_s, tl.int64)
     for n0 in range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
-        if TMA:
-            kt = k_tiles.load([n0 - low, 0])
-        else:
-            kt = load_tile(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
+        begin = low
+        if low is not None:
+            begin = low - n0
+        kt = load_rows(k, k_stride_s, begin, hi - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         if not FOLD:
             s, _ = scores(
@@ -155,11 +154,10 @@ def forward_kernel(
         if rows is not None:
             p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
         acc = acc * alpha[:, None]
-        if TMA:
-            vt = v_tiles.load([n0 - low, 0])
-        else:
-            vt = load_tile(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV)
+        vt = load_rows(v, v_stride_s, begin, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV)
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
+        k += k_step
+        v += v_step
 
     tl.store(lse + rows_m, (m + tl.log2(den)) * LN2, mask=rows_m < Sq)
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
@@ -175,14 +173,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    out = torch.empty((B, Sq, Hq, Dv), dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
+    row = Hq * Dv
+    device = q.get_device()
+    out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
+    lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    args = (q, k, v, out, lse, *strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None)
-    launch, block_m = _find(args, strides, kind, D, Dv)
+    rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None)
+    launch, block_m = _find((q, k, v, out, lse), rest, strides, kind, D, Dv, False)
+    args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch((-(-Sq // block_m) * Hq * B, 1, 1), args)
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def varlen_forward(
@@ -193,29 +194,33 @@ def varlen_forward(
     Tk, Hkv, Dv = v.shape
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
-    out = torch.empty((Tq, Hq, Dv), dtype=q.dtype, device=q.device)
-    lse = torch.empty((Hq, Tq), dtype=torch.float32, device=q.device)
+    device = q.get_device()
+    out = empty((Tq, Hq, Dv), (Hq * Dv, Dv, 1), q.dtype, device)
+    lse = empty((Hq, Tq), (Tq, 1), torch.float32, device)
     (qs, qh, _), (ks, kh, _), (vs, vh, _) = q.stride(), k.stride(), v.stride()
     strides = (0, qh, qs, 0, kh, ks, 0, vh, vs)
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
-    args = (q, k, v, out, lse, *strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k)
-    launch, block_m = _find(args, strides, kind, D, Dv)
+    rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k)
+    launch, block_m = _find((q, k, v, out, lse), rest, strides, kind, D, Dv, True)
+    args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch(((Tq // block_m + B + 2) * Hq, 1, 1), args)
     return out, lse
 
 
-def _find(args: tuple, strides: tuple, kind: Class, D: int, Dv: int) -> tuple[Launch, int]:
+def _find(
+    tensors: tuple, rest: tuple, strides: tuple, kind: Class, D: int, Dv: int, packed: bool
+) -> tuple[Launch, int]:
     """The launch for these arguments and its block of query rows, compiled if there is none yet."""
-    q, k, v = args[:3]
+    q, k, v, _, _ = tensors
+    dtype = q.dtype
     layout = Layout.of(q, k, v, strides)
-    packed = args[-1] is not None
-    key = (q.dtype, D, Dv, packed, layout, kind, precision(q.dtype), q.device)
+    key = (dtype, D, Dv, packed, layout, kind, precision(dtype), q.get_device())
     found = _launches.get(key)
     if found is None:
-        tile = forward_tile(architecture(q.device), q.dtype, max(D, Dv), kind)
+        tile = forward_tile(architecture(q.device), dtype, max(D, Dv), kind)
         launch = bind(
-            forward_kernel, args, constants(tile, D, Dv, kind, q.dtype), tile.options(),
-            device=q.device, divisors=layout.divisors("qkv", q.dtype) | kind.divisors(),
+            forward_kernel, (*tensors, *rest), constants(tile, D, Dv, kind, dtype), tile.options(),
+            device=q.device, divisors=layout.divisors("qkv", dtype) | kind.divisors(),
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
         found = _launches[key] = launch, tile.block_m
@@ -233,5 +238,4 @@ def constants(tile: Tile, D: int, Dv: int, kind: Class, dtype: torch.dtype) -> d
         "BLOCK_N": tile.block_n,
         "FOLD": kind.fold,
         "PRECISION": precision(dtype),
-        "TMA": tile.tma,
     }

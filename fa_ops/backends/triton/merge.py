@@ -52,7 +52,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     rows = prod(lse.shape)
     args = (outs, lses, out, lse, outs.shape[0], rows)
     aligned = D * outs.element_size() % 16 == 0 and outs.data_ptr() % 16 == 0
-    key = (outs.dtype, D, aligned, outs.device)
+    key = (outs.dtype, D, aligned, outs.get_device())
     launch = _launches.get(key)
     if launch is None:
         constants = {"D": D, "BLOCK_D": padded(D), "BLOCK": _ROWS}

@@ -58,25 +58,39 @@ def pointers(base, start, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    base, start, stride, first, limit, width, ROWS: tl.constexpr, COLS: tl.constexpr,
+def load_rows(
+    at, stride, first, last, width, ROWS: tl.constexpr, COLS: tl.constexpr,
     EDGE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Rows start ... start + ROWS - 1 of a matrix with `width` columns, which EXACT says are COLS.
+    """ROWS rows of a matrix with `width` columns, which EXACT says are COLS; `at` is their first.
 
-    Beyond `width` it is 0, and with EDGE outside rows [first, limit) too.
+    Beyond `width` it is 0, and with EDGE outside rows [first, last) too; None is no bound.
     """
-    tile = pointers(base, start, stride, ROWS, COLS)
-    rows = start + tl.arange(0, ROWS)[:, None]
+    rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
+    tile = at + (rows * stride + cols)
     if EDGE:
-        keep = (rows >= first) & (rows < limit)
+        keep = rows < last
+        if first is not None:
+            keep = keep & (rows >= first)
         if not EXACT:
             keep = keep & (cols < width)
         return tl.load(tile, mask=keep, other=0.0)
     if EXACT:
         return tl.load(tile)
     return tl.load(tile, mask=cols < width, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    base, start, stride, first, limit, width, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EDGE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows start ... start + ROWS - 1 of the matrix at `base`, as `load_rows` does."""
+    at = base + tl.cast(start, tl.int64) * stride
+    if first is not None:
+        first -= start
+    return load_rows(at, stride, first, limit - start, width, ROWS, COLS, EDGE, EXACT)
 
 
 @triton.jit
