@@ -162,7 +162,17 @@ def attention_varlen(
         max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is
             safe and needs no synchronisation.
         max_seqlen_k: the same for keys.
+        dropout_p: probability in [0, 1) of dropping a softmax weight.
+        is_causal: aligned at the bottom right of each sequence.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        window: ``(left, right)``, per sequence as in :func:`attention`.
+        softcap: as in :func:`attention`.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``. No gradient.
+        sinks: ``(Hq,)``. May require grad.
         kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
+        return_lse: also return the logarithm of the softmax's denominator.
+        deterministic: a bitwise repeatable backward.
+        backend: as in :func:`attention`.
 
     Returns:
         ``out`` ``(Tq, Hq, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
