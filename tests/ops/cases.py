@@ -47,7 +47,7 @@ def packing_of(case: Case) -> Packing:
 def _tokens(x: Tensor) -> Tensor:
     B, H, S, D = x.shape
     packed = x.detach().transpose(1, 2).reshape(B * S, H, D)
-    return torch.cat([packed, torch.randn(2, H, D, dtype=x.dtype)])
+    return torch.cat([packed, torch.randn(2, H, D, dtype=x.dtype, device=x.device)])
 
 
 def packed_case(name: str) -> bool:
