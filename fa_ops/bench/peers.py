@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -69,9 +69,12 @@ def _flex(name: str, default: bool = True, **options) -> Implementation:
     return Implementation(name, build, default=default)
 
 
-def _flash_attn(name: str, module: str) -> Implementation:
+def _flash_attn(name: str, *modules: str) -> Implementation:
+    """`modules`: where its wheels put it, the official name first."""
+
     def build(problem: Problem, device: str) -> Call:
-        function = importlib.import_module(module).flash_attn_func
+        found = [module for module in modules if importlib.util.find_spec(module.split(".")[0])]
+        function = importlib.import_module((found or modules)[0]).flash_attn_func
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
@@ -102,7 +105,7 @@ def implementations(device: str) -> list[Implementation]:
         _flex("flex"),
         _flex("flex autotuned", default=False, mode="max-autotune-no-cudagraphs"),
         _flash_attn("flash-attn 2", "flash_attn"),
-        _flash_attn("flash-attn 3", "flash_attn_interface"),
+        _flash_attn("flash-attn 3", "flash_attn_interface", "fa3_fwd_interface"),
         _flash_attn("flash-attn 4", "flash_attn.cute"),
     ]
 
