@@ -1,0 +1,101 @@
+"""The Triton forward kernels without a GPU: registers, shared memory and instructions."""
+
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import arguments, launch  # noqa: E402
+from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
+from fa_ops.types import Spec  # noqa: E402
+
+host = importlib.import_module("fa_ops.backends.triton.forward")
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
+B, Hq, S = 2, 4, 256
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+LENGTHS = {"kv_lens": meta(B, dtype=torch.int32), "sinks": meta(Hq)}
+KINDS = {
+    "full": Spec(),
+    "causal": Spec(is_causal=True),
+    "positions": Spec(
+        is_causal=True, window_left=9, key_ranges=meta(B, Hq, S, 2, dtype=torch.int32), **LENGTHS
+    ),
+    "everything": Spec(
+        is_causal=True, window_left=9, key_ranges=meta(B, Hq, S, 2, dtype=torch.int32),
+        softcap=20.0, alibi_slopes=meta(Hq), attn_mask=meta(B, Hq, S, S), dropout_p=0.1,
+        dropout_seed=meta(1, dtype=torch.int64), **LENGTHS,
+    ),
+}  # fmt: skip
+
+
+def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False):
+    q, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S)
+    strides = q.stride()[:3] * 3
+    values, kind = arguments.arguments(spec, B, Hq, S, S, D)
+    ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
+    args = (q, q, q, q, lse, *strides, B, Hq, 1, S, S, *values, *ends)
+    tile = forward_tile(arch, dtype, D, kind)
+    divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
+    return launch.compile_kernel(
+        host.forward_kernel, args, host.constants(tile, D, D, kind, dtype), tile.options(),
+        GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
+    )  # fmt: skip
+
+
+def tool(name, kernel, folder, *options):
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [TOOLS / name, *options, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def assert_fits(kernel, arch, folder, spills=0):
+    usage = tool("cuobjdump", kernel, folder, "--dump-resource-usage")
+    stack = int(re.search(r"STACK:(\d+)", usage).group(1))
+    assert stack <= spills, usage
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+
+
+@pytest.mark.parametrize("kind", ["causal", "everything"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("arch", SHARED)
+def test_fits(arch, D, kind, tmp_path):
+    # all options at once are no main configuration: a few values may be spilled outside the loop
+    assert_fits(compiled(arch, D, KINDS[kind]), arch, tmp_path, 32 if kind == "everything" else 0)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_fp32_fits(D, tmp_path):
+    for arch in (80, 90):
+        assert_fits(compiled(arch, D, KINDS["causal"], torch.float32), arch, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "positions", "packed"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
+    spec = KINDS["causal" if kind == "packed" else kind]
+    kernel = compiled(90, D, spec, packed=kind == "packed")
+    assert_fits(kernel, 90, tmp_path)
+    code = tool("nvdisasm", kernel, tmp_path)
+    products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+    # one wait in the loop and one behind it; ptxas puts one after every product that it serialises
+    assert products >= 8 and waits == 2, (products, waits)
+    assert not re.search(r"\b(LDL|STL)\b", code)

@@ -1,0 +1,162 @@
+"""The Triton forward kernels in the interpreter against the oracle.
+
+They need TRITON_INTERPRET=1 before Triton is imported, so a process of their own:
+`make test-interpreter`. `test_backward.py` checks out and lse too, feature by feature.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from fa_ops.backends import reference
+from fa_ops.backends import triton as backend
+from fa_ops.backends.triton import launch
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
+from fa_ops.types import Packing, Spec
+
+host = importlib.import_module("fa_ops.backends.triton.forward")
+
+pytestmark = [
+    pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # log2(0) of dead rows
+]
+
+FEATURES = {
+    "several blocks of rows": {"Sq": 300, "Sk": 20},
+    "whole blocks": {"Sq": 128, "Sk": 128},
+    "causal with no keys for the first rows": {"is_causal": True, "Sq": 160, "Sk": 10},
+    "causal with many more keys": {"is_causal": True, "Sq": 10, "Sk": 160},
+    "window on both sides of several blocks": {"window": (70, 3), "Sq": 140, "Sk": 160},
+    "window to the left alone": {"window": (3, -1), "Sq": 140, "Sk": 160},
+    "causal window": {"window": (20, 9), "is_causal": True, "Sq": 150, "Sk": 150},
+    "window that misses every key": {"window": (0, -1), "Sq": 150, "Sk": 4, "kv_lens": True},
+    "negative scale": {"scale": -0.3},
+    "scale 0": {"scale": 0.0},
+    "key ranges of single rows": {"key_ranges": (1, 1, 1), "Sq": 140, "Sk": 160},
+    "key ranges and a bias": {"key_ranges": (1, 0, 1), "mask": "float", "is_causal": True},
+    "bool mask of a row": {"mask": "bool", "mask_shape": (0, 0, 0, 1), "mask_holes": True},
+    "bool mask of a column": {"mask": "bool", "mask_shape": (1, 0, 1, 0)},
+    "float mask with holes": {"mask": "float", "mask_shape": (0, 1, 1, 1), "mask_holes": True},
+    "everything": {
+        "mask": "float", "alibi": "batch_heads", "softcap": 3.0, "sinks": True, "kv_lens": True,
+        "key_ranges": (1, 1, 1), "window": (60, 60), "dropout_p": 0.2, "Sq": 140, "Sk": 150,
+    },
+    "head dim 1": {"D": 1, "Dv": 1},
+    "head dim 33, values 200": {"D": 33, "Dv": 200, "B": 1},
+    "head dim 256": {"D": 256, "Dv": 256, "B": 1, "Hq": 1, "Hkv": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature, dtype):
+    case = make_case(dtype=dtype, **FEATURES[feature])
+    assert_close_to_oracle(case, "triton", gradients=False)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_random(seed):
+    case = random_case(seed, dtype=(torch.float32, torch.float16)[seed % 2])
+    assert_close_to_oracle(case, "triton", gradients=False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed(seed):
+    features = random_case(seed, mask=None, key_ranges=None, D=16, Dv=16)
+    case = PackedCase((0, 5, 150, 33, 1), (4, 9, 70, 0, 47), seed % 3 * 65, features)
+    assert_close_to_oracle(case, "triton", gradients=False)
+
+
+def test_packed_more_sequences_than_one_look_finds():
+    case = PackedCase((1, 2) * 70, (2, 1) * 70, features=Case(is_causal=True, Hq=1, Hkv=1, D=8))
+    assert_close_to_oracle(case, "triton", gradients=False)
+
+
+def test_rows_outside_every_sequence_have_no_sink():
+    q = torch.randn(9, 2, 8)
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    out, lse = backend.varlen_forward(q, q, q, Packing(ends, ends), Spec(sinks=torch.ones(2)))
+    outside = [0, 1, 5, 6, 7, 8]
+    assert not out[outside].any() and bool((lse[:, outside] == float("-inf")).all())
+    assert bool(lse[:, 2:5].isfinite().all())
+
+
+def test_sink_of_a_row_without_keys_is_its_lse():
+    q = torch.randn(1, 2, 3, 8)
+    sinks = torch.tensor([0.5, float("-inf")])
+    spec = Spec(sinks=sinks, kv_lens=torch.zeros(1, dtype=torch.int32))
+    out, lse = backend.forward(q, q, q, spec)
+    assert not out.any()
+    assert torch.allclose(lse, sinks.view(1, 2, 1).expand(1, 2, 3))
+
+
+def test_nan_reaches_no_row_that_does_not_attend_it():
+    q, k, v, _ = make_case(Sq=40, Sk=150).fresh()
+    ranges = torch.tensor([[20, 70], [0, 129]], dtype=torch.int32).view(2, 1, 1, 2)
+    for b, (first, last) in enumerate(ranges.view(2, 2).tolist()):
+        for x in (k, v):
+            x[b, :, :first] = float("nan")
+            x[b, :, last:] = float("inf")
+    for spec in (Spec(key_ranges=ranges), Spec(key_ranges=ranges, softcap=2.0)):
+        out, lse = backend.forward(q, k, v, spec)
+        assert bool(out.isfinite().all() and lse.isfinite().all())
+    v[0, 1, 30, 3] = float("nan")
+    out, _ = backend.forward(q, k, v, Spec(key_ranges=ranges))
+    assert bool(out[0, 2:, :, 3].isnan().all())
+    assert bool(out[0, :2].isfinite().all() and out[1].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_by_strides(kind):
+    """A mask that is a transpose, a slice, or has fewer than four dimensions."""
+    case = make_case(Sq=40, Sk=70)
+    q, k, v, _ = case.fresh()
+    full = torch.randn(2, 4, 70, 120)
+    full = full > 0 if kind == "bool" else full
+    for mask in (
+        full[..., :40].transpose(2, 3),
+        full[:, :, :40, ::1][..., 7:77],
+        full[0, 0, 1, :70],
+    ):
+        spec = Spec(attn_mask=mask)
+        out, lse = backend.forward(q, k, v, spec)
+        expected, expected_lse = reference.forward(q, k, v, spec)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_layout_of_the_results():
+    q, k, v, _ = make_case(D=16, Dv=24).fresh()
+    out, lse = backend.forward(q, k, v, Spec())
+    assert out.shape == (2, 4, 33, 24) and out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 4, 33) and lse.is_contiguous() and lse.dtype == torch.float32
+
+
+def test_lengths_scales_and_windows_compile_nothing_new():
+    compiled = []
+    for length in (1, 7, 64, 100, 129):
+        q, k, v, _ = make_case(Sq=length, Sk=length + 3).fresh()
+        backend.forward(q, k, v, Spec(window_left=length, scale=1.0 / length))
+        compiled.append(len(host._launches))
+    assert len(set(compiled)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("shape", [(1, 3, 16), (5, 2, 3, 7, 24), (3, 33, 128), (2, 17, 1)], ids=str)
+def test_merge_states(shape, dtype):
+    outs, lses = torch.randn(shape).to(dtype), torch.randn(shape[:-1]) * 4
+    lses[0, ..., 0] = float("-inf")
+    lses[:, ..., 1:2] = float("-inf")
+    out, lse = backend.merge_states(outs, lses)
+    expected, expected_lse = reference.merge_states(outs, lses)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-3 if dtype == torch.half else 1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
+
+
+def test_what_it_refuses():
+    q = torch.randn(1, 1, 4, 8)
+    assert backend.support_error(q, q, q, Spec()) is None
+    wide = torch.randn(1, 1, 4, 264)
+    assert "head dimensions up to 256, got 264" in backend.support_error(q, q, wide, Spec())
+    assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
