@@ -158,12 +158,14 @@ def _with_rounding(
 
     Every flash backward reads exp(s - lse) and sum(grad_out * out) from what the forward rounded;
     autograd through the naive computation keeps the unrounded weights. An error in lse scales its
-    row's gradients, one in the sum acts as a cotangent of lse. Signs are random.
+    row's gradients; one in the sum, which adds Dv numbers, acts as a cotangent of lse. Signs are
+    random.
     """
     random = torch.Generator().manual_seed(0)
     signs = torch.randn((2, *lse.shape), generator=random).sign().to(lse.device)
     products = _per_row((grad_out * out).detach().double(), lse)
-    slope = torch.finfo(out.dtype).eps / 2 * products.norm(dim=-1).nan_to_num()
+    share = torch.finfo(out.dtype).eps / 2 + torch.finfo(lse.dtype).eps / 4 * out.shape[-1] ** 0.5
+    slope = share * products.norm(dim=-1).nan_to_num()
     weight = torch.finfo(lse.dtype).eps / 2 * lse.detach().double().masked_fill(lse.isinf(), 0.0)
     scale = 1.0 + signs[0] * weight
     grad_lse = scale * grad_lse + signs[1] * slope

@@ -28,7 +28,9 @@ FEATURES = {
     "MQA": make_case(**LONG | {"Hkv": 1}, is_causal=True, layout="packed"),
     "one head": make_case(**LONG | {"Hq": 1, "Hkv": 1}, softcap=3.0),
     "Dv != D": make_case(**WIDE),
-    "scale": make_case(**LONG, scale=-0.4),
+    "scale": make_case(**LONG, scale=0.4),
+    "negative scale": make_case(**LONG, scale=-0.4, is_causal=True),
+    "no scale": make_case(**LONG, scale=0.0, is_causal=True),
     "softcap": make_case(**LONG, softcap=2.0, is_causal=True),
     "alibi": make_case(**LONG, alibi="heads", is_causal=True),
     "alibi per batch": make_case(**LONG, alibi="batch_heads", kv_lens=True),
@@ -116,6 +118,7 @@ PIECES = {  # which calls are aten's, in how many pieces; None: the loop's
     "softcap": (make_case(), Spec(softcap=1.0), None),
     "alibi": (make_case(), Spec(alibi_slopes=torch.ones(4)), None),
     "dropout": (make_case(), Spec(dropout_p=0.1), None),
+    "negative scale": (make_case(), Spec(scale=-1.0), None),
     "another value size": (make_case(Dv=24), Spec(), None),
     "sinks": (make_case(), Spec(sinks=torch.zeros(4)), 1),
 }

@@ -45,7 +45,7 @@ def features(draw, dtype: torch.dtype, device: str, dense: bool) -> Case:
         "is_causal": draw(st.booleans()),
         "window": draw(rarely(windows, (-1, -1))),
         "softcap": draw(rarely(st.sampled_from([1.5, 20.0]), 0.0)),
-        "scale": draw(rarely(st.sampled_from([0.3, 1.0, -0.5]), None)),
+        "scale": draw(rarely(st.sampled_from([0.3, 1.0, 0.0, -0.5]), None)),
         "alibi": draw(rarely(st.sampled_from(["heads", "batch_heads"]), None)),
         "sinks": draw(rarely(st.just(True), False)),
         "kv_lens": draw(rarely(st.just(True), False)),

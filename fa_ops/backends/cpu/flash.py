@@ -1,9 +1,10 @@
 """Calls that aten's CPU flash kernel can run, split into pieces that it gets right.
 
 Its traps: causal is aligned at the top left; a dead row's lse is 0.0; an empty input divides by
-zero and kills the process; 0 * NaN spreads a NaN in k or v to rows that don't attend it. Fp16 and
-bf16 run in fp32, because its own half-precision paths need matrix units: backward of
-(1, 8, 2048, 64), causal, one thread with AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
+zero and kills the process; it scales after masking, so that a scale below 0 makes +inf of -inf;
+0 * NaN spreads a NaN in k or v to rows that don't attend it. Fp16 and bf16 run in fp32, because its
+own half-precision paths need matrix units: backward of (1, 8, 2048, 64), causal, one thread with
+AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, runs: Runs | None) -> list
     """Pieces of disjoint batches, or None where the kernel does not fit; other rows are dead."""
     if spec.softcap > 0 or spec.dropout_p > 0 or spec.alibi_slopes is not None:
         return None
-    if q.shape[3] != v.shape[3]:
+    if q.shape[3] != v.shape[3] or default_scale(spec, q.shape[3]) <= 0:
         return None
     B, _, Sq, _ = q.shape
     everyone, mask = slice(0, B), spec.attn_mask
