@@ -1,0 +1,6 @@
+"""`python -m fa_ops`: demo, doctor and bench."""
+
+from fa_ops.cli import main
+
+if __name__ == "__main__":
+    main()

