@@ -56,7 +56,9 @@ class Case:
         )
         return f"Case({', '.join(changed)})"
 
-    def _tensor(self, generator: torch.Generator, H: int, S: int, D: int) -> Tensor:
+    def _tensor(
+        self, generator: torch.Generator, H: int, S: int, D: int, magnitude: float = 1.0
+    ) -> Tensor:
         """(B, H, S, D) of the case's dtype, on the CPU, in the case's layout."""
         order = (0, 1, 2, 3) if self.layout in ("bhsd", "expanded") else (0, 2, 1, 3)
         sizes = [(self.B, H, S, D)[i] for i in order]
@@ -64,7 +66,8 @@ class Case:
             sizes[2] *= 2
         if self.layout == "expanded":
             sizes[0] = 1
-        x = torch.randn(sizes, generator=generator, dtype=torch.float64).to(self.dtype)
+        x = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        x = (x * magnitude).to(self.dtype)
         if self.layout == "packed":
             x = x[:, :, :H]
         # each of these permutations is its own inverse
@@ -83,7 +86,7 @@ class Case:
             x = x.to(device=self.device, dtype=dtype)  # keeps strides
             return x.requires_grad_(grad)
 
-        q = self._tensor(g, self.Hq, self.Sq, self.D) * self.magnitude
+        q = self._tensor(g, self.Hq, self.Sq, self.D, self.magnitude)
         k = self._tensor(g, self.Hkv, self.Sk, self.D)
         v = self._tensor(g, self.Hkv, self.Sk, self.Dv)
         spec = self._spec(g, place, cast, requires_grad)

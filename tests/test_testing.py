@@ -1,0 +1,176 @@
+"""The tools that every other test trusts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fa_ops.backends import reference
+from fa_ops.backends.cpu import dense
+from fa_ops.testing import (
+    Case,
+    PackedCase,
+    assert_close_to_oracle,
+    assert_within_budget,
+    make_case,
+    naive,
+    random_case,
+)
+
+NAMES = {"Case": Case, "PackedCase": PackedCase, "torch": torch}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_repr_recreates_the_case(seed):
+    case = random_case(seed, dtype=torch.bfloat16)
+    assert eval(repr(case), NAMES) == case  # noqa: S307
+    packed = PackedCase((1, 2), (3, 0), 1, case)
+    assert eval(repr(packed), NAMES) == packed  # noqa: S307
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fresh_gives_the_same_numbers_every_time_in_every_dtype(seed):
+    case = random_case(seed, dtype=torch.float16)
+    first, again, wide = case.fresh(), case.fresh(), case.fresh(torch.float64)
+    flat = [[*x[:3], *(t for t in x[3] if torch.is_tensor(t))] for x in (first, again, wide)]
+    for a, b, c in zip(*flat):
+        assert a is not b and torch.equal(a, b)
+        assert torch.equal(a.double(), c.double())
+    for x in wide[:3]:
+        assert x.dtype == torch.float64
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "expanded"])
+def test_layouts(layout):
+    q, k, v, _ = make_case(layout=layout).fresh()
+    for x in (q, k, v):
+        assert x.stride(3) == 1
+        assert x.is_contiguous() == (layout == "bhsd")
+        assert x.transpose(1, 2).is_contiguous() == (layout == "bshd")
+        assert (x.stride(0) == 0) == (layout == "expanded")
+
+
+def test_every_feature_gets_its_input():
+    case = make_case(
+        mask="float", mask_shape=(1, 0, 1, 1), mask_holes=True, mask_grad=True, alibi="batch_heads",
+        sinks=True, kv_lens=True, key_ranges=(0, 0, 1), dropout_p=0.5, magnitude=0.0,
+    )  # fmt: skip
+    q, _, _, spec = case.fresh(requires_grad=True)
+    assert (q == 0).all()
+    assert spec.attn_mask.shape == (2, 1, 33, 47) and spec.attn_mask.requires_grad
+    assert (spec.attn_mask == -math.inf).all(-1).any()
+    assert spec.alibi_slopes.shape == (2, 4) and spec.sinks.requires_grad
+    assert spec.kv_lens.dtype == spec.key_ranges.dtype == torch.int32
+    assert spec.key_ranges.shape == (1, 1, 33, 2)
+    assert (spec.key_ranges[..., 0] <= spec.key_ranges[..., 1]).all()
+    holes = make_case(mask="bool", mask_holes=True).fresh()[3].attn_mask
+    assert (~holes).all(-1).any() and not (~holes).all()
+
+
+def test_packed_case():
+    features = make_case(kv_lens=True, alibi="batch_heads", seed=5)
+    case = PackedCase((3, 0, 4), (2, 6, 0), margin=2, features=features)
+    q, k, v, spec = case.fresh(requires_grad=True)
+    assert (len(q), len(k), len(v)) == (11, 12, 12)
+    assert q.is_leaf and q.requires_grad
+    assert case.packing().cu_seqlens_q.tolist() == [2, 5, 5, 9]
+    assert case.packing().cu_seqlens_k.tolist() == [2, 4, 10, 10]
+    assert (spec.kv_lens <= torch.tensor(case.lengths_k)).all()
+    assert spec.alibi_slopes.shape == (3, 4)
+
+
+def test_random_cases_cover_every_feature():
+    cases = [random_case(seed) for seed in range(200)]
+    for field in Case.__dataclass_fields__:
+        fixed = ("dtype", "device", "magnitude")
+        assert len({getattr(c, field) for c in cases}) > 1 or field in fixed, field
+    assert random_case(3, Sq=7).Sq == 7
+
+
+ORACLE = torch.tensor([1.0, 2.0, math.nan, -math.inf])
+
+
+@pytest.mark.parametrize(
+    ("actual", "message"),
+    [
+        ([1.0, 2.0, math.nan, -math.inf], None),
+        ([1.0, 2.00021, math.nan, -math.inf], None),  # 2 * 1e-4 + 1e-5 * 2
+        ([1.0, 2.00023, math.nan, -math.inf], "x: error 2.3.*e-04 over the budget 2.2"),
+        ([1.0, math.nan, math.nan, -math.inf], "x: isnan differs at \\[1\\]"),
+        ([1.0, 2.0, 0.0, -math.inf], "x: isnan differs at \\[2\\]"),
+        ([1.0, 2.0, math.nan, math.inf], "x: isposinf differs at \\[3\\]"),
+        ([1.0, 2.0, math.nan, -1e9], "x: isneginf differs at \\[3\\]"),
+        ([1.0, 2.0], "x: shape \\(2,\\), expected \\(4,\\)"),
+    ],
+)
+def test_budget(actual, message):
+    baseline = ORACLE + 1e-4
+    if message is None:
+        assert_within_budget("x", torch.tensor(actual), ORACLE, baseline)
+        return
+    with pytest.raises(AssertionError, match=message):
+        assert_within_budget("x", torch.tensor(actual), ORACLE, baseline)
+
+
+def test_budget_is_tight_in_fp64():
+    x = torch.ones(3, dtype=torch.float64)
+    assert_within_budget("x", x + 1e-12, x, x)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget("x", x + 1e-9, x, x)
+
+
+def test_noise_counts_where_the_baseline_was_lucky():
+    x = torch.ones(1)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget("x", x + 1e-3, x, x)
+    assert_within_budget("x", x + 1e-3, x, x, noise=torch.tensor([1e-3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_naive_is_the_oracle_but_for_rounding(dtype):
+    case = make_case(dtype=dtype, is_causal=True, softcap=2.0, dropout_p=0.2, sinks=True)
+    out, lse = naive(*case.fresh())
+    expected_out, expected_lse = reference.dense(*case.fresh(torch.float64))
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=tolerance)
+
+
+CASE = make_case(is_causal=True, sinks=True, mask="float", mask_grad=True)
+WRONG = {
+    "out": lambda out, lse, grads: out.add_(1e-3),
+    "lse": lambda out, lse, grads: lse[0, 0].add_(1e-3),
+    "grad_q": lambda out, lse, grads: grads.query[-1, -1, -1].mul_(1.01),
+    "grad_k": lambda out, lse, grads: grads.key[0, 0, 3].zero_(),
+    "grad_v": lambda out, lse, grads: grads.value.mul_(1.001),
+    "grad_attn_mask": lambda out, lse, grads: grads.attn_mask[0, 0, 20, 5].add_(1e-3),
+    "grad_sinks": lambda out, lse, grads: grads.sinks[1].add_(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_is_named(name, monkeypatch):
+    """Each result of a backend that is slightly wrong, and the case that shows it."""
+    from fa_ops.backends import cpu
+
+    def forward(q, k, v, spec):
+        out, lse = dense.forward(q, k, v, spec)
+        if not name.startswith("grad"):
+            WRONG[name](out, lse, None)
+        return out, lse
+
+    def backward(*args, **options):
+        grads = dense.backward(*args, **options)
+        if name.startswith("grad"):
+            WRONG[name](None, None, grads)
+        return grads
+
+    assert_close_to_oracle(CASE, "cpu")
+    monkeypatch.setattr(cpu, "forward", forward)
+    monkeypatch.setattr(cpu, "backward", backward)
+    with pytest.raises(AssertionError) as error:
+        assert_close_to_oracle(CASE, "cpu")
+    assert str(error.value).startswith(f"{CASE!r}: {name}: error")
