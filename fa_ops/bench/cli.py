@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, host."""
+"""`python -m fa_ops bench`: forward, backward, host, masks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fa_ops.bench import host as host_calls
+from fa_ops.bench import masks as mask_forms
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 
@@ -71,6 +72,19 @@ def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> No
         console.print("on a CPU a call's time includes its computation")
     if json is not None:
         report.write_json(json, device, "host", report.host_records(times))
+
+
+@app.command()
+def masks(
+    device: Device = "auto",
+    tokens: Annotated[int, typer.Option(help="tokens of a sequence")] = 8192,
+    budget: Budget = 200.0,
+) -> None:
+    """The same mask in each form, and packed documents: 2 sequences, 16 heads of 128."""
+    device = _device(device)
+    measured = mask_forms.times(2, 16, tokens, 128, device, budget)
+    name = report.environment(device)["device"]
+    console.print(mask_forms.table(f"masks at {tokens} tokens, {name}", measured))
 
 
 def _family(

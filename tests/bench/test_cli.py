@@ -58,3 +58,10 @@ def test_bad_options_are_refused_with_the_choices(arguments, message):
     assert result.exit_code == 2
     words = " ".join(line.strip("│ ") for line in result.output.splitlines())
     assert message in words
+
+
+def test_masks_compares_the_forms_of_one_mask():
+    result = run("masks", "--device", "cpu", "--tokens", 32, "--budget", 1)
+    assert result.exit_code == 0, result.output
+    for name in ("is_causal", "causal as key_ranges", "bool mask", "documents of 1024"):
+        assert name in result.output
