@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 class Spec(NamedTuple):
     """What an attention call says besides query, key and value.
 
-    Field order is the operators' schema order: `Spec(*args[3:], **kwargs)` binds an operator's arguments.
-    A tuple rather than a dataclass because one is built on every eager call (0.5 us against 2.5 us).
+    Field order is the operators' schema order: `Spec(*args[3:], **kwargs)` binds an operator's
+    arguments. A tuple rather than a dataclass because one is built on every eager call (0.5 us
+    against 2.5 us).
     """
 
-    attn_mask: Tensor | None = None  # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
+    # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
+    attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False  # aligned at the bottom right
     scale: float | None = None  # None: 1/sqrt(D)
@@ -55,7 +57,7 @@ def default_scale(spec: Spec, head_dim: int) -> float:
 
 
 def keywords(spec: Spec) -> dict:
-    """The spec's keyword-only part, without what has its default: what an operator call needs after its first six arguments."""
+    """What an operator call needs after its first six arguments: options not at their default."""
     return {
         name: value
         for name, value, default in zip(_KEYWORDS, spec[3:], _DEFAULTS)

@@ -1,21 +1,31 @@
-"""Implementations. No backend imports another (all may import `dropout`, the shared random rule), and none knows the dispatcher.
+"""Implementations. No backend imports another (all may import `dropout`, the shared random rule),
+and none knows the dispatcher.
 
-Every backend is a module (or package) with these functions; `Spec`, `Packing` and `Gradients` are in `fa_ops.types`:
+Every backend is a module or package with these functions; `Spec`, `Packing` and `Gradients` are in
+`fa_ops.types`:
 
-    available_error() -> str | None                      why it cannot run on this machine at all
-    support_error(q, k, v, spec) -> str | None           why it cannot run this call, and what can; also called with packed (T, H, D) tensors
-    backward_error(q, k, v, spec) -> str | None          optional: the same for gradients, where they can less than forward
+    available_error() -> str | None
+        why it cannot run on this machine at all
+    support_error(q, k, v, spec) -> str | None
+        why it cannot run this call, and what can; also called with packed (T, H, D) tensors
+    backward_error(q, k, v, spec) -> str | None
+        optional: the same for gradients, where they can less than forward
     forward(q, k, v, spec) -> (out, lse)
-    prepare(q, k, v, spec) -> (q, k, v) -> out           optional: calls like this one again, at the least host cost; None where it cannot
+    prepare(q, k, v, spec) -> (q, k, v) -> out
+        optional: calls like this one again, at the least host cost; None where it cannot
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
     merge_states(outs, lses) -> (out, lse)
 
-What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops` answers zero-sized calls itself); the last
-dimension of q, k, v, out and grad_out is contiguous, their other strides and attn_mask's are arbitrary (also 0); every other tensor is contiguous.
-What a support_error may look at: `dispatch.select` says, because it remembers the answer. What they must give: out (B, Hq, Sq, Dv) in q's dtype, laid out
-(B, Sq, Hq, Dv) in memory; lse fp32 (fp64 for fp64), contiguous (B, Hq, Sq); varlen: out (Tq, Hq, Dv) contiguous, lse (Hq, Tq), rows outside
-every sequence 0 and -inf; gradients with the memory layout of `torch.empty_like`; `Gradients.attn_mask` summed over broadcast dimensions, in the
-mask's shape and dtype. Never an alias of an input.
+What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops`
+answers zero-sized calls itself); the last dimension of q, k, v, out and grad_out is contiguous,
+their other strides and attn_mask's are arbitrary (also 0); every other tensor is contiguous. What a
+support_error may look at: `dispatch.select` says, because it remembers the answer.
+
+What they must give: out (B, Hq, Sq, Dv) in q's dtype, laid out (B, Sq, Hq, Dv) in memory; lse fp32
+(fp64 for fp64), contiguous (B, Hq, Sq); varlen: out (Tq, Hq, Dv) contiguous, lse (Hq, Tq), rows
+outside every sequence 0 and -inf; gradients with the memory layout of `torch.empty_like`;
+`Gradients.attn_mask` summed over broadcast dimensions, in the mask's shape and dtype. Never an
+alias of an input.
 """
