@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, host, masks."""
+"""`python -m fa_ops bench`: forward, backward, host, masks, cpu."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from fa_ops.bench import cpu as cpu_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import masks as mask_forms
 from fa_ops.bench import peers, problems, report, timing
@@ -85,6 +86,9 @@ def masks(
     measured = mask_forms.times(2, 16, tokens, 128, device, budget)
     name = report.environment(device)["device"]
     console.print(mask_forms.table(f"masks at {tokens} tokens, {name}", measured))
+
+
+app.command("cpu")(cpu_calls.main)
 
 
 def _family(

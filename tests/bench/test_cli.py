@@ -65,3 +65,10 @@ def test_masks_compares_the_forms_of_one_mask():
     assert result.exit_code == 0, result.output
     for name in ("is_causal", "causal as key_ranges", "bool mask", "documents of 1024"):
         assert name in result.output
+
+
+def test_cpu_compares_with_atens_kernel():
+    result = run("cpu", "--length", 64, "--rounds", 1, "--only", "softcap,sinks")
+    assert result.exit_code == 0, result.output
+    for name in ("SDPA, aten flash", "causal, softcap", "causal, sinks"):
+        assert name in result.output

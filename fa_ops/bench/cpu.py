@@ -1,0 +1,189 @@
+"""The CPU backend against aten's flash kernel: `python -m fa_ops bench cpu`.
+
+Time is CPU time of this process on one thread, so that others on the machine disturb it little;
+memory is how far the resident set grows over a forward and a backward, results included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+import fa_ops
+from fa_ops.bench.report import environment
+from fa_ops.testing import naive
+from fa_ops.types import Spec
+
+B, H, D = 1, 8, 64
+BASELINE = "SDPA, aten flash"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Milliseconds and MiB of one way to compute attention, and the time over aten's."""
+
+    name: str
+    forward_ms: float
+    both_ms: float
+    forward_ratio: float
+    both_ratio: float
+    peak_mib: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contender:
+    call: Callable[..., Tensor]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    with_lse: bool = False
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.call(self.q, self.k, self.v)
+
+    def both(self) -> None:
+        result = self.call(self.q, self.k, self.v)
+        loss = result[0].sum() + result[1].sum() if self.with_lse else result.sum()
+        torch.autograd.grad(loss, (self.q, self.k, self.v))
+
+
+def contenders(S: int) -> dict[str, _Contender]:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(heads: int = H, dim: int = D, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = torch.randn(B, heads, S, dim, generator=g)
+        return x.to(dtype).requires_grad_()
+
+    q, k, v = draw(), draw(), draw()
+    causal = partial(fa_ops.attention, is_causal=True, backend="cpu")
+    documents = torch.arange(S) // 512 * 512
+    ranges = torch.stack([documents, documents + 512], -1).int().view(1, 1, S, 2)
+    keep = torch.rand(S, S, generator=g) < 0.9
+    bias = torch.randn(S, S, generator=g)
+    calls = {
+        BASELINE: partial(F.scaled_dot_product_attention, is_causal=True),
+        "causal": causal,
+        "causal, lse differentiated": partial(causal, return_lse=True),
+        "causal, window of 512": partial(causal, window=(511, 0)),
+        "causal, documents of 512": partial(causal, key_ranges=ranges),
+        "causal, softcap": partial(causal, softcap=30.0),
+        "causal, ALiBi": partial(causal, alibi_slopes=torch.rand(H)),
+        "causal, sinks": partial(causal, sinks=torch.randn(H)),
+        "causal, dropout": partial(causal, dropout_p=0.1),
+        "causal, bool mask": partial(causal, attn_mask=keep),
+        "causal, float mask": partial(causal, attn_mask=bias),
+        "causal, float mask with gradient": partial(
+            causal, attn_mask=bias.clone().requires_grad_()
+        ),
+        "naive": lambda q, k, v: naive(q, k, v, Spec(is_causal=True))[0],
+    }
+    found = {name: _Contender(call, q, k, v, "lse" in name) for name, call in calls.items()}
+    found["causal, 2 kv heads"] = _Contender(causal, q, draw(2), draw(2))
+    found["causal, values of 32"] = _Contender(causal, q, k, draw(dim=32))
+    for dtype in (torch.bfloat16, torch.float16):
+        half = [draw(dtype=dtype) for _ in range(3)]
+        found[f"causal, {str(dtype).removeprefix('torch.')}"] = _Contender(causal, *half)
+    late = _Contender(
+        causal, *(x[:, :, n:].detach().requires_grad_() for x, n in ((q, S // 2), (k, 0), (v, 0)))
+    )
+    found["causal, the last half of the queries"] = late
+    return found
+
+
+def run(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -> list[Row]:
+    """Rows for (1, 8, length, 64), causal, fp32 where nothing else is said.
+
+    Args:
+        rounds: of which the fastest counts; all take turns.
+        threads: with more than one, time is wall time.
+        only: comma-separated words; contenders whose name contains one, and aten's.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    words = only.split(",")
+    chosen = {
+        name: x
+        for name, x in contenders(length).items()
+        if name == BASELINE or any(word in name for word in words)
+    }
+    best: dict[tuple[str, str], float] = {}
+    for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
+        for name, contender in chosen.items():
+            if name == "naive" and step > 0:
+                continue
+            for part in ("forward", "both"):
+                seconds = _seconds(getattr(contender, part), clock)
+                best[name, part] = min(seconds, best.get((name, part), seconds))
+    peaks = {name: peak_memory(contender.both) for name, contender in chosen.items()}
+    torch.set_num_threads(before)
+    times = {key: 1e3 * seconds for key, seconds in best.items()}
+    return [
+        Row(
+            name,
+            times[name, "forward"],
+            times[name, "both"],
+            times[name, "forward"] / times[BASELINE, "forward"],
+            times[name, "both"] / times[BASELINE, "both"],
+            peaks[name],
+        )
+        for name in chosen
+    ]
+
+
+def _seconds(call: Callable[[], None], clock: Callable[[], float]) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+def peak_memory(call: Callable[[], object]) -> float:
+    """How many MiB the resident set grows at most while `call` runs. Linux only; NaN elsewhere."""
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return float("nan")
+    call()  # one-time costs are not its own
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    clear.write_text("5")  # forgets the peak so far
+    before = _kib(status, "VmRSS")
+    call()
+    return (_kib(status, "VmHWM") - before) / 1024
+
+
+def _kib(status: Path, field: str) -> int:
+    line = next(x for x in status.read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1])
+
+
+def main(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -> None:
+    """Time and peak memory of the CPU backend's features against aten's causal flash kernel."""
+    rows = run(length, rounds, threads, only)
+    facts = environment("cpu")
+    clock = "CPU time" if threads == 1 else "wall time"
+    title = f"({B}, {H}, {length}, {D}), {threads} thread(s), {clock}, {facts['device']}"
+    table = Table("", "forward ms", "x aten", "fwd + bwd ms", "x aten", "peak MiB", title=title)
+    for row in rows:
+        ratios = (f"{x:.2f}" for x in (row.forward_ratio, row.both_ratio))
+        forward, both = f"{row.forward_ms:.0f}", f"{row.both_ms:.0f}"
+        first, second = ratios
+        table.add_row(row.name, forward, first, both, second, f"{row.peak_mib:.0f}")
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
