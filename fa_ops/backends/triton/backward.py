@@ -12,15 +12,15 @@ from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, pa
 from fa_ops.backends.triton.backward_kernels import (
     ROW_UNIT,
     key_value_grad_kernel,
-    mask_grad_kernel,
     query_grad_kernel,
 )
 from fa_ops.backends.triton.configs import Tile
-from fa_ops.backends.triton.configs_backward import key_value_tile, mask_tile, query_tile
+from fa_ops.backends.triton.configs_backward import backward_tiles, mask_tile
 from fa_ops.backends.triton.launch import Launch, architecture, bind
+from fa_ops.backends.triton.mask_backward_kernel import mask_grad_kernel
 from fa_ops.types import Gradients, Packing, Spec
 
-_L2_SHARE = 16 << 20  # bytes of q, k, v and their like that one wave of heads may keep in the L2
+_SPLIT_PROGRAMS = 512  # of the mask's gradient: a few for each multiprocessor
 
 
 class Problem(NamedTuple):
@@ -53,12 +53,13 @@ class Problem(NamedTuple):
         return heads * batch * -(-tokens // block)
 
     def wave(self, heads: int) -> int:
-        """How many heads `schedule` runs together: many where rows differ in length."""
-        if self.packed or not self.kind.right:
+        """How many heads `schedule` runs together: several where rows differ in length and heads
+        are so short that the last of them would run alone (3 to 12 % at 2k tokens, on an H200),
+        one where a head fills the GPU and wants the L2 cache to itself.
+        """
+        if self.packed or not self.kind.right or max(self.sizes[3:]) > 2048:
             return 1
-        batch, _, _, Sq, Sk = self.sizes
-        head_bytes = 2 * max(Sq, Sk) * sum(self.dims) * self.q.element_size()
-        return max(1, min(_L2_SHARE // head_bytes, batch * heads))
+        return min(8, self.sizes[0] * heads)
 
 
 def backward(
@@ -70,8 +71,8 @@ def backward(
     _, Hkv, Sk, Dv = v.shape
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
     problem = Problem(
-        q, k, v, rows_contiguous(grad_out), out, (B, Hq, Hq // Hkv, Sq, Sk), (D, Dv),
-        (*values, None, None), kind,
+        q, k, v, _rows_contiguous(grad_out), _rows_contiguous(out), (B, Hq, Hq // Hkv, Sq, Sk),
+        (D, Dv), (*values, None, None), kind,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dmask = dsinks = None
@@ -93,8 +94,8 @@ def varlen_backward(
     B = cu_q.numel() - 1
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
     problem = Problem(
-        q, k, v, rows_contiguous(grad_out), out, (B, Hq, Hq // Hkv, Tq, Tk), (D, Dv),
-        (*values, cu_q, cu_k), kind,
+        q, k, v, _rows_contiguous(grad_out), _rows_contiguous(out), (B, Hq, Hq // Hkv, Tq, Tk),
+        (D, Dv), (*values, cu_q, cu_k), kind,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
     dsinks = None
@@ -103,7 +104,7 @@ def varlen_backward(
     return Gradients(*grads, None, dsinks)
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
+def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -111,28 +112,38 @@ def _query_key_value(
     problem: Problem, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and the rows' lse and delta that `query_grad_kernel` leaves."""
-    q, k, v, grad_out, out, sizes = problem[:6]
-    batch, Hq, group, Sq, Sk = sizes
+    q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     row_lse, row_delta = _row_buffers(problem, q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
 
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out, "dq": dq}
-    strides = _strides(named)
-    tensors = (q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta)
-    args = (*tensors, *strides, *sizes, problem.wave(Hq), *problem.values)
-    launch, tile = _find(query_grad_kernel, query_tile, problem, named, strides, args)
+    tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, row_lse, row_delta)
+    launch, tile, args = _prepare(
+        query_grad_kernel, _query_tile, problem, named, tensors, problem.wave(Hq),
+        (grad_lse is None,),
+    )  # fmt: skip
     launch((problem.programs(Sq, tile.block_m, Hq), 1, 1), args)
 
     Hkv = Hq // group
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "dk": dk, "dv": dv}
-    strides = _strides(named)
     tensors = (q, k, v, grad_out, row_lse, row_delta, dk, dv)
-    args = (*tensors, *strides, *sizes, problem.wave(Hkv), *problem.values)
-    launch, tile = _find(key_value_grad_kernel, key_value_tile, problem, named, strides, args)
+    launch, tile, args = _prepare(
+        key_value_grad_kernel, _key_value_tile, problem, named, tensors, problem.wave(Hkv)
+    )
     launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
     return dq, dk, dv, row_lse, row_delta
+
+
+def _query_tile(problem: Problem) -> Tile:
+    q = problem.q
+    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[0]
+
+
+def _key_value_tile(problem: Problem) -> Tile:
+    q = problem.q
+    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[1]
 
 
 def _mask_gradient(problem: Problem, row_lse: Tensor, row_delta: Tensor, mask: Tensor) -> Tensor:
@@ -141,30 +152,24 @@ def _mask_gradient(problem: Problem, row_lse: Tensor, row_delta: Tensor, mask: T
     Where few tiles of the mask stand for many of the scores, the sum is split over more programs
     than tiles, whose partial sums are added here: no atomics, so always deterministic.
     """
-    q, k, v, grad_out, _, sizes, dims = problem[:7]
-    full = (sizes[0], sizes[1], *sizes[3:])
+    q, k, v, grad_out, _, (batch, Hq, _, Sq, Sk), dims = problem[:7]
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     # a dimension of size 1 that is not broadcast needs no sum, but a sum of one is right too
     once = tuple(own == 1 for own in shape)
-    arch = architecture(q.device)
-    tile = mask_tile(arch, q.dtype, max(dims))
-    counts = (*full[:2], -(-full[2] // tile.block_m), -(-full[3] // tile.block_n))
+    tile = mask_tile(q.dtype, max(dims))
     loop = tiles = 1
-    for one, count in zip(once, counts):
+    for one, count in zip(once, (batch, Hq, -(-Sq // tile.block_m), -(-Sk // tile.block_n))):
         loop, tiles = (loop * count, tiles) if one else (loop, tiles * count)
-    splits = max(1, min(loop, 512 // tiles))
-    steps = -(-loop // splits)
+    steps = -(-loop // max(1, min(loop, _SPLIT_PROGRAMS // tiles)))
     splits = -(-loop // steps)
     dtype = mask.dtype if splits == 1 else torch.float32
     partial = torch.empty((splits, *shape), dtype=dtype, device=q.device)
 
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out}
-    strides = _strides(named)
     tensors = (q, k, v, grad_out, row_lse, row_delta, partial)
-    args = (*tensors, *strides, *sizes, steps, *problem.values)
     more = dict(zip(("ONE_B", "ONE_H", "ONE_Q", "ONE_K"), once))
-    launch, _ = _find(
-        mask_grad_kernel, lambda *_: tile, problem, named, strides, args, (dtype, once), more
+    launch, _, args = _prepare(
+        mask_grad_kernel, lambda _: tile, problem, named, tensors, steps, (dtype, once), more
     )
     launch((splits * tiles, 1, 1), args)
     return partial.sum(0).to(mask.dtype).view(mask.shape)
@@ -210,28 +215,35 @@ _launches: dict[tuple, tuple[Launch, Tile]] = {}
 _OWN = {"row_lse": 16, "row_delta": 16}  # tensors made here, so aligned
 
 
-def _find(
-    kernel: Any, choose: Callable[..., Tile], problem: Problem, named: Mapping[str, Tensor],
-    strides: tuple[int, ...], args: tuple, extra: tuple = (), more: Mapping[str, Any] | None = None,
-) -> tuple[Launch, Tile]:  # fmt: skip
-    """The launch of a kernel for these arguments and its tile, compiled if there is none yet."""
+def _prepare(
+    kernel: Any, choose: Callable[[Problem], Tile], problem: Problem, named: Mapping[str, Tensor],
+    tensors: tuple, own: int, extra: tuple = (), more: Mapping[str, Any] | None = None,
+) -> tuple[Launch, Tile, tuple]:  # fmt: skip
+    """The launch of a kernel, compiled if there is none yet, its tile, and its arguments.
+
+    named: the tensors that the kernel has strides of. own: the kernel's one argument that is not
+    every kernel's. extra: what a compilation depends on besides the problem. more: constexpr
+    parameters besides `constants`.
+    """
     q, kind, dims = problem.q, problem.kind, problem.dims
+    strides = _strides(named)
+    args = (*tensors, *strides, *problem.sizes, own, *problem.values)
     layout = _layout(named, strides, max(problem.sizes[3:]))
     key = (
-        kernel, q.dtype, dims, problem.packed, layout, kind, problem.even, precision(q.dtype),
-        q.device, args[6] is None, extra,
+        kernel, q.dtype, dims, problem.packed, problem.even, layout, kind, precision(q.dtype),
+        q.device, extra,
     )  # fmt: skip
     found = _launches.get(key)
     if found is None:
-        tile = choose(architecture(q.device), q.dtype, max(dims), kind)
-        fixed = constants(tile, dims, problem.even, q.dtype) | dict(more or {})
+        tile = choose(problem)
+        constexpr = constants(tile, dims, problem.even, q.dtype) | dict(more or {})
         launch = bind(
-            kernel, args, fixed, tile.options(), device=q.device,
+            kernel, args, constexpr, tile.options(), device=q.device,
             divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _OWN,
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
         found = _launches[key] = launch, tile
-    return found
+    return *found, args
 
 
 def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) -> Layout:

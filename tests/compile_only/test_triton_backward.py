@@ -1,0 +1,156 @@
+"""The Triton backward kernels without a GPU: registers, shared memory and instructions."""
+
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import launch  # noqa: E402
+from fa_ops.testing import random_case  # noqa: E402
+from fa_ops.types import Packing, Spec  # noqa: E402
+
+host = importlib.import_module("fa_ops.backends.triton.backward")
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED = {80: 163, 90: 227, 100: 227, 120: 99}  # KB that one block may have
+B, HQ, HKV, S = 2, 4, 2, 256
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(arch, run): the kernels that `run` binds, by name, compiled for `arch`."""
+
+    def collect(arch, run):
+        kernels = {}
+
+        def bind(fn, args, constants, options, *, device, **details):
+            target = GPUTarget("cuda", arch, 32)
+            kernels[fn.__name__] = launch.compile_kernel(
+                fn, args, constants, options, target, **details
+            )
+            return lambda grid, args: None
+
+        monkeypatch.setattr(host, "bind", bind)
+        monkeypatch.setattr(host, "architecture", lambda device: arch)
+        monkeypatch.setattr(host, "_launches", {})
+        run()
+        return kernels
+
+    return collect
+
+
+def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
+    def run():
+        q, out, grad = (meta(B, HQ, S, D, dtype=dtype) for _ in range(3))
+        k, v = (meta(B, HKV, S, D, dtype=dtype) for _ in range(2))
+        lse = meta(B, HQ, S, dtype=torch.float32)
+        host.backward(grad, None, q, k, v, out, lse, spec, mask_grad)
+
+    return run
+
+
+def tool(name, kernel, folder, *options):
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [TOOLS / name, *options, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def assert_fits(kernel, arch, folder, spills=0):
+    """`spills`: bytes of stack."""
+    usage = tool("cuobjdump", kernel, folder, "--dump-resource-usage")
+    stack = int(re.search(r"STACK:(\d+)", usage).group(1))
+    assert stack <= spills, usage
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+
+
+def hot_loop(code):
+    """The instructions of the innermost loop with tensor-core products in it."""
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)
+    lines = [(int(at, 16), text) for at, text in lines]
+    loops = []
+    for at, text in lines:
+        target = re.search(r"\bBRA\b.* (0x[0-9a-f]+)", text)
+        if target and int(target.group(1), 16) < at:
+            body = [one for place, one in lines if int(target.group(1), 16) <= place <= at]
+            if any("HGMMA" in one for one in body):
+                loops.append(body)
+    return min(loops, key=len)
+
+
+@pytest.mark.parametrize("S", [256, 250], ids=["whole blocks", "ragged"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("arch", SHARED)
+def test_fits(arch, D, S, compiled, tmp_path):
+    for name, kernel in compiled(arch, dense(D, Spec(is_causal=True), S=S)).items():
+        # a value or two before the loop; on Hopper, keys and values of wide heads leave no register
+        # free, and what else is alive outside the loop must go (the test below looks inside)
+        spills = {64: 64, 128: 192, 256: 384}[D] if arch == 90 else 16
+        assert_fits(kernel, arch, tmp_path, spills)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
+    kernels = compiled(90, dense(D, Spec(is_causal=causal)))
+    for name, products in (("query_grad_kernel", 3), ("key_value_grad_kernel", 4)):
+        loop = hot_loop(tool("cuobjdump", kernels[name], tmp_path, "--dump-sass"))
+        waits = sum("WARPGROUP.DEPBAR" in one for one in loop)
+        # ptxas puts a wait after every instruction of a product that it serialises
+        assert waits <= products < sum("HGMMA" in one for one in loop)
+        if D < 256:
+            assert not any(re.search(r"\b(LDL|STL)\b", one) for one in loop), name
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("arch", [90, 120])
+def test_fp32_fits(arch, D, compiled, tmp_path):
+    for kernel in compiled(arch, dense(D, Spec(is_causal=True), dtype=torch.float32)).values():
+        assert_fits(kernel, arch, tmp_path, 16)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_every_feature_compiles(seed, compiled):
+    """What the interpreter lets pass, such as a loop variable that changes its type."""
+    case = random_case(seed, dtype=(torch.bfloat16, torch.float16)[seed % 2])
+    q, k, v, spec = case.fresh()
+    q, k, v, *options = (
+        x.to("meta") if isinstance(x, torch.Tensor) else x for x in (q, k, v, *spec)
+    )
+    out = meta(case.B, case.Hq, case.Sq, case.Dv, dtype=case.dtype)
+    lse = meta(case.B, case.Hq, case.Sq, dtype=torch.float32)
+
+    def run():
+        spec = Spec(*options)
+        host.backward(out, lse, q, k, v, out, lse, spec, mask_grad=case.mask == "float")
+
+    assert len(compiled((80, 90)[seed % 2], run)) == 2 + (case.mask == "float")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_compiles_without_spills(causal, compiled, tmp_path):
+    def run():
+        q, out, grad = (meta(1000, HQ, 64) for _ in range(3))
+        k, v = (meta(900, HKV, 64) for _ in range(2))
+        ends = meta(B + 1, dtype=torch.int32)
+        lse = meta(HQ, 1000, dtype=torch.float32)
+        spec = Spec(is_causal=causal)
+        host.varlen_backward(grad, None, q, k, v, out, lse, Packing(ends, ends), spec)
+
+    for kernel in compiled(80, run).values():
+        assert_fits(kernel, 80, tmp_path, 16)
