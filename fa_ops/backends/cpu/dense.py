@@ -14,10 +14,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`first_batch` is the batch index of row 0 in the dropout stream."""
-    runs = key_runs(spec, q.shape[2], k.shape[2])
-    pieces = flash.plan(q, k, v, spec, runs)
+    pieces = flash.plan(q, k, v, spec)
     if pieces is not None:
         return flash.forward(q, k, v, spec, pieces)
+    runs = key_runs(spec, q.shape[2], k.shape[2])
     return blockwise.forward(q, k, v, spec, runs, first_batch)
 
 
@@ -25,12 +25,12 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
 ) -> Gradients:  # fmt: skip
-    runs = key_runs(spec, q.shape[2], k.shape[2])
     plain = grad_lse is None and not mask_grad
-    pieces = flash.plan(q, k, v, spec, runs) if plain else None
+    pieces = flash.plan(q, k, v, spec) if plain else None
     if pieces is not None:
         grads = flash.backward(grad_out, q, k, v, out, lse, spec, pieces)
     else:
+        runs = key_runs(spec, q.shape[2], k.shape[2])
         grads = blockwise.backward(
             grad_out, grad_lse, q, k, v, out, lse, spec, runs, mask_grad, first_batch
         )

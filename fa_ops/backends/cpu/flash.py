@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.runs import Runs
+from fa_ops.backends.cpu.runs import key_runs
 from fa_ops.types import Gradients, Spec, default_scale
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+SMALL = 2**16  # scores of a batch that are not worth a kernel call of their own
 
 
 class Piece(NamedTuple):
@@ -31,10 +34,10 @@ class Piece(NamedTuple):
     causal: bool
 
     def queries(self, x: Tensor) -> Tensor:
-        return x[self.batches, :, self.rows]
+        return _cut(_cut(x, 0, self.batches), 2, self.rows)
 
     def memory(self, x: Tensor) -> Tensor:
-        return x[self.batches, :, self.keys]
+        return _cut(_cut(x, 0, self.batches), 2, self.keys)
 
     def parts(self) -> list[tuple[slice, bool]]:
         """Keys within the piece, as a rectangle that every row attends and a causal square."""
@@ -45,36 +48,69 @@ class Piece(NamedTuple):
         return [square] if rows == keys else [(slice(0, keys - rows), False), square]
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, runs: Runs | None) -> list[Piece] | None:
+def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
+    """x itself where the part is all of it: most calls are small, and views cost a microsecond."""
+    size = part.stop - part.start
+    return x if size == x.shape[dim] else x.narrow(dim, part.start, size)
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
     """Pieces of disjoint batches, or None where the kernel does not fit; other rows are dead."""
     if spec.softcap > 0 or spec.dropout_p > 0 or spec.alibi_slopes is not None:
         return None
     if q.shape[3] != v.shape[3] or default_scale(spec, q.shape[3]) <= 0:
         return None
-    B, _, Sq, _ = q.shape
-    everyone, mask = slice(0, B), spec.attn_mask
-    if runs is None:
-        pieces = [Piece(everyone, slice(0, Sq), slice(0, k.shape[2]), False)]
-        if mask is not None and not (_mask_fits(mask, q) and _finite(k) and _finite(v)):
-            return None
-        return pieces
-    if mask is not None or runs.lo.shape[1] > 1:
+    if spec.kv_lens is None and spec.key_ranges is None:
+        pieces = _fixed_pieces(spec, q, k)
+    else:
+        pieces = _pieces(spec, q, k)
+    if pieces is None:
         return None
-    alike = all(bool((x == x[:1]).all()) for x in runs)
-    pieces = []
-    for b in range(1 if alike else B):
-        batches = everyone if alike else slice(b, b + 1)
-        found = _pieces(batches, runs.lo[b].flatten(), runs.hi[b].flatten(), Sq)
-        if found is None:
+    masked = [piece for piece in pieces if piece.causal]
+    if spec.attn_mask is not None:
+        if pieces != [_everything(q, k)] or not _mask_fits(spec.attn_mask, q):
             return None
-        pieces += found
-    triangles = [piece for piece in pieces if piece.causal]
-    clean = all(_finite(piece.memory(x)) for piece in triangles for x in (k, v))
+        masked = pieces
+    clean = all(_finite(piece.memory(x)) for piece in masked for x in (k, v))
     return pieces if clean else None
 
 
-def _pieces(batches: slice, lo: Tensor, hi: Tensor, Sq: int) -> list[Piece] | None:
-    """The piece that the runs of one batch make; [] if all rows are dead; None if there is none."""
+def _everything(q: Tensor, k: Tensor) -> Piece:
+    return Piece(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2]), False)
+
+
+def _fixed_pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
+    """The pieces of a call that no kv_lens or key_ranges restrict."""
+    Sq, Sk, left = q.shape[2], k.shape[2], spec.window_left
+    right = 0 if spec.is_causal else spec.window_right
+    whole = _everything(q, k)
+    if Sq == 1:  # at the last position: nothing is to its right
+        return [whole if left < 0 else whole._replace(keys=slice(max(0, Sk - 1 - left), Sk))]
+    if 0 <= left < Sk - 1 or 0 < right < Sq - 1:
+        return None
+    return [whole._replace(rows=slice(max(0, Sq - Sk), Sq), causal=True) if right == 0 else whole]
+
+
+def _pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
+    (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
+    runs = key_runs(spec, Sq, Sk)
+    if runs.lo.shape[1] > 1:
+        return None
+    alike = all(bool((x == x[:1]).all()) for x in runs)
+    if not alike and Hq * Sq * Sk < SMALL:
+        return None
+    pieces = []
+    for b in range(1 if alike else B):
+        batches = slice(0, B) if alike else slice(b, b + 1)
+        found = _pieces_of_batch(batches, runs.lo[b].flatten(), runs.hi[b].flatten(), Sq)
+        if found is None:
+            return None
+        pieces += found
+    return pieces
+
+
+def _pieces_of_batch(batches: slice, lo: Tensor, hi: Tensor, Sq: int) -> list[Piece] | None:
+    """The piece that these runs make; [] if all rows are dead; None if they are not one piece."""
     live = (lo < hi).nonzero()
     if not len(live):
         return []
@@ -137,7 +173,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[
     q, k, v, bias = q.to(wide), k.to(wide), v.to(wide), _bias(spec.attn_mask, wide)
     options = {"attn_mask": bias, "scale": default_scale(spec, q.shape[3])}
     (out, lse), *rest = (
-        _forward(q, k[:, :, keys], v[:, :, keys], 0.0, causal, **options)
+        _forward(q, _cut(k, 2, keys), _cut(v, 2, keys), 0.0, causal, **options)
         for keys, causal in piece.parts()
     )
     for o, m in rest:
@@ -179,7 +215,7 @@ def backward(
 def _differentiate(do, q, k, v, out, lse, spec: Spec, part: tuple[slice, bool]):
     keys, causal = part
     wide = layout.accumulator(q.dtype)
-    tensors = (x.to(wide) for x in (do, q, k[:, :, keys], v[:, :, keys], out))
+    tensors = (x.to(wide) for x in (do, q, _cut(k, 2, keys), _cut(v, 2, keys), out))
     options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
     return _backward(*tensors, lse, 0.0, causal, **options)
 
