@@ -1,4 +1,6 @@
-"""`torch.compile(model, backend="fa_ops")`: Inductor with fusion, found through the torch_dynamo_backends entry point."""
+"""`torch.compile(model, backend="fa_ops")`: Inductor with fusion, found through the
+torch_dynamo_backends entry point.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def fa_ops(
     mode: str | None = None,
     options: dict | None = None,
 ) -> Callable:
-    """Inductor's backend with the fusion pass; `mode` and `options` are those of `torch.compile`."""
+    """Inductor's backend with the fusion pass; `mode` and `options` are those of
+    `torch.compile`.
+    """
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= options or {}
     slot = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)

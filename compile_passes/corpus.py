@@ -1,8 +1,10 @@
-"""`python -m compile_passes.corpus FILE`: run the pass over a file of attention spellings and print what was fused.
+"""`python -m compile_passes.corpus FILE`: run the pass over a file of attention spellings and print
+what was fused.
 
-The file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected` ("fuse", "partial", "no_fuse"),
-`tags` and `cores`. Every case runs in eval and in training, with static and dynamic shapes; outputs and gradients are compared
-with an eager run in fp64. Inductor's own pass is counted beside ours.
+The file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
+("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and in training, with
+static and dynamic shapes; outputs and gradients are compared with an eager run in fp64. Inductor's
+own pass is counted beside ours.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ TRAIN, DYNAMIC = "train", "dynamic"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One case in one mode: attentions fused by us and by Inductor, and what is wrong with the result, if anything."""
+    """One case in one mode: attentions fused by us and by Inductor, and what is wrong with the
+    result, if anything.
+    """
 
     fused: int
     inductor: int

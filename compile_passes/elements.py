@@ -1,4 +1,6 @@
-"""Reading a mask's element off the graph: `element(value, coordinates)` follows the operations that masks are written with."""
+"""Reading a mask's element off the graph: `element(value, coordinates)` follows the operations that
+masks are written with.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ ZERO = Affine.of(0)
 
 
 def coordinates(dims: Dims) -> Coordinates | None:
-    """A tensor's coordinates in terms of its axes; None where a merged dimension has a symbolic stride."""
+    """A tensor's coordinates in terms of its axes; None where a merged dimension has a symbolic
+    stride.
+    """
     result = []
     for group in dims:
         at, stride = ZERO, 1

@@ -14,8 +14,8 @@ from compile_passes.report import Finding, Report
 def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **kwargs) -> Report:
     """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
 
-    The function runs once, eagerly. Every softmax is in the report, with its place in the source, whether it was fused into
-    which call, and why not. `print` the report or read its `findings`.
+    The function runs once, eagerly. Every softmax is in the report, with its place in the source,
+    whether it was fused into which call, and why not. `print` the report or read its `findings`.
 
     Args:
         function: a function or module, compiled already or not.

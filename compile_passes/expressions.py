@@ -1,6 +1,8 @@
-"""What one element of a mask is, as an expression of its coordinates: integers that are affine in them, and conditions on those.
+"""What one element of a mask is, as an expression of its coordinates: integers that are affine in
+them, and conditions on those.
 
-A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or `Opaque`: read from a tensor of unknown content.
+A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or `Opaque`:
+read from a tensor of unknown content.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ def symbolic(n: Size) -> sympy.Expr:
 
 
 class Affine(NamedTuple):
-    """constant + sum of coefficient * variable; variables are axes (their index) and opaque integers."""
+    """constant + sum of coefficient * variable; variables are axes (their index) and opaque
+    integers.
+    """
 
     terms: frozenset[tuple[object, int]]
     constant: sympy.Expr

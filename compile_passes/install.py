@@ -1,4 +1,6 @@
-"""Putting the pass into Inductor: `install`, `uninstall`, and chaining with a pass that is there already."""
+"""Putting the pass into Inductor: `install`, `uninstall`, and chaining with a pass that is there
+already.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from compile_passes.fuse import fuse
 
 @cache
 def _source_hash() -> str:
-    """Of every file of this package and of the operator's schema: editing either invalidates compiled caches."""
+    """Of every file of this package and of the operator's schema: editing either invalidates
+    compiled caches.
+    """
     digest = hashlib.sha256(str(torch.ops.fa.attention.default._schema).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -34,7 +38,9 @@ class FusionPass(CustomGraphPass):
 
 
 class Chain(CustomGraphPass):
-    """Other passes first, then ours. Without a uuid where one of them has none: then nothing is cached, as without us."""
+    """Other passes first, then ours. Without a uuid where one of them has none: then nothing is
+    cached, as without us.
+    """
 
     def __init__(self, others: tuple, ours: FusionPass) -> None:
         self.others, self.ours = others, ours
@@ -79,8 +85,9 @@ class Installation:
 def install() -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
-    Functions compiled before keep what they have. A pass that already stands in Inductor's `pre_grad_custom_pass` runs first.
-    Calling it again changes nothing. `with install(): ...` undoes it at the end.
+    Functions compiled before keep what they have. A pass that already stands in Inductor's
+    `pre_grad_custom_pass` runs first. Calling it again changes nothing. `with install(): ...`
+    undoes it at the end.
     """
     slot = config.pre_grad_custom_pass
     if holds_ours(slot):

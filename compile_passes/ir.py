@@ -1,4 +1,6 @@
-"""A graph as values: what each node computes, from which contents of its inputs, under which gradient mode."""
+"""A graph as values: what each node computes, from which contents of its inputs, under which
+gradient mode.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ class View:
             self._writes.setdefault(a, []).extend(self._writes.pop(b, ()))
 
     def _forget(self, target: Value, writer: Value) -> None:
-        """`writer` wrote over the target's memory: whatever reads an alias later sees something unknown."""
+        """`writer` wrote over the target's memory: whatever reads an alias later sees something
+        unknown.
+        """
         root = self._root(target.storage)
         self._writes.setdefault(root, []).append(writer.index)
         for node in self._members.get(root, ()):

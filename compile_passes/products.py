@@ -11,7 +11,9 @@ Labels = tuple[str | None, ...]
 
 
 class Contraction(NamedTuple):
-    """out[lo] = sum over the labels missing from lo of a[la] * b[lb]. A label is None where a dimension has size 1."""
+    """out[lo] = sum over the labels missing from lo of a[la] * b[lb]. A label is None where a
+    dimension has size 1.
+    """
 
     a: Value
     b: Value

@@ -1,4 +1,6 @@
-"""What the pass found: data, a printable report, counters and a log channel (TORCH_LOGS=compile_passes)."""
+"""What the pass found: data, a printable report, counters and a log channel
+(TORCH_LOGS=compile_passes).
+"""
 
 from __future__ import annotations
 

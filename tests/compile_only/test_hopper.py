@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: no spills, asynchronous products, shared memory in its limit."""
+"""The Hopper kernels without a GPU: no spills, asynchronous products, shared memory that fits."""
 
 import itertools
 import os
