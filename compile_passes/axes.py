@@ -1,7 +1,9 @@
-"""Axes: what every dimension of a tensor is made of, so that dimensions are proved and never guessed from sizes.
+"""Axes: what every dimension of a tensor is made of, so that dimensions are proved and never
+guessed from sizes.
 
-A tensor's `Dims` holds one tuple of axes per dimension: () for a dimension of size 1, several axes where dimensions were merged.
-Merging and splitting by views is followed exactly; a split refines the axis everywhere, also in tensors labelled earlier.
+A tensor's `Dims` holds one tuple of axes per dimension: () for a dimension of size 1, several axes
+where dimensions were merged. Merging and splitting by views is followed exactly; a split refines
+the axis everywhere, also in tensors labelled earlier.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ Size = int | SymInt
 
 
 class Axis:
-    """One independent index. `parts` is set once a view has split it."""
+    """One independent index. `parts` is set once a view has split it; a part knows its `whole`."""
 
-    __slots__ = ("name", "size", "parts")
+    __slots__ = ("name", "size", "parts", "whole")
 
-    def __init__(self, size: Size, name: str = "") -> None:
-        self.size = size
+    def __init__(self, size: Size, name: str = "", whole: Axis | None = None) -> None:
+        fixed = isinstance(size, SymInt) and size.node.expr.is_number
+        self.size: Size = int(size.node.expr) if fixed else size
         self.name = name
         self.parts: tuple[Axis, ...] | None = None
+        self.whole = whole
 
     def __repr__(self) -> str:
         return f"{self.name or 'axis'}:{self.size}"
@@ -59,7 +63,9 @@ def flat(dims: Sequence[Group]) -> Group:
 
 
 def broadcast_dims(shape: Sequence[Size], dims: Dims) -> Dims:
-    """Dims of a tensor that broadcasts against `dims` without enlarging it, aligned at the right."""
+    """Dims of a tensor that broadcasts against `dims` without enlarging it, aligned at the
+    right.
+    """
     behind = dims[len(dims) - len(shape) :]
     return tuple(() if is_one(n) else group for n, group in zip(shape, behind, strict=True))
 
@@ -82,7 +88,9 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> Dims | None:
 
 
 def _take(pending: list[Axis], n: Size, splits: list) -> Group | None:
-    """Axes off the front of `pending` whose sizes multiply to n, splitting the last one if need be."""
+    """Axes off the front of `pending` whose sizes multiply to n, splitting the last one if need
+    be.
+    """
     group: list[Axis] = []
     total: Size = 1
     while not same(total, n):
@@ -99,7 +107,7 @@ def _take(pending: list[Axis], n: Size, splits: list) -> Group | None:
         rest = axis.size // front if divides(front, axis.size) else None
         if rest is None or not same(front * rest, axis.size):
             return None
-        parts = (Axis(front, axis.name), Axis(rest, axis.name))
+        parts = (Axis(front, axis.name, axis), Axis(rest, axis.name, axis))
         splits.append((axis, parts))
         pending.insert(0, parts[1])
         group.append(parts[0])

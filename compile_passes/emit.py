@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from compile_passes.axes import Axis, Dims, Group, Size, flat, resolve_dims, same
-from compile_passes.ir import Value, example, meta_key
+from compile_passes.axes import Axis, Dims, Group, Size, flat, resolve, resolve_dims, same
+from compile_passes.ir import example, meta_key
 from compile_passes.plan import Refused
 from compile_passes.states import Leaf
 
@@ -59,23 +60,36 @@ class Emitter:
         if type(axis.size) is int:
             return axis.size
         if axis not in self._sizes:
-            for leaf in self._leaves:
-                dims = resolve_dims(leaf.dims)
-                for i, group in enumerate(dims):
-                    if group == (axis,) and same(leaf.value.shape[i], axis.size):
-                        self._sizes[axis] = self.method("size", leaf.value.node, i)
-                        return self._sizes[axis]
-            raise Refused(f"no tensor shows the size {axis.size} that a view splits off")
+            node = self._shown(axis) or self._quotient(axis)
+            if node is None:
+                raise Refused(f"no tensor shows the size {axis.size} that a view splits off")
+            self._sizes[axis] = node
         return self._sizes[axis]
 
-    def scalar(self, x: Value | float) -> fx.Node | float:
-        return x.node if isinstance(x, Value) else x
+    def _shown(self, axis: Axis) -> fx.Node | None:
+        for leaf in self._leaves:
+            for i, group in enumerate(leaf.dims):
+                if resolve(group) == resolve((axis,)) and same(leaf.value.shape[i], axis.size):
+                    return self.method("size", leaf.value.node, i)
+        return None
+
+    def _quotient(self, axis: Axis) -> fx.Node | None:
+        """A part's size, from those of the axis it was split off and of the other part."""
+        whole = axis.whole
+        if whole is None:
+            return None
+        (other,) = (part for part in whole.parts if part is not axis)
+        known = other.size if type(other.size) is int else self._shown(other)
+        total = self._shown(whole) or self._quotient(whole)
+        if known is None or total is None:
+            return None
+        return self.function(operator.floordiv, total, known)
 
     def arrange(self, node: fx.Node, dims: Dims, target: Dims, full: bool = False) -> fx.Node:
         """The tensor laid out as `target`: one dimension per group.
 
-        A group of which the tensor has a part is expanded to all of it; one of which it has nothing becomes a dimension of
-        size 1, or is expanded too if `full`.
+        A group of which the tensor has a part is expanded to all of it; one of which it has nothing
+        becomes a dimension of size 1, or is expanded too if `full`.
         """
         dims, target = resolve_dims(dims), resolve_dims(target)
         if set(flat(dims)) - set(flat(target)):
@@ -96,9 +110,9 @@ class Emitter:
             if len(group) < 2 or group in target:
                 units.append(group)
                 continue
-            sizes = [self.size(a) for a in group]
-            if sum(isinstance(s, fx.Node) for s in sizes) == 1:
-                sizes = [-1 if isinstance(s, fx.Node) else s for s in sizes]
+            symbolic = [a for a in group if type(a.size) is not int]
+            left_out = symbolic[-1] if symbolic else None
+            sizes = [-1 if a is left_out else self.size(a) for a in group]
             node = self.method("unflatten", node, len(units), tuple(sizes))
             units += [(a,) for a in group]
         return node, units

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 
 from compile_passes import report
 from compile_passes.elements import Reader
@@ -20,10 +21,15 @@ _NO_VALUE = "its result is not multiplied with a value"
 
 def fuse(graph: fx.Graph) -> list[Finding]:
     """Rewrite every attention of the graph in place. One finding per softmax, in graph order."""
-    if not any("softmax" in _name(node) for node in graph.nodes):
+    if not any(_name(node).endswith(("softmax", "exp", "exp_")) for node in graph.nodes):
         return []
     view = View(graph)
-    matcher = Matcher(view)
+    try:
+        matcher = Matcher(view)
+    except Exception:  # a bug of ours must not break the user's compilation
+        report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
+        counters["fa_ops"]["internal error"] += 1
+        return []
     reader = Reader()
     places = {value: report.locate(value.node) for value in matcher.softmaxes}
     names = {value: value.node.name for value in matcher.softmaxes}
@@ -52,7 +58,7 @@ def _try(core: Core, view: View, reader: Reader) -> tuple[fx.Node, Masks] | str:
         return rewrite(planned, masks, view), masks
     except Refused as refusal:
         return str(refusal)
-    except Exception as error:  # a bug of ours must not break the user's compilation
+    except Exception as error:  # the same
         report.log.warning("could not fuse %s", core.out, exc_info=True)
         return f"internal error, please report: {type(error).__name__}: {error}"
 
@@ -77,7 +83,9 @@ def _short(x: object) -> str:
 
 
 def fuse_module(module: torch.nn.Module) -> list[Finding]:
-    """`fuse` on a graph module and on the graph modules inside it (bodies of checkpointed regions)."""
+    """`fuse` on a graph module and on the graph modules inside it (bodies of checkpointed
+    regions).
+    """
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):

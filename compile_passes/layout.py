@@ -1,4 +1,6 @@
-"""Layout operations: which dimension goes where, forward through a node and backward to what it was made from."""
+"""Layout operations: which dimension goes where, forward through a node and backward to what it was
+made from.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ def source(value: Value) -> Value | None:
 def forward(value: Value, dims: Dims) -> Dims | None:
     """Dims of a layout operation's result, from those of its input."""
     shape = value.shape
+    if value.writes:
+        return None
     if value.op in ("copy", "cast"):
         return dims if value.tensor.device == source(value).tensor.device else None
     if value.op == "permute":
@@ -37,9 +41,11 @@ def forward(value: Value, dims: Dims) -> Dims | None:
 
 
 def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
-    """Dims of a layout operation's input from those of its result, and whether a repetition was undone."""
+    """Dims of a layout operation's input from those of its result, and whether a repetition was
+    undone.
+    """
     x = source(value)
-    if x is None or not isinstance(x.tensor, torch.Tensor):
+    if x is None or value.writes or not isinstance(x.tensor, torch.Tensor):
         return None
     shape = x.shape
     if value.op == "copy" or (value.op == "cast" and x.dtype == value.dtype):
@@ -114,7 +120,8 @@ def only_inserts(value: Value) -> bool:
 
 
 def peel(value: Value, dims: Dims, dtype: torch.dtype) -> tuple[Value, Dims]:
-    """Walk from an operand back to where it was before its heads were repeated or it was cast up from `dtype`.
+    """Walk from an operand back to where it was before its heads were repeated or it was cast up
+    from `dtype`.
 
     Permutations are undone too; a view or a copy only if one of those lies behind it.
     """

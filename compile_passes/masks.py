@@ -1,8 +1,10 @@
-"""What the terms of the scores mean: which masks are causal or windows, and what is left to a dense mask.
+"""What the terms of the scores mean: which masks are causal or windows, and what is left to a dense
+mask.
 
-A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value. It may become a flag of the operator only
-where every row provably attends a key. Else the fill is kept: as part of an additive mask where the user adds it, and where scores
-are replaced by it, by giving the rows without keys a zero query and all keys.
+A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value.
+It may become a flag of the operator only where every row provably attends a key. Else the fill is
+kept: as part of an additive mask where the user adds it, and where scores are replaced by it, by
+giving the rows without keys a zero query and all keys.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Masks:
     biases: tuple[Bias, ...] = ()
     keeps: tuple[Keep, ...] = ()
     dead: Dead = Dead.ZERO
+    zeroed: Fill | None = None  # by zeroed keys and a bias
 
     def describe(self) -> str:
         parts = []
@@ -70,7 +73,7 @@ class Masks:
             parts.append("is_causal")
         if self.left is not None or self.right not in (None, 0):
             parts.append(f"window=({self.left}, {self.right})")
-        if self.biases or self.keeps:
+        if self.biases or self.keeps or self.zeroed:
             parts.append("dense attn_mask")
         return ", ".join(parts) or "no mask"
 
@@ -81,9 +84,11 @@ Term = Bias | Fill
 
 def understand(plan: Plan, reader: Reader) -> Masks:
     """Raises Refused where a fill can't be kept."""
-    terms = _without_constants(plan.scores.terms)
+    terms = _without_constants(plan)
     meanings = {t: _read(t, reader) for t in terms}
     terms = [t for t in terms if meanings[t] is None or meanings[t][0] is not True]
+    if plan.sunk or _zeroed_alike(plan, terms):  # rows without keys give 0, as -inf does
+        meanings = {t: m and (m[0], -math.inf) for t, m in meanings.items()}
     bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
     dense = [t for t in terms if t not in bands]
     window = _window([meanings[t] for t in bands], plan)
@@ -95,7 +100,33 @@ def understand(plan: Plan, reader: Reader) -> Masks:
         keep = _additive(dense[0], meanings[dense[0]])
         if keep is not None:
             return Masks(keeps=(keep[0],), dead=keep[1])
-    return _fallback(window, dense, bool(bands))
+        zeroed = _small_fill(dense[0], plan)
+        if zeroed is not None:
+            return Masks(zeroed=zeroed)
+    return _fallback(window, dense, meanings, bool(bands))
+
+
+def _zeroed_alike(plan: Plan, terms: list[Term]) -> bool:
+    """Whether the weights are masked again after the softmax, with the scores' own mask."""
+    zeroed = plan.core.weights.zeroed
+    if zeroed is None:
+        return False
+    masked = [t for t in terms if isinstance(t, Fill)]
+    for fill in masked:
+        alike = fill.mask.value is zeroed.mask.value and fill.where == zeroed.where
+        if alike and fill.value <= FAR and len(masked) == len(terms) == 1:
+            return resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
+    raise Refused("the attention weights are masked after the softmax, not as the scores were")
+
+
+def _small_fill(term: Term, plan: Plan) -> Fill | None:
+    """A fill that real scores could pass, the same for every query: then the keys can be zeroed and
+    the fill added.
+    """
+    if not isinstance(term, Fill) or not FAR < term.value < math.inf:
+        return None
+    keys = {*plan.batch, *plan.kv_heads, *plan.keys}
+    return term if term.mask.axes() <= keys else None
 
 
 def _additive(term: Term, meaning: Meaning) -> tuple[Keep, Dead] | None:
@@ -109,12 +140,17 @@ def _additive(term: Term, meaning: Meaning) -> tuple[Keep, Dead] | None:
     return Keep(term.leaf, 0.0), Dead.ABSORBED if absorbed else Dead.ADDED
 
 
-def _fallback(window: Window, dense: list[Term], flagged: bool) -> Masks:
-    biases = tuple(t for t in dense if isinstance(t, Bias))
-    fills = tuple(t for t in dense if isinstance(t, Fill))
-    _check_fills(dense, fills, flagged)
-    keeps = tuple(Keep(f.mask, not f.where) for f in fills)
-    finite = any(f.value > -math.inf for f in fills)
+def _fallback(window: Window, dense: list[Term], meanings: dict, flagged: bool) -> Masks:
+    """Biases added up, masks joined."""
+    exact = {t for t in dense if meanings[t] and meanings[t][1] == -math.inf}
+    biases = tuple(t for t in dense if isinstance(t, Bias) and t not in exact)
+    fills = [t for t in dense if isinstance(t, Fill)]
+    finite = [t for t in fills if t not in exact]
+    _check_fills(dense, finite, flagged or len(exact) > 0)
+    masks = (t for t in dense if t in exact or t in fills)
+    keeps = tuple(
+        Keep(t.leaf, 0.0) if isinstance(t, Bias) else Keep(t.mask, not t.where) for t in masks
+    )
     return Masks(*window, biases, keeps, Dead.UNIFORM if finite else Dead.ZERO)
 
 
@@ -122,16 +158,20 @@ _NOTHING = (True, 0.0)
 Window = tuple[int | None, int | None]
 
 
-def _without_constants(terms: tuple[Term, ...]) -> list[Term]:
-    """A number added to all scores changes nothing but the fills before it, and softmax ignores what is common to a row."""
+def _without_constants(plan: Plan) -> list[Term]:
+    """A number added to all scores changes nothing but the fills before it, and softmax ignores
+    what is common to a row.
+    """
     result, shift = [], 0.0
-    for term in terms:
+    for term in plan.scores.terms:
         if isinstance(term, Bias) and isinstance(term.leaf.value, float):
             shift += term.coefficient * term.leaf.value
         elif isinstance(term, Fill):
             result.append(dataclasses.replace(term, value=term.value - shift))
         else:
             result.append(term)
+    if shift and plan.sunk:
+        raise Refused("a number is added to the scores but not to their sink")
     return result
 
 
@@ -169,7 +209,9 @@ def _keep(x: Element, coefficient: float) -> Meaning:
 
 
 def _window(meanings: list[Meaning], plan: Plan) -> Window | None:
-    """(left, right) if the scores kept are a band around the diagonal; None if they are anything else."""
+    """(left, right) if the scores kept are a band around the diagonal; None if they are anything
+    else.
+    """
     keep = all_of(*(m[0] for m in meanings))
     if keep is True:
         return None, None
@@ -208,7 +250,9 @@ def _only(group: tuple[Axis, ...]) -> Axis | None:
 
 
 def _every_row_attends(window: Window, plan: Plan) -> bool:
-    """A band holds the diagonal, whose key exists for every query if there are as many keys as queries."""
+    """A band holds the diagonal, whose key exists for every query if there are as many keys as
+    queries.
+    """
     i, j = _only(plan.queries), _only(plan.keys)
     if window == (None, None):
         return True
@@ -216,17 +260,17 @@ def _every_row_attends(window: Window, plan: Plan) -> bool:
     return bool(surplus.is_nonnegative)
 
 
-def _check_fills(dense: list[Term], fills: tuple[Fill, ...], flagged: bool) -> None:
-    """Whether the dense mask can say what the fills do."""
-    finite = {f.value for f in fills if f.value > -math.inf}
+def _check_fills(dense: list[Term], finite: list[Fill], others: bool) -> None:
+    """Whether the dense mask can say what the finite fills do."""
     if not finite:
         return
-    if any(math.isnan(v) or v > FAR for v in finite):
+    if any(not f.value <= FAR for f in finite):
         raise Refused(
-            f"scores are filled with {min(finite):g}, which is not far enough below them to be a mask"
+            f"scores are filled with {finite[0].value:g}, which is not far enough below them to "
+            "be a mask"
         )
-    first = next(n for n, t in enumerate(dense) if isinstance(t, Fill))
-    if len({f.value for f in fills}) > 1 or flagged:
+    first = dense.index(finite[0])
+    if len({f.value for f in finite}) > 1 or others:
         raise Refused("several masks with different fill values: rows without keys would differ")
     if any(isinstance(t, Bias) for t in dense[first:]):
         raise Refused("a bias is added to scores after a finite fill value")

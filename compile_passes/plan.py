@@ -1,13 +1,16 @@
-"""From a matched core to the operator's arguments: which axes are batch, heads, queries, keys, features."""
+"""From a matched core to the operator's arguments: which axes are batch, heads, queries, keys,
+features.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
+from torch import fx
 
 from compile_passes import layout
-from compile_passes.axes import Axis, Dims, Group, flat, resolve, resolve_dims
+from compile_passes.axes import Axis, Dims, Group, flat, resolve
 from compile_passes.ir import Value, View
 from compile_passes.states import Core, Leaf, Scores
 from compile_passes.vocabulary import raw_name
@@ -19,7 +22,9 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One call. Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`, a leading run of `heads`."""
+    """One call. Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`,
+    a leading run of `heads`.
+    """
 
     core: Core
     q: Leaf
@@ -37,6 +42,11 @@ class Plan:
     @property
     def scores(self) -> Scores:
         return self.core.weights.scores
+
+    @property
+    def sunk(self) -> bool:
+        """Whether a sink stands in the denominator."""
+        return self.core.weights.zero_sink or self.scores.column is not None
 
     @property
     def out_dims(self) -> Dims:
@@ -74,22 +84,23 @@ def plan(core: Core, view: View) -> Plan:
 
 
 def _rows(scores: Scores, q: Leaf, k: Leaf) -> Group:
-    """The query axis: the last of the product's axes that the key lacks. Others are heads that share a key."""
+    """The query axis: the last of the product's axes that the key lacks. Others are heads that
+    share a key.
+    """
     alone = q.axes() - k.axes() - set(resolve(scores.summed))
     rows = [g for g in scores.product_dims if g and set(resolve(g)) <= alone]
     return rows[-1] if rows else ()
 
 
 def _split(batch: list[Axis], shared: list[Axis]) -> tuple[Group, Group, Group]:
-    """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on one key head."""
+    """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on
+    one key head.
+    """
     group: list[Axis] = []
     rest = list(batch)
     while rest and rest[-1] in shared:
         group.insert(0, rest.pop())
-    if len(rest) >= 2:
-        kv = (rest.pop(),)
-    else:
-        kv = ()
+    kv = (rest.pop(),) if len(rest) >= 2 else ()
     return tuple(rest), (*kv, *group), kv
 
 
@@ -97,10 +108,25 @@ def _check_uses(core: Core) -> None:
     inside = {value.node for value in core.path} | {core.out.node}
     for value in core.path:
         for user in value.node.users:
-            if user not in inside:
+            if user not in inside and not _reads_shape_only(value.node, user, inside):
                 what = "the attention weights are" if _is_weights(value, core) else "the scores are"
                 reader = "returned" if user.op == "output" else f"also read by {raw_name(user)}"
                 raise Refused(f"{what} {reader}; fused attention never computes them")
+
+
+_SHAPE_READERS = frozenset("size dim numel shape full_like zeros_like ones_like rand_like".split())
+_SECOND_SHAPE = frozenset("expand_as view_as reshape_as type_as".split())
+
+
+def _reads_shape_only(node: fx.Node, user: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether `user` asks only for the shape, and nothing that lives on needs its result."""
+    name = raw_name(user)
+    second = name in _SECOND_SHAPE and user.args[0] is not node
+    return (second or name in _SHAPE_READERS) and _dies(user, inside)
+
+
+def _dies(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return all(user in inside or _dies(user, inside) for user in node.users)
 
 
 def _is_weights(value: Value, core: Core) -> bool:
@@ -120,7 +146,9 @@ def _check_intact(view: View, value: Value, until: Value) -> None:
 
 
 def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:
-    """The operator computes in one dtype and returns it; rounding an operand to it is right only where autocast did the same."""
+    """The operator computes in one dtype and returns it; rounding an operand to it is right only
+    where autocast did the same.
+    """
     out, product = core.out.dtype, core.weights.scores.product.dtype
     for leaf in operands:
         given = leaf.value.dtype

@@ -23,13 +23,15 @@ PURE = (
     layout.LAYOUT
     | elements.HANDLERS.keys()
     | constants.FILLED.keys()
-    | {"repeat_interleave", "div", "full"}
+    | {"repeat_interleave", "div", "full", "bernoulli", "rand", "rand_like", "size"}
 )
 ATTENTION = torch.ops.fa.attention.default
 
 
 def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
-    """Replace the core's nodes. Raises Refused, with the graph unchanged, where that can't be done."""
+    """Replace the core's nodes. Raises Refused, with the graph unchanged, where that can't be
+    done.
+    """
     out = plan.core.out.node
     leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
     for leaf in leaves:
@@ -39,11 +41,14 @@ def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
     try:
         call, result = _emit(plan, masks, emitter)
         _check_result(example(result), example(out))
+        doomed = _doomed(plan)
+        if doomed & {n for made in emitter.made for n in made.all_input_nodes}:
+            raise Refused("what joins the scores is made with their shape")
     except BaseException:
         emitter.undo()
         raise
     out.replace_all_uses_with(result)
-    _erase([*plan.core.path, plan.core.out], view)
+    _erase({*doomed, out}, view)
     plan.core.out.node = result  # other cores may read it
     return call
 
@@ -53,16 +58,20 @@ def _outside(plan: Plan) -> list[Leaf]:
     scores = plan.scores
     found = [*scores.factors, *scores.divisors, *plan.core.weights.factors]
     found += [t.leaf if isinstance(t, Bias) else t.mask for t in scores.terms]
+    found += [scores.column] if scores.column else []
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
 
 def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]:
-    B, H, I, D = plan.batch, plan.heads, plan.queries, plan.head_dim
-    q = _operand(emitter, plan.q, (B, H, I, D), plan.dtype)
-    k = _operand(emitter, plan.k, (B, plan.kv_heads, plan.keys, D), plan.dtype)
-    v = _operand(emitter, plan.v, (B, plan.kv_heads, plan.keys, plan.features), plan.dtype)
+    rows = (plan.batch, plan.heads, plan.queries)
+    columns = (plan.batch, plan.kv_heads, plan.keys)
+    q = _operand(emitter, plan.q, (*rows, plan.head_dim), plan.dtype)
+    k = _operand(emitter, plan.k, (*columns, plan.head_dim), plan.dtype)
+    v = _operand(emitter, plan.v, (*columns, plan.features), plan.dtype)
     q, k, scale = _scale(plan, emitter, q, k)
     passing, (mask, q, dead) = q, _mask(plan, masks, emitter, q)
+    if masks.zeroed:
+        k, mask = _zeroed_keys(plan, masks.zeroed, emitter, k)
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     if plan.scores.softcap:
         options["softcap"] = plan.scores.softcap
@@ -71,6 +80,8 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
         options["window_left"] = masks.left
     if masks.right is not None and not causal:
         options["window_right"] = masks.right
+    if plan.sunk:
+        options["sinks"] = _sinks(plan, emitter, q)
     p = plan.core.weights.dropout_p
     if p:
         device = example(q).device
@@ -82,8 +93,11 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
     result = call
     if masks.dead is Dead.ABSORBED:
         result = _through_absorbed(plan, emitter, result, passing, k, v, scale, dead)
+    gain = plan.core.weights.gain
+    if not math.isclose(gain, 1.0, rel_tol=1e-9):
+        result = emitter.function(operator.mul, result, gain)
     for leaf in plan.core.weights.factors:
-        factor = _aligned(emitter, leaf, (B, H, I, ()))
+        factor = _aligned(emitter, leaf, (*rows, ()))
         result = emitter.function(operator.mul, result, factor)
     result = _cast(emitter, result, plan.dtype)
     result = emitter.arrange(result, plan.out_dims, plan.core.dims)
@@ -117,13 +131,15 @@ def _scalar_tensor(emitter: Emitter, leaf: Leaf) -> fx.Node:
 
 
 def _scale(plan: Plan, emitter: Emitter, q: fx.Node, k: fx.Node):
-    """Constant factors become the operator's scale; tensors and symbolic numbers multiply the query, or the key."""
+    """Constant factors become the operator's scale; tensors and symbolic numbers multiply the
+    query, or the key.
+    """
     scores = plan.scores
     factors = [(x, operator.mul) for x in scores.factors]
     factors += [(x, operator.truediv) for x in scores.divisors]
-    if len(factors) == 1 and scores.scale == 1.0 and not scores.softcap:
-        if _is_default_scale(plan, *factors[0]):
-            return q, k, None
+    plain = len(factors) == 1 and scores.scale == 1.0 and not scores.softcap
+    if plain and _is_default_scale(plan, *factors[0]):
+        return q, k, None
     keys, queries = set(plan.keys), set(plan.queries)
     kv = {*plan.batch, *plan.kv_heads, *plan.keys}
     for leaf, apply in factors:
@@ -179,6 +195,34 @@ def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node):
     return bias, q, dead
 
 
+def _zeroed_keys(plan: Plan, fill: Fill, emitter: Emitter, k: fx.Node):
+    """(key, attn_mask) for scores that one small number replaces, whatever the query."""
+    dims = (plan.batch, plan.kv_heads, plan.keys, ())
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, dims)
+    if not fill.where:
+        mask = emitter.function(torch.logical_not, mask)
+    k = emitter.method("masked_fill", k, mask, 0.0)
+    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, plan.mask_dims)
+    bias = emitter.method("to", full, torch.float32)
+    if fill.where:
+        return k, emitter.function(operator.mul, bias, fill.value)
+    one_minus = emitter.function(operator.sub, 1.0, bias)
+    return k, emitter.function(operator.mul, one_minus, fill.value)
+
+
+def _sinks(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
+    """One logit per query head."""
+    column = plan.scores.column
+    if column is None:
+        heads = emitter.method("size", q, 1)
+        return emitter.method("new_zeros", q, (heads,), dtype=torch.float32)
+    if not column.axes() <= set(plan.heads):
+        raise Refused("the sink is not one number per head")
+    sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)
+    allowed = (plan.dtype, torch.float32)
+    return sinks if example(sinks).dtype in allowed else _cast(emitter, sinks, torch.float32)
+
+
 def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
     mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, plan.mask_dims)
     if keep.kept is True:
@@ -189,7 +233,8 @@ def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
 
 
 def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead) -> fx.Node:
-    """Add what a dead row passes back to its scores when they vanish beside the fill: nothing forward, all of it backward.
+    """Add what a dead row passes back to its scores when they vanish beside the fill: nothing
+    forward, all of it backward.
 
     With uniform weights over n keys, d out = sum_j (v_j - mean v) ds_j / n: linear in the query.
     """
@@ -255,7 +300,9 @@ def _hint(stride: object) -> int:
 
 
 def _strides_unseen(node: fx.Node, made: Tensor) -> bool:
-    """Whether only a chain of permutations reads the result and ends where other strides make no difference."""
+    """Whether only a chain of permutations reads the result and ends where other strides make no
+    difference.
+    """
     while len(node.users) == 1:
         (user,) = node.users
         name, _, writes = vocabulary.call(user)
@@ -285,16 +332,29 @@ def _check_result(made: Tensor, wanted: Tensor) -> None:
     shape = all(same(a, b) for a, b in zip(made.shape, wanted.shape, strict=True))
     if not shape or made.dtype != wanted.dtype:
         raise Refused(
-            f"the call would give {tuple(made.shape)} {made.dtype}, not {tuple(wanted.shape)} {wanted.dtype}"
+            f"the call would give {tuple(made.shape)} {made.dtype}, "
+            f"not {tuple(wanted.shape)} {wanted.dtype}"
         )
 
 
-def _erase(values: list[Value], view: View) -> None:
+def _doomed(plan: Plan) -> set[fx.Node]:
+    """The path, and what hangs on it besides the result: readers of a shape."""
+    doomed: set[fx.Node] = set()
+    pending = [value.node for value in plan.core.path]
+    while pending:
+        node = pending.pop()
+        if node not in doomed and node is not plan.core.out.node:
+            doomed.add(node)
+            pending += node.users
+    return doomed
+
+
+def _erase(doomed: set[fx.Node], view: View) -> None:
     """Remove the nodes that were replaced, and what fed only them and has no other effect."""
     gone: set[fx.Node] = set()
     feeding: list[fx.Node] = []
-    for value in sorted(values, key=lambda v: v.index, reverse=True):
-        feeding += _remove(value.node, view, gone)
+    for node in sorted(doomed, key=lambda n: view.values[n].index, reverse=True):
+        feeding += _remove(node, view, gone)
     while feeding:
         node = feeding.pop()
         value = view.values.get(node)

@@ -1,4 +1,6 @@
-"""What the matcher knows about a value: scores, weights, or why they were lost."""
+"""What the matcher knows about a value: scores, weights, a softmax in parts, or why they were
+lost.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from compile_passes.ir import Value
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Something that joins the scores from outside: a number, a symbolic scalar, or a tensor aligned with them."""
+    """What joins the scores from outside: a number, a symbol, or a tensor aligned with them."""
 
     value: Value | float
     dims: Dims = ()
@@ -40,43 +42,107 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """softcap * tanh(scale * factors * (a . b) / softcap), then the terms in order. `path` is every node so far."""
+class _Followed:
+    """`path`: every node so far, none of which survives the rewrite."""
+
+    dims: Dims
+    path: tuple[Value, ...]
+
+    def then(self, value: Value, **changes):
+        return dataclasses.replace(self, **{"path": (*self.path, value), **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores(_Followed):
+    """softcap * tanh(scale * factors * (a . b) / softcap), then the terms in order.
+
+    `column`: a sink logit was concatenated to the keys, which were `keys_before`.
+    """
 
     a: Leaf
     b: Leaf
     summed: Group
     product: Value
     product_dims: Dims
-    dims: Dims
-    path: tuple[Value, ...]
     scale: float = 1.0
     factors: tuple[Leaf, ...] = ()  # multiply
     divisors: tuple[Leaf, ...] = ()
     softcap: float = 0.0
     terms: tuple[Bias | Fill, ...] = ()
-
-    def then(self, value: Value, **changes) -> Scores:
-        return dataclasses.replace(self, path=(*self.path, value), **changes)
+    shift: Row | None = None  # subtracted: the same number in a whole row
+    column: Leaf | None = None
+    keys_before: Group = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """softmax(scores) over the axes `keys`, perhaps dropped out, times the factors (which do not vary along the keys)."""
+class Weights(_Followed):
+    """softmax(scores) over the axes `keys`, perhaps dropped out, times gain and factors (constant
+    along the keys).
+    """
 
     scores: Scores
     softmax: Value
     keys: Group
-    dims: Dims
-    path: tuple[Value, ...]
     dropout_p: float = 0.0
+    gain: float = 1.0
     factors: tuple[Leaf, ...] = ()
-
-    def then(self, value: Value, **changes) -> Weights:
-        return dataclasses.replace(self, path=(*self.path, value), **changes)
+    zero_sink: bool = False  # 1 + sum(exp(scores)) was the denominator
+    zeroed: Fill | None = None  # masked again after the softmax, with 0
 
     def key_axes(self) -> set[Axis]:
         return set(resolve(self.keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogWeights(_Followed):
+    """log(weights)"""
+
+    weights: Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(_Followed):
+    """One number per row of the scores: their maximum, or something made of it; `lse`: their
+    log-sum-exp.
+    """
+
+    scores: Scores
+    keys: Group
+    lse: bool = False
+    negative: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Exps(_Followed):
+    """exp(scores - shift)"""
+
+    scores: Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftExp(_Followed):
+    """exp(-shift), a sink of 0 beside shifted scores"""
+
+    row: Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Total(_Followed):
+    """The sum of Exps over the keys, perhaps with a sink of 0."""
+
+    exps: Exps
+    keys: Group
+    zero_sink: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Late(_Followed):
+    """Exps times the value, not yet divided by their Total."""
+
+    exps: Exps
+    keys: Group
+    v: Leaf
+    features: Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,4 +169,5 @@ class Core:
         return self.weights.path
 
 
-State = Scores | Weights | Lost
+Followed = Scores | Weights | LogWeights | Row | Exps | ShiftExp | Total | Late
+State = Followed | Lost

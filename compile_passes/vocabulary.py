@@ -1,4 +1,6 @@
-"""One vocabulary for what Dynamo captures: functions, methods, operators and aten overloads of the same meaning share a name."""
+"""One vocabulary for what Dynamo captures: functions, methods, operators and aten overloads of the
+same meaning share a name.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +102,11 @@ _PARAMETERS = {
     "logsumexp": "input dim keepdim",
     "sum": "input dim keepdim",
     "amax": "input dim keepdim",
+    "max": "input dim keepdim",
+    "nan_to_num": "input nan",
+    "bernoulli": "input p",
+    "rand_like": "input",
+    "rand": "size*",
     "dropout": "input p training",
     "masked_fill": "input mask value",
     "where": "condition input other",
@@ -143,7 +150,9 @@ MAYBE_VIEWS = frozenset("permute reshape expand copy cast getitem detach".split(
 
 
 def call(node: fx.Node) -> tuple[str, str, bool]:
-    """(name, parameters, whether it writes to its first argument); the name is empty where the meaning is not known."""
+    """(name, parameters, whether it writes to its first argument); the name is empty where the
+    meaning is not known.
+    """
     target = node.target
     if node.op == "call_method":
         name, writes = _plain(target)

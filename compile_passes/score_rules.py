@@ -1,0 +1,152 @@
+"""What operations do to scores. A rule returns the next state, or in words why there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from compile_passes.axes import Axis, resolve
+from compile_passes.constants import held, number
+from compile_passes.ir import Value
+from compile_passes.joining import join, other
+from compile_passes.states import Bias, Fill, Row, Scores, State
+
+
+def add(value: Value, s: Scores, name: str) -> State | str:
+    alpha = number(value.args.get("alpha", 1))
+    joined = join(value, s, other(value, name))
+    if isinstance(joined, str) or alpha is None:
+        return joined if isinstance(joined, str) else "alpha is not a number"
+    leaf, dims = joined
+    sign = -1.0 if value.op == "sub" else 1.0
+    if name != "input":
+        if sign * alpha != 1.0:
+            return "they are subtracted from something"
+        alpha = 1.0
+    return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf, value.dtype, sign * alpha)))
+
+
+def mul(value: Value, s: Scores, name: str) -> State | str:
+    if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
+        return "they are a divisor, or rounded"
+    if s.shift:
+        return "they are scaled after their maximum was subtracted"
+    joined = join(value, s, other(value, name))
+    if isinstance(joined, str):
+        return joined
+    leaf, dims = joined
+    if isinstance(leaf.value, Value):
+        if s.terms or s.softcap:
+            return "they are multiplied by a tensor after a bias, a mask or a softcap"
+        field = "divisors" if value.op == "div" else "factors"
+        return s.then(value, dims=dims, **{field: (*getattr(s, field), leaf)})
+    if leaf.value == 0:
+        return "they are multiplied or divided by zero"
+    return _scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
+
+
+def _scaled(value: Value, s: Scores, c: float) -> State | str:
+    if c < 0 and (s.softcap or any(isinstance(t, Fill) for t in s.terms)):
+        return "they are negated after a mask or a softcap"
+    field = {Bias: "coefficient", Fill: "value"}
+    terms = tuple(
+        dataclasses.replace(t, **{field[type(t)]: getattr(t, field[type(t)]) * c}) for t in s.terms
+    )
+    return s.then(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
+
+
+def neg(value: Value, s: Scores, name: str) -> State | str:
+    return "they are negated after a shift" if s.shift else _scaled(value, s, -1.0)
+
+
+def tanh(value: Value, s: Scores, name: str) -> State | str:
+    """tanh(u) is a softcap of 1; a later multiplication makes it the user's."""
+    if s.softcap or s.terms or s.shift:
+        return "tanh follows a bias, a mask or another tanh"
+    return s.then(value, softcap=1.0)
+
+
+def masked_fill(value: Value, s: Scores, name: str) -> State | str:
+    if name != "input":
+        return "they are used as a mask"
+    return _filled(value, s, value.args.get("mask"), True, value.args.get("value"))
+
+
+def where(value: Value, s: Scores, name: str) -> State | str:
+    if name == "condition":
+        return "they are used as a mask"
+    return _filled(value, s, value.args.get("condition"), name != "input", other(value, name))
+
+
+def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> State | str:
+    constant = number(fill)
+    if constant is None:
+        return "they are replaced by something that is not one number"
+    if not isinstance(mask, Value) or not isinstance(mask.tensor, Tensor):
+        return "their mask is not a tensor"
+    if mask.dtype != torch.bool:
+        return "their mask is not boolean"
+    if s.shift:
+        return "they are masked after their maximum was subtracted"
+    joined = join(value, s, mask)
+    if isinstance(joined, str):
+        return joined
+    leaf, dims = joined
+    term = Fill(leaf, when, held(float(constant), value.dtype))
+    return s.then(value, dims=dims, terms=(*s.terms, term))
+
+
+def dropout(value: Value, s: Scores, name: str) -> State | str:
+    p, training = number(value.args.get("p", 0.5)), number(value.args.get("training", True))
+    idle = training in (False, 0) or p == 0
+    return s.then(value) if idle else "dropout is applied to them"
+
+
+def row(value: Value, s: Scores, name: str) -> State | str:
+    """Their maximum or log-sum-exp over one dimension."""
+    dim = value.args.get("dim", value.args.get("other"))
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or not s.dims[dim]:
+        return f"{value.op} is taken of them"
+    keys = resolve(s.dims[dim])
+    dims = list(s.dims)
+    dims[dim] = ()
+    if not value.args.get("keepdim"):
+        del dims[dim]
+    return Row(tuple(dims), (*s.path, value), s, keys, lse=value.op == "logsumexp")
+
+
+def concatenate(value: Value, s: Scores, name: str) -> State | str:
+    """A sink: one more logit per row behind the keys."""
+    parts, dim = value.args.get("tensors"), value.args.get("dim", 0)
+    rank = len(s.dims)
+    if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
+        return "they are concatenated with something"
+    if dim % rank != rank - 1 or parts[1] in s.path or s.column or not isinstance(parts[1], Value):
+        return "they are concatenated with something"
+    if parts[1].shape[-1] != 1:
+        return "they are concatenated with more than a sink"
+    joined = join(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), parts[1])
+    if isinstance(joined, str):
+        return joined
+    keys = (Axis(value.shape[-1], "keys and sink"),)
+    return s.then(value, dims=(*s.dims[:-1], keys), column=joined[0], keys_before=s.dims[-1])
+
+
+RULES = {
+    "add": add,
+    "sub": add,
+    "mul": mul,
+    "div": mul,
+    "neg": neg,
+    "tanh": tanh,
+    "masked_fill": masked_fill,
+    "where": where,
+    "dropout": dropout,
+    "amax": row,
+    "max": row,
+    "logsumexp": row,
+    "cat": concatenate,
+}

@@ -1,0 +1,129 @@
+"""Softmax written by hand: exp and sum, log-sum-exp, log_softmax, division after the value product.
+
+A row's maximum (or anything else that is one number per row) subtracted before exp changes nothing
+once the row is divided by its sum, so it is only checked that the same shift stands on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from compile_passes.axes import Group, resolve, resolve_dims
+from compile_passes.constants import number
+from compile_passes.ir import Value
+from compile_passes.states import (
+    Core,
+    Exps,
+    Late,
+    LogWeights,
+    Row,
+    Scores,
+    ShiftExp,
+    State,
+    Total,
+    Weights,
+)
+
+NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
+
+
+def over_keys(s: Scores, keys: Group) -> bool:
+    """Whether the axes belong to one of the product's operands alone, as keys do."""
+    if s.column:
+        if set(keys) != set(resolve(s.dims[-1])):
+            return False
+        keys = s.keys_before
+    a, b = s.a.axes(), s.b.axes()
+    real = set(resolve(keys))
+    return bool(real) and (real <= a - b or real <= b - a)
+
+
+def shift(value: Value, s: Scores, r: Row) -> State | str:
+    """scores - row"""
+    aligned = resolve_dims(tuple(() if g == r.keys else g for g in resolve_dims(s.dims)))
+    if r.scores is not s or r.negative or resolve_dims(r.dims) != aligned:
+        return "a maximum of something else is subtracted from them"
+    path = tuple(dict.fromkeys((*s.path, *r.path, value)))
+    if r.lse and not over_keys(s, r.keys):
+        return NOT_KEYS
+    if r.lse:
+        weights = Weights(s.dims, path, s, value, r.keys)
+        return LogWeights(s.dims, path, weights)
+    if s.shift:
+        return "they are shifted twice"
+    return dataclasses.replace(s, shift=r, path=path)
+
+
+def row_rule(value: Value, r: Row, name: str) -> State | str:
+    if value.op == "neg":
+        return r.then(value, negative=not r.negative)
+    if value.op in ("clamp", "detach", "maximum"):
+        return r.then(value) if not r.lse else f"{value.op} is applied to their log-sum-exp"
+    if value.op == "exp" and r.negative:
+        return ShiftExp(r.dims, (*r.path, value), r)
+    return f"{value.op} is applied to their row statistics"
+
+
+def exp_of_scores(value: Value, s: Scores) -> State:
+    return Exps(s.dims, (*s.path, value), s)
+
+
+def total(value: Value, e: Exps) -> State | str:
+    """Their sum over one dimension."""
+    dim = value.args.get("dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or not e.dims[dim]:
+        return "their exponentials are summed over several dimensions"
+    dims = list(resolve_dims(e.dims))
+    keys = dims[dim]
+    dims[dim] = ()
+    if not value.args.get("keepdim"):
+        del dims[dim]
+    return Total(tuple(dims), (*e.path, value), e, keys)
+
+
+def add_sink(value: Value, t: Total, x: object) -> State | str:
+    """sum(exp(s - m)) + exp(-m), or + 1 where nothing was subtracted"""
+    if t.zero_sink or value.op != "add":
+        return "something is added to their sum"
+    s = t.exps.scores
+    if isinstance(x, ShiftExp) and x.row.negative and s.shift and _undone(x.row, s.shift):
+        path = tuple(dict.fromkeys((*t.path, *x.path, value)))
+        return dataclasses.replace(t, zero_sink=True, path=path)
+    if number(x) == 1 and s.shift is None:
+        return t.then(value, zero_sink=True)
+    return "something is added to their sum"
+
+
+def _undone(negated: Row, shifted: Row) -> bool:
+    """Whether one is minus the other: the same node, negated once."""
+    return negated.path[: len(shifted.path)] == shifted.path and len(negated.path) == (
+        len(shifted.path) + 1
+    )
+
+
+def divide(value: Value, e: Exps, t: Total) -> State | str:
+    """exps / total"""
+    aligned = tuple(() if g == t.keys else g for g in resolve_dims(e.dims))
+    if t.exps.scores is not e.scores or t.exps.path != e.path or resolve_dims(t.dims) != aligned:
+        return "their exponentials are divided by another sum"
+    if not over_keys(e.scores, t.keys):
+        return NOT_KEYS
+    path = tuple(dict.fromkeys((*e.path, *t.path, value)))
+    return Weights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
+
+
+def divide_late(value: Value, late: Late, t: Total) -> Core | str:
+    """(exps @ v) / total"""
+    dims, under = resolve_dims(late.dims), resolve_dims(t.dims)
+    under = ((),) * (len(dims) - len(under)) + under
+    rows = [g for g in under if g]
+    matching = all(u in ((), d) for u, d in zip(under, dims, strict=True))
+    wanted = [g for g in dims if g and not set(g) & set(late.features)]
+    if t.exps.path != late.exps.path or t.keys != late.keys or not matching or rows != wanted:
+        return "the product with the value is divided by another sum"
+    if not over_keys(late.exps.scores, t.keys):
+        return NOT_KEYS
+    path = tuple(dict.fromkeys((*late.path, *t.path)))
+    weights = Weights(late.exps.dims, path, late.exps.scores, value, t.keys, zero_sink=t.zero_sink)
+    return Core(weights, late.v, late.features, late.dims, value)
