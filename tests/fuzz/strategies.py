@@ -31,7 +31,6 @@ def features(draw, dtype: torch.dtype, device: str, dense: bool) -> Case:
     """Everything but lengths and batch size."""
     Hkv = draw(st.integers(1, 3))
     D = draw(HEAD_DIMS)
-    half = dtype in (torch.float16, torch.bfloat16)
     windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 70))] * 2)
     fields = {
         "Hq": Hkv * draw(st.sampled_from([1, 2, 3, 4])),
@@ -51,8 +50,8 @@ def features(draw, dtype: torch.dtype, device: str, dense: bool) -> Case:
         "kv_lens": draw(rarely(st.just(True), False)),
         "dropout_p": draw(rarely(st.sampled_from([0.1, 0.5, 0.9]), 0.0, 5)),
         "deterministic": draw(st.booleans()),
-        # naive fp16 overflows, which leaves nothing to compare with
-        "magnitude": draw(rarely(st.sampled_from([0.0, 8.0 if half else 100.0]), 1.0, 5)),
+        # much larger, rounding alone makes weights of one row or another wrong by chance
+        "magnitude": draw(rarely(st.sampled_from([0.0, 8.0]), 1.0, 5)),
         "lse_grad": draw(st.booleans()),
     }
     if dense:
