@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -47,14 +49,19 @@ def weights() -> Path:
 def load(device: str, dtype: torch.dtype) -> Model:
     """The model, dequantised, with eager attention, and its tokenizer; without the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the demo shows its own progress
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     file = weights()
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    net = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation="eager")
+    once = functools.cache(gguf.GGUFReader)  # transformers reads it three times, seconds each
+    no_bar = mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda steps, **_: steps)
+    with mock.patch.object(gguf, "GGUFReader", once), no_bar:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        net = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=dtype, attn_implementation="eager"
+        )
     return Model(net.eval().to(device), tokenizer)
