@@ -99,3 +99,9 @@ def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
     # one wait in the loop and one behind it; ptxas puts one after every product that it serialises
     assert products >= 8 and waits == 2, (products, waits)
     assert not re.search(r"\b(LDL|STL)\b", code)
+
+
+def test_this_triton_launches_kernels_the_way_the_launcher_knows():
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    launcher = object.__new__(driver.CudaLauncher)
+    assert launch._convention_error(launcher) is None

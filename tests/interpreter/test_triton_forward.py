@@ -11,7 +11,7 @@ import torch
 
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
-from fa_ops.backends.triton import launch
+from fa_ops.backends.triton import arguments, launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from fa_ops.types import Packing, Spec
 
@@ -160,3 +160,15 @@ def test_what_it_refuses():
     wide = torch.randn(1, 1, 4, 264)
     assert "head dimensions up to 256, got 264" in backend.support_error(q, q, wide, Spec())
     assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
+
+
+def test_torch_says_whether_fp32_may_be_tf32():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for setting, expected in (("ieee", "ieee"), ("tf32", "tf32"), ("none", "ieee")):
+            matmul.fp32_precision = setting
+            assert arguments.precision(torch.float32) == expected
+            assert arguments.precision(torch.bfloat16) == "ieee"
+    finally:
+        matmul.fp32_precision = before

@@ -158,7 +158,10 @@ def padded(head_dim: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 products are computed; torch's own switch decides."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    """How fp32 products are computed; torch's own switch decides.
+
+    Read by its newer name, which follows both: `allow_tf32` raises once the newer one was used.
+    """
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

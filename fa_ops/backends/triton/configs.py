@@ -43,9 +43,9 @@ def _family(arch: int) -> str:
 
 # Per width of a head: (the plain tile, the tile where scores get more than masks by position).
 # A tile has to fit the shared memory, also with a float mask in fp32 in flight, and 255 registers;
-# `tests/compile_only` holds every row to that. TFLOP/s are of an H200, bf16, B * S = 16384 tokens,
-# full and causal at 8192. Three stages, because Triton issues a load one iteration later than one
-# would think: two leave nothing to hide behind (D = 128: 441 -> 485 at 2048).
+# `tests/compile_only` holds every row to that. Figures are TFLOP/s on an H200, bf16, 16384 tokens,
+# full and causal, S = 8192. Three stages where they fit: Triton issues a load at the end of the
+# iteration before the one that two stages would need it in (D = 128, S = 2048: 441 -> 485).
 _FORWARD = {
     "A100": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
@@ -58,12 +58,14 @@ _FORWARD = {
         256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
     },
     "H100": {
-        # 127 registers, so two blocks share a multiprocessor and one's softmax hides under the
-        # other's products; 128 x 128 leaves room for one: 357 / 332
+        # 419 / 400. 127 registers, so two blocks share a multiprocessor and one's softmax hides
+        # under the other's products; 128 x 128 leaves room for one block and takes 1.2x the time;
+        # 4 warps 429 / 397 but 333 to 339 for short causal rows; 64 rows 397 / 387
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-        # 525 / 501; 128 x 64 with 8 warps reads q from shared memory twice as often: 467 / 419
+        # 492 / 459. 64 rows, two blocks: 482 / 443. 64 keys read q from shared memory twice as
+        # often: 1.1x the time
         128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
-        # 527 / 482; the output alone takes 128 registers, 32 keys instead of 64: 470 / 427
+        # 551 / 504. The output alone takes 128 registers; 32 keys instead of 64: 1.1x the time
         256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
     },
     "B200": {
