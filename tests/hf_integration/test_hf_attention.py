@@ -1,0 +1,242 @@
+"""The attention function alone: every keyword that some model passes, against the oracle."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fa_ops.backends import reference
+from fa_ops.testing import make_case
+from fa_ops.types import Packing, Spec
+from hf_integration import fa_ops_attention_forward, forms
+
+CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)
+CAUSAL = Spec(is_causal=True)
+
+
+def inputs(case=CASE, **options):
+    return case.fresh(**options)[:3]
+
+
+def forward(q, k, v, mask=None, module=None, **options):
+    return fa_ops_attention_forward(module or nn.Module(), q, k, v, mask, **options)
+
+
+def check(ours, q, k, v, spec):
+    expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, expected.transpose(1, 2).to(ours.dtype), atol=1e-5, rtol=1e-5)
+
+
+def random(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+RANGES = torch.tensor([[0, 5], [3, 12]], dtype=torch.int32).view(2, 1, 1, 2)
+BOOL = random(2, 1, 12, 12) > -0.5
+FLOAT = random(2, 1, 12, 12)
+MASKS = {
+    "full": (forms.full("cpu"), Spec()),
+    "causal": (forms.causal(12, "cpu"), CAUSAL),
+    "ranges": (RANGES, Spec(key_ranges=RANGES)),
+    "bool": (BOOL, Spec(attn_mask=BOOL)),
+    "float": (FLOAT, Spec(attn_mask=FLOAT)),
+}
+SINKS = random(4)
+OPTIONS = {
+    "scaling": ({"scaling": 0.5}, {"scale": 0.5}),
+    "softcap": ({"softcap": 2.0}, {"softcap": 2.0}),
+    "s_aux": ({"s_aux": SINKS}, {"sinks": SINKS}),
+    "sinks": ({"sinks": SINKS}, {"sinks": SINKS}),
+    "ignored": ({"sliding_window": 2, "position_ids": None, "use_cache": True}, {}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("form", MASKS)
+def test_masks_and_keywords(form, option):
+    q, k, v = inputs()
+    (mask, spec), (options, fields) = MASKS[form], OPTIONS[option]
+    out, weights = forward(q, k, v, mask, **options)
+    assert weights is None
+    check(out, q, k, v, spec._replace(**fields))
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_position_bias(form):
+    q, k, v = inputs()
+    mask, spec = MASKS[form]
+    bias = random(1, 4, 12, 12, seed=2).requires_grad_()
+    out, _ = forward(q, k, v, mask, position_bias=bias)
+    whole = bias if spec.attn_mask is None or form == "bool" else bias + spec.attn_mask
+    if form == "bool":
+        whole = whole.masked_fill(~BOOL, float("-inf"))
+    check(out, q, k, v, spec._replace(attn_mask=whole))
+    (ours,) = torch.autograd.grad(out.square().sum(), bias)
+    oracle, _ = reference.dense(
+        q.double(), k.double(), v.double(), spec._replace(attn_mask=whole.double())
+    )
+    (expected,) = torch.autograd.grad(oracle.square().sum(), bias)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_weights_are_those_of_eager_attention(form, sinks):
+    q, k, v = inputs()
+    mask, spec = MASKS[form]
+    out, weights = forward(q, k, v, mask, s_aux=sinks, softcap=3.0, output_attentions=True)
+    spec = spec._replace(sinks=sinks, softcap=3.0)
+    check(out, q, k, v, spec)
+    repeated = k.repeat_interleave(2, 1)
+    products = q.double() @ repeated.double().transpose(-1, -2)
+    expected, _ = reference.weights(reference.modify_scores(products, spec, 16), sinks)
+    torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_sink_for_every_query():
+    q, k, v = inputs()
+    sinks = random(2, 4, 12, 1).requires_grad_()
+    out, _ = forward(q, k, v, MASKS["causal"][0], sinks=sinks)
+    rows = []
+    for b in range(2):
+        for i in range(12):
+            row = [
+                t[b : b + 1].double()
+                for t in (q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
+            ]
+            rows.append(reference.dense(*row, Spec(sinks=sinks[b, :, i, 0]))[0])
+    expected = torch.cat(rows, 2).view(1, 4, 2, 12, 24)[0].permute(1, 2, 0, 3)
+    torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad(out.sum(), sinks)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad(expected.sum(), sinks)[0].float())
+
+
+@pytest.mark.parametrize(
+    "argument, attribute, causal",
+    [
+        (None, None, True),
+        (None, True, True),
+        (None, False, False),
+        (True, False, True),
+        (False, True, False),
+    ],
+)
+def test_without_a_mask_the_argument_decides_then_the_module(argument, attribute, causal):
+    q, k, v = inputs()
+    module = nn.Module()
+    if attribute is not None:
+        module.is_causal = attribute
+    out, _ = forward(q, k, v, module=module, is_causal=argument)
+    check(out, q, k, v, CAUSAL if causal else Spec())
+
+
+def test_without_a_mask_a_longer_cache_is_cut():
+    """As SDPA aligns it at the top left: query i sees keys 0 to i."""
+    q, k, v = inputs(make_case(Sq=5, Sk=12))
+    out, _ = forward(q, k, v)
+    check(out, q, k[:, :, :5], v[:, :, :5], CAUSAL)
+    out, _ = forward(q[:, :, :1], k, v)  # decoding: the whole cache
+    check(out, q[:, :, :1], k, v, Spec())
+
+
+def test_causal_over_the_filled_part_of_a_cache():
+    q, k, v = inputs(make_case(Sq=5, Sk=12))
+    bias = random(1, 4, 5, 12)
+    out, _ = forward(q, k, v, forms.causal(9, "cpu"), position_bias=bias)
+    spec = CAUSAL._replace(attn_mask=bias[..., :9])
+    check(out, q, k[:, :, :9], v[:, :, :9], spec)
+
+
+def packed(lengths=(5, 7)):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (t[:1] for t in inputs())
+    return q, k, v, ends
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cu_seq_lens_without_a_mask_packs(causal, dtype):
+    q, k, v, ends = packed()
+    lens = {"cu_seq_lens_q": ends.to(dtype), "cu_seq_lens_k": ends.to(dtype)}
+    out, _ = forward(q, k, v, is_causal=causal, max_length_q=7, max_length_k=7, **lens)
+    tokens = [t[0].transpose(0, 1).double() for t in (q, k, v)]
+    expected, _ = reference.varlen(*tokens, Packing(ends, ends), Spec(is_causal=causal))
+    torch.testing.assert_close(out[0], expected.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["causal", "ranges", "full"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_cu_seq_lens_confine_what_a_mask_leaves(form, bias):
+    """The mask of transformers may not know of the packing."""
+    q, k, v, ends = packed()
+    mask, spec = MASKS[form]
+    mask = mask[1:] if form == "ranges" else mask
+    extra = {"position_bias": random(1, 4, 12, 12)} if bias else {}
+    out, _ = forward(q, k, v, mask, cu_seq_lens_q=ends, **extra)
+    document = torch.bucketize(torch.arange(12), ends[1:], right=True)
+    together = document[:, None] == document
+    if form == "causal":
+        together = together.tril()
+    if form == "ranges":
+        together[:, :3] = False
+    whole = torch.zeros(1, 1, 12, 12).masked_fill(~together, float("-inf"))
+    check(out, q, k, v, Spec(attn_mask=whole + extra.get("position_bias", 0.0)))
+
+
+def test_indices_select_keys():
+    q, k, v = inputs()
+    indices = torch.full((2, 12, 4), -1, dtype=torch.int32)
+    indices[:, :, 0], indices[:, :, 1] = 2, torch.arange(12, dtype=torch.int32)
+    keep = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    keep[..., 2] = True
+    keep |= torch.eye(12, dtype=torch.bool)
+    for form in ("causal", "float"):
+        mask, spec = MASKS[form]
+        out, _ = forward(q, k, v, mask, indices=indices)
+        if form == "float":
+            spec = Spec(attn_mask=FLOAT.masked_fill(~keep, float("-inf")))
+        else:
+            spec = spec._replace(attn_mask=keep)
+        check(out, q, k, v, spec)
+
+
+def test_mixed_dtypes_follow_the_value_or_autocast():
+    q, k, v = inputs()
+    out, _ = forward(q, k, v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        out, _ = forward(q, k.bfloat16(), v)
+        assert out.dtype == torch.float16
+        assert forward(q, k, v)[0].dtype == torch.float16
+    half = [t.half() for t in (q, k, v)]
+    assert forward(*half, MASKS["float"][0].double())[0].dtype == torch.float16
+
+
+def test_strides_that_the_operator_refuses_are_copied():
+    q, k, v = inputs()
+    out, _ = forward(q.mT.contiguous().mT, k, v, MASKS["causal"][0])
+    check(out, q, k, v, CAUSAL)
+
+
+def test_learned_queries_are_shared_by_the_batch():
+    q, k, v = inputs()
+    out, _ = forward(q[:1], k, v, MASKS["full"][0])
+    check(out, q[:1].expand_as(q), k, v, Spec())
+
+
+def test_dropout_is_drawn_from_torch_and_leaves_the_mean():
+    q, k, v = inputs(make_case(B=1, Sq=64, Sk=64, Hq=8))
+    torch.manual_seed(3)
+    first = forward(q, k, v, dropout=0.5)[0]
+    torch.manual_seed(3)
+    assert torch.equal(forward(q, k, v, dropout=0.5)[0], first)
+    assert not torch.allclose(forward(q, k, v)[0], first)
+
+
+@pytest.mark.parametrize("name", ["cache", "block_indices"])
+def test_what_only_others_can_do_is_refused(name):
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=f"does not take `{name}`, which Module passes"):
+        forward(q, k, v, **{name: SimpleNamespace()})
