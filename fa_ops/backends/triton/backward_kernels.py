@@ -78,7 +78,9 @@ def score_gradients(
         p = tl.where(j >= i + (shift - window_left), p, 0.0)
     if ranges is not None:
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
-        p = tl.where((j >= first) & (j < last), p, 0.0)
+        inside = (j >= first) & (j < last)
+        p = tl.where(inside, p, 0.0)
+        dp = tl.where(inside, dp, 0.0)  # of a value that may be NaN
     w = p
     if seed is not None:
         keep = dropout_keep(dropout_rows(seed, batch_head, i), j, threshold)
@@ -231,12 +233,13 @@ def query_grad_kernel(
     delta = tl.where(dead, 0.0, delta)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    CHECK: tl.constexpr = not EVEN or ranges is not None
     for n0 in range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
-        kt = load_rows(k, n0, k_stride_s, low, limit, D, BLOCK_N, BLOCK_D, not EVEN)
+        kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
         qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
-        vt = load_rows(v, n0, v_stride_s, low, limit, Dv, BLOCK_N, BLOCK_DV, not EVEN)
+        vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
