@@ -43,29 +43,32 @@ class Row:
     peak_mib: float
 
 
-@dataclasses.dataclass(frozen=True)
 class _Contender:
-    call: Callable[..., Tensor]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    with_lse: bool = False
+    """One way to compute attention; `leaves` is what it is differentiated for, besides q, k, v."""
+
+    def __init__(
+        self, call: Callable, q: Tensor, k: Tensor, v: Tensor, *leaves: Tensor, lse: bool = False
+    ) -> None:
+        self.call, self.inputs, self.leaves = call, (q, k, v), (q, k, v, *leaves)
+        out = torch.randn(*q.shape[:3], v.shape[3]).to(q.dtype)
+        self.cotangents = [out, torch.randn(q.shape[:3])] if lse else [out]
 
     def forward(self) -> None:
         with torch.no_grad():
-            self.call(self.q, self.k, self.v)
+            self.call(*self.inputs)
 
     def both(self) -> None:
-        result = self.call(self.q, self.k, self.v)
-        loss = result[0].sum() + result[1].sum() if self.with_lse else result.sum()
-        torch.autograd.grad(loss, (self.q, self.k, self.v))
+        result = self.call(*self.inputs)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
+        torch.autograd.grad(outputs, self.leaves, self.cotangents)
 
 
 def contenders(S: int) -> dict[str, _Contender]:
+    """All by name; q, k and v are leaves of (1, 8, S, 64) where the name says nothing else."""
     g = torch.Generator().manual_seed(0)
 
-    def draw(heads: int = H, dim: int = D, dtype: torch.dtype = torch.float32) -> Tensor:
-        x = torch.randn(B, heads, S, dim, generator=g)
+    def draw(heads: int = H, length: int = S, dim: int = D, dtype=torch.float32) -> Tensor:
+        x = torch.randn(B, heads, length, dim, generator=g)
         return x.to(dtype).requires_grad_()
 
     q, k, v = draw(), draw(), draw()
@@ -74,33 +77,32 @@ def contenders(S: int) -> dict[str, _Contender]:
     ranges = torch.stack([documents, documents + 512], -1).int().view(1, 1, S, 2)
     keep = torch.rand(S, S, generator=g) < 0.9
     bias = torch.randn(S, S, generator=g)
-    calls = {
-        BASELINE: partial(F.scaled_dot_product_attention, is_causal=True),
-        "causal": causal,
-        "causal, lse differentiated": partial(causal, return_lse=True),
-        "causal, window of 512": partial(causal, window=(511, 0)),
-        "causal, documents of 512": partial(causal, key_ranges=ranges),
-        "causal, softcap": partial(causal, softcap=30.0),
-        "causal, ALiBi": partial(causal, alibi_slopes=torch.rand(H)),
-        "causal, sinks": partial(causal, sinks=torch.randn(H)),
-        "causal, dropout": partial(causal, dropout_p=0.1),
-        "causal, bool mask": partial(causal, attn_mask=keep),
-        "causal, float mask": partial(causal, attn_mask=bias),
-        "causal, float mask with gradient": partial(
-            causal, attn_mask=bias.clone().requires_grad_()
-        ),
-        "naive": lambda q, k, v: naive(q, k, v, Spec(is_causal=True))[0],
+    learned = bias.clone().requires_grad_()
+    features = {
+        "causal": {},
+        "causal, lse differentiated": {"return_lse": True},
+        "causal, window of 512": {"window": (511, 0)},
+        "causal, documents of 512": {"key_ranges": ranges},
+        "causal, softcap": {"softcap": 30.0},
+        "causal, ALiBi": {"alibi_slopes": torch.rand(H, generator=g)},
+        "causal, sinks": {"sinks": torch.randn(H, generator=g)},
+        "causal, dropout": {"dropout_p": 0.1},
+        "causal, bool mask": {"attn_mask": keep},
+        "causal, float mask": {"attn_mask": bias},
+        "causal, float mask with gradient": {"attn_mask": learned},
     }
-    found = {name: _Contender(call, q, k, v, "lse" in name) for name, call in calls.items()}
+    found = {BASELINE: _Contender(partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)}
+    for name, options in features.items():
+        leaves = [learned] if options.get("attn_mask") is learned else []
+        call = partial(causal, **options)
+        found[name] = _Contender(call, q, k, v, *leaves, lse="return_lse" in options)
     found["causal, 2 kv heads"] = _Contender(causal, q, draw(2), draw(2))
     found["causal, values of 32"] = _Contender(causal, q, k, draw(dim=32))
+    found["causal, last half of the queries"] = _Contender(causal, draw(length=S // 2), k, v)
     for dtype in (torch.bfloat16, torch.float16):
-        half = [draw(dtype=dtype) for _ in range(3)]
+        half = (draw(dtype=dtype) for _ in range(3))
         found[f"causal, {str(dtype).removeprefix('torch.')}"] = _Contender(causal, *half)
-    late = _Contender(
-        causal, *(x[:, :, n:].detach().requires_grad_() for x, n in ((q, S // 2), (k, 0), (v, 0)))
-    )
-    found["causal, the last half of the queries"] = late
+    found["naive"] = _Contender(lambda *qkv: naive(*qkv, Spec(is_causal=True))[0], q, k, v)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fa_ops.backends import cpu, reference
 from fa_ops.backends.cpu import blockwise, flash
 from fa_ops.backends.cpu import scores as tiles
 from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.bench.cpu import peak_memory
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from fa_ops.types import Packing, Spec
 
@@ -300,6 +302,19 @@ def test_tiles_outside_every_run_are_not_visited():
         scores = tiles.Scores(problem, slab)
         visited = sum(1 for rows in problem.row_blocks() for _ in scores.tiles(rows))
         assert visited == expected, spec
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
+@pytest.mark.parametrize("spec", LOOPS.values(), ids=LOOPS)
+def test_memory_is_linear_in_length(spec):
+    """The scores alone would be 128 MiB; results and gradients are 4."""
+    q, k, v = (torch.randn(1, 2, 4096, 32, requires_grad=True) for _ in range(3))
+
+    def call():
+        out, lse = torch.ops.fa.attention_with_lse(q, k, v, is_causal=True, softcap=spec.softcap)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    assert peak_memory(call) < 24
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "causal, cached", "kv_lens", "softcap"])

@@ -193,31 +193,25 @@ def backward(
     spec: Spec, pieces: list[Piece],
 ) -> Gradients:  # fmt: skip
     """Given the whole row's out and lse, the kernel is right about any part of its keys."""
+    wide = layout.accumulator(q.dtype)
+    options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # dead: exp(s - lse) = 0
-    if _whole(pieces, q) and len(pieces[0].parts()) == 1 and pieces[0].memory(k).shape == k.shape:
-        grads = list(_differentiate(grad_out, q, k, v, out, lse, spec, pieces[0].parts()[0]))
+    if _whole(pieces, q) and pieces[0].parts() == [(slice(0, k.shape[2]), pieces[0].causal)]:
+        tensors = (x.to(wide) for x in (grad_out, q, k, v, out))
+        grads = list(_backward(*tensors, lse, 0.0, pieces[0].causal, **options))
         return Gradients(*(_like(grads.pop(0), x) for x in (q, k, v)))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for piece in pieces:
-        total = None
-        tensors = (piece.queries(x) for x in (grad_out, q, out, lse))
-        do, qs, o, m = tensors
-        for part in piece.parts():
-            ks, vs = piece.memory(k), piece.memory(v)
-            grads = _differentiate(do, qs, ks, vs, o, m, spec, part)
-            total = grads[0] if total is None else total.add_(grads[0])
-            piece.memory(dk)[:, :, part[0]] = grads[1]
-            piece.memory(dv)[:, :, part[0]] = grads[2]
+        do, qs, o = (piece.queries(x).to(wide) for x in (grad_out, q, out))
+        total = torch.zeros_like(qs)
+        for keys, causal in piece.parts():
+            ks, vs = (_cut(piece.memory(x), 2, keys).to(wide) for x in (k, v))
+            grads = _backward(do, qs, ks, vs, o, piece.queries(lse), 0.0, causal, **options)
+            total += grads[0]
+            _cut(piece.memory(dk), 2, keys).copy_(grads[1])
+            _cut(piece.memory(dv), 2, keys).copy_(grads[2])
         piece.queries(dq).copy_(total)
     return Gradients(dq, dk, dv)
-
-
-def _differentiate(do, q, k, v, out, lse, spec: Spec, part: tuple[slice, bool]):
-    keys, causal = part
-    wide = layout.accumulator(q.dtype)
-    tensors = (x.to(wide) for x in (do, q, _cut(k, 2, keys), _cut(v, 2, keys), out))
-    options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
-    return _backward(*tensors, lse, 0.0, causal, **options)
 
 
 def _like(grad: Tensor, x: Tensor) -> Tensor:

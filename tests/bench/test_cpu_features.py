@@ -1,0 +1,43 @@
+"""The CPU backend's own table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fa_ops.bench import cpu
+
+
+def test_rows():
+    threads = torch.get_num_threads()
+    rows = cpu.run(length=64, rounds=1, only="softcap,gradient,naive")
+    names = [row.name for row in rows]
+    assert names == [
+        cpu.BASELINE, "causal, softcap", "causal, float mask with gradient", "naive"
+    ]  # fmt: skip
+    assert rows[0].forward_ratio == rows[0].both_ratio == 1.0
+    assert all(row.forward_ms > 0 and row.both_ms > row.forward_ms for row in rows)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("name", cpu.contenders(16))
+def test_every_contender_computes_attention(name):
+    contender = cpu.contenders(16)[name]
+    out = contender.call(*contender.inputs)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    assert out.shape == contender.cotangents[0].shape and torch.isfinite(out).all()
+    contender.both()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
+def test_peak_memory_sees_what_was_freed_before_the_end():
+    assert cpu.peak_memory(lambda: torch.ones(40 * 2**20, dtype=torch.uint8).sum()) >= 40
+    assert cpu.peak_memory(lambda: None) < 5
+
+
+def test_peak_memory_elsewhere(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert math.isnan(cpu.peak_memory(lambda: None))
