@@ -19,7 +19,7 @@ def test_rows():
         cpu.BASELINE, "causal, softcap", "causal, float mask with gradient", "naive"
     ]  # fmt: skip
     assert rows[0].forward_ratio == rows[0].both_ratio == 1.0
-    assert all(row.forward_ms > 0 and row.both_ms > row.forward_ms for row in rows)
+    assert all(row.forward_ms > 0 and row.both_ms > 0 for row in rows)
     assert torch.get_num_threads() == threads
 
 
