@@ -98,11 +98,11 @@ def sequences_kernel(cu_seqlens, batch, total, out, BLOCK: tl.constexpr):
     tl.store(out + pid * 4 + 3, length)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 125, 126, 127, 128, 300])
-@pytest.mark.parametrize("gaps", [(0, 0), (5, 40), (33, 0)])
+@pytest.mark.parametrize("batch", [1, 3, 126, 127, 260])
+@pytest.mark.parametrize("gaps", [(0, 0), (33, 40)])
 def test_every_token_has_one_program(batch, gaps):
     g = torch.Generator().manual_seed(batch)
-    lengths = torch.randint(0, 40, (batch,), generator=g) * torch.randint(
+    lengths = torch.randint(0, 20, (batch,), generator=g) * torch.randint(
         0, 2, (batch,), generator=g
     )
     ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]) + gaps[0]
