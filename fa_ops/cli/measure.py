@@ -32,7 +32,7 @@ def seconds(step: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def typical_seconds(step: Callable[[], object], device: str, budget: float = 2.0) -> float:
+def typical_seconds(step: Callable[[], object], device: str, budget: float = 4.0) -> float:
     """The median over as many runs as fit the budget: at least one, at most nine."""
     times = [seconds(step, device)]
     while len(times) < 9 and sum(times) + times[0] < budget:
