@@ -46,7 +46,9 @@ def is_one(n: Size) -> bool:
 
 
 def divides(a: Size, b: Size) -> bool:
-    return b % a == 0 if type(a) is int and type(b) is int else statically_known_true(b % a == 0)
+    if type(a) is int and type(b) is int:
+        return a != 0 and b % a == 0
+    return statically_known_true(b % a == 0)
 
 
 def resolve(group: Iterable[Axis]) -> Group:

@@ -278,6 +278,9 @@ def _compare(op: str, a: Element, b: Element) -> Condition | None:
     if op == "ne":
         equal = _compare("eq", a, b)
         return None if equal is None else negate(equal)
+    if isinstance(b, Distance) and op in ("le", "lt"):
+        above = _compare("lt" if op == "le" else "le", b, a)
+        return None if above is None else negate(above)
     if isinstance(a, Distance) and isinstance(b, Affine) and op in ("le", "lt"):
         both = (_compare(op, a.a, b), _compare(op, ZERO.plus(a.a, -1), b))
         return all_of(*both)

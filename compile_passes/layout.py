@@ -134,9 +134,14 @@ def peel(value: Value, dims: Dims, dtype: torch.dtype) -> tuple[Value, Dims]:
             return best
         (before, gained), free = step, value.op == "permute" or _parts(step[0]) == _parts(dims)
         gained = gained or (free and value is best[0] and value.op != "copy")
+        gained = gained or _merged(before) < _merged(dims)
         value, dims = source(value), before
         if gained:
             best = value, dims
+
+
+def _merged(dims: Dims) -> int:
+    return sum(len(group) > 1 for group in resolve_dims(dims))
 
 
 def _parts(dims: Dims) -> list:

@@ -5,9 +5,11 @@ features.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from compile_passes import layout
 from compile_passes.axes import Axis, Dims, Group, flat, resolve
@@ -78,6 +80,7 @@ def plan(core: Core, view: View) -> Plan:
         core, q, k, v, batch_group, heads, kv_heads, rows, keys,
         resolve(scores.summed), resolve(core.features), dtype,
     )  # fmt: skip
+    _check_supported(made)
     for leaf in (q, k, v):
         _check_intact(view, leaf.value, core.out)
     return made
@@ -138,6 +141,26 @@ def _check_modes(core: Core) -> None:
         raise Refused("a part of it runs under another gradient mode than the rest")
     if core.out.writes:
         raise Refused("the value product writes into another tensor")
+
+
+MAX_HEAD_DIM = 256  # of the GPU kernels
+
+
+def _check_supported(plan: Plan) -> None:
+    """What would make the call itself raise."""
+    for name, leaf in (("query", plan.q), ("key", plan.k), ("value", plan.v)):
+        tensor = leaf.value.tensor
+        if not isinstance(tensor, FakeTensor):
+            raise Refused(f"{name} is a {type(tensor).__name__}, not a plain tensor")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise Refused(f"{name} is on {tensor.device.type}")
+    if plan.q.value.tensor.device.type == "cuda":
+        for group in (plan.head_dim, plan.features):
+            size = math.prod(a.size for a in group)
+            if type(size) is not int or size > MAX_HEAD_DIM:
+                raise Refused(f"the head dimension is {size}, the kernels go to {MAX_HEAD_DIM}")
+        if plan.dtype == torch.float64:
+            raise Refused("float64 is supported on CPU only")
 
 
 def _check_intact(view: View, value: Value, until: Value) -> None:

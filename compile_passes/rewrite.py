@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
 from compile_passes import constants, elements, layout, vocabulary
-from compile_passes.axes import Dims, same
+from compile_passes.axes import Dims, Size, is_one, same
 from compile_passes.emit import Emitter, rows_are_contiguous
 from compile_passes.ir import Value, View, example
 from compile_passes.masks import Dead, Keep, Masks
@@ -88,6 +88,9 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
         options["dropout_seed"] = emitter.function(
             torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device
         )
+    if scale is not None and scale < 0:  # kernels may take the maximum before they scale
+        q, scale = emitter.function(operator.neg, q), -scale
+        options["scale"] = scale
     q, k, v = (_with_rows(emitter, x) for x in (q, k, v))
     call = emitter.function(ATTENTION, q, k, v, mask, p, causal, **options)
     result = call
@@ -245,12 +248,10 @@ def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead
     centred = emitter.function(operator.sub, v, emitter.method("mean", v, 2, keepdim=True))
     centred = emitter.method("transpose", emitter.method("detach", centred), 2, 3)
     slope = emitter.method("transpose", emitter.function(torch.matmul, centred, k), 2, 3)
-    groups = example(q).shape[1] // example(k).shape[1]
-    if type(groups) is not int:
-        raise Refused("the number of query heads per key head is symbolic")
+    groups = _group_size(plan, emitter, q, k)
     grouped = q if groups == 1 else _fold(emitter, q, groups)
     linear = emitter.function(torch.matmul, grouped, slope)
-    if groups > 1:
+    if groups != 1:
         linear = _unfold(emitter, linear, groups)
     n = emitter.method("size", k, 2)
     linear = emitter.function(operator.truediv, emitter.function(operator.mul, linear, scale), n)
@@ -261,12 +262,21 @@ def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead
     )
 
 
-def _fold(emitter: Emitter, x: fx.Node, groups: int) -> fx.Node:
+def _group_size(plan: Plan, emitter: Emitter, q: fx.Node, k: fx.Node) -> int | fx.Node:
+    """Query heads per key head."""
+    size = math.prod(a.size for a in plan.heads[len(plan.kv_heads) :])
+    if type(size) is int:
+        return size
+    heads = (emitter.method("size", x, 1) for x in (q, k))
+    return emitter.function(operator.floordiv, *heads)
+
+
+def _fold(emitter: Emitter, x: fx.Node, groups: int | fx.Node) -> fx.Node:
     """(B, Hkv * groups, S, D) to (B, Hkv, groups * S, D)"""
     return emitter.method("flatten", emitter.method("unflatten", x, 1, (-1, groups)), 2, 3)
 
 
-def _unfold(emitter: Emitter, x: fx.Node, groups: int) -> fx.Node:
+def _unfold(emitter: Emitter, x: fx.Node, groups: int | fx.Node) -> fx.Node:
     return emitter.method("flatten", emitter.method("unflatten", x, 2, (groups, -1)), 1, 2)
 
 
@@ -286,13 +296,23 @@ def _restride(emitter: Emitter, node: fx.Node, original: fx.Node) -> fx.Node:
     made, wanted = example(node), example(original)
     if _same_strides(made, wanted) or _strides_unseen(original, made):
         return node
-    if wanted.is_contiguous():
+    if _is_contiguous(wanted):
         return emitter.method("contiguous", node)
     order = sorted(range(wanted.dim()), key=lambda i: -_hint(wanted.stride(i)))
     back = [order.index(i) for i in range(len(order))]
     node = emitter.method("permute", node, *order)
     node = emitter.method("contiguous", node)
     return emitter.method("permute", node, *back)
+
+
+def _is_contiguous(t: Tensor) -> bool:
+    """Without the guards that asking the tensor would add."""
+    step: Size = 1
+    for n, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if not same(stride, step) and not is_one(n):
+            return False
+        step = step * n
+    return True
 
 
 def _hint(stride: object) -> int:

@@ -90,6 +90,8 @@ def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> 
         return "their mask is not boolean"
     if s.shift:
         return "they are masked after their maximum was subtracted"
+    while mask.op == "not" and isinstance(mask.args.get("input"), Value):
+        mask, when = mask.args["input"], not when
     joined = join(value, s, mask)
     if isinstance(joined, str):
         return joined

@@ -4,6 +4,7 @@ none.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from compile_passes.axes import flat, same
@@ -14,12 +15,20 @@ from compile_passes.states import Fill, State, Weights
 
 
 def dropout(value: Value, w: Weights, name: str) -> State | str:
-    p, training = number(value.args.get("p", 0.5)), number(value.args.get("training", True))
+    p, training = _specialised(value.args.get("p", 0.5)), number(value.args.get("training", True))
     if training in (False, 0) or p == 0:
         return w.then(value)
     if p is None or training is None:
         return "the dropout probability is not a constant of the graph"
     return _dropped(value, w, float(p), 1.0, ())
+
+
+def _specialised(x: object) -> float | None:
+    """A probability that is a symbol becomes a number, as dropout itself would make it."""
+    known = number(x)
+    if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
+        return float(x.tensor)
+    return known
 
 
 def _dropped(value: Value, w: Weights, p: float, gain: float, mask: tuple) -> State | str:

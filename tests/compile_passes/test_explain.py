@@ -1,0 +1,204 @@
+"""`explain`: every softmax with its place in the source, its call, or why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch._dynamo.utils import counters
+
+import compile_passes
+from tests.compile_passes.helpers import fuse, qkv
+
+HERE = str(Path(__file__).parent)
+
+
+def printed(function, *inputs) -> str:
+    lines = str(compile_passes.explain(function, *inputs)).replace(HERE + "/", "").splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def weights_returned(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p
+
+
+def scores_returned(q, k, v):
+    s = q @ k.mT
+    return s.softmax(-1) @ v, s
+
+
+def over_heads(q, k, v):
+    return (q @ k.mT).softmax(1) @ v
+
+
+def over_queries(q, k, v):
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def rectified(q, k, v):
+    s = F.relu(q @ k.mT)
+    return s.softmax(-1) @ v
+
+
+def squared(q, k, v):
+    s = q @ k.mT
+    return (s * s).softmax(-1) @ v
+
+
+def mixed_heads(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return torch.einsum("bhij,hg->bgij", p, torch.ones(4, 4)) @ v
+
+
+def cumulated(q, k, v):
+    return (q @ k.mT).softmax(-1).cumsum(-1) @ v
+
+
+def smoothed(q, k, v):
+    return ((q @ k.mT).softmax(-1) + 1e-3) @ v
+
+
+def detached(q, k, v):
+    return (q @ k.mT).detach().softmax(-1) @ v
+
+
+def classifier(q, k, v):
+    return F.softmax(F.linear(q, torch.ones(k.shape[2], 8)), -1) @ v
+
+
+def slots(q, k, v):
+    p = (k @ q.mT).softmax(-1)
+    return (p / p.sum(-2, keepdim=True)).mT @ v
+
+
+def without_gradient(q, k, v):
+    with torch.no_grad():
+        p = (q @ k.mT).softmax(-1)
+    return p @ v
+
+
+def key_written_to(q, k, v):
+    k = k * 1.0
+    p = (q @ k.mT).softmax(-1)
+    k.add_(1.0)
+    return p @ v, k
+
+
+def eps_below(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+MISSES = [
+    weights_returned,
+    scores_returned,
+    over_heads,
+    over_queries,
+    rectified,
+    squared,
+    mixed_heads,
+    cumulated,
+    smoothed,
+    detached,
+    classifier,
+    slots,
+    without_gradient,
+    key_written_to,
+]
+
+
+class TestReport(TestCase):
+    maxDiff = None
+
+    def test_fused(self):
+        def layer(q, k, v):
+            s = q @ k.transpose(-1, -2) / 2.0
+            s = s.masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), float("-inf"))
+            return s.softmax(-1) @ v
+
+        self.assertExpectedInline(
+            printed(layer, *qkv()),
+            """\
+1 of 1 softmaxes fused, in 1 graph
+test_explain.py:120 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
+    mask: is_causal
+    > return s.softmax(-1) @ v
+""",
+        )
+
+    def test_misses(self):
+        reasons = []
+        for function in MISSES:
+            fusion = fuse(function)
+            fusion.run(*(x.requires_grad_() for x in qkv()))
+            (reason,) = fusion.reasons
+            reasons.append(f"{function.__name__}: {reason}")
+        self.assertExpectedInline(
+            "\n".join(reasons),
+            """\
+weights_returned: the attention weights are returned; fused attention never computes them
+scores_returned: the scores are returned; fused attention never computes them
+over_heads: the softmax runs over a batch or head dimension, or over several, not over the keys
+over_queries: the attention weights are not used as they are: they are multiplied along another dimension than the keys
+rectified: the scores are not scale, bias and mask alone: relu is applied to them
+squared: the scores are not scale, bias and mask alone: they are combined with themselves
+mixed_heads: the attention weights are not used as they are: they are multiplied along another dimension than the keys
+cumulated: the attention weights are not used as they are: cumsum is applied to them
+smoothed: the attention weights are not used as they are: add is applied to them
+detached: the scores are not scale, bias and mask alone: detach is applied to them
+classifier: its input is not the product of a query and a key
+slots: the attention weights are not used as they are: sum is applied to them
+without_gradient: a part of it runs under another gradient mode than the rest
+key_written_to: k is written to before the value product""",
+        )
+
+    def test_one_miss_in_full(self):
+        self.assertExpectedInline(
+            printed(weights_returned, *qkv()),
+            """\
+0 of 1 softmaxes fused, in 1 graph
+test_explain.py:24 in weights_returned: not fused: the attention weights are returned; fused attention never computes them
+    > p = (q @ k.mT).softmax(-1)
+""",
+        )
+
+
+def test_misses_compute_what_they_did():
+    """Square shapes, where a guess from sizes would go wrong."""
+    for function in (*MISSES, eps_below):
+        inputs = qkv(Sq=8, Sk=8)
+        fusion = fuse(function)
+        found, expected = (f(*inputs) for f in (fusion.run, function))
+        torch.testing.assert_close(found, expected)
+        assert fusion.fused == 0, function.__name__
+
+
+def test_a_report_is_data():
+    report = compile_passes.explain(weights_returned, *qkv())
+    (finding,) = report.missed
+    assert (report.fused, report.graphs) == (0, 1)
+    assert Path(finding.location.file) == Path(__file__)
+    assert finding.location.code == "p = (q @ k.mT).softmax(-1)"
+    assert finding.location.function == "weights_returned"
+
+
+def test_explain_sees_graphs_around_breaks_and_compiled_functions():
+    def function(q, k, v):
+        out = (q @ k.mT).softmax(-1) @ v
+        torch._dynamo.graph_break()
+        return (out @ k.mT).softmax(-1) @ v
+
+    report = compile_passes.explain(torch.compile(function), *qkv())
+    assert (report.fused, report.graphs) == (2, 2)
+
+
+def test_counters():
+    counters.clear()
+    fuse(weights_returned).run(*qkv())
+    fuse(lambda q, k, v: (q @ k.mT).softmax(-1) @ v).run(*qkv())
+    assert counters["fa_ops"]["softmaxes"] == 2 and counters["fa_ops"]["fused"] == 1
+    (reason,) = [key for key in counters["fa_ops"] if key.startswith("not fused: ")]
+    assert "weights" in reason

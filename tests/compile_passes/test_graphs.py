@@ -1,0 +1,195 @@
+"""Graphs after the pass."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+from tests.compile_passes.helpers import fuse, qkv
+
+
+def code(function, *inputs, dynamic=None) -> str:
+    """The body of the rewritten graph, without annotations and clean-up."""
+    fusion = fuse(function, dynamic=dynamic)
+    fusion.run(*inputs)
+    lines = []
+    for line in fusion.code.splitlines()[1:]:
+        line = re.sub(r";  .*= None", "", line.strip())
+        line = re.sub(r"^(\w+) : .* = ", r"\1 = ", line)
+        if line:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def heads(x):
+    return x.view(2, 12, -1, 8).transpose(1, 2)
+
+
+class TestGraphs(TestCase):
+    maxDiff = None
+
+    def setUp(self):
+        q, k, v = qkv(Hkv=2)
+        self.q, self.k, self.v = (x.transpose(1, 2).reshape(2, 12, -1) for x in (q, k, v))
+
+    def test_llama(self):
+        def llama(q, k, v):
+            q, k, v = map(heads, (q, k, v))
+            k, v = (x[:, :, None].expand(2, 2, 2, 12, 8).reshape(2, 4, 12, 8) for x in (k, v))
+            i = torch.arange(12)
+            keep = (i[None] <= i[:, None])[None, None]
+            mask = torch.where(keep, torch.zeros(()), torch.finfo(q.dtype).min)
+            s = torch.matmul(q, k.transpose(2, 3)) * 8**-0.5 + mask
+            p = F.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)
+            p = F.dropout(p, p=0.0, training=True)
+            return torch.matmul(p, v).transpose(1, 2).contiguous().reshape(2, 12, -1)
+
+        self.assertExpectedInline(
+            code(llama, self.q, self.k, self.v),
+            """\
+l_q_ = L_q_
+l_k_ = L_k_
+l_v_ = L_v_
+view = l_q_.view(2, 12, -1, 8)
+view_1 = l_k_.view(2, 12, -1, 8)
+view_2 = l_v_.view(2, 12, -1, 8)
+transpose_5 = view.transpose(1, 2)
+transpose_6 = view_1.transpose(1, 2)
+transpose_7 = view_2.transpose(1, 2)
+attention_default = torch.ops.fa.attention.default(transpose_5, transpose_6, transpose_7, None, 0.0, True, scale = 0.3535533905932738)
+transpose_4 = attention_default.transpose(1, 2)
+contiguous = transpose_4.contiguous()
+reshape_2 = contiguous.reshape(2, 12, -1)
+return (reshape_2,)
+""",
+        )
+
+    def test_gpt2(self):
+        def gpt2(q, k, v, keep):
+            q, k, v = map(heads, (q, k, v))
+            s = torch.matmul(q, k.transpose(-1, -2))
+            s = s / torch.full([], 8**0.5, dtype=s.dtype)
+            fill = torch.full([], torch.finfo(s.dtype).min, dtype=s.dtype)
+            p = F.softmax(torch.where(keep, s, fill), dim=-1)
+            return torch.matmul(F.dropout(p, 0.1), v)
+
+        keep = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+        self.assertExpectedInline(
+            code(gpt2, self.q, self.q, self.q, keep),
+            """\
+l_q_ = L_q_
+l_keep_ = L_keep_
+view = l_q_.view(2, 12, -1, 8)
+view_1 = l_q_.view(2, 12, -1, 8)
+view_2 = l_q_.view(2, 12, -1, 8)
+transpose_4 = view.transpose(1, 2)
+transpose_5 = view_1.transpose(1, 2)
+transpose_6 = view_2.transpose(1, 2)
+any_1 = l_keep_.any(dim = -1, keepdim = True)
+logical_not = torch.logical_not(any_1)
+or_ = l_keep_ | logical_not
+masked_fill = transpose_4.masked_fill(logical_not, 0.0)
+randint = torch.randint(0, 4611686018427387904, (1,), dtype = torch.int64, device = device(type='cpu'))
+attention_default = torch.ops.fa.attention.default(masked_fill, transpose_5, transpose_6, or_, 0.1, False, scale = 0.35355339059327373, dropout_seed = randint)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_bart(self):
+        def bart(q, k, v, mask):
+            q, k, v = (heads(x).reshape(8, 12, 8) for x in (q * 8**-0.5, k, v))
+            s = torch.bmm(q, k.transpose(1, 2)).view(2, 4, 12, 12) + mask
+            p = F.softmax(s.view(8, 12, 12), dim=-1)
+            return torch.bmm(p, v).view(2, 4, 12, 8).transpose(1, 2).reshape(2, 12, 32)
+
+        mask = torch.zeros(2, 1, 1, 12)
+        self.assertExpectedInline(
+            code(bart, self.q, self.q, self.q, mask),
+            """\
+l_q_ = L_q_
+l_mask_ = L_mask_
+x = l_q_ * 0.3535533905932738
+view = x.view(2, 12, -1, 8)
+view_1 = l_q_.view(2, 12, -1, 8)
+view_2 = l_q_.view(2, 12, -1, 8)
+transpose_5 = view.transpose(1, 2)
+transpose_6 = view_1.transpose(1, 2)
+transpose_7 = view_2.transpose(1, 2)
+attention_default = torch.ops.fa.attention.default(transpose_5, transpose_6, transpose_7, l_mask_, 0.0, False, scale = 1.0)
+flatten = attention_default.flatten(0, 1)
+view_5 = flatten.view(2, 4, 12, 8)
+transpose_4 = view_5.transpose(1, 2)
+reshape_3 = transpose_4.reshape(2, 12, 32)
+return (reshape_3,)
+""",
+        )
+
+    def test_image_attention(self):
+        def image(q, k, v):
+            q, k, v = (x.reshape(2, 32, 12) for x in (q, k, v))
+            p = F.softmax(torch.bmm(q.permute(0, 2, 1), k) * 32**-0.5, dim=2)
+            return torch.bmm(v, p.permute(0, 2, 1))
+
+        images = [x.mT.contiguous() for x in (self.q, self.q, self.q)]
+        self.assertExpectedInline(
+            code(image, *images),
+            """\
+l_q_ = L_q_
+l_k_ = L_k_
+l_v_ = L_v_
+transpose = l_q_.transpose(1, 2)
+unsqueeze = transpose.unsqueeze(1)
+transpose_1 = l_k_.transpose(1, 2)
+unsqueeze_1 = transpose_1.unsqueeze(1)
+transpose_2 = l_v_.transpose(1, 2)
+unsqueeze_2 = transpose_2.unsqueeze(1)
+contiguous = unsqueeze.contiguous()
+contiguous_1 = unsqueeze_1.contiguous()
+contiguous_2 = unsqueeze_2.contiguous()
+attention_default = torch.ops.fa.attention.default(contiguous, contiguous_1, contiguous_2, None, 0.0, False, scale = 0.1767766952966369)
+squeeze = attention_default.squeeze(1)
+transpose_3 = squeeze.transpose(1, 2)
+contiguous_3 = transpose_3.contiguous()
+return (contiguous_3,)
+""",
+        )
+
+    def test_dynamic_length(self):
+        def function(q, k, v):
+            return F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+        self.assertExpectedInline(
+            code(function, *qkv(), dynamic=True),
+            """\
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+pow_1 = s43 ** 0.5
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.0, False)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_sink(self):
+        def function(q, k, v, sinks):
+            column = sinks.reshape(1, -1, 1, 1).expand(2, -1, 12, -1)
+            s = torch.cat([q @ k.mT, column], -1)
+            return s.softmax(-1)[..., :-1] @ v
+
+        self.assertExpectedInline(
+            code(function, *qkv(), torch.zeros(4)),
+            """\
+l_sinks_ = L_sinks_
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.0, False, scale = 1.0, sinks = l_sinks_)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )

@@ -1,0 +1,296 @@
+"""Masks: which become flags of the operator, which stay dense, and what happens to rows without
+keys.
+"""
+
+import pytest
+import torch
+
+from tests.compile_passes.helpers import assert_same, check, fuse, qkv, results
+
+INF = float("inf")
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attention(q, k, v, change):
+    return change(q @ k.transpose(-1, -2) * 0.35).softmax(-1) @ v
+
+
+def positions(scores):
+    i = torch.arange(scores.shape[-2])[:, None]
+    return i, torch.arange(scores.shape[-1])[None]
+
+
+def tril(scores):
+    keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores.masked_fill(~keep, -INF)
+
+
+def triu_added(scores):
+    return scores + torch.triu(torch.full(scores.shape[-2:], -INF), diagonal=1)
+
+
+def triu_written(scores):
+    mask = torch.full(scores.shape[-2:], -INF)
+    mask.triu_(1)
+    return scores + mask[None, None]
+
+
+def compared(scores):
+    i, j = positions(scores)
+    return torch.where(i >= j, scores, torch.finfo(scores.dtype).min)
+
+
+def compared_the_other_way(scores):
+    i, j = positions(scores)
+    return torch.where(j > i, -1e9, scores)
+
+
+def tril_of_ones_is_zero(scores):
+    mask = torch.tril(torch.ones(1, 1, *scores.shape[-2:]))
+    return scores.masked_fill(mask == 0, -INF)
+
+
+def one_minus_mask(scores):
+    i, j = positions(scores)
+    return scores + (1.0 - (j <= i).float()) * -10000.0
+
+
+def gathered_positions(scores):
+    """As transformers does under torch.compile: by indexing with aranges."""
+    i, j = positions(scores)
+    batch = torch.arange(scores.shape[0])[:, None, None, None]
+    place = torch.arange(scores.shape[-1])[None].expand(scores.shape[0], -1)
+    keep = place[batch, j[None, None]] <= place[batch, i[None, None]]
+    return scores + torch.where(keep, torch.zeros(()), torch.finfo(torch.float32).min)
+
+
+def not_packed(scores):
+    """A test for packed sequences that arange positions cannot fail."""
+    i, j = positions(scores)
+    place = torch.arange(scores.shape[-1]).unsqueeze(0).expand(scores.shape[0], -1)
+    new = torch.diff(place, prepend=place[:, :1] - 1, dim=-1) != 1
+    segment = new.cumsum(-1)
+    alike = segment[:, None, :, None] == segment[:, None, None, :]
+    return scores.masked_fill(~(alike & (j <= i)), -INF)
+
+
+CAUSAL = [
+    tril,
+    triu_added,
+    triu_written,
+    compared,
+    compared_the_other_way,
+    tril_of_ones_is_zero,
+    one_minus_mask,
+    gathered_positions,
+    not_packed,
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("change", CAUSAL, ids=lambda f: f.__name__)
+def test_causal_is_a_flag(change, dynamic):
+    fusion = check(lambda q, k, v: attention(q, k, v, change), qkv(), dynamic=dynamic)
+    assert fusion.findings[-1].masks == "is_causal"
+
+
+def window(scores):
+    i, j = positions(scores)
+    return scores.masked_fill((j > i) | (i - j >= 3), -INF)
+
+
+def band(scores):
+    i, j = positions(scores)
+    return scores.masked_fill((i - j).abs() > 2, -1e9)
+
+
+def right_only(scores):
+    i, j = positions(scores)
+    return scores.masked_fill(~(j < i + 4), -INF)
+
+
+@pytest.mark.parametrize(
+    ("change", "masks"),
+    [
+        (window, "is_causal, window=(2, 0)"),
+        (band, "window=(2, 2)"),
+        (right_only, "window=(None, 3)"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_windows_are_flags(change, masks):
+    fusion = check(lambda q, k, v: attention(q, k, v, change), qkv())
+    assert fusion.findings[0].masks == masks
+
+
+def test_causal_means_bottom_right():
+    def aligned(scores):
+        more = scores.shape[-1] - scores.shape[-2]
+        return scores + torch.full(scores.shape[-2:], -INF).triu(more + 1)
+
+    for dynamic in (False, True):
+        fusion = check(
+            lambda q, k, v: attention(q, k, v, aligned), qkv(Sq=5, Sk=9), dynamic=dynamic
+        )
+        assert fusion.findings[0].masks == "is_causal"
+    fusion = check(lambda q, k, v: attention(q, k, v, tril), qkv(Sq=5, Sk=9))
+    assert fusion.findings[0].masks == "dense attn_mask"  # aligned at the top left
+
+
+def test_a_mask_of_everything_is_none():
+    def change(scores):
+        i, j = positions(scores)
+        return scores.masked_fill(j >= i + scores.shape[-1], -INF) + 3.0
+
+    fusion = check(lambda q, k, v: attention(q, k, v, change), qkv())
+    assert fusion.findings[0].masks == "no mask"
+
+
+def test_biases_of_unknown_content_stay_dense_and_get_gradients():
+    def function(q, k, v, bias, per_key):
+        return attention(q, k, v, lambda s: s + bias - 2.0 * per_key)
+
+    inputs = (*qkv(), torch.randn(4, 12, 12), torch.randn(2, 1, 1, 12))
+    check(function, inputs)
+
+
+def test_a_bias_with_causal_inf_keeps_the_flag():
+    def function(q, k, v, bias):
+        return attention(q, k, v, lambda s: tril(s + bias))
+
+    fusion = check(function, (*qkv(), torch.randn(12, 12)))
+    assert fusion.findings[0].masks == "is_causal, dense attn_mask"
+
+
+def padding():
+    keep = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    keep[0, ..., :7] = False
+    return keep
+
+
+def padded(kind, keep):
+    """Causal and padded on the left: the first rows of the first sequence attend nothing."""
+
+    def change(scores):
+        i, j = positions(scores)
+        both = keep & (j <= i)
+        lowest = torch.finfo(torch.float32).min  # a global would be a symbol
+        if kind == "filled":
+            return scores.masked_fill(~both, lowest)
+        if kind == "filled a little":
+            return scores.masked_fill(~both, -1e4)
+        fill = {"added": lowest, "added a little": -1e4, "added inf": -INF}[kind]
+        return scores + torch.where(both, torch.zeros(()), fill)
+
+    return change
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("Hkv", [4, 2])
+@pytest.mark.parametrize("kind", ["filled", "filled a little", "added", "added a little"])
+def test_rows_without_keys_are_what_eager_makes_them(kind, Hkv, dynamic):
+    def function(q, k, v, keep):
+        k, v = (x.repeat_interleave(4 // Hkv, 1) for x in (k, v))
+        return attention(q, k, v, padded(kind, keep))
+
+    fusion = check(function, (*qkv(Hkv=Hkv), padding()), dynamic=dynamic)
+    assert fusion.findings[0].masks == "dense attn_mask"
+
+
+def test_rows_without_keys_under_inf_are_zero():
+    def function(q, k, v, keep):
+        return attention(q, k, v, padded("added inf", keep))
+
+    inputs = (*qkv(), padding())
+    fusion = fuse(function)
+    out, expected = (results(f, inputs, False)[0] for f in (fusion.run, function))
+    assert fusion.fused == 1 and expected[0, :, :7].isnan().all()
+    torch.testing.assert_close(out, expected.nan_to_num(0.0), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_masked_again_make_rows_without_keys_zero():
+    def function(q, k, v, drop):
+        scores = (q @ k.mT).masked_fill(drop, LOWEST)
+        return scores.softmax(-1).masked_fill(drop, 0.0) @ v
+
+    drop = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.5
+    drop[0, 0, 3] = True
+    check(function, (*qkv(), drop))
+
+
+def test_nan_to_num_is_what_the_operator_does():
+    def function(q, k, v, drop):
+        return torch.nan_to_num((q @ k.mT).masked_fill(drop, -INF).softmax(-1)) @ v
+
+    drop = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    drop[1, 0, 5] = True
+    inputs = (*qkv(), drop)
+    fusion = fuse(function)
+    assert_same(function, inputs, fusion, train=False)
+    assert fusion.fused == 1
+
+
+def test_a_small_fill_over_keys_is_kept_exactly():
+    def function(q, k, v, drop):
+        return attention(q, k, v, lambda s: s.masked_fill(drop[:, None, None], -1.0))
+
+    check(function, (*qkv(), padding()[:, 0, 0]))
+
+
+def test_the_mask_of_expand_as_joins_unexpanded():
+    def function(q, k, v, keep):
+        def change(scores):
+            return scores.masked_fill(~keep.expand_as(scores), -INF)
+
+        return attention(q, k, v, change)
+
+    keep = padding()
+    fusion = check(function, (*qkv(), keep))
+    (call,) = fusion.graphs[0].find_nodes(op="call_function", target=torch.ops.fa.attention.default)
+    assert call.args[3].meta["example_value"].shape == keep.shape
+
+
+REFUSED = {
+    "a small fill over rows": (
+        lambda s, m: s.masked_fill(m, -1.0),
+        "scores are filled with -1, which is not far enough below them to be a mask",
+    ),
+    "two fills": (
+        lambda s, m: s.masked_fill(m, -1e9).masked_fill(m.mT, -INF),
+        "several masks with different fill values: rows without keys would differ",
+    ),
+    "a bias after a finite fill": (
+        lambda s, m: s.masked_fill(m, -1e9) + m.mT.float(),
+        "a bias is added to scores after a finite fill value",
+    ),
+    "a mask from the scores": (
+        lambda s, m: s.masked_fill(s < 0.0, -INF),
+        "the scores are also read by lt",
+    ),
+    "two tensors": (
+        lambda s, m: torch.where(m, s, m.float()),
+        "they are replaced by something that is not one number",
+    ),
+    "a factor over queries and keys": (
+        lambda s, m: s * (m.float() + 1.0),
+        "the scores are multiplied by a tensor that varies over queries and keys",
+    ),
+    "a factor after a bias": (
+        lambda s, m: (s + m.float()) * m.float(),
+        "they are multiplied by a tensor after a bias, a mask or a softcap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    change, reason = REFUSED[name]
+    mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) > 0.7
+
+    def function(q, k, v, mask):
+        return attention(q, k, v, lambda s: change(s, mask))
+
+    fusion = fuse(function)
+    results(fusion.run, (*qkv(), mask), False)
+    (found,) = fusion.reasons
+    assert reason in found
