@@ -2,7 +2,15 @@
 
 from fa_ops.api import attention, attention_varlen, merge_states
 from fa_ops.dispatch import use_backend
+from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops.rules import SAC_OPS
 
 __version__ = "0.1.0"
-__all__ = ["SAC_OPS", "attention", "attention_varlen", "merge_states", "use_backend"]
+__all__ = [
+    "SAC_OPS",
+    "attention",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "merge_states",
+    "use_backend",
+]

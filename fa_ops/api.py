@@ -105,18 +105,18 @@ def attention(
         run = call and prepared.find(call)
         if run is not None:
             return run(query, key, value)
-    options = _options(
+    options = spec_options(
         query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, deterministic, backend,
     )  # fmt: skip
     if attn_mask is not None:
-        _need_tensor("attn_mask", attn_mask)
+        need_tensor("attn_mask", attn_mask)
     if key_ranges is not None:
-        options["key_ranges"] = _need_tensor("key_ranges", key_ranges)
+        options["key_ranges"] = need_tensor("key_ranges", key_ranges)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
     recorded = (query, key, value, attn_mask, sinks, alibi_slopes)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    result = _call(operator, recorded, args, options)
+    result = call_operator(operator, recorded, args, options)
     if call:
         prepared.remember(call, query, key, value, Spec(None, 0.0, is_causal, **options))
     return result
@@ -189,19 +189,19 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
-    options = _options(
+    options = spec_options(
         query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, deterministic, backend,
     )  # fmt: skip
-    _need_tensor("cu_seqlens_q", cu_seqlens_q)
-    _need_tensor("cu_seqlens_k", cu_seqlens_k)
+    need_tensor("cu_seqlens_q", cu_seqlens_q)
+    need_tensor("cu_seqlens_k", cu_seqlens_k)
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and not isinstance(longest, _INT):
+        if longest is not None and not isinstance(longest, INT):
             raise TypeError(f"{name} must be an int or None, got {longest!r}")
     recorded = (query, key, value, sinks, alibi_slopes)
     args = (query, key, value, *packing, dropout_p, is_causal)
-    out, lse = _call(varlen.VARLEN, recorded, args, options)
+    out, lse = call_operator(varlen.VARLEN, recorded, args, options)
     return (out, lse) if return_lse else out
 
 
@@ -227,10 +227,10 @@ def merge_states(
     https://arxiv.org/abs/1805.02867.
     """
     outs, lses = _stack("outs", outs), _stack("lses", lses)
-    return _call(merge.MERGE, (outs, lses), (outs, lses), {})
+    return call_operator(merge.MERGE, (outs, lses), (outs, lses), {})
 
 
-def _call(operator, recorded: tuple, args: tuple, options: dict):
+def call_operator(operator, recorded: tuple, args: tuple, options: dict):
     """Call the operator, below autograd where an eager call records nothing."""
     if library.is_plain(args[0]) and not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
         with library.below_autograd():
@@ -245,14 +245,14 @@ def _any_requires_grad(tensors: tuple) -> bool:
     return False
 
 
-def _options(
+def spec_options(
     query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
     deterministic, backend,
 ) -> dict:  # fmt: skip
     """The operators' keyword arguments that differ from their defaults, types checked."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         for name, t in (("query", query), ("key", key), ("value", value)):
-            _need_tensor(name, t)
+            need_tensor(name, t)
     if not isinstance(is_causal, _BOOL):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     options: dict = {}
@@ -267,11 +267,11 @@ def _options(
     if softcap != 0.0:
         options["softcap"] = _need_number("softcap", softcap)
     if alibi_slopes is not None:
-        options["alibi_slopes"] = _need_tensor("alibi_slopes", alibi_slopes)
+        options["alibi_slopes"] = need_tensor("alibi_slopes", alibi_slopes)
     if sinks is not None:
-        options["sinks"] = _need_tensor("sinks", sinks)
+        options["sinks"] = need_tensor("sinks", sinks)
     if kv_lens is not None:
-        options["kv_lens"] = _need_tensor("kv_lens", kv_lens)
+        options["kv_lens"] = need_tensor("kv_lens", kv_lens)
     if deterministic:
         options["deterministic"] = True
     if backend is None:
@@ -287,7 +287,7 @@ def _sides(window: Window) -> tuple[int, int]:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}")
     for side in window:
-        if side is not None and not isinstance(side, _INT):
+        if side is not None and not isinstance(side, INT):
             raise TypeError(f"window must hold ints or None, got {window!r}")
     left, right = window
     return -1 if left is None else left, -1 if right is None else right
@@ -299,7 +299,7 @@ def _need_number(name: str, value: object) -> float:
     return value
 
 
-def _need_tensor(name: str, value: object) -> Tensor:
+def need_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     return value
@@ -312,10 +312,10 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
     if not states:
         raise ValueError(f"{name} must hold at least one state")
     for state in states:
-        _need_tensor(name, state)
+        need_tensor(name, state)
     return torch.stack(states)
 
 
-_INT = (int, torch.SymInt)
+INT = (int, torch.SymInt)
 _BOOL = (bool, torch.SymBool)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)

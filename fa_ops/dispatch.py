@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.types import Spec
+from fa_ops.types import Cache, Spec
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
@@ -75,7 +76,9 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
     key = (*_features(spec), q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, backward)
     backend = _selected.get(key)
     if backend is None:
-        backend = _selected[key] = _choose(name, q, k, v, spec, backward)
+        backend = _selected[key] = _choose(
+            name, q, lambda candidate: refusal(candidate, q, k, v, spec, backward)
+        )
     return backend
 
 
@@ -97,6 +100,31 @@ def _features(spec: Spec) -> tuple:
     )
 
 
+def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
+    """The backend that attends a key-value cache, by the same rules."""
+    name = spec.backend or default or "auto"
+    given = tuple(t is not None for t in cache[:7])
+    shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
+    key = ("cache", name, *shape, *given, *_features(spec))
+    backend = _selected.get(key)
+    if backend is None:
+        backend = _selected[key] = _choose(
+            name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec)
+        )
+    return backend
+
+
+def cache_refusal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> str | None:
+    """Why the backend cannot attend this cache; None where it can."""
+    reason = available_error(name)
+    if reason is not None:
+        return reason
+    own = getattr(load(name), "cache_error", None)
+    return own(q, k, v, cache, spec) if own else "has no kernel for key-value caches yet"
+
+
 def select_merge(outs: Tensor) -> ModuleType:
     """The backend of `merge_states`, by the same rules."""
     name = default or "auto"
@@ -104,17 +132,17 @@ def select_merge(outs: Tensor) -> ModuleType:
     backend = _selected.get(key)
     if backend is None:
         rows = outs.reshape(-1, 1, outs.shape[-1])  # as packed tokens of one head
-        backend = _selected[key] = _choose(name, rows, rows, rows, Spec())
+        backend = _selected[key] = _choose(
+            name, rows, lambda candidate: refusal(candidate, rows, rows, rows, Spec())
+        )
     return backend
 
 
-def _choose(
-    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
-) -> ModuleType:
+def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleType:
     check_name(name)
     reasons = {}
     for candidate in _candidates(name, q):
-        reasons[candidate] = refusal(candidate, q, k, v, spec, backward)
+        reasons[candidate] = ask(candidate)
         if reasons[candidate] is None:
             return load(candidate)
     if name != "auto":

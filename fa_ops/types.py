@@ -42,6 +42,21 @@ class Packing(NamedTuple):
     max_seqlen_k: int | None = None
 
 
+class Cache(NamedTuple):
+    """How keys and values are cached, and what a call adds to them; kv_lens are the Spec's."""
+
+    page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
+    key: Tensor | None = None  # (B, Hkv, Sn, D), written behind the kv_lens keys that are there
+    value: Tensor | None = None  # (B, Hkv, Sn, Dv)
+    k_scale: Tensor | None = None  # fp32 (B, Hkv): what a cached fp8 number is multiplied by
+    v_scale: Tensor | None = None
+    rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
+    num_splits: int = 0  # pieces that a row's keys are cut into; 0: the backend's choice
+    batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
+
+
 class Gradients(NamedTuple):
     """What a backward pass returns; `attn_mask` and `sinks` are None where nobody asked."""
 

@@ -495,7 +495,7 @@ def test_the_quick_check_never_says_yes_where_the_rules_say_no(seed):
         tensors[pick(0, 1, 2)].transpose_(2, 3)
     if checks._obviously_fit(*tensors):
         checks._inputs(*tensors, 4, "")
-        checks._contiguous_rows(*tensors)
+        checks.contiguous_rows(**dict(zip(("query", "key", "value"), tensors)))
         checks.dense(*(t.to("meta") for t in tensors), dispatch.Spec())
 
 

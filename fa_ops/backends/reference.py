@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.types import Gradients, Packing, Spec, default_scale
+from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 
 def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
@@ -216,6 +216,82 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     p, lse = weights(lses.double().movedim(0, -1), None)
     out = (p.movedim(-1, 0).unsqueeze(-1) * outs.double()).sum(0)
     return out.to(outs.dtype), lse.to(lses.dtype)
+
+
+def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
+    """x (H, S, D) in fp64 with its first R features turned by the angles of positions (S,)."""
+    if cache.rotary_cos is None:
+        return x
+    cos, sin = (t.double()[positions] for t in (cache.rotary_cos, cache.rotary_sin))
+    R = 2 * cos.shape[1]
+    first = torch.arange(0, R, 2) if cache.rotary_interleaved else torch.arange(R // 2)
+    second = first + (1 if cache.rotary_interleaved else R // 2)
+    a, b = x[..., first], x[..., second]
+    x = x.clone()
+    x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
+    return x
+
+
+def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> list[Tensor]:
+    """Views (Hkv, D) of the keys first ... last - 1 of sequence b in a cache."""
+    if cache.page_table is None:
+        return [x[b, :, j] for j in range(first, last)]
+    size = x.shape[1]
+    return [x[cache.page_table[b, j // size], j % size] for j in range(first, last)]
+
+
+def quantised(x: Tensor, scale: Tensor | None, b: int, dtype: torch.dtype) -> Tensor:
+    """x (Hkv, S, D) as a cache of that dtype holds it; fp8 saturates."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    x = x if scale is None else x / scale[b].double().view(-1, 1, 1)
+    top = torch.finfo(dtype).max
+    return x.clamp(-top, top).float().to(dtype)
+
+
+def cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, attend=dense
+) -> tuple[Tensor, Tensor]:
+    """Append the new keys and values if there are any, then `attend` each sequence by itself.
+
+    What the cache holds and the rotated queries are rounded to q's dtype; (out, lse) are fp64.
+    """
+    new = 0 if cache.key is None else cache.key.shape[2]
+    outs, lses = [], []
+    for b, length in enumerate(spec.kv_lens.tolist()):
+        last = length + new
+        if cache.key is not None:
+            positions = torch.arange(length, last, device=q.device)
+            key = rotate(cache.key[b].double(), cache, positions).to(q.dtype)
+            pairs = ((k, key, cache.k_scale), (v, cache.value[b], cache.v_scale))
+            for memory, x, scale in pairs:
+                x = quantised(x.double(), scale, b, memory.dtype)
+                for n, slot in enumerate(slots(memory, cache, b, length, last)):
+                    slot.copy_(x[:, n])
+        positions = torch.arange(last - q.shape[2], last, device=q.device).clamp(min=0)
+        rows = rotate(q[b].double(), cache, positions).to(q.dtype)
+        one = [rows.double().unsqueeze(0)]
+        for memory, scale in ((k, cache.k_scale), (v, cache.v_scale)):
+            found = [slot.double() for slot in slots(memory, cache, b, 0, last)]
+            width = (memory.shape[1 if cache.page_table is None else 2], 0, memory.shape[3])
+            x = torch.stack(found, 1) if found else one[0].new_zeros(width)
+            x = x if scale is None else x * scale[b].double().view(-1, 1, 1)
+            one.append(x.unsqueeze(0))
+        o, m = attend(*one, sequence_spec(spec, b)._replace(kv_lens=None))
+        outs.append(o)
+        lses.append(m)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def cache_forward(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    out, lse = cached(q, k, v, cache, spec)
+    return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
+
+
+def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    return None
 
 
 def bshd(out: Tensor) -> Tensor:

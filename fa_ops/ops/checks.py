@@ -46,18 +46,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> Sp
         need(Bk == B, "key has batch size {}, but query's is {}", Bk, B)
         need(Bv == B, "value has batch size {}, but query's is {}", Bv, B)
         need(Sv == Sk, "value has length {}, but key's is {}", Sv, Sk)
-        _heads(Hq, Hkv, Hv, D, Dk, Dv)
+        heads(Hq, Hkv, Hv, D, Dk, Dv)
         if real:
-            _contiguous_rows(q, k, v)
+            contiguous_rows(query=q, key=k, value=v)
     if _is_plain(spec):
         return spec
     B, Hq, Sq, _ = q.shape
-    _options(q, spec, B, Hq)
+    options(q, spec, B, Hq)
     if spec.attn_mask is not None:
         _mask(q, spec, (B, Hq, Sq, k.shape[2]))
     if spec.key_ranges is not None:
         _key_ranges(q, spec.key_ranges, B, Hq, Sq)
-    return _compact(spec) if real else spec
+    return compact(spec) if real else spec
 
 
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -84,12 +84,12 @@ def packed(
     Tk, Hkv, Dk = k.shape
     Tv, Hv, Dv = v.shape
     need(Tv == Tk, "value has {} tokens, but key has {}", Tv, Tk)
-    _heads(Hq, Hkv, Hv, D, Dk, Dv)
+    heads(Hq, Hkv, Hv, D, Dk, Dv)
     if real:
-        _contiguous_rows(q, k, v)
+        contiguous_rows(query=q, key=k, value=v)
     ends_q, ends_k, max_q, max_k = packing
     for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
-        _integers(q, name, ends)
+        integers(q, name, ends)
         need(ends.dim() == 1, "{} must have shape (B + 1,), got {}", name, ends.shape)
         need(ends.shape[0] >= 1, "{} must have at least one element", name)
     need(
@@ -102,10 +102,10 @@ def packed(
         if longest is not None:
             need(longest >= 0, "{} must not be negative, got {}", name, longest)
     if not _is_plain(spec):
-        _options(q, spec, ends_q.shape[0] - 1, Hq)
+        options(q, spec, ends_q.shape[0] - 1, Hq)
     if not real:
         return packing, spec
-    return Packing(ends_q.contiguous(), ends_k.contiguous(), max_q, max_k), _compact(spec)
+    return Packing(ends_q.contiguous(), ends_k.contiguous(), max_q, max_k), compact(spec)
 
 
 def saved(
@@ -123,9 +123,9 @@ def saved(
     )
     for name, t, shape, dtype in expected:
         if t is not None:
-            _device(q, name, t)
+            same_device(q, name, t)
             need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
-            _shape(name, t, tuple(shape))
+            has_shape(name, t, tuple(shape))
 
 
 def mask_grad(spec: Spec) -> None:
@@ -139,14 +139,14 @@ def states(outs: Tensor, lses: Tensor) -> None:
     wide = lse_dtype(outs.dtype)
     need(outs.dtype in DTYPES, "outs must be {}, got {}", _NAMES, outs.dtype, error=TypeError)
     need(lses.dtype == wide, "lses must be {}, got {}", wide, lses.dtype, error=TypeError)
-    _device(outs, "lses", lses, "outs")
+    same_device(outs, "lses", lses, "outs")
     need(outs.dim() >= 2, "outs must have shape (N, ..., Dv), got {}", outs.shape)
     need(outs.shape[0] >= 1, "outs must hold at least one state, got shape {}", outs.shape)
-    _shape("lses", lses, tuple(outs.shape[:-1]))
+    has_shape("lses", lses, tuple(outs.shape[:-1]))
 
 
-def _contiguous_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, t in (("query", q), ("key", k), ("value", v)):
+def contiguous_rows(**tensors: Tensor) -> None:
+    for name, t in tensors.items():
         strides = t.stride()
         if strides[-1] != 1 and t.shape[-1] != 1:
             raise ValueError(
@@ -178,7 +178,7 @@ def _is_plain(spec: Spec) -> bool:
     )
 
 
-def _compact(spec: Spec) -> Spec:
+def compact(spec: Spec) -> Spec:
     """The spec with its small tensors contiguous: kernels index them flat."""
     small = (None if t is None else t.contiguous() for t in spec[7:12])
     return Spec(*spec[:7], *small, *spec[12:])
@@ -196,6 +196,10 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
             need(False, "{} is {}, but query is {}", name, t.dtype, q.dtype, error=TypeError)
         if t.device != q.device:
             need(False, "{} is on {}, but query is on {}", name, t.device, q.device)
+    query_dtype(q)
+
+
+def query_dtype(q: Tensor) -> None:
     if q.dtype not in DTYPES:
         _refuse_dtype(q)
     if q.dtype == torch.float64 and q.is_cuda:
@@ -210,16 +214,17 @@ def _refuse_dtype(q: Tensor) -> None:
     need(False, "query must be {}, got {}", _NAMES, q.dtype, error=TypeError)
 
 
-def _heads(Hq, Hkv, Hv, D, Dk, Dv) -> None:
-    need(Dk == D, "key has head dimension {}, but query's is {}", Dk, D)
-    need(Hv == Hkv, "value has {} heads, but key has {}", Hv, Hkv)
-    need(Hkv >= 1, "key has no heads")
-    need(Hq % Hkv == 0 and Hq >= 1, "key has {} heads, which does not divide query's {}", Hkv, Hq)
+def heads(Hq, Hkv, Hv, D, Dk, Dv, key: str = "key", value: str = "value") -> None:
+    need(Dk == D, "{} has head dimension {}, but query's is {}", key, Dk, D)
+    need(Hv == Hkv, "{} has {} heads, but {} has {}", value, Hv, key, Hkv)
+    need(Hkv >= 1, "{} has no heads", key)
+    message = "{} has {} heads, which does not divide query's {}"
+    need(Hq % Hkv == 0 and Hq >= 1, message, key, Hkv, Hq)
     need(D >= 1, "query's head dimension must be at least 1")
-    need(Dv >= 1, "value's head dimension must be at least 1")
+    need(Dv >= 1, "{}'s head dimension must be at least 1", value)
 
 
-def _options(q: Tensor, spec: Spec, B, Hq) -> None:
+def options(q: Tensor, spec: Spec, B, Hq) -> None:
     """Everything of the spec but attn_mask and key_ranges."""
     p, seed, softcap = spec.dropout_p, spec.dropout_seed, spec.softcap
     need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
@@ -228,7 +233,7 @@ def _options(q: Tensor, spec: Spec, B, Hq) -> None:
         "dropout_p > 0 needs dropout_seed, an int64 tensor of one element",
     )
     if seed is not None:
-        _integers(q, "dropout_seed", seed, torch.int64)
+        integers(q, "dropout_seed", seed, torch.int64)
         need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
     need(
         spec.scale is None or math.isfinite(spec.scale), "scale must be finite, got {}", spec.scale
@@ -241,7 +246,7 @@ def _options(q: Tensor, spec: Spec, B, Hq) -> None:
         dispatch.check_name(spec.backend)
     slopes, sinks, lens = spec.alibi_slopes, spec.sinks, spec.kv_lens
     if slopes is not None:
-        _device(q, "alibi_slopes", slopes)
+        same_device(q, "alibi_slopes", slopes)
         wide = torch.float32
         need(
             slopes.dtype == wide,
@@ -249,18 +254,18 @@ def _options(q: Tensor, spec: Spec, B, Hq) -> None:
             slopes.dtype,
             error=TypeError,
         )
-        _shape("alibi_slopes", slopes, (Hq,) if slopes.dim() == 1 else (B, Hq))
+        has_shape("alibi_slopes", slopes, (Hq,) if slopes.dim() == 1 else (B, Hq))
     if sinks is not None:
-        _floats(q, "sinks", sinks)
-        _shape("sinks", sinks, (Hq,))
+        floats(q, "sinks", sinks)
+        has_shape("sinks", sinks, (Hq,))
     if lens is not None:
-        _integers(q, "kv_lens", lens)
-        _shape("kv_lens", lens, (B,))
+        integers(q, "kv_lens", lens)
+        has_shape("kv_lens", lens, (B,))
 
 
 def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
     mask = spec.attn_mask
-    _floats(q, "attn_mask", mask, torch.bool)
+    floats(q, "attn_mask", mask, torch.bool)
     both = mask.dtype == torch.bool and spec.key_ranges is not None
     need(not both, "a bool attn_mask and key_ranges both say which keys are kept: pass one of them")
     broadcastable = "attn_mask must broadcast to (B, Hq, Sq, Sk) = {}, got shape {}"
@@ -271,7 +276,7 @@ def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
-    _integers(q, "key_ranges", ranges)
+    integers(q, "key_ranges", ranges)
     message = (
         "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = {}, got {}"
     )
@@ -281,25 +286,25 @@ def _key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
         need((size - 1) * (size - whole) == 0, message, (B, Hq, Sq), ranges.shape)
 
 
-def _shape(name: str, t: Tensor, shape: tuple) -> None:
+def has_shape(name: str, t: Tensor, shape: tuple) -> None:
     message = "{} must have shape {}, got {}"
     need(t.dim() == len(shape), message, name, shape, t.shape)
     for size, expected in zip(t.shape, shape, strict=True):
         need(size == expected, message, name, shape, t.shape)
 
 
-def _device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
+def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
     need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
 
 
-def _integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:
-    _device(q, name, t)
+def integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:
+    same_device(q, name, t)
     need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
 
 
-def _floats(q: Tensor, name: str, t: Tensor, *also: torch.dtype) -> None:
+def floats(q: Tensor, name: str, t: Tensor, *also: torch.dtype) -> None:
     """What is added to float32 scores: in query's dtype or float32."""
-    _device(q, name, t)
+    same_device(q, name, t)
     dtypes = dict.fromkeys((*also, q.dtype, torch.float32))
     if t.dtype not in dtypes:
         names = " or ".join(_plain(dtype) for dtype in dtypes)

@@ -31,6 +31,13 @@ _PACKED = (
     + _OPTIONS.format(ranges="")
 )
 _QKV = "Tensor query, Tensor key, Tensor value"
+_CACHED = (
+    "Tensor kv_lens, Tensor? page_table=None, bool is_causal=False, *, float? scale=None, "
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
+    "SymInt num_splits=0, bool batch_invariant=False, str? backend=None"
+)
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 
 SCHEMAS = {
@@ -43,6 +50,11 @@ SCHEMAS = {
     "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
     # gradients of query, key, value, sinks
     "attention_varlen_backward": f"({_SAVED}, {_PACKED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_with_kv_cache": "(Tensor query, Tensor key_cache, Tensor value_cache, "
+    f"{_CACHED}) -> (Tensor, Tensor)",
+    # an operator of its own, so that reading a cache is no mutation to a compiler
+    "attention_with_kv_cache_append": "(Tensor query, Tensor(a!) key_cache, "
+    f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
     "merge_states": "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
 }
 for _name, _schema in SCHEMAS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.ops import dense, library, merge, varlen
+from fa_ops.ops import dense, kv_cache, library, merge, varlen
 from fa_ops.ops.imports import after_import
 from fa_ops.types import Packing
 
@@ -41,6 +41,25 @@ def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
 for _operator in (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN):
     for _device in ("cpu", "cuda"):
         _autocast(_operator, _device)
+
+
+def _autocast_cached(operator: torch._ops.OpOverload, device: str) -> None:
+    """The cache decides: it is written in place, so what meets it takes its dtype."""
+
+    def kernel(query, key_cache, value_cache, *args, **options):
+        half = key_cache.dtype.itemsize > 1  # fp8 has no arithmetic of its own
+        dtype = key_cache.dtype if half else torch.get_autocast_dtype(device)
+        new = 2 if operator is kv_cache.APPEND else 0
+        args = [x.to(dtype) if n < new else x for n, x in enumerate(args)]
+        with library.without_autocast(device):
+            return operator(query.to(dtype), key_cache, value_cache, *args, **options)
+
+    library.lib.impl(operator._opname, kernel, f"Autocast{device.upper()}")
+
+
+for _operator in (kv_cache.READ, kv_cache.APPEND):
+    for _device in ("cpu", "cuda"):
+        _autocast_cached(_operator, _device)
 
 
 # FLOPs follow torch's convention for attention: multiply-adds of the dense products, masks not
@@ -86,6 +105,22 @@ def _packed_backward_flops(
     return _flops(query.shape[1], pairs, query.shape[2], value.shape[2], backward=True)
 
 
+def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options) -> int:
+    """Of the keys that are there; of all that fit where the lengths are not numbers."""
+    if args[0].is_floating_point():
+        options["key"], options["value"], *args = args
+    cache, spec = kv_cache.bind(*args, **options)
+    B, Hq, Sq, D = query.shape
+    lens, new = spec.kv_lens, 0 if cache.key is None else cache.key.shape[2]
+    if lens.device.type == "meta" or type(lens) is not Tensor:
+        table = cache.page_table
+        capacity = key_cache.shape[2] if table is None else table.shape[1] * key_cache.shape[1]
+        keys = B * capacity
+    else:
+        keys = int((lens.long() + new).sum())
+    return _flops(Hq, Sq * keys, D, value_cache.shape[3], backward=False)
+
+
 def register_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula as register
 
@@ -93,6 +128,8 @@ def register_flops() -> None:
     register(torch.ops.fa.attention_backward)(_dense_backward_flops)
     register(torch.ops.fa.attention_varlen, get_raw=True)(_packed_flops)
     register(torch.ops.fa.attention_varlen_backward, get_raw=True)(_packed_backward_flops)
+    cached = [torch.ops.fa.attention_with_kv_cache, torch.ops.fa.attention_with_kv_cache_append]
+    register(cached, get_raw=True)(_cached_flops)
 
 
 def register_sharding() -> None:

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu.dense import backward, forward
+from fa_ops.backends.cpu.kv_cache import cache_error, cache_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
 from fa_ops.types import Spec
 
 __all__ = [
     "available_error",
     "backward",
+    "cache_error",
+    "cache_forward",
     "forward",
     "merge_states",
     "support_error",

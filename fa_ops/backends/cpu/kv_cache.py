@@ -1,0 +1,87 @@
+"""Attention over a key-value cache on CPU: append, gather what is paged or fp8, attend densely.
+
+A contiguous cache in query's dtype is attended where it lies, up to the longest row. Pages are
+copied row by row, and fp8 is multiplied out, so those cost memory for the keys in use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.cpu import dense
+from fa_ops.types import Cache, Spec
+
+_FP8 = torch.float8_e4m3fn
+
+
+def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    return None if q.device.type == "cpu" else f"runs on CPU tensors, got {q.device.type}"
+
+
+def cache_forward(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    lens = spec.kv_lens.long()
+    if cache.key is not None:
+        _append(k, v, cache, lens)
+        lens = lens + cache.key.shape[2]
+    if cache.rotary_cos is not None:
+        steps = torch.arange(q.shape[2]) - q.shape[2]
+        q = _rotated(q, cache, (lens[:, None] + steps).clamp_(min=0))
+    longest = max(int(lens.max()), 1)
+    keys = _keys(k, cache, cache.k_scale, q.dtype, longest)
+    values = _keys(v, cache, cache.v_scale, q.dtype, longest)
+    return dense.forward(q, keys, values, spec._replace(kv_lens=lens.int()))
+
+
+def _keys(
+    x: Tensor, cache: Cache, scale: Tensor | None, dtype: torch.dtype, longest: int
+) -> Tensor:
+    """The first `longest` keys of every sequence, (B, Hkv, longest, D)."""
+    if cache.page_table is None:
+        x = x[:, :, :longest]
+    else:
+        used = -(-longest // x.shape[1])
+        # entries behind a sequence's end may be anything, and kv_lens hides what they point at
+        pages = cache.page_table[:, :used].long().clamp(0, x.shape[0] - 1)
+        x = x.view(torch.uint8)[pages].view(_FP8) if x.dtype == _FP8 else x[pages]
+        x = x.flatten(1, 2)[:, :longest].transpose(1, 2)
+    if x.dtype == _FP8:
+        x = x.float()
+        x = x if scale is None else x.mul_(scale[:, :, None, None])
+    return x.to(dtype)
+
+
+def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
+    """Write the new keys, rotated, and values behind the lens that are there."""
+    B, _, Sn, _ = cache.key.shape
+    at = lens[:, None] + torch.arange(Sn)  # (B, Sn)
+    row = torch.arange(B)[:, None].expand(B, Sn)
+    key = cache.key if cache.rotary_cos is None else _rotated(cache.key, cache, at)
+    for memory, new, scale in ((k, key, cache.k_scale), (v, cache.value, cache.v_scale)):
+        if memory.dtype == _FP8:
+            new = new.float() if scale is None else new.float() / scale[:, :, None, None]
+            new = new.clamp(-448.0, 448.0).to(_FP8).view(torch.uint8)
+            memory = memory.view(torch.uint8)
+        new = new.transpose(1, 2)  # (B, Sn, Hkv, D)
+        if cache.page_table is None:
+            memory.transpose(1, 2)[row, at] = new
+        else:
+            size = memory.shape[1]
+            memory[cache.page_table[row, at // size].long(), at % size] = new
+
+
+def _rotated(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
+    """x (B, H, S, D) with its first R features turned by the angles of positions (B, S)."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (t[positions].to(wide).unsqueeze(1) for t in (cache.rotary_cos, cache.rotary_sin))
+    R = 2 * cos.shape[-1]
+    turned, rest = x[..., :R].to(wide), x[..., R:]
+    if cache.rotary_interleaved:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)

@@ -1,0 +1,137 @@
+"""The typed door to attention over a key-value cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops import api
+from fa_ops.ops import kv_cache
+
+
+def attention_with_kv_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    scale: float | None = None,
+    window: api.Window | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""One query token, or a few, against a long cache of keys and values. No gradient.
+
+    With ``key`` and ``value`` the new ones are first written into the cache, in place, behind the
+    ``kv_lens[b]`` that it holds; the queries then see ``kv_lens[b] + Sn`` keys. The length of row
+    ``b`` below is that sum. No length is read by the host, so one CUDA graph serves all of them.
+
+    .. note::
+        Positions are aligned at the **bottom right** of each row: query ``i`` of ``Sq`` stands at
+        ``length + i - Sq``. Pass ``is_causal`` where several new tokens must not see each other's
+        future.
+
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
+    ``Sq`` query tokens, ``Sn`` new keys, ``S`` the cache's capacity, ``D`` head dimension, ``Dv``
+    value head dimension, ``R`` rotated features.
+
+    Args:
+        query: ``(B, Hq, Sq, D)``, float16, bfloat16, float32, or float64 on CPU.
+        key_cache: ``(B, Hkv, S, D)``, any strides with a contiguous last dimension (a cache laid
+            out ``(B, S, Hkv, D)`` comes as ``cache.transpose(1, 2)``); with ``page_table``
+            ``(pages, page_size, Hkv, D)``. Query's dtype, or float8_e4m3fn.
+        value_cache: the same with ``Dv``. May be a view of ``key_cache``, as in MLA, where it is
+            the first ``Dv`` columns; the keys are then read once.
+        kv_lens: int32 ``(B,)``, keys that each row of the cache holds before the call.
+        page_table: int32 ``(B, max_pages)``; key ``j`` of row ``b`` is in page
+            ``page_table[b, j // page_size]``. Entries behind the row's length may be anything. On
+            CUDA a page that does not exist is never touched, and its keys count as absent;
+            ``FA_OPS_DEBUG=1`` makes it an error there too.
+        is_causal: query ``i`` attends keys ``j <= length + i - Sq``.
+        key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended.
+        value: ``(B, Hkv, Sn, Dv)``.
+        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        window: ``(left, right)``, keys that stay visible on either side of a query's own position.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
+        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only.
+        k_scale: float32 ``(B, Hkv)``, by which cached fp8 keys are multiplied; new keys are divided
+            by it.
+        v_scale: the same for values.
+        rotary_cos: ``(positions, R / 2)``; turns query and the new keys at their positions. What
+            the cache holds is taken as already turned.
+        rotary_sin: ``(positions, R / 2)``.
+        rotary_interleaved: features pair up as (0, 1), (2, 3), ...; else as (0, R / 2), ....
+        num_splits: pieces that the keys of each row are cut into; 0: chosen from shapes.
+        batch_invariant: cut them into pieces of a fixed length, so that no bit of a row's result
+            depends on the other rows.
+        return_lse: also return the logarithm of the softmax's denominator.
+        backend: as in :func:`attention`.
+
+    Returns:
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory; with
+        ``return_lse`` ``(out, lse)``, ``lse`` ``(B, Hq, Sq)`` natural, float32.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit each other; an argument that requires
+            grad; on CPU also lengths and pages that lie outside the cache.
+        TypeError: a dtype or Python type that is not accepted.
+        NotImplementedError: no backend, or not the one named, can run the call; says why.
+
+    Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding; Kwon et al.,
+    PagedAttention, https://arxiv.org/abs/2309.06180.
+
+    Example:
+        >>> k, v = (torch.zeros(1, 128, 2, 64).transpose(1, 2) for _ in range(2))
+        >>> q, new = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
+        >>> lens = torch.zeros(1, dtype=torch.int32)
+        >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
+        torch.Size([1, 8, 1, 64])
+    """
+    options = api.spec_options(
+        query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
+        kv_lens, False, backend,
+    )  # fmt: skip
+    kv_lens = api.need_tensor("kv_lens", kv_lens)
+    options.pop("kv_lens", None)
+    tensors = {"k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos}
+    for name, x in (tensors | {"rotary_sin": rotary_sin}).items():
+        if x is not None:
+            options[name] = api.need_tensor(name, x)
+    for name, flag in (
+        ("rotary_interleaved", rotary_interleaved), ("batch_invariant", batch_invariant)
+    ):  # fmt: skip
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+        if flag:
+            options[name] = flag
+    if num_splits:
+        if not isinstance(num_splits, api.INT):
+            raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+        options["num_splits"] = num_splits
+    rest = (kv_lens, page_table, is_causal)
+    if page_table is not None:
+        api.need_tensor("page_table", page_table)
+    if key is None and value is None:
+        args, operator = (query, key_cache, value_cache, *rest), kv_cache.READ
+    else:
+        if key is None or value is None:
+            raise ValueError("key and value must be given together")
+        new = (api.need_tensor("key", key), api.need_tensor("value", value))
+        args, operator = (query, key_cache, value_cache, *new, *rest), kv_cache.APPEND
+    recorded = (*args[:5], sinks, alibi_slopes, *tensors.values(), rotary_sin)
+    out, lse = api.call_operator(operator, recorded, args, options)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,144 @@
+"""The rules of calls with a key-value cache: shapes and dtypes always, values where they are seen.
+
+Kernels keep to the cache by themselves: a page number out of range is never followed, and a new key
+that has no place is not written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.ops import checks
+from fa_ops.ops.checks import need
+from fa_ops.types import Cache, Spec
+
+FP8 = torch.float8_e4m3fn
+
+
+def cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False
+) -> tuple[Cache, Spec]:
+    """Raise ValueError or TypeError unless the arguments make a legal call.
+
+    Returns both with their small tensors contiguous if the tensors are `real`.
+    """
+    dims = "(B, Hkv, S, D)" if cache.page_table is None else "(pages, page_size, Hkv, D)"
+    for name, t, layout in (
+        ("query", q, "(B, H, S, D)"), ("key_cache", k, dims), ("value_cache", v, dims)
+    ):  # fmt: skip
+        need(t.dim() == 4, "{} must have shape {}, got {}", name, layout, t.shape)
+        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+    checks.query_dtype(q)
+    need(v.dtype == k.dtype, "value_cache is {}, but key_cache is {}", v.dtype, k.dtype,
+         error=TypeError)  # fmt: skip
+    need(
+        k.dtype == q.dtype or (k.dtype == FP8 and q.dtype.itemsize == 2),
+        "key_cache must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
+        q.dtype, k.dtype, error=TypeError,
+    )  # fmt: skip
+    (B, Hq, _, D), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
+    _cache_shapes(q, k, v, cache)
+    _new(q, v, cache, B, Hkv)
+    _scales(q, k, cache, B, Hkv)
+    _rotary(q, cache, D)
+    need(cache.num_splits >= 0, "num_splits must not be negative, got {}", cache.num_splits)
+    both = cache.batch_invariant and cache.num_splits > 0
+    need(not both, "batch_invariant fixes the length of a split: num_splits must be 0, got {}",
+         cache.num_splits)  # fmt: skip
+    checks.options(q, spec, B, Hq)
+    if not real:
+        return cache, spec
+    checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
+    if cache.key is not None:
+        checks.contiguous_rows(key=cache.key, value=cache.value)
+    small = {
+        name: t.contiguous()
+        for name in ("page_table", "k_scale", "v_scale", "rotary_cos", "rotary_sin")
+        if (t := getattr(cache, name)) is not None
+    }
+    return (cache._replace(**small) if small else cache), checks.compact(spec)
+
+
+def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
+    (B, Hq, _, D), Dv = q.shape, v.shape[3]
+    if cache.page_table is None:
+        (Bk, Hkv, S, Dk), (Bv, Hv, Sv, _) = k.shape, v.shape
+        need(Bk == B, "key_cache has batch size {}, but query's is {}", Bk, B)
+        need(Bv == B, "value_cache has batch size {}, but query's is {}", Bv, B)
+        need(Sv == S, "value_cache has length {}, but key_cache's is {}", Sv, S)
+    else:
+        (pages, size, Hkv, Dk), (pages_v, size_v, Hv, _) = k.shape, v.shape
+        need(pages_v == pages, "value_cache has {} pages, but key_cache has {}", pages_v, pages)
+        need(size_v == size, "value_cache has pages of {} keys, but key_cache of {}", size_v, size)
+        need(size >= 1, "a page of key_cache must hold at least one key, got shape {}", k.shape)
+        table = cache.page_table
+        checks.integers(q, "page_table", table)
+        need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}", table.shape)
+        need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}",
+             table.shape[0], B)  # fmt: skip
+    names = ("key_cache", "value_cache")
+    checks.heads(Hq, Hkv, Hv, D, Dk, Dv, *names)
+
+
+def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
+    """The new keys and values."""
+    key, value = cache.key, cache.value
+    if key is None:
+        return
+    Sn = key.shape[2] if key.dim() == 4 else -1
+    for name, t, width in (("key", key, q.shape[3]), ("value", value, v.shape[3])):
+        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+        need(t.dtype == q.dtype, "{} is {}, but query is {}", name, t.dtype, q.dtype,
+             error=TypeError)  # fmt: skip
+        checks.has_shape(name, t, (B, Hkv, Sn, width) if Sn != -1 else (B, Hkv, "Sn", width))
+
+
+def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
+    for name, t in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if t is not None:
+            need(k.dtype == FP8, "{} is for caches in float8_e4m3fn, but key_cache is {}", name,
+                 k.dtype)  # fmt: skip
+            need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+            need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype,
+                 error=TypeError)  # fmt: skip
+            checks.has_shape(name, t, (B, Hkv))
+
+
+def _rotary(q: Tensor, cache: Cache, D) -> None:
+    cos, sin = cache.rotary_cos, cache.rotary_sin
+    need((cos is None) == (sin is None), "rotary_cos and rotary_sin must be given together")
+    if cos is None:
+        return
+    need(cos.dim() == 2, "rotary_cos must have shape (positions, R / 2), got {}", cos.shape)
+    need(cos.shape[0] >= 1, "rotary_cos must have at least one position, got {}", cos.shape)
+    need(2 * cos.shape[1] <= D, "rotary_cos is for {} features, but query has {}",
+         2 * cos.shape[1], D)  # fmt: skip
+    checks.floats(q, "rotary_cos", cos)
+    checks.floats(q, "rotary_sin", sin)
+    need(sin.dtype == cos.dtype, "rotary_sin is {}, but rotary_cos is {}", sin.dtype, cos.dtype,
+         error=TypeError)  # fmt: skip
+    checks.has_shape("rotary_sin", sin, tuple(cos.shape))
+
+
+def values(q: Tensor, k: Tensor, cache: Cache, spec: Spec) -> None:
+    """Raise ValueError unless lengths and pages lie inside the cache. Reads them on the host."""
+    lens, table = spec.kv_lens.long(), cache.page_table
+    new = 0 if cache.key is None else cache.key.shape[2]
+    size = 1 if table is None else k.shape[1]
+    capacity = k.shape[2] if table is None else table.shape[1] * size
+    for b, length in enumerate(lens.tolist()):
+        need(length >= 0, "kv_lens[{}] is {}, which is negative", b, length)
+        need(length + new <= capacity, "kv_lens[{}] is {}, which with {} new keys is past the "
+             "cache's {}", b, length, new, capacity)  # fmt: skip
+        if table is not None:
+            used = table[b, : -(-(length + new) // size)]
+            wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
+            if len(wrong):
+                at = int(wrong[0])
+                need(False, "page_table[{}, {}] is {}, but key_cache has {} pages", b, at,
+                     int(used[at]), k.shape[0])  # fmt: skip
+        cos = cache.rotary_cos
+        last = length + new if cos is not None else 0
+        need(cos is None or last <= cos.shape[0], "rotary_cos has {} positions, but sequence {} "
+             "has {} keys", 0 if cos is None else cos.shape[0], b, last)  # fmt: skip

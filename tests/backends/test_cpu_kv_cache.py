@@ -1,0 +1,58 @@
+"""Attention over a key-value cache on CPU, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import reference
+from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
+
+FEATURES = {
+    "one token": {},
+    "several tokens": {"Sq": 5, "is_causal": True},
+    "more tokens than keys": {"Sq": 16, "is_causal": True, "lens": (0, 7)},
+    "pages of one": {"page_size": 1},
+    "pages of 64": {"page_size": 64, "Sq": 3, "is_causal": True},
+    "append": {"new": 1, "bshd": False},
+    "append several to pages": {"new": 20, "Sq": 20, "page_size": 8, "is_causal": True},
+    "append until full": {"new": 3, "lens": (147, 0)},
+    "rotary": {"new": 2, "Sq": 2, "rotary": 16, "is_causal": True},
+    "rotary of pairs": {"new": 2, "Sq": 2, "rotary": 8, "interleaved": True, "page_size": 16},
+    "rotary of the query alone": {"rotary": 16},
+    "fp8": {"fp8": True, "dtype": torch.float16},
+    "fp8, appended to pages": {"fp8": True, "dtype": torch.bfloat16, "new": 3, "page_size": 8},
+    "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
+    "shared value, appended": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1, "new": 2},
+    "options": {"window": (9, 2), "softcap": 3.0, "alibi": "batch_heads", "sinks": True, "Sq": 4},
+    "fp64": {"dtype": torch.float64},
+    "empty rows": {"lens": (0, 150), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature):
+    assert_cache_close(CacheCase(**FEATURES[feature]), "cpu")
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random(seed):
+    assert_cache_close(random_cache_case(seed), "cpu")
+
+
+def test_it_is_attention_over_the_keys_that_are_there():
+    """The oracle of caches against the oracle of plain attention, so that neither is alone."""
+    q, k, v, cache, spec = CacheCase(Sq=3, S=40, lens=(40, 40), page_size=8).fresh()
+    keys, values = (x[cache.page_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
+    out = reference.cache_forward(q, k, v, cache, spec)[0]
+    torch.testing.assert_close(out, fa_ops.attention(q, keys, values, backend="reference"))
+
+
+def test_appended_keys_are_seen_by_the_next_call():
+    q, k, v, cache, spec = CacheCase(new=2, S=20, lens=(3, 11)).fresh()
+    new = {"key": cache.key, "value": cache.value}
+    first = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, **new)
+    again = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens + 2)
+    torch.testing.assert_close(first, again)
+    assert torch.equal(k[0, :, 3:5], cache.key[0]) and torch.equal(v[1, :, 11:13], cache.value[1])

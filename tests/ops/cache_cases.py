@@ -1,0 +1,194 @@
+"""Key-value caches as data: one problem from a seed, contiguous or paged."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import reference
+from fa_ops.testing import assert_within_budget, naive
+from fa_ops.types import Cache, Spec
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCase:
+    """`repr` is a line that recreates it."""
+
+    B: int = 2
+    Hq: int = 4
+    Hkv: int = 2
+    Sq: int = 1
+    S: int = 150  # capacity
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+    fp8: bool = False
+    page_size: int = 0  # 0: contiguous
+    bshd: bool = True  # memory order of a contiguous cache
+    new: int = 0  # keys to append
+    shared: bool = False  # the value is a view of the key's first Dv columns
+    rotary: int = 0  # features that are rotated
+    interleaved: bool = False
+    is_causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    scale: float | None = None
+    alibi: str | None = None
+    sinks: bool = False
+    num_splits: int = 0
+    batch_invariant: bool = False
+    lens: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        changed = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        )
+        return f"CacheCase({', '.join(changed)})"
+
+    def fresh(self) -> tuple[Tensor, Tensor, Tensor, Cache, Spec]:
+        """q, the caches, Cache and Spec: the same numbers every time. Unused keys are NaN."""
+        g = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, dtype=torch.float64).to(self.dtype)
+
+        lens = self.lens or torch.randint(self.S - self.new + 1, (self.B,), generator=g).tolist()
+        kv_lens = torch.tensor(lens, dtype=torch.int32)
+        q, table = draw(self.B, self.Hq, self.Sq, self.D), None
+        if self.page_size:
+            pages = -(-self.S // self.page_size)
+            table = torch.randperm(self.B * pages + 3, generator=g)[: self.B * pages]
+            table = table.view(self.B, pages).int()
+            for b, length in enumerate(lens):  # entries that nobody needs point nowhere
+                table[b, -(-(length + self.new) // self.page_size) :] = 10**6 if b % 2 else -7
+        k, v = (self._memory(draw, table, kv_lens, width) for width in (self.D, self.Dv))
+        if self.shared:
+            v = k[..., : self.Dv]
+        fields: dict = {}
+        if self.new:
+            fields["key"] = draw(self.B, self.Hkv, self.new, self.D)
+            fields["value"] = draw(self.B, self.Hkv, self.new, self.Dv)
+            if self.shared:
+                fields["value"] = fields["key"][..., : self.Dv]
+        if self.fp8:
+            for name in ("k_scale", "v_scale"):
+                fields[name] = torch.rand(self.B, self.Hkv, generator=g) + 0.5
+            if self.shared:
+                fields["v_scale"] = fields["k_scale"]
+        if self.rotary:
+            angle = torch.rand(self.S + 1, self.rotary // 2, generator=g) * 6
+            fields["rotary_cos"], fields["rotary_sin"] = angle.cos(), angle.sin()
+        spec = Spec(
+            is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
+            window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens,
+            sinks=torch.randn(self.Hq, generator=g) if self.sinks else None,
+            alibi_slopes=self._slopes(g),
+        )  # fmt: skip
+        cache = Cache(
+            page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
+            batch_invariant=self.batch_invariant, **fields,
+        )  # fmt: skip
+        on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
+        k = on(k)
+        v = k[..., : self.Dv] if self.shared else on(v)
+        return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
+
+    def _slopes(self, g: torch.Generator) -> Tensor | None:
+        if self.alibi is None:
+            return None
+        shape = (self.Hq,) if self.alibi == "heads" else (self.B, self.Hq)
+        return torch.rand(shape, generator=g) * 0.5
+
+    def _memory(self, draw, table: Tensor | None, lens: Tensor, width: int) -> Tensor:
+        if table is not None:
+            pages = table.numel() + 3
+            x = draw(pages, self.page_size, self.Hkv, width)
+            used = torch.zeros(pages, self.page_size, dtype=torch.bool)
+            for b, length in enumerate(lens.tolist()):
+                for j in range(length):
+                    used[table[b, j // self.page_size], j % self.page_size] = True
+            x[~used] = float("nan")
+            return x.to(FP8) if self.fp8 else x
+        x = draw(self.B, self.S, self.Hkv, width)
+        for b, length in enumerate(lens.tolist()):
+            x[b, length:] = float("nan")
+        x = x.to(FP8) if self.fp8 else x
+        return x.transpose(1, 2) if self.bshd else x.transpose(1, 2).contiguous()
+
+
+def random_cache_case(seed: int, **fixed) -> CacheCase:
+    """A random legal combination; `fixed` overrides any field."""
+    r = random.Random(seed)
+    pick, D = r.choice, r.choice([16, 16, 32, 40, 64])
+    Hkv, Sq, half = r.choice([1, 2, 3]), r.choice([1, 1, 1, 2, 5, 16]), r.random() < 0.3
+    fields = {
+        "B": pick([1, 2, 3, 5]), "Hq": Hkv * pick([1, 2, 4, 8]), "Hkv": Hkv, "Sq": Sq,
+        "S": pick([1, 20, 130, 300]), "D": D, "Dv": pick([D, D, 24]), "seed": seed,
+        "dtype": torch.float16 if half else torch.float32, "fp8": half and r.random() < 0.5,
+        "page_size": pick([0, 0, 1, 5, 8, 16, 64, 256]), "bshd": r.random() < 0.5,
+        "is_causal": r.random() < 0.6, "softcap": pick([0.0, 0.0, 0.0, 1.5]),
+        "window": (pick([-1, 0, 5, 40]), pick([-1, 0, 2])) if r.random() < 0.3 else (-1, -1),
+        "scale": pick([None, None, 0.3, -0.2]), "alibi": pick([None, None, "heads", "batch_heads"]),
+        "sinks": r.random() < 0.3, "num_splits": pick([0, 0, 1, 3]),
+    }  # fmt: skip
+    if r.random() < 0.4:
+        fields["new"] = min(fields["S"], pick([1, Sq, 3]))
+    if r.random() < 0.3:
+        fields["rotary"], fields["interleaved"] = pick([8, 16]), r.random() < 0.5
+    if fields["num_splits"] == 0 and r.random() < 0.2:
+        fields["batch_invariant"] = True
+    return dataclasses.replace(CacheCase(), **(fields | fixed))
+
+
+def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
+    """What follows the caches in a call of the operator that the Cache asks for."""
+    new = () if cache.key is None else (cache.key, cache.value)
+    options = cache._asdict() | spec._asdict()
+    for name in (
+        "page_table", "key", "value", "attn_mask", "dropout_p", "is_causal", "kv_lens",
+        "key_ranges", "dropout_seed", "deterministic",
+    ):  # fmt: skip
+        del options[name]
+    return (*new, spec.kv_lens, cache.page_table, spec.is_causal), options
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+    args, options = arguments(cache, spec)
+    name = "attention_with_kv_cache" + ("_append" if cache.key is not None else "")
+    return getattr(torch.ops.fa, name)(q, k, v, *args, **options)
+
+
+def assert_cache_close(case: CacheCase, backend: str) -> None:
+    """out, lse and the caches after the call, against the oracle within the error budget."""
+    q, k, v, cache, spec = case.fresh()
+    results = call(q, k, v, cache, spec._replace(backend=backend))
+    q2, k2, v2, cache2, spec2 = case.fresh()
+    expected = reference.cached(q2, k2, v2, cache2, spec2)
+    # what was rotated may be rounded the other way
+    loose = 0.13 if case.fp8 else torch.finfo(case.dtype).eps * 2
+    for name, x, y in (("key_cache", k, k2), ("value_cache", v, v2)):
+        x, y = x.float(), y.float()
+        near = (x - y).abs() <= loose * (y.abs() + 0.5) if case.rotary else x == y
+        assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
+
+    def narrow(q, k, v, spec):
+        return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
+
+    known = reference.cached(q2, k2, v2, cache2._replace(key=None), _longer(spec2, cache2), narrow)
+    noise = torch.tensor(loose * 2 if case.rotary else 0.0)
+    for name, x, y, z in zip(("out", "lse"), results, expected, known):
+        assert_within_budget(f"{case}: {name}", x, y, z, noise)
+
+
+def _longer(spec: Spec, cache: Cache) -> Spec:
+    """The spec of the call that follows the one that appended."""
+    return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])

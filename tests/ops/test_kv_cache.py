@@ -1,0 +1,202 @@
+"""The operators over a key-value cache: what torch needs of them, what they refuse, mutation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import fa_ops
+from fa_ops.ops import kv_cache
+from fa_ops.types import Cache
+from tests.ops.cache_cases import CacheCase, arguments
+
+CASES = {
+    "read": CacheCase(S=20),
+    "paged": CacheCase(S=20, page_size=4, Sq=3, is_causal=True, sinks=True, alibi="heads"),
+    "append": CacheCase(S=20, new=2, Sq=2, is_causal=True),
+    "append to pages": CacheCase(S=20, new=2, Sq=2, page_size=4, rotary=8),
+    "fp8": CacheCase(S=20, new=1, fp8=True, dtype=torch.bfloat16),
+}
+
+
+def operator(case):
+    return kv_cache.APPEND if case.new else kv_cache.READ
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
+def test_opcheck(name):
+    q, k, v, cache, spec = CASES[name].fresh()
+    args, options = arguments(cache, spec)
+    k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)  # opcheck compares what was written
+    opcheck(operator(CASES[name]), (q, k, v, *args), options)
+
+
+def door(case: CacheCase = CASES["append"], **changes):
+    """The typed function on a case, with arguments changed."""
+    q, k, v, cache, spec = case.fresh()
+    call = {
+        "query": q, "key_cache": k, "value_cache": v, "kv_lens": spec.kv_lens,
+        "page_table": cache.page_table, "is_causal": spec.is_causal, "key": cache.key,
+        "value": cache.value, "k_scale": cache.k_scale, "v_scale": cache.v_scale,
+        "rotary_cos": cache.rotary_cos, "rotary_sin": cache.rotary_sin,
+    }  # fmt: skip
+    return fa_ops.attention_with_kv_cache(**(call | changes))
+
+
+def lens(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+PAGED = CASES["paged"]
+WRONG = {
+    "key_cache must have shape (B, Hkv, S, D), got (2, 20, 16)":
+        {"key_cache": torch.zeros(2, 20, 16)},
+    "key_cache must have shape (pages, page_size, Hkv, D), got (13, 2, 16)":
+        {"case": PAGED, "key_cache": torch.zeros(13, 2, 16)},
+    "value_cache has pages of 5 keys, but key_cache of 4":
+        {"case": PAGED, "value_cache": torch.zeros(13, 5, 2, 16)},
+    "value_cache has 12 pages, but key_cache has 13":
+        {"case": PAGED, "value_cache": torch.zeros(12, 4, 2, 16)},
+    "page_table has 3 rows, but query has batch size 2":
+        {"case": PAGED, "page_table": torch.zeros(3, 5, dtype=torch.int32)},
+    "page_table[1, 0] is 13, but key_cache has 13 pages":
+        {"case": PAGED, "kv_lens": lens(0, 4), "page_table": lens(13, 13).view(2, 1)},
+    "kv_lens[1] is -1, which is negative": {"kv_lens": lens(0, -1)},
+    "kv_lens[0] is 19, which with 2 new keys is past the cache's 20": {"kv_lens": lens(19, 0)},
+    "kv_lens must have shape (2,), got (3,)": {"kv_lens": lens(1, 2, 3)},
+    "key_cache has 3 heads, which does not divide query's 4":
+        {"key_cache": torch.zeros(2, 3, 20, 16), "value_cache": torch.zeros(2, 3, 20, 16)},
+    "key must have shape (2, 2, 2, 16), got (2, 2, 2, 8)": {"key": torch.zeros(2, 2, 2, 8)},
+    "key and value must be given together": {"value": None},
+    "rotary_cos and rotary_sin must be given together": {"rotary_cos": torch.ones(20, 8)},
+    "rotary_cos is for 18 features, but query has 16":
+        {"rotary_cos": torch.ones(20, 9), "rotary_sin": torch.ones(20, 9)},
+    "rotary_cos has 9 positions, but sequence 0 has 10 keys":
+        {"kv_lens": lens(8, 0), "rotary_cos": torch.ones(9, 8), "rotary_sin": torch.ones(9, 8)},
+    "k_scale is for caches in float8_e4m3fn, but key_cache is float32":
+        {"k_scale": torch.ones(2, 2)},
+    "num_splits must not be negative, got -1": {"num_splits": -1},
+    "num_splits must be 0, got 2": {"num_splits": 2, "batch_invariant": True},
+    "has no gradient": {"query": torch.zeros(2, 4, 2, 16, requires_grad=True)},
+    "contiguous in its last dimension":
+        {"key_cache": torch.zeros(2, 2, 16, 20).transpose(2, 3)},
+    "backend must be 'auto' or one of": {"backend": "magic"},
+}  # fmt: skip
+WRONG_TYPES = {
+    "key_cache must be query's float32 (or float8_e4m3fn for a half-precision query), got float16":
+        {"key_cache": torch.zeros(2, 2, 20, 16).half(),
+         "value_cache": torch.zeros(2, 2, 20, 16).half()},
+    "value_cache is float64, but key_cache is float32":
+        {"value_cache": torch.zeros(2, 2, 20, 16).double()},
+    "kv_lens must be int32, got int64": {"kv_lens": lens(1, 2, dtype=torch.int64)},
+    "key is float16, but query is float32": {"key": torch.zeros(2, 2, 2, 16).half()},
+    "kv_lens must be a Tensor, got list": {"kv_lens": [1, 2]},
+    "num_splits must be an int, got 1.5": {"num_splits": 1.5},
+    "batch_invariant must be a bool, got 1": {"batch_invariant": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", [*WRONG, *WRONG_TYPES])
+def test_wrong_input(message):
+    error = TypeError if message in WRONG_TYPES else ValueError
+    with pytest.raises(error) as raised:
+        door(**(WRONG | WRONG_TYPES)[message])
+    assert message in str(raised.value)
+
+
+def test_backends_without_caches_say_so():
+    with pytest.raises(NotImplementedError, match="hopper"):
+        door(backend="hopper")
+
+
+def test_appending_bumps_versions_and_reading_does_not():
+    q, k, v, cache, spec = CASES["append"].fresh()
+    before = k._version, v._version
+    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens)
+    assert (k._version, v._version) == before
+    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, key=cache.key, value=cache.value)
+    assert k._version > before[0] and v._version > before[1]
+
+
+def test_inference_tensors_have_no_version():
+    with torch.inference_mode():
+        q, k, v, cache, spec = CASES["append"].fresh()
+        door(key_cache=k.clone(), value_cache=v.clone())
+
+
+@pytest.mark.parametrize("name", ["append", "append to pages"])
+def test_compiled_append_clones_no_cache(name):
+    q, k, v, cache, spec = CASES[name].fresh()
+    k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
+    plain = [x.clone() for x in (k, v)]
+
+    def step(q, k, v, lens, key, value):
+        out = fa_ops.attention_with_kv_cache(
+            q * 2, k, v, lens, cache.page_table, True, key=key * 2, value=value
+        )
+        return out + 1
+
+    args = (spec.kv_lens, cache.key, cache.value)
+    expected = step(q, *plain, *args)
+    from torch._inductor.utils import run_and_get_code
+
+    result, code = run_and_get_code(torch.compile(step, fullgraph=True), q, k, v, *args)
+    torch.testing.assert_close(result, expected)
+    assert torch.equal(k, plain[0]) and torch.equal(v, plain[1])
+    text = "\n".join(code)
+    assert "attention_with_kv_cache_append" in text and "clone" not in text
+    shape = ", ".join(str(n) for n in k.shape)
+    assert f"empty_strided_cpu(({shape})" not in text
+
+
+def test_lengths_compile_once():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    q, k, v, _, _ = CASES["read"].fresh()
+    step = torch.compile(fa_ops.attention_with_kv_cache, fullgraph=True, backend=counter)
+    for first in (1, 5, 9):
+        step(q, k, v, lens(first, 3))
+    assert counter.frame_count == 1
+
+
+def test_autocast_follows_the_cache():
+    q, k, v, cache, spec = dataclasses.replace(CASES["append"], dtype=torch.bfloat16).fresh()
+    with torch.autocast("cpu", torch.float16):
+        out = fa_ops.attention_with_kv_cache(
+            q.float(), k, v, spec.kv_lens, key=cache.key.float(), value=cache.value.float()
+        )
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops(name):
+    case = CASES[name]
+    length = int((case.fresh()[4].kv_lens + case.new).sum())
+    with FlopCounterMode(display=False) as counter:
+        door(case)
+    assert counter.get_total_flops() == 2 * case.Hq * case.Sq * length * (case.D + case.Dv)
+
+
+def test_zero_sized():
+    q, k, v, cache, spec = CASES["append"].fresh()
+    out, lse = fa_ops.attention_with_kv_cache(q, k[:, :, :0], v[:, :, :0], lens(0, 0),
+                                              return_lse=True)  # fmt: skip
+    assert not out.any() and bool((lse == float("-inf")).all())
+    none = fa_ops.attention_with_kv_cache(q[:, :, :0], k, v, spec.kv_lens)
+    assert none.shape == (2, 4, 0, 16)
+    before = k.clone()
+    fa_ops.attention_with_kv_cache(
+        q[:, :, :0], k, v, spec.kv_lens, key=cache.key, value=cache.value
+    )
+    assert not torch.equal(before.nan_to_num(0.0), k.nan_to_num(0.0))
+
+
+def test_the_schema_takes_the_caches_fields():
+    names = [a.name for a in kv_cache.APPEND._schema.arguments]
+    assert set(Cache._fields) <= set(names)
+    mutated = [a.name for a in kv_cache.APPEND._schema.arguments if a.alias_info is not None]
+    assert mutated == ["key_cache", "value_cache"]
+    assert all(a.alias_info is None for a in kv_cache.READ._schema.arguments)
