@@ -3,19 +3,17 @@
 import itertools
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip(
     "nvidia.cu13", reason="NVRTC (pip install nvidia-cuda-nvrtc) compiles these kernels"
 )
-triton = pytest.importorskip("triton", reason="its wheel carries the disassembler")
+pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
 from fa_ops.backends.hopper import compiler, configs  # noqa: E402
+from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 OFF = dict.fromkeys(
     (
         "IS_DYNAMIC",
@@ -35,12 +33,6 @@ SERIALISED = ("C7510", "C7512", "C7513", "C7514")
 def compiled(kind, config, bf16=1, **features):
     defines = OFF | features | config.defines() | {"IS_BF16": bf16}
     return compiler.compile_source(compiler.assemble(kind, defines), "--ptxas-options=-v")
-
-
-def disassembled(cubin, folder):
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    return subprocess.run([NVDISASM, path], capture_output=True, text=True, check=True).stdout
 
 
 def assert_clean(log, spilled_bytes=0):
@@ -63,6 +55,7 @@ def test_forward(dims, features, tmp_path):
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4
     assert sass.count("UTMALDG") > 0 and sass.count("UTMASTG") > 0
+    assert not unwritten_uniform_registers(sass)
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "all"])
@@ -73,6 +66,7 @@ def test_backward(head_dim, features, tmp_path):
     # the copying warp has 24 registers and keeps up to three words aside; a softcap keeps its
     # derivative beside everything else
     assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 12)
+    assert not unwritten_uniform_registers(disassembled(cubin, tmp_path))
     sass = disassembled(cubin, tmp_path)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys
     assert sass.count("HGMMA") == (

@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs_backward import backward_tiles  # noqa: E402
 from fa_ops.testing import random_case  # noqa: E402
 from fa_ops.types import Packing, Spec  # noqa: E402
+from tests.compile_only.sass import disassembled, stack_bytes, unwritten_uniform_registers  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.backward")
 
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
 )
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED = {80: 163, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 B, HQ, HKV, S = 2, 4, 2, 256
 
@@ -66,19 +64,13 @@ def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
     return run
 
 
-def tool(name, kernel, folder, *options):
-    path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    command = [TOOLS / name, *options, path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def assert_fits(kernel, arch, folder, spills=0):
     """`spills`: bytes of stack."""
-    usage = tool("cuobjdump", kernel, folder, "--dump-resource-usage")
-    stack = int(re.search(r"STACK:(\d+)", usage).group(1))
-    assert stack <= spills, usage
+    cubin = kernel.asm["cubin"]
+    assert stack_bytes(cubin, folder) <= spills
     assert kernel.metadata.shared <= SHARED[arch] * 1024
+    if arch == 90:
+        assert not unwritten_uniform_registers(disassembled(cubin, folder))
 
 
 def hot_loop(code):
@@ -121,7 +113,7 @@ def test_fits(arch, D, S, compiled, tmp_path):
 def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
     kernels = compiled(90, dense(D, Spec(is_causal=causal)))
     for name, products in (("query_grad_kernel", 3), ("key_value_grad_kernel", 4)):
-        loop = hot_loop(tool("cuobjdump", kernels[name], tmp_path, "--dump-sass"))
+        loop = hot_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
         waits = sum("WARPGROUP.DEPBAR" in one for one in loop)
         # ptxas puts a wait after every instruction of a product that it serialises
         assert waits <= products < sum("HGMMA" in one for one in loop)

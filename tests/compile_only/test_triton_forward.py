@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import arguments, launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
 from fa_ops.types import Spec  # noqa: E402
+from tests.compile_only.sass import disassembled, stack_bytes, unwritten_uniform_registers  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
 )
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 B, Hq, S = 2, 4, 256
 
@@ -46,32 +44,26 @@ KINDS = {
 }  # fmt: skip
 
 
-def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False):
-    q, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S)
-    strides = q.stride()[:3] * 3
+def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None):
+    q, v, lse = meta(B, Hq, S, D, dtype=dtype), meta(B, Hq, S, Dv or D, dtype=dtype), meta(B, Hq, S)
+    strides = q.stride()[:3] * 2 + v.stride()[:3]
     values, kind = arguments.arguments(spec, B, Hq, S, S, D)
     ends = (meta(B + 1, dtype=torch.int32),) * 2 if packed else (None, None)
-    args = (q, q, q, q, lse, *strides, B, Hq, 1, S, S, *values, *ends)
-    tile = forward_tile(arch, dtype, D, kind)
+    args = (q, q, v, v, lse, *strides, B, Hq, 1, S, S, *values, *ends)
+    tile = forward_tile(arch, dtype, max(D, Dv or D), kind)
     divisors = arguments.Layout(True, False).divisors("qkv", dtype) | kind.divisors()
     return launch.compile_kernel(
-        host.forward_kernel, args, host.constants(tile, D, D, kind, dtype), tile.options(),
+        host.forward_kernel, args, host.constants(tile, D, Dv or D, kind, dtype), tile.options(),
         GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
     )  # fmt: skip
 
 
-def tool(name, kernel, folder, *options):
-    path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    command = [TOOLS / name, *options, path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def assert_fits(kernel, arch, folder, spills=0):
-    usage = tool("cuobjdump", kernel, folder, "--dump-resource-usage")
-    stack = int(re.search(r"STACK:(\d+)", usage).group(1))
-    assert stack <= spills, usage
+    cubin = kernel.asm["cubin"]
+    assert stack_bytes(cubin, folder) <= spills
     assert kernel.metadata.shared <= SHARED[arch] * 1024
+    if arch == 90:
+        assert not unwritten_uniform_registers(disassembled(cubin, folder))
 
 
 @pytest.mark.parametrize("kind", ["causal", "everything"])
@@ -80,6 +72,11 @@ def assert_fits(kernel, arch, folder, spills=0):
 def test_fits(arch, D, kind, tmp_path):
     # all options at once are no main configuration: a few values may be spilled outside the loop
     assert_fits(compiled(arch, D, KINDS[kind]), arch, tmp_path, 32 if kind == "everything" else 0)
+
+
+@pytest.mark.parametrize("dims", [(40, 16), (64, 32), (16, 72), (192, 128), (24, 256)])
+def test_widths_that_differ_fit(dims, tmp_path):
+    assert_fits(compiled(90, dims[0], KINDS["causal"], Dv=dims[1]), 90, tmp_path)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -94,7 +91,7 @@ def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
     spec = KINDS["causal" if kind == "packed" else kind]
     kernel = compiled(90, D, spec, packed=kind == "packed")
     assert_fits(kernel, 90, tmp_path)
-    code = tool("nvdisasm", kernel, tmp_path)
+    code = disassembled(kernel.asm["cubin"], tmp_path)
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
     # one wait in the loop and one behind it; ptxas puts one after every product that it serialises
     assert products >= 8 and waits == 2, (products, waits)

@@ -172,3 +172,25 @@ def test_torch_says_whether_fp32_may_be_tf32():
             assert arguments.precision(torch.bfloat16) == "ieee"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("D, Dv, offset", [(37, 16, 0), (16, 37, 0), (64, 64, 1), (64, 64, 8)])
+def test_rows_that_16_bytes_do_not_divide(D, Dv, offset):
+    """They go through copies, which must not show in the strides of what comes back."""
+
+    def sliced(H, S, width):
+        return torch.randn(2, S, H, width + 9).half().transpose(1, 2)[..., offset : offset + width]
+
+    q, k, v = sliced(4, 20, D), sliced(2, 30, D), sliced(2, 30, Dv)
+    grad_out = torch.randn(2, 4, 20, Dv).half()
+    spec = Spec(is_causal=True)
+    out, lse = backend.forward(q, k, v, spec)
+    expected, expected_lse = reference.forward(q, k, v, spec)
+    assert out.stride() == (20 * 4 * Dv, Dv, 4 * Dv, 1)
+    torch.testing.assert_close(out.double(), expected.double(), atol=4e-3, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), atol=1e-3, rtol=0)
+    grads = backend.backward(grad_out, None, q, k, v, out, lse, spec)
+    wanted = reference.backward(grad_out, None, q, k, v, out, lse, spec)
+    for x, grad, want in zip((q, k, v), grads, wanted):
+        assert grad.stride() == torch.empty_like(x).stride()
+        torch.testing.assert_close(grad.double(), want.double(), atol=2e-2, rtol=0)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.backends.triton.alignment import aligned, needs_copies, restored, scaled
 from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
 from fa_ops.backends.triton.backward_kernels import (
     ROW_UNIT,
@@ -69,9 +70,15 @@ def backward(
     """Gradients of dense attention; always deterministic."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
+    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
+    if needs_copies(_layout(named, _strides(named), max(Sq, Sk)), q.dtype, D, Dv):
+        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
+        grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
+        return _restored(grads, q, k, v)
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
     problem = Problem(
-        q, k, v, _rows_contiguous(grad_out), _rows_contiguous(out), (B, Hq, Hq // Hkv, Sq, Sk),
+        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk),
         (D, Dv), (*values, None, None), kind,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
@@ -90,11 +97,17 @@ def varlen_backward(
     """Gradients of packed attention; always deterministic."""
     Tq, Hq, D = q.shape
     Tk, Hkv, Dv = v.shape
+    grad_out, out = _rows_contiguous(grad_out), _rows_contiguous(out)
+    named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out}
+    if needs_copies(_layout(named, _strides(named), max(Tq, Tk)), q.dtype, D, Dv):
+        do, qa, ka, va, o = aligned(grad_out, q, k, v, out)
+        grads = varlen_backward(do, grad_lse, qa, ka, va, o, lse, packing, scaled(spec, D))
+        return _restored(grads, q, k, v)
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
     problem = Problem(
-        q, k, v, _rows_contiguous(grad_out), _rows_contiguous(out), (B, Hq, Hq // Hkv, Tq, Tk),
+        q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk),
         (D, Dv), (*values, cu_q, cu_k), kind,
     )  # fmt: skip
     *grads, row_lse, row_delta = _query_key_value(problem, grad_lse, lse)
@@ -102,6 +115,11 @@ def varlen_backward(
     if spec.sinks is not None:
         dsinks = _sinks_gradient(row_lse, row_delta, spec.sinks)
     return Gradients(*grads, None, dsinks)
+
+
+def _restored(grads: Gradients, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    query, key, value = (restored(x, like) for x, like in zip(grads, (q, k, v)))
+    return grads._replace(query=query, key=key, value=value)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_ops.backends.triton.alignment import aligned, narrowed, needs_copies, scaled
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded, precision
 from fa_ops.backends.triton.configs import Tile, forward_tile
 from fa_ops.backends.triton.launch import Launch, address, architecture, bind, empty
@@ -173,14 +174,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    layout = Layout.of(q, k, v, strides)
+    if needs_copies(layout, q.dtype, D, Dv):
+        out, lse = forward(*aligned(q, k, v), scaled(spec, D))
+        return narrowed(out, Dv), lse
     row = Hq * Dv
     device = q.get_device()
     out = empty((B, Hq, Sq, Dv), (Sq * row, Dv, row, 1), q.dtype, device)
     lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
     rest = (*strides, B, Hq, Hq // Hkv, Sq, Sk, *values, None, None)
-    launch, block_m = _find((q, k, v, out, lse), rest, strides, kind, D, Dv, False)
+    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, D, Dv, False)
     args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch((-(-Sq // block_m) * Hq * B, 1, 1), args)
     return out, lse
@@ -192,28 +197,31 @@ def varlen_forward(
     """Packed attention: out (Tq, Hq, Dv) and lse (Hq, Tq)."""
     Tq, Hq, D = q.shape
     Tk, Hkv, Dv = v.shape
+    (qs, qh, _), (ks, kh, _), (vs, vh, _) = q.stride(), k.stride(), v.stride()
+    strides = (0, qh, qs, 0, kh, ks, 0, vh, vs)
+    layout = Layout.of(q, k, v, strides)
+    if needs_copies(layout, q.dtype, D, Dv):
+        out, lse = varlen_forward(*aligned(q, k, v), packing, scaled(spec, D))
+        return narrowed(out, Dv), lse
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
     device = q.get_device()
     out = empty((Tq, Hq, Dv), (Hq * Dv, Dv, 1), q.dtype, device)
     lse = empty((Hq, Tq), (Tq, 1), torch.float32, device)
-    (qs, qh, _), (ks, kh, _), (vs, vh, _) = q.stride(), k.stride(), v.stride()
-    strides = (0, qh, qs, 0, kh, ks, 0, vh, vs)
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
     rest = (*strides, B, Hq, Hq // Hkv, Tq, Tk, *values, cu_q, cu_k)
-    launch, block_m = _find((q, k, v, out, lse), rest, strides, kind, D, Dv, True)
+    launch, block_m = _find((q, k, v, out, lse), rest, layout, kind, D, Dv, True)
     args = (address(q), address(k), address(v), address(out), address(lse), *rest)
     launch(((Tq // block_m + B + 2) * Hq, 1, 1), args)
     return out, lse
 
 
 def _find(
-    tensors: tuple, rest: tuple, strides: tuple, kind: Class, D: int, Dv: int, packed: bool
+    tensors: tuple, rest: tuple, layout: Layout, kind: Class, D: int, Dv: int, packed: bool
 ) -> tuple[Launch, int]:
     """The launch for these arguments and its block of query rows, compiled if there is none yet."""
-    q, k, v, _, _ = tensors
+    q = tensors[0]
     dtype = q.dtype
-    layout = Layout.of(q, k, v, strides)
     key = (dtype, D, Dv, packed, layout, kind, precision(dtype), q.get_device())
     found = _launches.get(key)
     if found is None:

@@ -299,7 +299,8 @@ struct Consumer {
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    if (lane == 0) mbar_arrive(sm.q_empty + 8 * i), mbar_arrive(sm.do_empty + 8 * i);
+    mbar_arrive(sm.q_empty + 8 * i);
+    mbar_arrive(sm.do_empty + 8 * i);
     ring.next();
   }
 
@@ -349,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
     mbar_init(sm.kv_full, 1);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.do_full + 8 * i, 1);
-      mbar_init(sm.q_empty + 8 * i, 4 * CONSUMERS), mbar_init(sm.do_empty + 8 * i, 4 * CONSUMERS);  // a warp each
+      // by thread: racecheck does not follow one thread's arrival for its warp, at the same speed
+      mbar_init(sm.q_empty + 8 * i, 128 * CONSUMERS), mbar_init(sm.do_empty + 8 * i, 128 * CONSUMERS);
     }
     mbar_init_fence();
   }

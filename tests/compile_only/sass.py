@@ -1,0 +1,56 @@
+"""Reading machine code, with the tools in Triton's wheel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import triton
+
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\S*)\s+(.*?);", re.M)
+_UNIFORM = re.compile(r"(?<![\w\[])-?\|?UR(\d+)\b")
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    return _tool("cuobjdump", cubin, folder, "--dump-sass")
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """What a thread spills, and keeps in memory for other reasons."""
+    usage = _tool("cuobjdump", cubin, folder, "--dump-resource-usage")
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+def _tool(name: str, cubin: bytes, folder: Path, *options: str) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [_TOOLS / name, *options, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unwritten_uniform_registers(sass: str) -> list[str]:
+    """Instructions that read a uniform register which no instruction above them has written.
+
+    ptxas 12.8 can leave a wgmma descriptor's base unwritten, which shows as nothing else: the
+    kernel reads shared memory from anywhere. Descriptors themselves (desc[..], gdesc[..]) are
+    skipped, for they name only the first of the registers they read.
+    """
+    written: set[int] = set()
+    found = []
+    for name, operands in _INSTRUCTION.findall(sass):
+        parts = operands.split(",")
+        if "SETP" not in name and "PLOP" not in name:  # what else it writes, and where it says so
+            while re.fullmatch(r"\s*U?P\w", parts[0]):
+                parts.pop(0)
+        registers = [[int(n) for n in _UNIFORM.findall(part)] for part in parts]
+        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "LDCU", "REDUX", "CREDUX"))
+        sources = registers[1:] if writes else registers
+        if any(n not in written for part in sources for n in part):
+            found.append(f"{name} {operands}")
+        if writes and registers[0]:
+            wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            written |= set(range(registers[0][0], registers[0][0] + wide))
+    return found
