@@ -10,10 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import fx
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compile_passes.fuse import fuse
+
+TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 
 @cache
@@ -31,7 +34,8 @@ class FusionPass(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        fuse(graph)
+        with dynamo_timed(TIMER):
+            fuse(graph)
 
     def uuid(self) -> str:
         return _source_hash()
