@@ -1,0 +1,1 @@
+"""`python -m hf_integration.sweep`: every architecture against eager attention, by scenario."""
