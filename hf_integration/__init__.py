@@ -15,21 +15,22 @@ except ImportError as error:
         "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
     ) from error
 
-from hf_integration import gate
+from hf_integration import gate, hooks
 from hf_integration.attention import fa_ops_attention_forward
+from hf_integration.hooks import NAME, PAGED
 from hf_integration.masks import counts as mask_counts
 from hf_integration.masks import fa_ops_mask
 
 __all__ = ["NAME", "fa_ops_attention_forward", "fa_ops_mask", "mask_counts", "register"]
 
-NAME = "fa_ops"
-
 
 def register() -> None:
-    """Make "fa_ops" known to transformers. Idempotent; importing the package does it."""
-    gate.install(NAME)
-    AttentionInterface.register(NAME, fa_ops_attention_forward)
-    AttentionMaskInterface.register(NAME, fa_ops_mask)
+    """Make "fa_ops" and "paged|fa_ops" known to transformers. Idempotent; the import does it."""
+    gate.install((NAME, PAGED))
+    hooks.install_batching()
+    for name in (NAME, PAGED):
+        AttentionInterface.register(name, fa_ops_attention_forward)
+        AttentionMaskInterface.register(name, fa_ops_mask)
 
 
 register()

@@ -9,7 +9,9 @@ from types import ModuleType
 
 # Modeling code that looks into its mask although it does not ask for a materialised one.
 _DENSE = {"doge", "lasr_ctc", "lasr_encoder"}
-_FLOAT = {"bigbird_pegasus"}
+_FLOAT = {"bigbird_pegasus", "gemma4_audio", "git"}
+# Modules that say is_causal, and with eager attention attend everything where there is no mask.
+_UNMASKED = {"blt_global_transformer", "bridgetower", "bridgetower_text_model"}
 _READS_MASK = ("allow_is_causal_skip=False", "allow_is_bidirectional_skip=False")
 _READING_LAYERS = ("indexed", "sparse")  # layer types whose code indexes the mask
 _ADDING_LAYERS = ("compressed",)  # layer types whose code concatenates a bias to the mask
@@ -42,6 +44,11 @@ def facts(config, look: bool = True) -> Facts:
     if getattr(config, "index_topk", None):
         return Facts(dense="sparse attention reads its mask")
     return found
+
+
+def attends_all(config) -> bool:
+    """Whether the modules of a model are wrong about being causal."""
+    return getattr(config, "model_type", "") in _UNMASKED
 
 
 def _find(config_class: type) -> Facts:

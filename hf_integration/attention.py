@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from hf_integration import forms, weights
+from hf_integration import architectures, forms, latent, packing, paged, weights
+from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
 _ELSEWHERE = (
     "attn_implementation='fa_ops' does not take `{}`, which {} passes; use 'sdpa' or 'eager'"
 )
-
-
-class Documents(NamedTuple):
-    """Sequences packed into one row: where each ends among the queries and among the keys."""
-
-    q_ends: Tensor
-    k_ends: Tensor
-    longest_q: int | None
-    longest_k: int | None
+# Queries up to which a call is a step of decoding, for the kernel that splits the keys.
+FEW_QUERIES = 16
 
 
 def fa_ops_attention_forward(
@@ -46,6 +38,7 @@ def fa_ops_attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,25 +49,44 @@ def fa_ops_attention_forward(
     `is_causal` (the argument, else the module's) decides. A `sliding_window` among the other
     keywords only repeats what the mask says already.
 
+    `position_ids` tell documents apart that are packed into one row. `cache` is that of continuous
+    batching, with which `kwargs` describe the batch.
+
     Returns (B, Sq, Hq, Dv), contiguous, and the weights (B, Hq, Sq, Sk) if `output_attentions`
     asks for them, computed as eager attention computes them.
 
     Raises NotImplementedError for what only another attention implementation takes.
     """
-    for name, other in (("cache", cache), ("block_indices", block_indices)):
-        if other is not None:
-            raise NotImplementedError(_ELSEWHERE.format(name, type(module).__name__))
+    _refuse(module, block_indices=block_indices, cache=None if paged.is_batch(cache) else cache)
+    sinks = sinks if s_aux is None else s_aux
+    options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
+    if cache is not None:
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        if latent.is_latent(module, query, key):
+            key, value = latent.expand(module, key, value)
+        query, key, value = _prepared(query, key, value)
+        return paged.attention(module, query, key, value, cache, sinks, options, kwargs), None
+    up_v = None
+    if latent.is_latent(module, query, key):
+        options["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if latent.can_absorb(module, query, key) and not output_attentions and indices is None:
+            query, key, value, up_v = latent.absorb(module, query, key, value)
+        else:
+            key, value = latent.expand(module, key, value)
     query, key, value = _prepared(query, key, value)
     form = _form(module, query, key, attention_mask, is_causal)
     if form.visible is not None and form.visible != key.shape[2]:
         key, value = key[:, :, : form.visible], value[:, :, : form.visible]
-    options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
-    sinks = sinks if s_aux is None else s_aux
     if indices is not None:
         form = _selected(form, indices, query, key)
+    documents = None
     if cu_seq_lens_q is not None and form.attn_mask is None and query.shape[0] == 1:
         k_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         documents = Documents(cu_seq_lens_q.int(), k_ends.int(), max_length_q, max_length_k)
+    elif _may_be_packed(form):
+        documents = packing.documents(position_ids, query, key)
+    if documents is not None:
         if form.key_ranges is None and position_bias is None and not output_attentions:
             return _packed(query, key, value, documents, form.is_causal, sinks, options), None
         form = _within_documents(form, documents, query.shape[2])
@@ -85,8 +97,27 @@ def fa_ops_attention_forward(
             "forms: such calls run eager attention, with memory for every weight."
         )
         return weights.attention(query, key, value, form, sinks, **options)
-    out = _attend(query, key, value, form, sinks, options)
-    return out.transpose(1, 2), None
+    out = _attend(query, key, value, form, sinks, options).transpose(1, 2)
+    return (out if up_v is None else latent.project_out(out, up_v)), None
+
+
+def _refuse(module: nn.Module, **passed) -> None:
+    for name, value in passed.items():
+        if value is not None:
+            raise NotImplementedError(_ELSEWHERE.format(name, type(module).__name__))
+
+
+def _may_be_packed(form: forms.Form) -> bool:
+    """Causal masks may cover several documents, unless the mask function has said otherwise.
+
+    A padding mask that was read has cost the one synchronisation of a prefill; packed batches come
+    without one, and in training a second one does no harm.
+    """
+    if form.attn_mask is not None or form.kv_lens is not None:
+        return False
+    if form.padding_was_read and not torch.is_grad_enabled():
+        return False
+    return form.is_causal or form.key_ranges is not None
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,6 +140,7 @@ def _form(
         return forms.read(mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+        is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))
     if not is_causal or query.shape[2] == 1:
         return forms.Form()
     # As SDPA aligns it: query i sees keys 0 to i, later keys are the unused end of a static cache.
@@ -161,6 +193,9 @@ def _biased(form: forms.Form, bias: Tensor | None, query: Tensor, key: Tensor) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
+    if _is_step(query, key, value, form, sinks, options):
+        return _step(query, key, value, form, sinks, options)
+    form = form.without_lens()
     options = options | {"is_causal": form.is_causal, "key_ranges": form.key_ranges}
     if sinks is None or sinks.dim() == 1:
         return fa_ops.attention(query, key, value, form.attn_mask, sinks=sinks, **options)
@@ -168,6 +203,37 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, 
     out, lse = fa_ops.attention(query, key, value, form.attn_mask, return_lse=True, **options)
     share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
     return (out * share).to(out.dtype)
+
+
+def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> bool:
+    """Whether the kernel for few queries and many keys can take the call."""
+    if form.attn_mask is not None or form.key_ranges is not None or options["dropout_p"]:
+        return False
+    # in this order: a prefill of any length is one graph to a compiler
+    if key.shape[2] <= query.shape[2] or query.shape[2] > FEW_QUERIES:
+        return False
+    if sinks is not None and sinks.dim() != 1:
+        return False
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
+    B = key.shape[0]
+    if form.kv_lens is None:
+        lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
+    else:
+        lens = form.kv_lens.expand(B)
+    return fa_ops.attention_with_kv_cache(
+        query,
+        key,
+        value,
+        lens,
+        is_causal=form.is_causal,
+        scale=options["scale"],
+        softcap=options["softcap"],
+        sinks=sinks,
+    )
 
 
 def _packed(query, key, value, documents: Documents, is_causal: bool, sinks, options) -> Tensor:

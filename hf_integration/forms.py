@@ -1,17 +1,19 @@
 """The masks that travel through a transformers model: 4-D tensors, small wherever possible.
 
 transformers hands whatever the mask function returns from layer to layer and asks only that it be a
-4-D tensor. Five forms:
+4-D tensor. Six forms:
 
     int32, empty, shape (1, 1, 0, 0)    every query attends every key
     int32, empty, shape (1, 1, 0, n)    causal over the first n keys, aligned at the bottom right;
                                         later keys are unused cache
+    int32, empty, shape (1, 0, 0, n)    the same, where a padding mask was read and found to be full
+    int32 (B or 1, 1, 1, 1)             lengths: the one query attends keys j < n
     int32 (B or 1, 1, Sq or 1, 2)       key ranges: query i attends keys lo <= j < hi
     bool, broadcastable (B, H, Sq, Sk)  True keeps
     float, broadcastable                added to the scores
 
-The first two carry everything in their shape: no kernel runs to make them, no device value is read
-to use them.
+The first three carry everything in their shape: no kernel runs to make them, no device value is
+read to use them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,15 @@ class Form(NamedTuple):
     is_causal: bool = False
     key_ranges: Tensor | None = None
     attn_mask: Tensor | None = None
+    kv_lens: Tensor | None = None  # (B or 1,)
+    padding_was_read: bool = False
+
+    def without_lens(self) -> Form:
+        """The lengths as key ranges."""
+        if self.kv_lens is None:
+            return self
+        ranges = torch.stack([torch.zeros_like(self.kv_lens), self.kv_lens], -1)
+        return self._replace(kv_lens=None, key_ranges=ranges[:, None, None])
 
     def keep(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
         """Bool, broadcastable to (B, H, Sq, Sk): everything the form says but a float mask."""
@@ -36,6 +47,8 @@ class Form(NamedTuple):
         keep = torch.ones((1, 1, Sq, Sk), dtype=torch.bool, device=device)
         if self.is_causal:
             keep = keep & (j <= torch.arange(Sq, device=device)[:, None] + Sk - Sq)
+        if self.kv_lens is not None:
+            keep = keep & (j < self.kv_lens[:, None, None, None])
         if self.key_ranges is not None:
             keep = keep & (j >= self.key_ranges[..., :1]) & (j < self.key_ranges[..., 1:])
         if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
@@ -47,8 +60,14 @@ def full(device: torch.device | str) -> Tensor:
     return torch.empty((1, 1, 0, 0), dtype=torch.int32, device=device)
 
 
-def causal(visible: int, device: torch.device | str) -> Tensor:
-    return torch.empty((1, 1, 0, visible), dtype=torch.int32, device=device)
+def causal(visible: int, device: torch.device | str, padding_was_read: bool = False) -> Tensor:
+    shape = (1, int(not padding_was_read), 0, visible)
+    return torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def lens(lengths: Tensor) -> Tensor:
+    """From lengths of shape (B or 1, 1)."""
+    return lengths[:, :, None, None].to(torch.int32)
 
 
 def ranges(lo: Tensor, hi: Tensor) -> Tensor:
@@ -57,11 +76,15 @@ def ranges(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def read(mask: Tensor) -> Form:
-    """What a mask tensor says. Raises ValueError for a tensor that is none of the five forms."""
+    """What a mask tensor says. Raises ValueError for a tensor that is none of the six forms."""
     if mask.dtype == torch.int32 and mask.dim() == 4:
         if mask.shape[2] == 0:
             n = mask.shape[3]
-            return Form() if n == 0 else Form(visible=n, is_causal=True)
+            if n == 0:
+                return Form()
+            return Form(visible=n, is_causal=True, padding_was_read=mask.shape[1] == 0)
+        if tuple(mask.shape[1:]) == (1, 1, 1):
+            return Form(kv_lens=mask[:, 0, 0, 0])
         if mask.shape[3] == 2:
             return Form(key_ranges=mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
@@ -74,5 +97,5 @@ def read(mask: Tensor) -> Form:
 
 def name(mask: Tensor) -> str:
     if mask.shape[2] > 0:
-        return "ranges"
+        return "ranges" if mask.shape[3] == 2 else "lengths"
     return "full" if mask.shape[3] == 0 else "causal"

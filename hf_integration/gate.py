@@ -14,12 +14,12 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
-from hf_integration import architectures
+from hf_integration import architectures, hooks, latent
 
 _METHOD = "get_correct_attn_implementation"
 
 
-def install(name: str) -> None:
+def install(names: tuple[str, ...]) -> None:
     """Wrap the method by which every model settles its attention implementation. Idempotent.
 
     Raises RuntimeError if this transformers release has no such method.
@@ -35,20 +35,22 @@ def install(name: str) -> None:
 
     @functools.wraps(original)
     def settle(self, requested_attention, *args, **kwargs):
-        if requested_attention == name:
+        if requested_attention in names:
             architectures.facts(self.config)  # so that they are known when Dynamo traces a mask
             module = sys.modules.get(type(self).__module__)
             if module is not None and architectures.owns_attention(module):
                 chosen = original(self, None, *args, **kwargs)
                 warnings.warn(
                     f"{type(self).__name__} has attention code of its own, which never calls "
-                    f"transformers' attention interface: {name!r} cannot serve it, "
+                    f"transformers' attention interface: {names[0]!r} cannot serve it, "
                     f"{chosen!r} is used",
                     stacklevel=2,
                 )
                 return chosen
             if module is not None:
-                _complete_class_tables(module, name)
+                _complete_class_tables(module, requested_attention)
+                hooks.install_tower(module)
+                latent.install(module, hooks.is_ours)
         return original(self, requested_attention, *args, **kwargs)
 
     settle._fa_ops = True

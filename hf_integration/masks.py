@@ -103,7 +103,7 @@ def _compact(request: Request, compiling: bool) -> Tensor:
     if is_causal and padding.keys is not None and q_offset is not None:
         end = q_offset + request.q_length - request.kv_offset
         if end <= padding.keys:
-            return forms.causal(end, request.device)
+            return forms.causal(end, request.device, request.attention_mask is not None)
     return _ranges(request, run or _bounds(request, parts, compiling)[0], padding)
 
 
@@ -115,10 +115,11 @@ def _parts(request: Request, compiling: bool) -> list[runs.MaskFunction]:
     else:
         parts = runs.conjuncts(function)
         _check_not_forced(request, parts)
-    if isinstance(request.q_offset, Tensor):
-        return parts
-    queries = (request.q_offset, request.q_offset + request.q_length - 1)
     keys = (request.kv_offset, request.kv_offset + request.kv_length - 1)
+    if isinstance(request.q_offset, Tensor):
+        queries = keys  # somewhere in the cache
+    else:
+        queries = (request.q_offset, request.q_offset + request.q_length - 1)
     unknown = compiling and function is not runs.causal
     return parts if unknown else [part for part in parts if runs.bites(part, queries, keys)]
 
@@ -212,6 +213,8 @@ def _ranges(request: Request, run: runs.Run, padding: Padding) -> Tensor:
     if padding.keys is None:
         own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
     end = padding.width if padding.keys is None else padding.keys
+    if own.lo is None and own.hi is not None and request.q_length == 1:
+        return forms.lens(own.hi.clamp(0, end))
     zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
     lo = zero if own.lo is None else own.lo.clamp(min=0)
     hi = zero + end if own.hi is None else own.hi.clamp(0, end)

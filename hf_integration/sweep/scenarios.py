@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache
 from hf_integration.sweep import inputs as make
 
 NEW_TOKENS = 4
-TOLERANCE = 2e-4  # of the largest value; a wrong mask or feature changes it by 1e-2 or more
-GRADIENT_TOLERANCE = 2e-3
+TOLERANCE = 5e-4  # of the largest value; a wrong mask or feature changes it by 1e-2 or more
+GRADIENT_TOLERANCE = 5e-3
 
 WINDOW = {
     "sliding_window": 5,
@@ -155,7 +155,7 @@ def difference(eager: dict[str, Tensor], ours: dict[str, Tensor], scenario: str)
             continue
         scale = expected.abs().nan_to_num().max().item()
         if scenario == "grad":
-            scale = max(scale, 1e-4 * largest)
+            scale = max(scale, 1e-3 * largest)
         if not torch.allclose(actual, expected, 0.0, tolerance * scale + 1e-12, equal_nan=True):
             off = (actual - expected).abs().max().item()
             return f"{name}: off by {off:.1e}, largest {scale:.1e}"
@@ -210,7 +210,8 @@ def _need(model: PreTrainedModel, *names: str) -> None:
         raise Skip(f"takes no {name}")
 
 
-_CACHES = ("past_key_values", "cache_params", "router_logits")
+# Caches, and weights, which only eager attention has without being asked.
+_SKIPPED = ("past_key_values", "cache_params", "attentions")
 
 
 def _flat(out) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ def _walk(path: str, value) -> Iterator[tuple[str, Tensor]]:
             yield path, value
     elif isinstance(value, dict):
         for name, part in value.items():
-            if name not in _CACHES:
+            if not name.endswith(_SKIPPED):
                 yield from _walk(f"{path}.{name}" if path else name, part)
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):

@@ -23,7 +23,8 @@ class Graphs:
     def masks(self) -> list[str]:
         """Which keywords carry the masks of the attention calls of the last graph."""
         return [
-            "key_ranges" if "key_ranges" in node.kwargs
+            "lengths" if "kv_cache" in str(node.target)
+            else "key_ranges" if "key_ranges" in node.kwargs
             else "dense" if len(node.args) > 3 and node.args[3] is not None
             else "causal" if len(node.args) > 5 and node.args[5] else "full"
             for node in self.calls[-1]
@@ -74,7 +75,7 @@ def test_packed_training_step_has_no_dense_mask():
     assert set(graphs.masks()) == {"key_ranges"}
 
 
-def test_static_decoding_reads_a_range_of_the_cache():
+def test_static_decoding_reads_the_filled_part_of_the_cache():
     model, ids = build("llama"), tokens()
     run, graphs = compiled(model)
     cache, reference = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
@@ -85,7 +86,7 @@ def test_static_decoding_reads_a_range_of_the_cache():
             ours = run(ids[:, :1], past_key_values=cache).logits
             torch.testing.assert_close(ours, model(ids[:, :1], past_key_values=reference).logits)
     assert len(graphs.calls) == 1
-    assert set(graphs.masks()) == {"key_ranges"}
+    assert set(graphs.masks()) == {"lengths"}
 
 
 def test_generate_with_a_compiled_forward():

@@ -12,6 +12,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+import hf_integration
+
+assert hf_integration.NAME  # the import registers the implementation
+
 VOCAB = 99
 # Every size that a config may name; a config takes those it has.
 SIZES = {

@@ -1,0 +1,101 @@
+"""What transformers offers to implementations whose name contains "flash", asked for by ours.
+
+Two things hang on the name: vision and audio towers describe packed images by cu_seq_lens instead
+of looping over them, and continuous batching accepts the implementation. Each hook first checks
+that this transformers release has what it changes; where not, the feature stays off and
+`hooks.state` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+NAME = "fa_ops"
+PAGED = "paged|" + NAME
+_ASKS = "is_flash_attention_requested"
+_BATCHING = "transformers.generation.continuous_batching"
+
+# Feature -> "on", or why it is off.
+state: dict[str, str] = {"continuous batching": "not installed yet"}
+
+
+def is_ours(config: object) -> bool:
+    """Whether a config's attention implementation is ours, paged or not."""
+    return getattr(config, "_attn_implementation", None) in (NAME, PAGED)
+
+
+def install_tower(module: ModuleType) -> bool:
+    """Let the towers of a modeling module pass cu_seq_lens to our function. Idempotent."""
+    asks = getattr(module, _ASKS, None)
+    if asks is None:
+        return False
+    if hasattr(asks, "_fa_ops"):
+        return True
+    try:
+        source = inspect.getsource(module)
+    except OSError:
+        return False
+    if "cu_seq_lens_q=" not in source:
+        return False  # the answer is used for something else
+    setattr(module, _ASKS, _also_ours(asks))
+    return True
+
+
+def install_batching() -> None:
+    """Let continuous batching take our name. Idempotent; writes `state`."""
+    if state["continuous batching"] == "on":
+        return
+    try:
+        modules = [
+            importlib.import_module(f"{_BATCHING}.{name}")
+            for name in ("continuous_api", "initialization", "cache")
+        ]
+    except ImportError as error:
+        state["continuous batching"] = f"off: {error}"
+        return
+    update = inspect.signature(modules[2].PagedAttentionCache.update).parameters
+    if not ("kwargs" in update or {"read_index", "write_index"} <= update.keys()):
+        state["continuous batching"] = "off: PagedAttentionCache.update takes other arguments"
+        return
+    for module in modules:
+        asks = getattr(module, _ASKS, None)
+        if asks is not None and not hasattr(asks, "_fa_ops"):
+            setattr(module, _ASKS, _also_ours(asks))
+    for name in ("lazy_import_flash_attention", "lazy_import_paged_flash_attention"):
+        imports = getattr(modules[1], name, None)
+        if imports is not None and not hasattr(imports, "_fa_ops"):
+            setattr(modules[1], name, _with_cache(imports, name))
+    state["continuous batching"] = "on"
+
+
+def _also_ours(asks: Callable) -> Callable:
+    """`is_flash_attention_requested` that is true of our name too."""
+
+    @functools.wraps(asks)
+    def wrapper(config=None, requested_attention_implementation=None, *args, **kwargs):
+        name = requested_attention_implementation
+        if name in (NAME, PAGED) or (name is None and is_ours(config)):
+            return True
+        return asks(config, requested_attention_implementation, *args, **kwargs)
+
+    wrapper._fa_ops = True
+    return wrapper
+
+
+def _with_cache(imports: Callable, name: str) -> Callable:
+    """The import of flash functions; continuous batching asks only if the cached one is there."""
+
+    @functools.wraps(imports)
+    def wrapper(implementation, *args, **kwargs):
+        if implementation in (NAME, PAGED):
+            if name == "lazy_import_paged_flash_attention":
+                return None, is_ours
+            return (None, None, is_ours, None, None), (dict, dict)
+        return imports(implementation, *args, **kwargs)
+
+    wrapper._fa_ops = True
+    return wrapper

@@ -1,0 +1,114 @@
+"""Attention of continuous batching: sequences packed into one row, keys in pages of a cache.
+
+transformers calls the attention function with its PagedAttentionCache among the keywords. Steps
+that only decode bring a block table: the pages are then attended where they are, and the operator
+writes the new key of each sequence itself. Other steps get the keys of every sequence gathered
+behind each other, and are a packed batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+import fa_ops
+
+
+class Pages(NamedTuple):
+    """The pages of one layer and where each sequence's are."""
+
+    key: Tensor  # (pages, page_size, Hkv, D)
+    value: Tensor
+    table: Tensor  # int32 (sequences, pages of the longest)
+
+
+def attention(
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: object,
+    sinks: Tensor | None,
+    options: dict,
+    keywords: dict,
+) -> Tensor:
+    """(1, T, Hq, Dv) for query (1, Hq, T, D): causal, within the layer's window if it has one.
+
+    `options` are those of fa_ops.attention, `keywords` what transformers passes on.
+    """
+    options = {name: value for name, value in options.items() if name != "dropout_p"}
+    window = keywords.get("sliding_window") or getattr(layer, "sliding_window", None)
+    options |= {"is_causal": True, "sinks": sinks}
+    options["window"] = (int(window) - 1, 0) if window else None
+    if hasattr(cache, "layer_index_to_group_indices"):
+        step = _before_5_19(layer, key, value, cache, window, keywords)
+    else:
+        step = _update(layer, key, value, cache, keywords)
+    k_ends, longest_k, pages, key, value = step
+    if pages is not None:
+        return _decode(query, key, value, pages, k_ends, options)
+    longest_q = keywords.get("max_length_q", keywords.get("max_seqlen_q"))
+    tokens = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = fa_ops.attention_varlen(
+        *tokens, keywords["cu_seq_lens_q"].int(), k_ends, longest_q, longest_k, **options
+    )
+    return out[None]
+
+
+Step = tuple[Tensor, int | None, Pages | None, Tensor, Tensor]
+
+
+def _update(layer: nn.Module, key, value, cache, keywords: dict) -> Step:
+    """The cache fills in this layer's keywords, and gathers the keys unless there is a table."""
+    own = dict(keywords)
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=layer.layer_idx, kwargs=own
+    )
+    pages = None
+    if own.get("block_table") is not None:
+        pages = Pages(own["k_cache"], own["v_cache"], own["block_table"])
+    return own["cu_seq_lens_k"].int(), own["max_length_k"], pages, key, value
+
+
+def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) -> Step:
+    """The cache is told what to gather, and its pages are found by the layer's group."""
+    k_ends, longest_k = keywords["cu_seq_lens_k"], keywords["max_seqlen_k"]
+    if isinstance(k_ends, dict):
+        kind = "sliding_attention" if window else "full_attention"
+        k_ends, longest_k = k_ends[kind], longest_k[kind]
+    table = keywords.get("block_table")
+    if table is None:
+        indices = {name: keywords[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=layer.layer_idx, **indices
+        )
+        key, value = (t.transpose(0, 1)[None] for t in (key, value))
+        return k_ends.int(), longest_k, None, key, value
+    group, index = cache.layer_index_to_group_indices[layer.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    views = (cache.key_cache[index].view(shape), cache.value_cache[index].view(shape))
+    return k_ends.int(), longest_k, Pages(*views, table[group]), key, value
+
+
+def _decode(query, key, value, pages: Pages, k_ends: Tensor, options: dict) -> Tensor:
+    """One token of each sequence; its key goes to the page where the sequence ends."""
+    query, key, value = (t[0].transpose(0, 1).unsqueeze(2) for t in (query, key, value))
+    N = query.shape[0]
+    before = (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0)
+    out = fa_ops.attention_with_kv_cache(
+        query,
+        pages.key,
+        pages.value,
+        before,
+        pages.table[:N].int(),
+        key=key,
+        value=value,
+        **options,
+    )
+    return out[:, :, 0][None]
+
+
+def is_batch(cache: object) -> bool:
+    """Whether the `cache` keyword is continuous batching's."""
+    return hasattr(cache, "update") and type(cache).__name__ == "PagedAttentionCache"

@@ -1,0 +1,62 @@
+"""The sweep and the benchmark as commands, on little."""
+
+import json
+import subprocess
+import sys
+
+from hf_integration.sweep import scenarios
+
+
+def command(module: str, *args: str) -> str:
+    run = [sys.executable, "-m", module, *args]
+    return subprocess.run(run, capture_output=True, text=True, check=True, timeout=200).stdout
+
+
+def test_the_sweep_runs_continues_and_counts(tmp_path):
+    file = tmp_path / "sweep.json"
+    types = ["gemma2", "bloom", "vit"]
+    out = command("hf_integration.sweep", *types, "--against", "fa_ops,sdpa", "--json", str(file))
+    found = json.loads(file.read_text())["types"]
+    assert {r[0] for r in found["gemma2"]["fa_ops"].values()} == {"pass", "skip"}
+    assert {r[0] for r in found["gemma2"]["sdpa"].values()} == {"unsupported", "skip"}
+    assert found["bloom"]["fa_ops"]["nopad"][0] == "unrouted"
+    assert ["nopad", "2/0/0/1/0", "1/0/0/0/2"] in [line.split() for line in out.splitlines()]
+    again = command("hf_integration.sweep", *types, "--json", str(file), "--only-report")
+    assert again.splitlines() == out.splitlines()[-len(again.splitlines()) :]
+
+
+def test_a_broken_feature_fails_its_scenario(monkeypatch):
+    from transformers import AttentionInterface
+
+    import hf_integration
+    from hf_integration.sweep import run
+
+    def no_sinks(*args, s_aux=None, **kwargs):
+        return hf_integration.fa_ops_attention_forward(*args, **kwargs)
+
+    base = run.Base("gpt_oss")
+    AttentionInterface.register("fa_ops", no_sinks)
+    try:
+        results = run.compare(base, "fa_ops", ["nopad", "sink", "window", "static"])
+    finally:
+        hf_integration.register()
+    assert [status for status, _ in results.values()] == ["fail"] * 4
+
+
+def test_scenarios_are_those_of_the_tables():
+    assert len(scenarios.SCENARIOS) == 13
+
+
+def test_the_benchmark_runs(tmp_path):
+    file = tmp_path / "bench.json"
+    names = "sdpa,flash_attention_3,fa_ops"
+    options = ["--tiny", "--modes", "eager", "--repeats", "1", "--device", "cpu"]
+    command("hf_integration.bench", *options, "--implementations", names, "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    measured = {
+        (row["implementation"], row["part"])
+        for row in rows
+        if "ms" in row or "ms_per_token" in row
+    }  # fmt: skip
+    assert {(n, p) for n in ("sdpa", "fa_ops") for p in ("prefill", "train", "decode")} <= measured
+    assert all("error" in row for row in rows if row["part"] == "memory")
