@@ -17,11 +17,21 @@ except ImportError as error:
 
 from hf_integration import gate, hooks
 from hf_integration.attention import fa_ops_attention_forward
+from hf_integration.explaining import Explanation, explain
 from hf_integration.hooks import NAME, PAGED
 from hf_integration.masks import counts as mask_counts
 from hf_integration.masks import fa_ops_mask
 
-__all__ = ["NAME", "fa_ops_attention_forward", "fa_ops_mask", "mask_counts", "register"]
+__all__ = [
+    "NAME",
+    "PAGED",
+    "Explanation",
+    "explain",
+    "fa_ops_attention_forward",
+    "fa_ops_mask",
+    "mask_counts",
+    "register",
+]
 
 
 def register() -> None:

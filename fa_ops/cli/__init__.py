@@ -47,9 +47,14 @@ def _demo(
 
 
 @app.command("doctor")
-def _doctor() -> None:
+def _doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="a transformers model type, or a model's folder: layers and masks too"),
+    ] = None,
+) -> None:
     """Versions, devices, why each backend is or is not available, and the cache folder."""
-    import_module("fa_ops.cli.doctor").run()
+    import_module("fa_ops.cli.doctor").run(model)
 
 
 def main() -> None:

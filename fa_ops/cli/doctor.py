@@ -17,9 +17,10 @@ from fa_ops import __version__, dispatch
 PACKAGES = ("torch", "triton", "transformers")
 
 
-def run() -> None:
+def run(model: str | None = None) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for title, rows in sections():
+    parts = sections() if model is None else (*sections(), *transformers_model(model))
+    for title, rows in parts:
         console.print(f"[bold]{title}[/]")
         width = max(len(name) for name, _ in rows)
         for name, text in rows:
@@ -31,6 +32,18 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "devices", devices()
     yield "backends", backends()
     yield "cache", [cache()]
+
+
+def transformers_model(model: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """What attention a transformers model runs, layer by layer, and the masks it is given."""
+    try:
+        from hf_integration import doctor
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
+    try:
+        yield from doctor.sections(model)
+    except LookupError as error:
+        raise SystemExit(f"--model: {error}") from None
 
 
 def versions() -> list[tuple[str, str]]:

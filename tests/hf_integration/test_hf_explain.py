@@ -1,0 +1,78 @@
+"""`explain(model)` and `python -m fa_ops doctor --model`: what runs in each layer, and why."""
+
+import warnings
+
+import pytest
+import tiny_models
+from tiny_models import build
+from transformers import AutoModel
+from typer.testing import CliRunner
+
+import hf_integration
+from fa_ops.cli import app
+
+
+def layers(model) -> dict[str, tuple[int, str, str]]:
+    return {e.kind: (len(e.names), e.runs, e.why) for e in hf_integration.explain(model).layers}
+
+
+def test_layers_that_are_alike_stand_together():
+    count, runs, why = layers(build("llama"))["LlamaAttention"]
+    assert (count, runs) == (2, "fa_ops, backend cpu")
+    assert "masks stay compact" in why and "triton: needs" in why
+    found = hf_integration.explain(build("gpt_oss")).layers
+    assert [len(e.names) for e in found] == [1, 1]
+    assert ["sliding_window 5" in e.why for e in found] == [True, False]
+    assert all("sinks" in e.why for e in found)
+
+
+def test_latent_attention_is_named():
+    (about,) = hf_integration.explain(build("deepseek_v3")).layers
+    assert "attend the latents themselves" in about.why
+
+
+def test_other_implementations_are_named():
+    model = build("bart")
+    tiny_models.switch(model, "sdpa")
+    assert {e.runs for e in hf_integration.explain(model).layers} == {"sdpa"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bloom = AutoModel.from_config(tiny_models.config("bloom"), attn_implementation="fa_ops")
+    assert layers(bloom)["BloomAttention"][1] == "its own attention code"
+
+
+def test_masks_and_hooks_are_part_of_it():
+    model = build("llama")
+    hf_integration.mask_counts.clear()
+    model(tiny_models.tokens())
+    text = str(hf_integration.explain(model))
+    assert "model.layers.0.self_attn and 1 more (LlamaAttention): fa_ops, backend cpu" in text
+    assert "causal: 1" in text and "continuous batching: on" in text
+
+
+def doctor(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+
+
+def test_doctor_runs_a_tiny_model_against_eager():
+    out = doctor("--model", "doge").stdout
+    assert "nopad     the same; masks: dense: doge reads its mask x 1" in out
+    out = doctor("--model", "gemma3_text").stdout
+    assert "leftpad   the same; masks: ranges x" in out and "sliding_window" in out
+
+
+@pytest.mark.parametrize("model_type", ["mpt", "codegen"])
+def test_doctor_says_what_is_refused(model_type):
+    out = doctor("--model", model_type).stdout
+    assert "has attention code of its own" in out
+
+
+def test_doctor_reads_a_folder(tmp_path):
+    tiny_models.config("llama").save_pretrained(tmp_path)
+    assert "model llama, tiny" in doctor("--model", str(tmp_path)).stdout
+
+
+def test_doctor_refuses_what_is_no_model():
+    result = doctor("--model", "nosuch")
+    assert result.exit_code == 1
+    assert "neither a folder nor a model type" in str(result.exception or result.output)
