@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, host, masks, cpu."""
+"""`python -m fa_ops bench`: forward, backward, decode, host, masks, cpu."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fa_ops.bench import cpu as cpu_calls
+from fa_ops.bench import decode as decode_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import masks as mask_forms
 from fa_ops.bench import peers, problems, report, timing
@@ -89,6 +90,7 @@ def masks(
 
 
 app.command("cpu")(cpu_calls.main)
+app.command("decode")(decode_calls.main)
 
 
 def _family(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton.backward import backward, varlen_backward
+from fa_ops.backends.triton.decode import cache_error, cache_forward
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
@@ -19,6 +20,8 @@ from fa_ops.types import Spec
 __all__ = [
     "available_error",
     "backward",
+    "cache_error",
+    "cache_forward",
     "forward",
     "merge_states",
     "support_error",

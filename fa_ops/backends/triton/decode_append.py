@@ -1,0 +1,147 @@
+"""What happens to a cache before it is attended: new keys and values written, rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_ops.backends.triton.arguments import padded
+from fa_ops.backends.triton.launch import Launch, address, bind
+from fa_ops.types import Cache
+
+_launches: dict[tuple, Launch] = {}
+
+
+@triton.jit(do_not_specialize=["tokens", "Sq", "writers"])
+def append_kernel(
+    q, turned, key, value, k, v,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s: tl.int64,
+    key_stride_b: tl.int64, key_stride_h: tl.int64, key_stride_s: tl.int64,
+    value_stride_b: tl.int64, value_stride_h: tl.int64, value_stride_s: tl.int64,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s: tl.int64,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s: tl.int64,
+    Hq: tl.int32, Hkv: tl.int32, Sq: tl.int32, tokens: tl.int32, writers: tl.int32,
+    capacity: tl.int32, table, table_stride: tl.int64, pages: tl.int32, kv_lens, k_scale, v_scale,
+    cos, sin, positions: tl.int32,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program per new token and kv head, and behind those `writers` one per row of q to turn.
+
+    A token that has no place in the cache, or whose page does not exist, is not written.
+    """
+    pid = tl.program_id(0)
+    if pid < writers:
+        h = pid % Hkv
+        n = pid // Hkv % tokens
+        b = pid // Hkv // tokens
+        position = tl.load(kv_lens + b) + n
+        fits = (position >= 0) & (position < capacity)
+        if PAGE > 0:
+            page = tl.load(table + b * table_stride + position // PAGE, mask=fits, other=-1)
+            fits = fits & (page >= 0) & (page < pages)
+            row, slot = page, position % PAGE
+        else:
+            row, slot = b, position
+        write_row(
+            key + b * key_stride_b + h * key_stride_h + n * key_stride_s,
+            k + row * k_stride_b + h * k_stride_h + slot * k_stride_s, fits,
+            k_scale, b * Hkv + h, position, positions, cos, sin, D, BLOCK, R, INTERLEAVED,
+        )  # fmt: skip
+        write_row(
+            value + b * value_stride_b + h * value_stride_h + n * value_stride_s,
+            v + row * v_stride_b + h * v_stride_h + slot * v_stride_s, fits,
+            v_scale, b * Hkv + h, position, positions, cos, sin, Dv, BLOCK, 0, False,
+        )  # fmt: skip
+    elif R > 0:
+        index = pid - writers
+        i = index % Sq
+        head = index // Sq % Hq
+        batch = index // Sq // Hq
+        write_row(
+            q + batch * q_stride_b + head * q_stride_h + i * q_stride_s,
+            turned + index.to(tl.int64) * D, True, None, 0,
+            tl.load(kv_lens + batch) + tokens + i - Sq, positions, cos, sin, D, BLOCK, R,
+            INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_row(
+    source, target, fits, scale, at, position, positions, cos, sin,
+    D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """D numbers from source to target, the first R of them turned, in target's dtype."""
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(source + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if R > 0:
+        x = rotated(x, source, cols, position, positions, cos, sin, R, INTERLEAVED)
+        x = x.to(source.dtype.element_ty).to(tl.float32)
+    if scale is not None:
+        x = x / tl.load(scale + at)
+    if target.dtype.element_ty.primitive_bitwidth == 8:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    tl.store(target + cols, x.to(target.dtype.element_ty), mask=fits & (cols < D))
+
+
+@triton.jit
+def rotated(
+    x, source, cols, position, positions, cos, sin, R: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """x, which is what `source` holds, in fp32 with its first R features turned."""
+    inside = cols < R
+    if INTERLEAVED:
+        partner, angle, first = cols ^ 1, cols // 2, cols % 2 == 0
+    else:
+        first = cols < R // 2
+        partner = tl.where(first, cols + R // 2, cols - R // 2)
+        angle = cols % (R // 2)
+    at = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64) * (R // 2) + angle
+    c = tl.load(cos + at, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+    return x * c + tl.where(first, -y, y) * s
+
+
+def prepare_cache(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
+) -> Tensor:
+    """Write the new keys and values into the cache; returns the queries, turned if need be."""
+    B, Hq, Sq, D = q.shape
+    paged, turned = cache.page_table is not None, q
+    Hkv, Dv = k.shape[2 if paged else 1], v.shape[3]
+    key, value = (q, q) if cache.key is None else (cache.key, cache.value)
+    tokens = 0 if cache.key is None else key.shape[2]
+    R = 0 if cache.rotary_cos is None else 2 * cache.rotary_cos.shape[1]
+    if R:
+        turned = torch.empty((B, Hq, Sq, D), dtype=q.dtype, device=q.device)
+    writers, turners = B * Hkv * tokens, B * Hq * Sq if R else 0
+    kb, kh, ks, vb, vh, vs = (*k.stride()[:3], *v.stride()[:3])
+    if paged:
+        kh, ks, vh, vs = ks, kh, vs, vh
+    tensors = (q, turned, key, value, k, v)
+    rest = (
+        *q.stride()[:3], *key.stride()[:3], *value.stride()[:3], kb, kh, ks, vb, vh, vs,
+        Hq, Hkv, Sq, tokens, writers, capacity,
+        cache.page_table, cache.page_table.stride(0) if paged else 0, k.shape[0],
+        kv_lens, cache.k_scale, cache.v_scale, cache.rotary_cos, cache.rotary_sin,
+        cache.rotary_cos.shape[0] if R else 0,
+    )  # fmt: skip
+    constants = {
+        "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
+        "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
+    }  # fmt: skip
+    scaled = (cache.k_scale is not None, cache.v_scale is not None)
+    angles = cache.rotary_cos.dtype if R else None
+    devices = (q.get_device(), q.dtype, k.dtype, angles)
+    key_of_launch = (*constants.values(), *scaled, *devices)
+    launch = _launches.get(key_of_launch)
+    if launch is None:
+        launch = bind(append_kernel, (*tensors, *rest), constants, {"num_warps": 1},
+                      device=q.device)  # fmt: skip
+        _launches[key_of_launch] = launch
+    if writers + turners:
+        launch((writers + turners, 1, 1), (*(address(t) for t in tensors), *rest))
+    return turned

@@ -1,0 +1,438 @@
+"""Flash-Decoding: few query rows against a long cache, whose keys are cut into pieces.
+
+The rows of a program are those of all query heads that share a kv head (`unit`: a kv head, or one
+of several blocks of its rows). A row of the batch has a number of tiles of BLOCK_N keys, and all
+tiles of all rows and units stand in one line, row by row, unit by unit.
+
+STREAM: every program takes an equal stretch of that line, wherever it begins and ends, so lengths
+that differ cost nothing and nothing depends on them but numbers read on the device. What is whole
+in a stretch is written out; the pieces at its two ends go to slots 2 * pid (it began before) and
+2 * pid + 1 (it goes on after), and `merge_splits_kernel` finds them by the same arithmetic.
+Otherwise each unit is cut by itself, into `splits` pieces, or with FIXED into pieces of that many
+tiles, which leaves a row's bits alone when its batch changes.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_ops.backends.triton.launch import INTERPRETED
+from fa_ops.backends.triton.primitives import LN2, LOG2E, attended, tanh
+
+BITWISE = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N: tl.constexpr):
+    """(length, first tile, tiles) of rows b of the batch, a number or a vector; 0 beyond it."""
+    length = capacity
+    if kv_lens is not None:
+        length = tl.load(kv_lens + b, mask=b < batch, other=0) + new
+        length = tl.minimum(tl.maximum(length, 0), capacity)
+    length = tl.where(b < batch, length, 0)
+    first = length * 0
+    if window_left is not None:
+        first = tl.maximum(length - Sq - window_left, 0) // BLOCK_N
+    return length, first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 0)
+
+
+@triton.jit
+def find_tile(
+    kv_lens, batch, capacity, new, Sq, window_left, units, tile,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(row, tiles before it) of tile number `tile` of the line, and the line's length."""
+    b, base, before = 0, 0, 0
+    for chunk in range(0, batch, CHUNK):
+        u = chunk + tl.arange(0, CHUNK)
+        _, _, tiles = row_tiles(kv_lens, u, batch, capacity, new, Sq, window_left, BLOCK_N)
+        ends = before + tl.cumsum(tiles, 0) * units
+        passed = (ends <= tile) & (u < batch)
+        b += tl.sum(passed.to(tl.int32), 0)
+        base = tl.maximum(base, tl.max(tl.where(passed, ends, 0), 0))
+        before += tl.sum(tiles, 0) * units
+    return b, base, before
+
+
+@triton.jit
+def tiles_before(
+    kv_lens, batch, capacity, new, Sq, window_left, b,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one unit of the rows before b, and of all rows."""
+    before, total = 0, 0
+    for chunk in range(0, batch, CHUNK):
+        u = chunk + tl.arange(0, CHUNK)
+        _, _, tiles = row_tiles(kv_lens, u, batch, capacity, new, Sq, window_left, BLOCK_N)
+        before += tl.sum(tl.where(u < b, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
+    return before, total
+
+
+@triton.jit
+def attend_piece(
+    q, k, v, table, b, h, m0, first, last, length,
+    q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+    group, Sq, pages, scale, cap, slopes, window_left, window_right,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum.
+
+    q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
+    at the batch element's pages, slopes at the kv head's first query head.
+    """
+    FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
+    PACK: tl.constexpr = 2 if FP8 else 1
+    r = m0 + tl.arange(0, BLOCK_M)
+    head = r // Sq
+    i = r - head * Sq
+    rows = r < group * Sq
+    cols = tl.arange(0, BLOCK_D // PACK)
+    extra = BLOCK_D // PACK + tl.arange(0, EXTRA // PACK if EXTRA > 0 else 16)
+    cols_v = tl.arange(0, BLOCK_DV // PACK)
+    at = q + (h * group + head) * q_stride_h + i * q_stride_s
+    qt = load_query(at, rows, cols * PACK, D)
+    if EXTRA > 0:
+        qx = load_query(at, rows, extra * PACK, D)
+    if FP8:  # fp16 holds every e4m3 number, and q in units of its rows' largest
+        q_odd = load_query(at + 1, rows, cols * 2, D - 1)
+        top = largest(qt, q_odd)
+        if EXTRA > 0:
+            qx_odd = load_query(at + 1, rows, extra * 2, D - 1)
+            top = tl.maximum(top, largest(qx, qx_odd))
+            qx, qx_odd = in_units_of(qx, top), in_units_of(qx_odd, top)
+        qt, q_odd = in_units_of(qt, top), in_units_of(q_odd, top)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=rows, other=0.0)[:, None] * LOG2E
+    shift = length - Sq
+    steps = tl.arange(0, BLOCK_N)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
+    acc_odd = acc
+    if PAGE == 0:
+        k += steps.to(tl.int64) * k_stride_s
+        v += steps.to(tl.int64) * v_stride_s
+        page = steps
+    else:  # of this tile's keys; read one tile ahead, so that keys need not wait for it
+        page = pages_of(table, first * BLOCK_N, length, BLOCK_N, PAGE)
+        if BLOCK_N % PAGE == 0:
+            k += (steps % PAGE).to(tl.int64) * k_stride_s
+            v += (steps % PAGE).to(tl.int64) * v_stride_s
+    for t in tl.range(first, last, num_stages=STAGES):
+        n0 = tl.multiple_of(t * BLOCK_N, BLOCK_N)
+        j = n0 + steps
+        there = j < length
+        if PAGE > 0:
+            there = there & (page >= 0) & (page < pages)
+            known = tl.where(there, page, 0).to(tl.int64)
+            k_rows, v_rows = k + known * k_stride_b, v + known * v_stride_b
+            if BLOCK_N % PAGE != 0:
+                slot = (j % PAGE).to(tl.int64)
+                k_rows += slot * k_stride_s
+                v_rows += slot * v_stride_s
+            page = pages_of(table, n0 + BLOCK_N, length, BLOCK_N, PAGE)
+        else:
+            k_rows = k + tl.cast(n0, tl.int64) * k_stride_s
+            v_rows = v + tl.cast(n0, tl.int64) * v_stride_s
+        kt = load_keys(k_rows, there, cols, D, PACK, BLOCK_D)
+        if FP8:
+            kt, k_odd = unpacked(kt)
+            s = tl.dot(qt, tl.trans(kt))
+            s = tl.dot(q_odd, tl.trans(k_odd), s)
+        else:
+            s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        if EXTRA > 0:
+            kx = load_keys(k_rows, there, extra, D, PACK, BLOCK_D + EXTRA)
+            if FP8:
+                kx, kx_odd = unpacked(kx)
+                s = tl.dot(qx, tl.trans(kx), s)
+                s = tl.dot(qx_odd, tl.trans(kx_odd), s)
+            else:
+                s = tl.dot(qx, tl.trans(kx), s, input_precision=PRECISION)
+        s *= scale
+        if FP8:
+            s *= top[:, None]
+        if cap is not None:
+            s = tanh(s) * cap
+        columns = j[None, :]
+        if slope is not None:
+            s -= slope * tl.abs(i[:, None] + shift - columns).to(tl.float32)
+        keep = attended(i[:, None], columns, shift, length, window_left, window_right, None, None)
+        if PAGE > 0:
+            keep = keep & there[None, :]
+        s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(m - base)
+        den = den * alpha + tl.sum(p, 1)
+        m = m_new
+        acc = acc * alpha[:, None]
+        vt = kt if SHARED else load_keys(v_rows, there, cols_v, Dv, PACK, BLOCK_DV)
+        if FP8:
+            if SHARED:
+                v_odd = k_odd
+            else:
+                vt, v_odd = unpacked(vt)
+            acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * alpha[:, None])
+        acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
+    if FP8:
+        acc = tl.interleave(acc, acc_odd)
+    return m, den, acc
+
+
+@triton.jit
+def load_query(at, rows, cols, D):
+    return tl.load(at[:, None] + cols[None, :], mask=rows[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def largest(x, y):
+    """The largest magnitude in each row of two tiles; 1 where there is none."""
+    x, y = tl.max(tl.abs(x.to(tl.float32)), 1), tl.max(tl.abs(y.to(tl.float32)), 1)
+    return tl.where((x == 0.0) & (y == 0.0), 1.0, tl.maximum(x, y))
+
+
+@triton.jit
+def in_units_of(x, top):
+    return (x.to(tl.float32) / top[:, None]).to(tl.float16)
+
+
+@triton.jit
+def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of keys or values; 0 beyond D, of which WIDTH is the padded size."""
+    keep = there[:, None]
+    if D < WIDTH:
+        keep = keep & (cols * PACK < D)[None, :]
+    return tl.load(at[:, None] + cols[None, :], mask=keep, other=0)
+
+
+@triton.jit
+def unpacked(x):
+    """The e4m3 numbers in the low and in the high bytes of int16, as fp16."""
+    if BITWISE:  # for the interpreter; takes NaN for 480
+        low = ((x << 8) >> 1) & -16385
+        high = (x >> 1) & -16512
+        low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+        return low * 256.0, high * 256.0
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x;
+        .reg .b16 a, b;
+        prmt.b32 x, $2, 0, 0x3120;
+        mov.b32 {a, b}, x;
+        cvt.rn.f16x2.e4m3x2 $0, a;
+        cvt.rn.f16x2.e4m3x2 $1, b;
+        }""",
+        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def pages_of(table, n0, length, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 behind the row's length."""
+    steps = tl.arange(0, BLOCK_N)
+    pages = n0 // PAGE + steps // PAGE if BLOCK_N % PAGE == 0 else (n0 + steps) // PAGE
+    return tl.load(table + pages, mask=n0 + steps < length, other=-1)
+
+
+@triton.jit
+def store_whole(out, lse, sinks, b, h, m0, m, den, acc, Hq, group, Sq, Dv: tl.constexpr):
+    """The result of all of a unit's keys, to which its sinks belong."""
+    r = m0 + tl.arange(0, acc.shape[0])
+    head = h * group + r // Sq
+    i = r % Sq
+    rows = r < group * Sq
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=rows, other=float("-inf")).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        alpha = tl.exp2(m - base)
+        den = den * alpha + tl.exp2(sink - base)
+        acc = acc * alpha[:, None]
+        m = top
+    weight = tl.where(den == 0.0, 0.0, 1.0 / den)
+    tl.store(lse + (b * Hq + head).to(tl.int64) * Sq + i, (m + tl.log2(den)) * LN2, mask=rows)
+    cols = tl.arange(0, acc.shape[1])
+    at = out + ((b.to(tl.int64) * Sq + i) * Hq + head)[:, None] * Dv + cols[None, :]
+    keep = rows[:, None] & (cols < Dv)[None, :]
+    tl.store(at, (acc * weight[:, None]).to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def store_piece(partial, partial_lse, slot, m0, m, den, acc, rows, Dv: tl.constexpr):
+    """A piece's own average of values, and its log2-sum-exp2."""
+    at = tl.arange(0, acc.shape[0])
+    keep = m0 + at < rows
+    at = slot.to(tl.int64) * acc.shape[0] + at
+    tl.store(partial_lse + at, m + tl.log2(den), mask=keep)
+    weight = tl.where(den == 0.0, 0.0, 1.0 / den)
+    cols = tl.arange(0, acc.shape[1])
+    keep = keep[:, None] & (cols < Dv)[None, :]
+    tl.store(partial + at[:, None] * Dv + cols[None, :], acc * weight[:, None], mask=keep)
+
+
+@triton.jit(do_not_specialize=["Sq", "batch", "window_left", "window_right", "splits", "new"])
+def split_kernel(
+    q, k, v, out, lse, partial, partial_lse,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s: tl.int64,
+    k_stride_b, k_stride_h: tl.int64, k_stride_s, v_stride_b, v_stride_h: tl.int64, v_stride_s,
+    batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32, capacity: tl.int32,
+    new: tl.int32, splits: tl.int32, table, table_stride: tl.int64, pages: tl.int32,
+    k_scale, v_scale, scale: tl.float32, cap, slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    window_left, window_right,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STREAM: tl.constexpr,
+    FIXED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
+
+    scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
+    (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2.
+    """
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(group * Sq, BLOCK_M)
+    units = Hkv * blocks
+    if PDL:  # every program runs from here on, so the merging ones can wait in their places
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if STREAM:
+        _, _, total = find_tile(
+            kv_lens, batch, capacity, new, Sq, window_left, units, 0, BLOCK_N, CHUNK
+        )
+        per = tl.cdiv(total, splits)
+        tile = pid * per
+        stop = tl.minimum(tile + per, total)
+    else:
+        tile, stop = 0, 1
+    while tile < stop:
+        if STREAM:
+            b, base, _ = find_tile(
+                kv_lens, batch, capacity, new, Sq, window_left, units, tile, BLOCK_N, CHUNK
+            )
+        else:
+            b = pid // splits // units
+            base = 0
+        length, origin, tiles = row_tiles(
+            kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
+        )
+        if STREAM:
+            unit = (tile - base) // tiles
+            first = tile - base - unit * tiles
+            last = tl.minimum(tiles, first + stop - tile)
+            slot = 2 * pid + tl.where(first == 0, 1, 0)
+            whole = (first == 0) & (last == tiles)
+        else:
+            unit = pid // splits % units
+            piece = tl.cdiv(tiles, splits)
+            if FIXED > 0:
+                piece = FIXED
+            first = tl.minimum(pid % splits * piece, tiles)
+            last = tl.minimum(first + piece, tiles)
+            slot = pid
+            whole = splits == 1
+        if whole | (first < last):
+            h = unit // blocks
+            m0 = unit % blocks * BLOCK_M
+            factor = scale
+            if k_scale is not None:
+                factor *= tl.load(k_scale + b * Hkv + h)
+            k_at, v_at, pages_at, slopes_at = k + h * k_stride_h, v + h * v_stride_h, table, slopes
+            if PAGE > 0:
+                pages_at = table + b * table_stride
+            else:
+                k_at += b.to(tl.int64) * k_stride_b
+                v_at += b.to(tl.int64) * v_stride_b
+            if slopes is not None:
+                slopes_at = slopes + b * slopes_stride_b + h * group
+            m, den, acc = attend_piece(
+                q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first, origin + last,
+                length, q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+                group, Sq, pages, factor, cap, slopes_at, window_left, window_right,
+                D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION, STAGES,
+            )  # fmt: skip
+            if v_scale is not None:
+                acc *= tl.load(v_scale + b * Hkv + h)
+            if whole:
+                store_whole(
+                    out, lse, sinks, b, h, m0, m, den, acc, Hkv * group, group, Sq, Dv
+                )  # fmt: skip
+            else:
+                store_piece(partial, partial_lse, slot, m0, m, den, acc, group * Sq, Dv)
+        if STREAM:
+            tile += last - first
+        else:
+            tile = 1
+
+
+@triton.jit(do_not_specialize=["Sq", "batch", "window_left", "splits", "new"])
+def merge_splits_kernel(
+    partial, partial_lse, out, lse, batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32,
+    capacity: tl.int32, new: tl.int32, splits: tl.int32, sinks, kv_lens, window_left,
+    Dv: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STREAM: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per query row of a head: what `split_kernel` left in pieces, or without keys."""
+    pid = tl.program_id(0)
+    i = pid % Sq
+    hq = pid // Sq % (Hkv * group)
+    b = pid // Sq // (Hkv * group)
+    blocks = tl.cdiv(group * Sq, BLOCK_M)
+    r = hq % group * Sq + i
+    unit = hq // group * blocks + r // BLOCK_M
+    units = Hkv * blocks
+    _, _, tiles = row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N)
+    if STREAM:
+        before, total = tiles_before(
+            kv_lens, batch, capacity, new, Sq, window_left, b, BLOCK_N, CHUNK
+        )
+        per = tl.maximum(tl.cdiv(total * units, splits), 1)
+        start = before * units + unit * tiles
+        owner = start // per
+        count = tl.where(tiles > 0, (start + tiles - 1) // per - owner + 1, 0)
+    else:
+        piece = tl.cdiv(tiles, splits)
+        if FIXED > 0:
+            piece = FIXED
+        count = tl.cdiv(tiles, tl.maximum(piece, 1))
+    if PDL:  # every program waits: the end of this kernel stands for the end of both
+        tl.extra.cuda.gdc_wait()
+    if STREAM:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if count == 1:
+            return  # written already
+    m = tl.full([1], float("-inf"), tl.float32)
+    den = tl.zeros([1], tl.float32)
+    if sinks is not None:
+        m = tl.zeros([1], tl.float32) + tl.load(sinks + hq).to(tl.float32) * LOG2E
+        den = tl.where(m == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    cols = tl.arange(0, BLOCK_DV)
+    for first in range(0, count, PARTS):
+        part = first + tl.arange(0, PARTS)
+        if STREAM:
+            slot = 2 * (owner + part) + tl.where(part == 0, 1, 0)
+        else:
+            slot = (b * units + unit) * splits + part
+        at = slot.to(tl.int64) * BLOCK_M + r % BLOCK_M
+        s = tl.load(partial_lse + at, mask=part < count, other=float("-inf"))
+        keep = (part < count)[:, None] & (cols < Dv)[None, :]
+        x = tl.load(partial + at[:, None] * Dv + cols[None, :], mask=keep, other=0.0)
+        m_new = tl.maximum(m, tl.max(s, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - base)
+        alpha = tl.exp2(m - base)
+        den = den * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(x * p[:, None], 0)
+        m = m_new
+    weight = tl.where(den == 0.0, 0.0, 1.0 / den)
+    at = lse + (b * Hkv * group + hq).to(tl.int64) * Sq + i + tl.arange(0, 1)
+    tl.store(at, (m + tl.log2(den)) * LN2)
+    at = out + ((b.to(tl.int64) * Sq + i) * Hkv * group + hq) * Dv + cols
+    tl.store(at, (acc * weight).to(out.dtype.element_ty), mask=cols < Dv)

@@ -1,0 +1,125 @@
+"""The decoding kernels without a GPU: registers, shared memory, and that nothing is spilled."""
+
+import importlib
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fa_ops.backends.triton import launch  # noqa: E402
+from fa_ops.backends.triton.configs_decode import decode_tile  # noqa: E402
+from tests.compile_only.sass import disassembled, stack_bytes  # noqa: E402
+
+host = importlib.import_module("fa_ops.backends.triton.decode")
+kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
+append = importlib.import_module("fa_ops.backends.triton.decode_append")
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
+B, Hkv, S = 2, 2, 256
+FP8, PAIRS = torch.float8_e4m3fn, torch.int16  # an fp8 cache is read as pairs
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def assert_fits(kernel, arch, folder):
+    assert stack_bytes(kernel.asm["cubin"], folder) == 0
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+
+
+def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0, mode="stream",
+             shared=False, options=(), light=False):  # fmt: skip
+    Dv, cached = Dv or D, cached or dtype
+    tile = decode_tile(arch, dtype, cached == PAIRS, D, Dv, rows, light)
+    split, _ = host.constants(tile, arch, dtype, cached == PAIRS, D, Dv, page, shared, mode, 16, 4)
+    q, k, lse = meta(1, dtype=dtype), meta(1, dtype=cached), meta(1)
+    table = meta(1, dtype=torch.int32) if page else None
+    scales = (lse, lse) if cached == PAIRS else (None, None)
+    everything = (2.0, lse, 0, lse) if options else (None, None, 0, None)
+    windows = (9, 0) if options else (None, None)
+    args = (
+        q, k, k, q, lse, lse, lse, *(64,) * 9, B, Hkv, 4, 1, S, 0, 264, table, 64, 9, *scales,
+        1.0, *everything, meta(B, dtype=torch.int32), *windows,
+    )  # fmt: skip
+    return launch.compile_kernel(
+        kernels.split_kernel, args, split, tile.options(), GPUTarget("cuda", arch, 32),
+        divisors=host.divisors_of(dtype, cached),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("arch", SHARED)
+def test_fits(arch, D, tmp_path):
+    assert_fits(compiled(arch, D), arch, tmp_path)
+    assert_fits(compiled(arch, D, page=16, options=True, light=True), arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_mla_fits(arch, tmp_path):
+    assert_fits(compiled(arch, 576, 512, rows=128, page=64, shared=True), arch, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_groups_fit(rows, tmp_path):
+    for D in (64, 128, 256):
+        assert_fits(compiled(90, D, rows=rows), 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in SHARED if arch >= 89])
+def test_fp8_fits(arch, tmp_path):
+    for D in (64, 128):
+        assert_fits(compiled(arch, D, cached=PAIRS), arch, tmp_path)
+
+
+def test_fp32_fits(tmp_path):
+    for arch in (80, 90):
+        assert_fits(compiled(arch, 128, dtype=torch.float32), arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_merging_fits(arch, tmp_path):
+    tile = decode_tile(arch, torch.bfloat16, False, 128, 128, 4, False)
+    for mode, parts in (("stream", 64), ("even", 4)):
+        constants = (tile, arch, torch.bfloat16, False, 128, 128, 0, False, mode, 256, parts)
+        _, merge = host.constants(*constants)
+        out, lse, lens = meta(1, dtype=torch.bfloat16), meta(1), meta(B, dtype=torch.int32)
+        args = (lse, lse, out, lse, B, Hkv, 4, 1, S, 0, 264, lse, lens, None)
+        kernel = launch.compile_kernel(
+            kernels.merge_splits_kernel, args, merge, {"num_warps": 4}, GPUTarget("cuda", arch, 32)
+        )
+        assert_fits(kernel, arch, tmp_path)
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("page", [0, 16])
+def test_appending_fits(page, cached, tmp_path):
+    q, k, angles = meta(1, dtype=torch.bfloat16), meta(1, dtype=cached), meta(1)
+    ints = meta(1, dtype=torch.int32)
+    scales = (angles, angles) if cached == FP8 else (None, None)
+    args = (q, q, q, q, k, k, *(64,) * 15, 4, 2, 1, 1, 2, S, ints if page else None, 64, 9, ints,
+            *scales, angles, angles, S)  # fmt: skip
+    for interleaved in (False, True):
+        constants = {
+            "D": 128, "Dv": 128, "BLOCK": 128, "R": 64, "INTERLEAVED": interleaved, "PAGE": page,
+        }  # fmt: skip
+        kernel = launch.compile_kernel(
+            append.append_kernel, args, constants, {"num_warps": 1}, GPUTarget("cuda", 90, 32)
+        )
+        assert_fits(kernel, 90, tmp_path)
+
+
+@pytest.mark.parametrize("page", [0, 64, 16])
+def test_keys_and_values_run_ahead(page, tmp_path):
+    """Both come by asynchronous copies of 16 bytes, and two programs share a multiprocessor."""
+    kernel = compiled(90, 128, page=page)
+    code = disassembled(kernel.asm["cubin"], tmp_path)
+    assert code.count("LDGSTS.E.BYPASS") >= 16
+    assert kernel.metadata.shared <= 113 * 1024

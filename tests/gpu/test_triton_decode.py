@@ -1,0 +1,171 @@
+"""The decoding kernels on a GPU: the oracle's cases, and what only a GPU can show."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import reference
+from fa_ops.backends.triton import decode
+from fa_ops.types import Cache, Spec
+from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("seed", range(2000, 2120))
+def test_random(seed):
+    dtype = DTYPES[seed % 3]
+    case = random_cache_case(seed, dtype=dtype, device="cuda", rotary=0)
+    fp8 = case.fp8 and dtype != torch.float32
+    S = case.S * (1 + seed % 9)
+    assert_cache_close(dataclasses.replace(case, S=S, fp8=fp8), "triton")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rotary(seed):
+    case = random_cache_case(seed, dtype=DTYPES[seed % 3], device="cuda", rotary=16, fp8=False)
+    assert_cache_close(case, "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [8, 40, 64, 80, 96, 128, 160, 192, 256])
+def test_head_dims(dtype, D):
+    case = CacheCase(D=D, Dv=D, S=700, dtype=dtype, device="cuda", Sq=2, is_causal=True)
+    assert_cache_close(case, "triton")
+    assert_cache_close(dataclasses.replace(case, page_size=16), "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("Hq", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_mla(Hq, page_size, dtype):
+    case = CacheCase(
+        Hq=Hq, Hkv=1, D=576, Dv=512, S=500, shared=True, page_size=page_size, dtype=dtype,
+        device="cuda",
+    )  # fmt: skip
+    assert_cache_close(case, "triton")
+
+
+@pytest.mark.parametrize("group", [1, 4, 8, 16, 40])
+@pytest.mark.parametrize("Sq", [1, 4, 16, 33])
+def test_groups(group, Sq):
+    case = CacheCase(
+        Hq=2 * group, Sq=Sq, S=600, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
+        is_causal=True, lens=(600, 20),
+    )  # fmt: skip
+    assert_cache_close(case, "triton")
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_addresses_that_are_no_multiple_of_16_bytes(offset):
+    q, k, v, cache, spec = CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
+    expected = decode.cache_forward(q, k, v, cache, spec)[0]
+    shifted = [
+        torch.cat([x.contiguous().flatten()[:offset], x.contiguous().flatten()])[offset:].view_as(x)
+        for x in (q, k, v)
+    ]
+    found = decode.cache_forward(*shifted, cache, spec)[0]
+    assert relative_error(found, expected) < 1e-2
+
+
+def test_pages_beyond_32_bits():
+    """2**31 elements of keys: pages far apart in memory."""
+    k = torch.empty(2**18 + 2**7, 64, 1, 128, device="cuda", dtype=torch.bfloat16).normal_()
+    last = k.shape[0] - 1
+    table = torch.tensor([[last, 0, last - 1]], dtype=torch.int32, device="cuda")
+    q = torch.randn(1, 4, 1, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor([150], dtype=torch.int32, device="cuda")
+    out = fa_ops.attention_with_kv_cache(q, k, k, lens, table, backend="triton")
+    near = k[table[0].long()].flatten(0, 1)[None, :150].transpose(1, 2).double()
+    assert relative_error(out, reference.dense(q.double(), near, near, Spec())[0]) < 1e-2
+
+
+def test_one_graph_serves_every_length():
+    case = CacheCase(B=4, Hq=8, S=900, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", new=1,
+                     lens=(899, 0, 500, 3), page_size=16)  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
+    cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
+    decode.cache_forward(q, k, v, cache, spec)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode.cache_forward(q, k, v, cache, spec)
+    for step in range(5):
+        q.normal_()
+        cache.key.normal_()
+        spec.kv_lens.random_(0, 899)
+        expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+        graph.replay()
+        assert relative_error(captured[0], expected) < 1e-2, step
+
+
+def test_repeatable_and_batch_invariant():
+    q, k, v, _, spec = CacheCase(
+        B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
+        lens=(9000, 1, 0, 5000, 4097),
+    ).fresh()  # fmt: skip
+    first, again = (decode.cache_forward(q, k, v, Cache(), spec) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    cache = Cache(batch_invariant=True)
+    together = decode.cache_forward(q, k, v, cache, spec)
+    assert relative_error(together[0], first[0]) < 1e-2
+    for b in range(5):
+        one = (x[b : b + 1] for x in (q, k, v))
+        alone = decode.cache_forward(*one, cache, spec._replace(kv_lens=spec.kv_lens[b : b + 1]))
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
+
+
+@pytest.mark.parametrize("B", [1, 3, 200, 1000])
+@pytest.mark.parametrize("Hkv", [1, 8])
+def test_batches(B, Hkv):
+    lens = tuple((b * 7919 + 100) % 331 for b in range(B))
+    q, k, v, cache, spec = CacheCase(
+        B=B, Hq=4 * Hkv, Hkv=Hkv, S=331, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
+        lens=lens,
+    ).fresh()  # fmt: skip
+    out, lse = decode.cache_forward(q, k, v, cache, spec)
+    clean = (x.nan_to_num(0.0).double() for x in (k, v))
+    expected, expected_lse = reference.dense(q.double(), *clean, spec)
+    assert relative_error(out, expected) < 1e-2
+    torch.testing.assert_close(lse, expected_lse.float(), atol=1e-3, rtol=1e-3)
+
+
+def test_streams_side_by_side():
+    problems = [
+        CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh()
+        for n in range(2)
+    ]
+    expected = [decode.cache_forward(*p)[0] for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(20):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[n].append(decode.cache_forward(*problems[n])[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected[n]) for n in range(2) for x in found[n])
+
+
+def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
+    from fa_ops.ops import kv_cache
+
+    q, k, v, cache, spec = CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh()
+    table = cache.page_table.clone()
+    table[1, 1] = 10**6
+    fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
+    monkeypatch.setattr(kv_cache, "DEBUG", True)
+    with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 1000000"):
+        fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)

@@ -1,0 +1,108 @@
+"""The decoding kernels in the interpreter against the oracle of caches (TRITON_INTERPRET=1)."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+from fa_ops.backends.triton import launch
+from fa_ops.types import Cache
+from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
+
+decode = importlib.import_module("fa_ops.backends.triton.decode")
+
+pytestmark = [
+    pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # log2(0) of dead rows
+]
+
+FEATURES = {
+    "one token": {},
+    "one short row": {"B": 1, "Hq": 1, "Hkv": 1, "lens": (1,)},
+    "rows of very different lengths": {"B": 5, "S": 300, "lens": (1, 300, 0, 33, 32)},
+    "causal": {"Sq": 5, "is_causal": True, "lens": (2, 150)},
+    "several blocks of rows": {"Sq": 16, "Hq": 5, "Hkv": 1, "S": 40, "B": 1, "is_causal": True},
+    "window": {"Sq": 3, "window": (70, 0), "S": 300, "lens": (300, 60)},
+    "even splits": {"num_splits": 3, "S": 300, "lens": (300, 0)},
+    "one split": {"num_splits": 1, "lens": (0, 150), "sinks": True},
+    "fixed splits": {"batch_invariant": True, "S": 1100, "lens": (1100, 5), "D": 8, "Dv": 8},
+    "pages of one": {"page_size": 1, "S": 70},
+    "pages of five": {"page_size": 5, "S": 70},
+    "pages of a tile": {"page_size": 32, "S": 200},
+    "pages of several tiles": {"page_size": 256, "S": 300},
+    "append": {"new": 3, "Sq": 3, "is_causal": True, "bshd": False},
+    "append to pages": {"new": 20, "Sq": 2, "page_size": 8, "rotary": 16},
+    "rotary pairs": {"new": 2, "Sq": 2, "rotary": 8, "interleaved": True},
+    "fp8": {"fp8": True, "dtype": torch.float16, "page_size": 8},
+    "everything": {
+        "Sq": 4, "is_causal": True, "window": (50, 3), "softcap": 3.0, "alibi": "batch_heads",
+        "sinks": True, "page_size": 16, "scale": -0.4, "D": 40, "Dv": 24,
+    },
+    "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
+    "keys wider than a product": {"D": 288, "Dv": 256, "shared": True, "Hkv": 1, "S": 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature):
+    assert_cache_close(CacheCase(**FEATURES[feature]), "triton")
+
+
+@pytest.mark.parametrize("seed", range(1000, 1024))
+def test_random(seed):
+    case = random_cache_case(seed, B=2, S=70)
+    # the interpreter does not round to fp8 as a GPU does
+    assert_cache_close(dataclasses.replace(case, fp8=case.fp8 and not case.new), "triton")
+
+
+def test_more_rows_than_one_look_finds():
+    lens = tuple((7 * b) % 9 * (b % 3 == 0) for b in range(300))
+    assert_cache_close(CacheCase(B=300, Hq=1, Hkv=1, S=9, D=8, Dv=8, lens=lens), "triton")
+
+
+@pytest.mark.parametrize("page_size", [4, 32])
+def test_pages_that_do_not_exist_are_not_touched(page_size):
+    """Their keys count as absent: nothing is read, nothing is written."""
+    case = CacheCase(page_size=page_size, S=96, lens=(60, 60), new=1, B=2)
+    for wrong in (-1, case.fresh()[1].shape[0], 2**31 - 1):
+        q, k, v, cache, spec = case.fresh()
+        table = cache.page_table.clone()
+        table[0, 0] = wrong
+        table[1, 60 // page_size] = wrong
+        before = k.clone()
+        bad = cache._replace(page_table=table)
+        out, _ = decode.cache_forward(q, k, v, bad, spec)
+        assert bool(out.isfinite().all())
+        appended = ~((k == before) | (k.isnan() & before.isnan()))
+        assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
+
+
+def test_lengths_beyond_the_cache_are_cut():
+    q, k, v, cache, spec = CacheCase(S=40, lens=(40, 40)).fresh()
+    expected = decode.cache_forward(q, k, v, cache, spec)
+    lens = torch.tensor([10**6, 41], dtype=torch.int32)
+    found = decode.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    lens = torch.tensor([-5, -(2**31)], dtype=torch.int32)
+    out, lse = decode.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens))
+    assert not out.any() and bool((lse == float("-inf")).all())
+
+
+def test_batch_invariance():
+    q, k, v, _, spec = CacheCase(B=3, S=1100, D=8, Dv=8, lens=(1100, 30, 700)).fresh()
+    cache = Cache(batch_invariant=True)
+    together = decode.cache_forward(q, k, v, cache, spec)
+    for b in range(3):
+        one = (x[b : b + 1] for x in (q, k, v))
+        alone = decode.cache_forward(*one, cache, spec._replace(kv_lens=spec.kv_lens[b : b + 1]))
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
+
+
+def test_lengths_compile_nothing_new():
+    compiled = set()
+    for S in (40, 100, 300):
+        q, k, v, cache, spec = CacheCase(S=S).fresh()
+        decode.cache_forward(q, k, v, cache, spec)
+        compiled.add(len(decode._launches))
+    assert len(compiled) == 1
