@@ -1,0 +1,168 @@
+"""Training: packing, checkpointing, mixed precision, and the Trainer."""
+
+import pytest
+import torch
+from tiny_models import VOCAB, build, switch, tokens
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import fa_ops
+from hf_integration import packing
+
+LENGTHS = (5, 7, 3)
+
+
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def collate(**options) -> dict:
+    rows = [{"input_ids": row, "labels": row} for row in documents()]
+    return DataCollatorWithFlattening(**options)(rows)
+
+
+def alone(model) -> torch.Tensor:
+    switch(model, "eager")
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([row])).logits for row in documents()], 1)
+
+
+@pytest.fixture
+def packed_calls(monkeypatch) -> list[int]:
+    """Sequences of every packed call."""
+    found = []
+    varlen = fa_ops.attention_varlen
+
+    def counted(q, k, v, ends, *args, **options):
+        found.append(ends.numel() - 1)
+        return varlen(q, k, v, ends, *args, **options)
+
+    monkeypatch.setattr(fa_ops, "attention_varlen", counted)
+    return found
+
+
+WAYS = {
+    "cu_seq_lens": ({"return_flash_attn_kwargs": True}, {}),
+    "positions, no cache": ({}, {"use_cache": False}),
+    "positions, a cache": ({}, {"use_cache": True}),
+    "positions, a full mask": ({}, {"attention_mask": torch.ones(1, sum(LENGTHS))}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma3_text", "gpt_oss"])
+def test_flattened_documents_do_not_see_each_other(model_type, way, packed_calls):
+    """transformers itself looks for packing in the second way only, and for gpt-oss never."""
+    model = build(model_type)
+    collator, options = WAYS[way]
+    batch = collate(**collator) | options
+    batch.pop("labels")
+    ours = model(**batch).logits
+    torch.testing.assert_close(ours, alone(model), atol=1e-4, rtol=1e-4)
+    if model_type == "llama" and way != "positions, no cache":
+        assert packed_calls == [3, 3]
+
+
+def test_other_masks_of_transformers_leak_where_ours_do_not():
+    """The trap itself: with a cache, SDPA's documents attend each other."""
+    model = build("llama")
+    batch = collate()
+    switch(model, "sdpa")
+    leaking = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    assert not torch.allclose(leaking, alone(model), atol=1e-2)
+
+
+def test_positions_are_looked_at_once_per_forward_pass(monkeypatch):
+    looks = []
+    find = packing._find
+    monkeypatch.setattr(packing, "_find", lambda p: looks.append(1) or find(p))
+    model = build("llama")
+    model(**{k: v for k, v in collate().items() if k != "labels"})
+    model(tokens(1))
+    assert len(looks) == 2
+
+
+def test_a_prompt_with_a_mask_is_not_looked_at_twice(monkeypatch):
+    """Reading the padding is the one synchronisation of a prefill."""
+    monkeypatch.setattr(packing, "_find", lambda p: pytest.fail("positions were read"))
+    with torch.no_grad():
+        build("llama")(tokens(1), attention_mask=torch.ones(1, 12))
+
+
+def test_gradients_of_packed_documents_are_those_of_each_alone():
+    model = build("gemma3_text")
+    batch = collate(return_flash_attn_kwargs=True)
+    batch.pop("labels")
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    gradients = []
+    for out in (model(**batch).logits, None):
+        if out is None:
+            switch(model, "eager")
+            out = torch.cat([model(torch.tensor([row])).logits for row in documents()], 1)
+        gradients.append(torch.autograd.grad(out.square().mean(), weight)[0])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_checkpointing_repeats_dropout_and_packing(reentrant):
+    model = build("llama", attention_dropout=0.2).train()
+    batch = collate(return_flash_attn_kwargs=True)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+            model.gradient_checkpointing_enable(**options)
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(**batch, use_cache=False).loss.backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for plain, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, plain)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(bf16, tmp_path):
+    """Three steps from the same weights: the losses of eager attention, in bf16 nearly."""
+    losses = {}
+    for name in ("eager", "fa_ops"):
+        model = build("llama").train()
+        switch(model, name)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=bf16,
+            disable_tqdm=True,
+        )
+        rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(6)]
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        history = trainer.state.log_history
+        losses[name] = torch.tensor([row["loss"] for row in history if "loss" in row])
+    assert len(losses["eager"]) == 3
+    tolerance = 2e-2 if bf16 else 1e-4
+    torch.testing.assert_close(losses["fa_ops"], losses["eager"], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtypes", ["fff", "fbb", "bff", "ffb"])
+def test_autocast_takes_any_mix(dtypes):
+    """Query, key and value as rotary embeddings, norms and caches leave them under autocast."""
+    from hf_integration import fa_ops_attention_forward
+
+    kinds = {"f": torch.float32, "b": torch.bfloat16}
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, 2, 9, 16, generator=generator) for _ in range(3)]
+    mixed = [t.to(kinds[kind]).requires_grad_() for t, kind in zip(exact, dtypes, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = fa_ops_attention_forward(torch.nn.Module(), *mixed, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    expected = fa_ops.attention(*exact, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=3e-2)
+    gradients = torch.autograd.grad(out.float().square().sum(), mixed)
+    assert [g.dtype for g in gradients] == [t.dtype for t in mixed]
