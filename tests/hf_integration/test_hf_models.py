@@ -75,7 +75,7 @@ def test_prefill_in_chunks(model_type):
     assert (ours - whole).abs().max() <= TOLERANCE * whole.abs().max()
 
 
-GRADIENTS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "bert", "t5"]
+GRADIENTS = [*CAUSAL, *ENCODERS, "t5"]
 
 
 @pytest.mark.parametrize("model_type", GRADIENTS)

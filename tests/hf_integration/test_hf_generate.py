@@ -1,0 +1,123 @@
+"""generate(): every way of choosing tokens, every cache, against eager attention."""
+
+import pytest
+import torch
+from tiny_models import SEQ2SEQ, build, padding, switch, tokens
+from transformers import DynamicCache
+from transformers.cache_utils import QuantizedLayer
+
+import hf_integration
+
+NEW = 6
+FAMILIES = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"]
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beams, sampled": {"do_sample": True, "num_beams": 2},
+}
+
+
+def both(model, ids=None, **options) -> None:
+    """Ours and eager's tokens are equal, unpadded and left padded."""
+    ids = tokens() if ids is None else ids
+    for mask in (torch.ones_like(ids), padding()[:, : ids.shape[1]][: len(ids)]):
+        results = []
+        for name in ("eager", "fa_ops"):
+            switch(model, name)
+            if "assistant_model" in options:
+                switch(options["assistant_model"], name)
+            torch.manual_seed(0)
+            made = {k: make() if callable(make) else make for k, make in options.items()
+                    if k != "assistant_model"}  # fmt: skip
+            assistant = {k: v for k, v in options.items() if k == "assistant_model"}
+            made = {"max_new_tokens": NEW, "min_new_tokens": NEW} | made | assistant
+            results.append(model.generate(ids, attention_mask=mask, disable_compile=True, **made))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_ways_of_choosing(model_type, way, cache):
+    both(build(model_type), cache_implementation=cache, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("model_type", SEQ2SEQ)
+def test_encoder_decoder_caches(model_type, cache, way):
+    both(build(model_type), cache_implementation=cache, **WAYS[way])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_an_assistant_proposes_several_tokens(model_type):
+    """Steps of several queries on a filled cache, some of them taken back."""
+    model, assistant = build(model_type), build(model_type, seed=1)
+    both(model, tokens(1), assistant_model=assistant, do_sample=False)
+
+
+def test_prompt_lookup():
+    ids = tokens(1, 4).repeat(1, 3)
+    both(build("llama"), ids, prompt_lookup_num_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss"])
+def test_sliding_caches_beyond_their_window(model_type, cache):
+    """Twelve tokens of prompt and twelve new ones, with windows of five."""
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    both(build(model_type), cache_implementation=cache, **options)
+
+
+class Rounded(QuantizedLayer):
+    """A quantised cache without the packages that transformers' own backends need."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, quantized):
+        numbers, scale = quantized
+        return numbers * scale
+
+
+def quantised(config) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.layers = [Rounded(residual_length=4) for _ in range(config.num_hidden_layers)]
+    cache.layer_class_to_replicate = None
+    return cache
+
+
+def test_a_quantised_cache():
+    model = build("llama")
+    both(model, past_key_values=lambda: quantised(model.config), do_sample=False)
+
+
+def test_a_prefill_in_chunks():
+    model = build("llama")
+    both(model, prefill_chunk_size=5, do_sample=False)
+
+
+def test_decoding_asks_for_no_mask_of_the_caches_size():
+    """Lengths and ranges, never a dense mask."""
+    for model_type in FAMILIES:
+        model = build(model_type)
+        hf_integration.mask_counts.clear()
+        for cache in (None, "static"):
+            options = dict(max_new_tokens=NEW, do_sample=False, disable_compile=True)
+            model.generate(tokens(), cache_implementation=cache, **options)
+        assert not [name for name in hf_integration.mask_counts if ":" in name]
+
+
+def test_an_implementation_for_each_part():
+    """A dictionary names parts; the others keep what they have."""
+    model = build("bart")
+    ids = tokens()
+    with torch.no_grad():
+        switch(model, "eager")
+        expected = model(ids, decoder_input_ids=ids).logits
+        model.set_attn_implementation({"": "fa_ops"})
+        ours = model(ids, decoder_input_ids=ids).logits
+    assert model.config._attn_implementation == "fa_ops"
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
