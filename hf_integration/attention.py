@@ -137,6 +137,8 @@ def _form(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal
 ) -> forms.Form:
     if mask is not None:
+        if mask.dtype == torch.bool and mask.is_cuda and tuple(mask.shape[1:3]) == (1, 1):
+            return forms.bounded(mask, query.dtype)
         return forms.read(mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

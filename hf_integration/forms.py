@@ -18,6 +18,7 @@ read to use them.
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,35 @@ def read(mask: Tensor) -> Form:
             f"got {mask.dtype} {tuple(mask.shape)}"
         )
     return Form(attn_mask=mask)
+
+
+# The mask bounded last and its form: all layers of a step share the mask.
+_last: tuple[weakref.ref, int, Form] | None = None
+
+
+def bounded(mask: Tensor, dtype: torch.dtype) -> Form:
+    """A bool mask of one query (B, 1, 1, Sk) with the run of keys outside which nothing is kept.
+
+    So a kernel reads the filled part of a cache, and nothing is read by the host. Inside the run
+    the mask is added, in `dtype`: padding in decoding may have holes.
+    """
+    global _last
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _last is not None and _last[0]() is mask and _last[1] == mask._version:
+        form = _last[2]
+        return form._replace(attn_mask=form.attn_mask.to(dtype))
+    valid = mask.to(torch.uint8)
+    lo = valid.argmax(-1)
+    hi = mask.shape[-1] - valid.flip(-1).argmax(-1)
+    hi = torch.where(mask.any(-1), hi, 0)
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    form = Form(
+        key_ranges=torch.stack([lo, hi], -1).to(torch.int32),
+        attn_mask=added.masked_fill_(~mask, float("-inf")),
+    )
+    if not compiling:
+        _last = (weakref.ref(mask), mask._version, form)
+    return form
 
 
 def name(mask: Tensor) -> str:

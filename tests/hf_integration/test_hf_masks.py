@@ -248,3 +248,35 @@ def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
 def test_a_foreign_mask_tensor_is_refused():
     with pytest.raises(ValueError, match="bool, floating point or a mask made by fa_ops, got"):
         forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64))
+
+
+def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
+    """What decoding with padding gets on a GPU; holes stay holes."""
+    keep = torch.zeros(4, 1, 1, 10, dtype=torch.bool)
+    keep[0, ..., 2:7] = True
+    keep[1, ..., :] = True
+    keep[2, ..., [1, 4]] = True
+    form = forms.bounded(keep, torch.float32)
+    assert form.key_ranges[:, 0, 0].tolist() == [[2, 7], [0, 10], [1, 5], [0, 0]]
+    assert torch.equal(form.attn_mask == 0, keep)
+    assert forms.bounded(keep, torch.float32).key_ranges is form.key_ranges
+    assert forms.bounded(keep.clone(), torch.float32).key_ranges is not form.key_ranges
+    assert forms.bounded(keep, torch.bfloat16).attn_mask.dtype == torch.bfloat16
+    keep[0, ..., 8] = True
+    assert forms.bounded(keep, torch.bfloat16).key_ranges[0, 0, 0].tolist() == [2, 9]
+
+
+def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
+    from hf_integration import fa_ops_attention_forward
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 1, 16, generator=generator)
+    k, v = (torch.randn(2, 2, 10, 16, generator=generator) for _ in range(2))
+    keep = torch.rand(2, 1, 1, 10, generator=generator) > 0.5
+    keep[..., 8:] = False
+    expected, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
+    form = forms.bounded(keep, torch.float32)
+    monkeypatch.setattr(forms, "read", lambda mask: form)
+    k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
+    ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
+    torch.testing.assert_close(ours, expected)
