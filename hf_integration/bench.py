@@ -25,7 +25,7 @@ from transformers.utils import logging
 import hf_integration
 
 IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
-PARTS = ("prefill", "train", "decode", "memory")
+PARTS = ("prefill", "train", "decode", "generate", "memory")
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,35 @@ def _decode(bench: Bench, filled: int, room: int, B: int, compiled: bool) -> flo
         return round(bench.milliseconds(tokens) / steps, 4)
 
 
+def generate(bench: Bench, name: str, compiled: bool) -> None:
+    """generate() itself with a static cache, which compiles decoding on GPUs; also left padded.
+
+    A token's time is the difference between many tokens and one, so that the prefill cancels out.
+    """
+    if not compiled and bench.device.type == "cuda":
+        return
+    B, S = max(bench.sizes.batches), min(bench.sizes.contexts)
+    for rows, padded in ((1, False), (B, False), (B, True)):
+        ids = bench.tokens(rows, S)
+        mask = left_padding(ids) if padded else torch.ones_like(ids)
+        about = {"implementation": name, "part": "generate", "compiled": compiled}
+        about |= {"case": f"batch {rows} x {S}" + ", left padded" * padded}
+
+        def run(ids: Tensor = ids, mask: Tensor = mask) -> dict:
+            few, many = (_generate(bench, ids, mask, n) for n in (2, 2 + bench.sizes.steps))
+            return {"ms_per_token": round((many - few) / bench.sizes.steps, 4)}
+
+        bench.record(about, run)
+
+
+def _generate(bench: Bench, ids: Tensor, mask: Tensor, new: int) -> float:
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    options["cache_implementation"] = "static"
+    if bench.device.type != "cuda":
+        options["disable_compile"] = True
+    return bench.milliseconds(lambda: bench.model.generate(ids, attention_mask=mask, **options))
+
+
 def memory(bench: Bench, name: str, compiled: bool) -> None:
     """What a prefill holds at most beyond the weights, unpadded and left padded; eager only."""
     if compiled:
@@ -248,7 +277,13 @@ def _peak(bench: Bench, ids: Tensor, inputs: dict) -> float:
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 
-RUN = {"prefill": prefill, "train": train, "decode": decode, "memory": memory}
+RUN = {
+    "prefill": prefill,
+    "train": train,
+    "decode": decode,
+    "generate": generate,
+    "memory": memory,
+}
 
 
 def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from hf_integration import architectures, forms, runs
+from hf_integration import architectures, decoding, forms, runs
 
 # How often each form was made, dense and float ones with the reason; not counted by Dynamo.
 counts: Counter[str] = Counter()
@@ -159,9 +159,13 @@ def _read(
     mask = request.attention_mask
     on_device = isinstance(offset, Tensor)
     tracing = is_tracing(mask) or (on_device and is_tracing(offset))
-    may_read = not tracing and (request.q_length > 1 or torch.device(request.device).type == "cpu")
+    may_read = not tracing and (request.q_length > 1 or _reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
-        raise NotARun("padding or packing while tracing" if tracing else "padding in decoding")
+        if tracing:
+            raise NotARun("padding or packing while tracing")
+        if conditions or request.mask_function is runs.bidirectional:
+            raise NotARun("padding in decoding")
+        return _followed(request), None if on_device else offset
     padding, wanted = Padding(request.kv_length, request.kv_length), list(conditions)
     if mask is not None:
         padding, facts = _padding_runs(request, whole)
@@ -176,7 +180,9 @@ def _read(
     if on_device and want_offset:
         offset = numbers.pop()
     if mask is not None:
-        last_start, fewest, most, has_no_holes, *numbers = numbers
+        last_start, fewest, most, has_no_holes, reaches_end, *numbers = numbers
+        if request.mask_function is not runs.bidirectional:
+            decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
         if not has_no_holes:
             raise NotARun("padding with holes")
         if last_start == 0 and fewest == most:
@@ -186,10 +192,28 @@ def _read(
     return padding, offset
 
 
-def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]:
-    """The run of valid keys of every row, and four numbers to read.
+def _reads_are_free(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cpu"
 
-    These are the latest first key, the fewest and the most keys, and whether no row has holes.
+
+def _followed(request: Request) -> Padding:
+    """The padding of a step of decoding, from what the prefill has shown; nothing is read."""
+    known = decoding.followed(request)
+    if known is None:
+        raise NotARun("padding in decoding that no prefill has shown")
+    if not known.padded:
+        decoding.check(request.attention_mask.all())
+        return Padding(request.kv_length, request.kv_length)
+    padding, (*_, is_run, _) = _padding_runs(request, False)
+    decoding.check(is_run)
+    return padding
+
+
+def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]:
+    """The run of valid keys of every row, and five numbers to read.
+
+    These are the latest first key, the fewest and the most keys, whether no row has holes, and
+    whether every row is valid at the end of its mask.
 
     `whole`: nothing but the padding restricts the keys, so its own length counts; kv_length may be
     that of another cache then.
@@ -205,7 +229,8 @@ def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]
     last = valid.shape[1] - valid.flip(-1).argmax(-1)
     is_run = ((last - lo == count) | (count == 0)).all()
     padding = Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None])
-    return padding, [lo.max(), count.min(), count.max(), is_run]
+    reaches_end = request.attention_mask[:, -1].all()
+    return padding, [lo.max(), count.min(), count.max(), is_run, reaches_end]
 
 
 def _ranges(request: Request, run: runs.Run, padding: Padding) -> Tensor:
