@@ -1,4 +1,4 @@
-"""`python -m compile_passes.bench`: what fusing is worth on a Llama-shaped model, and what it costs.
+"""`python -m compile_passes.bench`: what fusing is worth on a Llama, and what it costs.
 
 `speed` compiles the model four ways and lets them take turns: eager attention with Inductor alone
 ("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". `cost`

@@ -48,6 +48,18 @@ def number(x: object, depth: int = 8) -> float | int | bool | None:
         return None
 
 
+def specialised(x: object) -> float | int | bool | None:
+    """As `number`; a symbol becomes the number that it is now, guarded, as for a probability of
+    dropout or the fill of a mask, which are constants in all but name.
+    """
+    known = number(x)
+    if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
+        return specialised(x.args.get("data"))
+    if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
+        return float(x.tensor)
+    return known
+
+
 def _scalar(x: object) -> float | int | bool | None:
     """A number, or a symbol that tracing has fixed to one."""
     if isinstance(x, (torch.SymInt, torch.SymFloat)) and x.node.expr.is_number:
@@ -86,3 +98,36 @@ def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
         return int(value) if math.isfinite(value) else None
     limit = torch.finfo(dtype).max
     return math.copysign(math.inf, value) if abs(value) > limit else float(value)
+
+
+_FINITE = frozenset(
+    "add sub mul neg abs cumsum arange reshape expand permute copy cast getitem repeat cat "
+    "stack index_select gather repeat_interleave tanh sigmoid zeros ones tril triu zeros_like "
+    "ones_like clamp minimum maximum flip pad where masked_fill".split()
+)
+# An infinity would not come out of these as such, but make NaN of everything.
+_ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
+
+
+def finite(x: object, depth: int = 24) -> bool:
+    """Whether a tensor holds no infinity, by how it was made: from layers of the network, from
+    parameters that learn, from integers and constants.
+    """
+    if isinstance(x, (tuple, list)):
+        return all(finite(y, depth) for y in x)
+    if not isinstance(x, Value) or not isinstance(x.tensor, Tensor):
+        x = x.tensor if isinstance(x, Value) else x
+        x = x.node.hint if isinstance(x, torch.SymFloat) else x
+        return not isinstance(x, float) or math.isfinite(x)
+    if not x.dtype.is_floating_point or depth == 0:
+        return depth != 0
+    if x.node.op in ("placeholder", "get_attr"):
+        return x.tensor.requires_grad
+    if x.op in _ACTIVATIONS:
+        return True
+    if x.op in _FINITE and not x.writes:
+        return all(finite(y, depth - 1) for y in x.args.values())
+    if x.op in ("tensor", "scalar_tensor", "full", "div", "pow"):
+        known = number(x.args.get("other")) if x.op in ("div", "pow") else 1
+        return bool(known) and all(finite(y, depth - 1) for y in x.args.values())
+    return False

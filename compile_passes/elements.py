@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 
 from compile_passes import layout
 from compile_passes.axes import Axis, Dims, is_one, same
-from compile_passes.constants import held, number
+from compile_passes.constants import held, number, specialised
 from compile_passes.expressions import (
     Affine,
     Choice,
@@ -21,6 +21,7 @@ from compile_passes.expressions import (
     Distance,
     Element,
     Opaque,
+    Quotient,
     all_of,
     any_of,
     at_most,
@@ -260,6 +261,16 @@ def _abs(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     return Distance(x) if isinstance(x, Affine) else None
 
 
+def _quotient(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    """Division rounded down."""
+    if value.op == "div" and value.args.get("rounding_mode") != "floor":
+        return None
+    a, n = reader.argument(value, "input", at), number(value.args.get("other"))
+    if not isinstance(a, Affine) or type(n) is not int or n < 1:
+        return None
+    return a if n == 1 else Affine.variable(Quotient(a, n))
+
+
 def _comparison(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     a, b = (reader.argument(value, name, at) for name in ("input", "other"))
     a, b = (choose(x, Affine.of(1), ZERO) if isinstance(x, bool) else x for x in (a, b))
@@ -320,7 +331,9 @@ def _where(reader: Reader, value: Value, at: Coordinates) -> Element | None:
 
 def _masked_fill(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     mask = reader.argument(value, "mask", at)
-    yes, no = (reader.argument(value, name, at) for name in ("value", "input"))
+    fill = specialised(value.args.get("value"))
+    yes = reader.argument(value, "value", at) if fill is None else _plain(fill)
+    no = reader.argument(value, "input", at)
     return _choice(value, mask, yes, no)
 
 
@@ -383,6 +396,8 @@ HANDLERS: dict[str, Callable[[Reader, Value, Coordinates], Element | None]] = {
     "sub": _add,
     "mul": _mul,
     "neg": _neg,
+    "div": _quotient,
+    "floordiv": _quotient,
     "abs": _abs,
     "and": _logic,
     "or": _logic,

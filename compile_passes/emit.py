@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -49,6 +49,16 @@ class Emitter:
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return target(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def before(self, anchor: fx.Node) -> Iterator[None]:
+        """Insert earlier for a while, where the leaves may not exist yet to read sizes off them."""
+        later = self.anchor, self._sizes, self._leaves
+        self.anchor, self._sizes, self._leaves = anchor, {}, []
+        try:
+            yield
+        finally:
+            self.anchor, self._sizes, self._leaves = later
 
     def undo(self) -> None:
         for node in reversed(self.made):

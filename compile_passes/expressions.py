@@ -60,6 +60,13 @@ class Affine(NamedTuple):
         return sympy.expand(total)
 
 
+class Quotient(NamedTuple):
+    """a // n, a variable of affine expressions"""
+
+    a: Affine
+    n: int
+
+
 class Distance(NamedTuple):
     """|a|"""
 

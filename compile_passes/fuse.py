@@ -10,13 +10,14 @@ from compile_passes import report
 from compile_passes.elements import Reader
 from compile_passes.ir import Value, View
 from compile_passes.masks import Masks, understand
+from compile_passes.match import NO_SCORES as NO_SCORES
 from compile_passes.match import Matcher
 from compile_passes.plan import Refused, plan
 from compile_passes.report import Finding
 from compile_passes.rewrite import rewrite
 from compile_passes.states import Core
 
-_NO_VALUE = "its result is not multiplied with a value"
+NO_VALUE = "its result is not multiplied with a value"
 
 
 def fuse(graph: fx.Graph) -> list[Finding]:
@@ -42,7 +43,7 @@ def fuse(graph: fx.Graph) -> list[Finding]:
             results[softmax] = _try(core, view, reader)
     findings = []
     for value in matcher.softmaxes:
-        result = results.get(value, _NO_VALUE)
+        result = results.get(value, NO_VALUE)
         if isinstance(result, str):
             findings.append(Finding(names[value], places[value], False, reason=result))
         else:
@@ -57,7 +58,13 @@ def _try(core: Core, view: View, reader: Reader) -> tuple[fx.Node, Masks] | str:
     try:
         planned = plan(core, view)
         masks = understand(planned, reader)
-        return rewrite(planned, masks, view), masks
+        try:
+            return rewrite(planned, masks, view), masks
+        except Refused:
+            if not masks.run:
+                raise
+            masks = understand(planned, reader, runs=False)
+            return rewrite(planned, masks, view), masks
     except Refused as refusal:
         return str(refusal)
     except Exception as error:  # the same

@@ -76,7 +76,8 @@ class View:
         name, parameters, writes = vocabulary.call(node)
         args = self._resolve(vocabulary.bind(node, parameters)) if name else {}
         value = Value(node, index, name, args, writes, self._grad, self._storage(node, index))
-        first = node.args[0] if writes and node.args else None
+        returned = writes and node.args and isinstance(example(node), Tensor)
+        first = node.args[0] if returned else None  # `x[i] = y` returns nothing
         self._object[node] = self._object[first] if isinstance(first, fx.Node) else node
         self.values[node] = value
         self._alias(value, node)

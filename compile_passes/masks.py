@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import NamedTuple
 
 import sympy
 import torch
 
-from compile_passes.axes import Axis, resolve_dims
+from compile_passes.axes import Axis, broadcast_dims, resolve_dims
+from compile_passes.constants import finite, number
 from compile_passes.elements import Reader, as_number, coordinates
 from compile_passes.expressions import (
     All,
@@ -29,11 +31,10 @@ from compile_passes.expressions import (
     negate,
     symbolic,
 )
+from compile_passes.ir import Value
 from compile_passes.plan import Plan, Refused
-from compile_passes.states import Bias, Fill, Leaf
-
-# A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
-FAR = -1e4
+from compile_passes.ranges import Run, attends_itself, run
+from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
 
 class Dead(enum.Enum):
@@ -66,6 +67,9 @@ class Masks:
     keeps: tuple[Keep, ...] = ()
     dead: Dead = Dead.ZERO
     zeroed: Fill | None = None  # by zeroed keys and a bias
+    run: Run | None = None  # as kv_lens or key_ranges
+    added: Fill | None = None  # as a bias: real scores vanish beside it
+    share: float = 1.0  # of an absorbed row's gradient that reaches its scores
 
     def describe(self) -> str:
         parts = []
@@ -73,49 +77,120 @@ class Masks:
             parts.append("is_causal")
         if self.left is not None or self.right not in (None, 0):
             parts.append(f"window=({self.left}, {self.right})")
-        if self.biases or self.keeps or self.zeroed:
+        if self.run:
+            parts.append("a run of keys for each query")
+        if self.biases or self.keeps or self.zeroed or self.added:
             parts.append("dense attn_mask")
         return ", ".join(parts) or "no mask"
 
 
-Meaning = tuple[Condition, float] | None  # (which scores stay, what the others get)
+class Meaning(NamedTuple):
+    """Which scores stay, and what the others become or get added: at most `fill`, and just that
+    if `level`.
+    """
+
+    keep: Condition
+    fill: float
+    level: bool = True
+
+
 Term = Bias | Fill
 
 
-def understand(plan: Plan, reader: Reader) -> Masks:
-    """Raises Refused where a fill can't be kept."""
+def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
+    """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
+    dense.
+    """
     terms = _without_constants(plan)
+    if plan.trains:
+        terms = [part for t in terms for part in _summands(t)]
     meanings = {t: _read(t, reader) for t in terms}
-    terms = [t for t in terms if meanings[t] is None or meanings[t][0] is not True]
-    if plan.sunk or _zeroed_alike(plan, terms):  # rows without keys give 0, as -inf does
-        meanings = {t: m and (m[0], -math.inf) for t, m in meanings.items()}
+    _check_floor(plan, meanings)
+    terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
+    alike = _zeroed_alike(plan, terms)
+    for t in terms if plan.sunk else [alike] if alike else []:
+        if meanings[t]:  # rows without keys give 0, as -inf does
+            meanings[t] = Meaning(meanings[t].keep, -math.inf)
     bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
     dense = [t for t in terms if t not in bands]
     window = _window([meanings[t] for t in bands], plan)
     if dense or not _every_row_attends(window, plan):  # then only an exact -inf may be a flag
-        bands = [t for t in bands if meanings[t][1] == -math.inf]
+        bands = [t for t in bands if meanings[t].fill == -math.inf]
         dense = [t for t in terms if t not in bands]
         window = _window([meanings[t] for t in bands], plan)
+    made = _run(plan, window, dense, bands, meanings) if runs else None
+    if made is not None:
+        return made
     if len(dense) == 1 and not bands:
         keep = _additive(dense[0], meanings[dense[0]])
         if keep is not None:
-            return Masks(keeps=(keep[0],), dead=keep[1])
+            return Masks(keeps=(keep[0],), dead=keep[1], share=_share(plan, dense[0], meanings))
         zeroed = _small_fill(dense[0], plan)
         if zeroed is not None:
             return Masks(zeroed=zeroed)
-    return _fallback(window, dense, meanings, bool(bands))
+    return _fallback(plan, window, dense, meanings, bool(bands))
 
 
-def _zeroed_alike(plan: Plan, terms: list[Term]) -> bool:
-    """Whether the weights are masked again after the softmax, with the scores' own mask."""
+def _run(
+    plan: Plan, window: Window, dense: list[Term], bands: list[Term], meanings: dict
+) -> Masks | None:
+    """Masks that leave each query one run of keys."""
+    masks = [t for t in dense if meanings[t]]
+    others = tuple(t for t in dense if not meanings[t])
+    j = _only(plan.keys)
+    if j is None or not masks or not all(isinstance(t, Bias) for t in others):
+        return None
+    keep = all_of(*(meanings[t].keep for t in masks))
+    made = run(keep, j)
+    if made is None:
+        return None
+    first = masks[0]
+    made = dataclasses.replace(made, leaf=first.leaf if isinstance(first, Bias) else first.mask)
+    whole = all_of(keep, *(meanings[t].keep for t in bands))
+    alive = not others and attends_itself(whole, _only(plan.queries), j)
+    if alive or all(meanings[t].fill == -math.inf for t in masks):
+        return Masks(*window, biases=others, run=made)
+    if others or bands or len(masks) > 1 or not meanings[first].level:
+        return None
+    if isinstance(first, Fill):
+        return Masks(run=made, dead=Dead.UNIFORM)
+    dead = _additive(first, meanings[first])[1]
+    return Masks(run=made, dead=dead, share=_share(plan, first, meanings))
+
+
+def _check_floor(plan: Plan, meanings: dict[Term, Meaning | None]) -> None:
+    """A lower bound changes nothing but rows without keys, and there only what lay below it."""
+    terms = plan.scores.terms
+    last = max((i for i, t in enumerate(terms) if isinstance(t, Floor)), default=0)
+    for term in terms[:last]:
+        if isinstance(term, Bias) and term in meanings:
+            meaning = meanings[term]
+            if meaning is None or (meaning.keep is not True and meaning.fill < terms[last].value):
+                raise Refused("a lower bound follows a bias that may lie below it")
+
+
+def _share(plan: Plan, term: Bias, meanings: dict[Term, Meaning | None]) -> float:
+    """What a lower bound leaves of the gradient of scores that lie at it."""
+    floors = [t for t in plan.scores.terms if isinstance(t, Floor)]
+    fill = meanings[term].fill
+    if not floors or fill == -math.inf:
+        return 1.0
+    if len(floors) > 1 or not (_absorbs(term, meanings[term]) or floors[0].value < 2 * fill):
+        raise Refused("a lower bound on the scores is within the reach of masked ones")
+    return floors[0].share if fill == floors[0].value else 1.0
+
+
+def _zeroed_alike(plan: Plan, terms: list[Term]) -> Term | None:
+    """The mask of the scores with which the weights are masked again after the softmax."""
     zeroed = plan.core.weights.zeroed
     if zeroed is None:
-        return False
+        return None
     masked = [t for t in terms if isinstance(t, Fill)]
     for fill in masked:
         alike = fill.mask.value is zeroed.mask.value and fill.where == zeroed.where
-        if alike and fill.value <= FAR and len(masked) == len(terms) == 1:
-            return resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
+        alike = alike and resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
+        if alike and fill.value <= FAR and len(masked) == 1:
+            return fill
     raise Refused("the attention weights are masked after the softmax, not as the scores were")
 
 
@@ -129,32 +204,92 @@ def _small_fill(term: Term, plan: Plan) -> Fill | None:
     return term if term.mask.axes() <= keys else None
 
 
-def _additive(term: Term, meaning: Meaning) -> tuple[Keep, Dead] | None:
+def _additive(term: Term, meaning: Meaning | None) -> tuple[Keep, Dead] | None:
     """An additive mask of 0 and one far number as a bool mask, which says what dead rows are."""
-    if not isinstance(term, Bias) or meaning is None:
+    if not isinstance(term, Bias) or meaning is None or not meaning.level:
         return None
-    fill = meaning[1]
-    if fill == -math.inf:
+    if meaning.fill == -math.inf:
         return Keep(term.leaf, 0.0), Dead.ZERO
-    absorbed = -fill * torch.finfo(term.dtype).eps >= 64
-    return Keep(term.leaf, 0.0), Dead.ABSORBED if absorbed else Dead.ADDED
+    return Keep(term.leaf, 0.0), Dead.ABSORBED if _absorbs(term, meaning) else Dead.ADDED
 
 
-def _fallback(window: Window, dense: list[Term], meanings: dict, flagged: bool) -> Masks:
+def _absorbs(term: Bias, meaning: Meaning) -> bool:
+    """Whether real scores vanish beside the fill."""
+    return -meaning.fill * torch.finfo(term.dtype).eps >= 64
+
+
+def _summands(term: Term) -> list[Term]:
+    """A bias that is a sum, in its parts: a learned one and a mask."""
+    x = term.leaf.value if isinstance(term, Bias) else None
+    if not isinstance(x, Value) or x.op != "add" or x.writes or number(x.args.get("alpha", 1)) != 1:
+        return [term]
+    parts = [x.args.get(name) for name in ("input", "other")]
+    if not all(isinstance(p, Value) and isinstance(p.tensor, torch.Tensor) for p in parts):
+        return [term]
+    if any(p.dtype != x.dtype for p in parts):
+        return [term]
+    leaves = [Leaf(p, broadcast_dims(p.shape, term.leaf.dims)) for p in parts]
+    whole = [dataclasses.replace(term, leaf=leaf) for leaf in leaves]
+    return [part for w in whole for part in _summands(w)]
+
+
+def _beside_bias(
+    plan: Plan, dense: list[Term], meanings: dict[Term, Meaning | None], others: bool
+) -> Masks | None:
+    """An additive mask with a finite fill beside biases, in training.
+
+    The operator's log-sum-exp of a row without keys is the fill itself, from which no gradient can
+    be had; so such rows get their own treatment, as in `_additive`.
+    """
+    biases = [t for t in dense if isinstance(t, Bias)]
+    far = [t for t in biases if meanings[t] and meanings[t].fill != -math.inf]
+    if not plan.trains or not far or any(not _absorbs(t, meanings[t]) for t in far):
+        return None
+    rest = tuple(t for t in biases if t is not far[0])
+    simple = len(far) == 1 and meanings[far[0]].level and not others and len(biases) == len(dense)
+    simple = simple and not any(isinstance(t, Floor) for t in plan.scores.terms)
+    if not simple or not all(finite(t.leaf.value) for t in rest):
+        raise Refused("in training, rows without keys under several masks would differ")
+    return Masks(biases=rest, keeps=(Keep(far[0].leaf, 0.0),), dead=Dead.ABSORBED)
+
+
+def _fallback(
+    plan: Plan, window: Window, dense: list[Term], meanings: dict, flagged: bool
+) -> Masks:
     """Biases added up, masks joined."""
-    exact = {t for t in dense if meanings[t] and meanings[t][1] == -math.inf}
+    exact = {t for t in dense if meanings[t] and meanings[t].fill == -math.inf}
+    special = _beside_bias(plan, dense, meanings, flagged or len(exact) > 0)
+    if special is not None:
+        return special
     biases = tuple(t for t in dense if isinstance(t, Bias) and t not in exact)
     fills = [t for t in dense if isinstance(t, Fill)]
-    finite = [t for t in fills if t not in exact]
-    _check_fills(dense, finite, flagged or len(exact) > 0)
+    finites = [t for t in fills if t not in exact]
+    if not plan.trains and _vanishes_in(dense, finites, plan):
+        rest = tuple(t for t in biases if t is not finites[0])
+        keeps = tuple(_keep_of(t) for t in dense if t in exact)
+        return Masks(*window, rest, keeps, added=finites[0])
+    _check_fills(dense, finites, flagged or len(exact) > 0)
     masks = (t for t in dense if t in exact or t in fills)
-    keeps = tuple(
-        Keep(t.leaf, 0.0) if isinstance(t, Bias) else Keep(t.mask, not t.where) for t in masks
-    )
-    return Masks(*window, biases, keeps, Dead.UNIFORM if finite else Dead.ZERO)
+    keeps = tuple(map(_keep_of, masks))
+    return Masks(*window, biases, keeps, Dead.UNIFORM if finites else Dead.ZERO)
 
 
-_NOTHING = (True, 0.0)
+def _keep_of(term: Term) -> Keep:
+    return Keep(term.leaf, 0.0) if isinstance(term, Bias) else Keep(term.mask, not term.where)
+
+
+def _vanishes_in(dense: list[Term], fills: list[Fill], plan: Plan) -> bool:
+    """Whether a fill before biases can be added instead: what it replaces is absorbed by it."""
+    if len(fills) != 1 or len(dense) < 2:
+        return False
+    (fill,), before = fills, dense[: dense.index(fills[0])]
+    later = any(isinstance(t, Bias) for t in dense[len(before) + 1 :])
+    far = -fill.value * torch.finfo(plan.scores.product.dtype).eps >= 64
+    known = all(isinstance(t, Bias) and finite(t.leaf.value) for t in before)
+    return later and far and known and math.isfinite(fill.value)
+
+
+_NOTHING = Meaning(True, 0.0)
 Window = tuple[int | None, int | None]
 
 
@@ -166,6 +301,14 @@ def _without_constants(plan: Plan) -> list[Term]:
     for term in plan.scores.terms:
         if isinstance(term, Bias) and isinstance(term.leaf.value, float):
             shift += term.coefficient * term.leaf.value
+        elif isinstance(term, Floor):
+            bound = term.value - shift
+            if bound > FAR:
+                raise Refused("a lower bound on the scores is within their reach")
+            result = [
+                dataclasses.replace(t, value=max(t.value, bound)) if isinstance(t, Fill) else t
+                for t in result
+            ]
         elif isinstance(term, Fill):
             result.append(dataclasses.replace(term, value=term.value - shift))
         else:
@@ -175,7 +318,7 @@ def _without_constants(plan: Plan) -> list[Term]:
     return result
 
 
-def _read(term: Term, reader: Reader) -> Meaning:
+def _read(term: Term, reader: Reader) -> Meaning | None:
     """(which scores are kept, what the others are filled with or get added)."""
     leaf = term.leaf if isinstance(term, Bias) else term.mask
     element = _element(leaf, reader)
@@ -183,7 +326,7 @@ def _read(term: Term, reader: Reader) -> Meaning:
         return None
     if isinstance(term, Fill):
         keep = negate(element) if term.where else element
-        return (keep, term.value) if term.value <= FAR else None
+        return Meaning(keep, term.value) if term.value <= FAR else None
     return _keep(element, term.coefficient)
 
 
@@ -192,27 +335,28 @@ def _element(leaf: Leaf, reader: Reader) -> Element | None:
     return None if at is None or isinstance(leaf.value, float) else reader.element(leaf.value, at)
 
 
-def _keep(x: Element, coefficient: float) -> Meaning:
+def _keep(x: Element, coefficient: float) -> Meaning | None:
     """An additive mask: 0 where kept, one far negative number (or several) elsewhere."""
     if isinstance(x, Choice):
         yes, no = _keep(x.yes, coefficient), _keep(x.no, coefficient)
         if yes is None or no is None:
             return None
-        keep = any_of(all_of(x.condition, yes[0]), all_of(negate(x.condition), no[0]))
-        return keep, max((f for f in (yes[1], no[1]) if f), default=0.0)
+        keep = any_of(all_of(x.condition, yes.keep), all_of(negate(x.condition), no.keep))
+        fills = {m.fill for m in (yes, no) if m.keep is not True}
+        return Meaning(keep, max(fills, default=0.0), yes.level and no.level and len(fills) < 2)
     value = as_number(x)
     if value is None:
         return None
     if value == 0:
         return _NOTHING
-    return (False, value * coefficient) if value * coefficient <= FAR else None
+    return Meaning(False, value * coefficient) if value * coefficient <= FAR else None
 
 
 def _window(meanings: list[Meaning], plan: Plan) -> Window | None:
     """(left, right) if the scores kept are a band around the diagonal; None if they are anything
     else.
     """
-    keep = all_of(*(m[0] for m in meanings))
+    keep = all_of(*(m.keep for m in meanings))
     if keep is True:
         return None, None
     literals = keep.conditions if isinstance(keep, All) else {keep}

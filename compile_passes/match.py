@@ -35,7 +35,7 @@ from compile_passes.states import (
 )
 from compile_passes.vocabulary import raw_name
 
-_NO_SCORES = "its input is not the product of a query and a key"
+NO_SCORES = "its input is not the product of a query and a key"
 
 
 class Matcher:
@@ -142,7 +142,7 @@ class Matcher:
     def _softmax(self, value: Value, state: State | None) -> State | None:
         self.softmaxes.append(value)
         if not isinstance(state, Scores):
-            self.misses[value] = state.reason if isinstance(state, Lost) else _NO_SCORES
+            self.misses[value] = state.reason if isinstance(state, Lost) else NO_SCORES
             return None
         dim = value.args.get("dim")
         if not isinstance(dim, int):

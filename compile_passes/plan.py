@@ -51,6 +51,11 @@ class Plan:
         return self.core.weights.zero_sink or self.scores.column is not None
 
     @property
+    def trains(self) -> bool:
+        """Whether a gradient flows through the weights."""
+        return self.core.out.tensor.requires_grad
+
+    @property
     def out_dims(self) -> Dims:
         return (self.batch, self.heads, self.queries, self.features)
 
@@ -75,7 +80,8 @@ def plan(core: Core, view: View) -> Plan:
     rows, keys = resolve(rows), resolve(keys)
     batch = [a for a in flat(core.weights.dims) if a not in rows and a not in keys]
     shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
-    batch_group, heads, kv_heads = _split(batch, shared)
+    sink = scores.column.axes() if scores.column else set()
+    batch_group, heads, kv_heads = _split(batch, shared, sink)
     made = Plan(
         core, q, k, v, batch_group, heads, kv_heads, rows, keys,
         resolve(scores.summed), resolve(core.features), dtype,
@@ -95,15 +101,16 @@ def _rows(scores: Scores, q: Leaf, k: Leaf) -> Group:
     return rows[-1] if rows else ()
 
 
-def _split(batch: list[Axis], shared: list[Axis]) -> tuple[Group, Group, Group]:
+def _split(batch: list[Axis], shared: list[Axis], sink: set[Axis]) -> tuple[Group, Group, Group]:
     """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on
-    one key head.
+    one key head; what a sink varies over is a head.
     """
     group: list[Axis] = []
     rest = list(batch)
     while rest and rest[-1] in shared:
         group.insert(0, rest.pop())
-    kv = (rest.pop(),) if len(rest) >= 2 else ()
+    headed = len(rest) >= 2 or (rest and rest[-1] in sink)
+    kv = (rest.pop(),) if headed else ()
     return tuple(rest), (*kv, *group), kv
 
 

@@ -16,6 +16,7 @@ from compile_passes.emit import Emitter, rows_are_contiguous
 from compile_passes.ir import Value, View, example
 from compile_passes.masks import Dead, Keep, Masks
 from compile_passes.plan import Plan, Refused
+from compile_passes.ranges import limits
 from compile_passes.states import Bias, Fill, Leaf
 
 # Operations without effect besides their result.
@@ -34,12 +35,13 @@ def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
     """
     out = plan.core.out.node
     leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
+    leaves += [t.leaf for t in (*masks.biases, *masks.keeps) if t.leaf not in leaves]
     for leaf in leaves:
         if not view.intact(leaf.value, plan.core.out):
             raise Refused(f"{leaf.value.node.name} is written to before the value product")
     emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
     try:
-        call, result = _emit(plan, masks, emitter)
+        call, result = _emit(plan, masks, emitter, view)
         _check_result(example(result), example(out))
         doomed = _doomed(plan)
         if doomed & {n for made in emitter.made for n in made.all_input_nodes}:
@@ -57,22 +59,28 @@ def _outside(plan: Plan) -> list[Leaf]:
     """Every leaf besides query, key and value."""
     scores = plan.scores
     found = [*scores.factors, *scores.divisors, *plan.core.weights.factors]
-    found += [t.leaf if isinstance(t, Bias) else t.mask for t in scores.terms]
+    found += [t.leaf for t in scores.terms if isinstance(t, Bias)]
+    found += [t.mask for t in scores.terms if isinstance(t, Fill)]
     found += [scores.column] if scores.column else []
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
 
-def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]:
+def _emit(plan: Plan, masks: Masks, emitter: Emitter, view: View) -> tuple[fx.Node, fx.Node]:
     rows = (plan.batch, plan.heads, plan.queries)
     columns = (plan.batch, plan.kv_heads, plan.keys)
     q = _operand(emitter, plan.q, (*rows, plan.head_dim), plan.dtype)
     k = _operand(emitter, plan.k, (*columns, plan.head_dim), plan.dtype)
     v = _operand(emitter, plan.v, (*columns, plan.features), plan.dtype)
     q, k, scale = _scale(plan, emitter, q, k)
-    passing, (mask, q, dead) = q, _mask(plan, masks, emitter, q)
+    options: dict[str, object] = {} if scale is None else {"scale": scale}
+    dead = None
+    if masks.run:
+        found, dead = limits(plan, masks.run, view, emitter, q, masks.dead is not Dead.ZERO)
+        options |= found
+    passing, (mask, q, dead) = q, _mask(plan, masks, emitter, q, dead)
+    learned = [_bias(plan, emitter, t) for t in masks.biases if _learns(t)]
     if masks.zeroed:
         k, mask = _zeroed_keys(plan, masks.zeroed, emitter, k)
-    options: dict[str, object] = {} if scale is None else {"scale": scale}
     if plan.scores.softcap:
         options["softcap"] = plan.scores.softcap
     causal = masks.right == 0
@@ -95,7 +103,9 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter) -> tuple[fx.Node, fx.Node]
     call = emitter.function(ATTENTION, q, k, v, mask, p, causal, **options)
     result = call
     if masks.dead is Dead.ABSORBED:
-        result = _through_absorbed(plan, emitter, result, passing, k, v, scale, dead)
+        result = _through_absorbed(
+            plan, masks, emitter, result, passing, k, v, scale, dead, learned
+        )
     gain = plan.core.weights.gain
     if not math.isclose(gain, 1.0, rel_tol=1e-9):
         result = emitter.function(operator.mul, result, gain)
@@ -171,20 +181,23 @@ def _is_default_scale(plan: Plan, leaf: Leaf, apply) -> bool:
     )
 
 
-def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node):
+def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None):
     """(attn_mask, query, dead rows): biases added up, masks joined, rows without keys given all."""
-    keep = dead = bias = None
+    keep = bias = None
     for one in masks.keeps:
         mask = _keep(plan, emitter, one)
         keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
-    if masks.dead is not Dead.ZERO:
+    if masks.dead is not Dead.ZERO and dead is None:
         alive = emitter.method("any", keep, dim=-1, keepdim=True)
         dead = emitter.function(torch.logical_not, alive)
         keep = emitter.function(operator.or_, keep, dead)
-        if masks.dead is not Dead.ADDED:
-            q = emitter.method("masked_fill", q, dead, 0.0)
+    if masks.dead not in (Dead.ZERO, Dead.ADDED):
+        q = emitter.method("masked_fill", q, dead, 0.0)
     for term in masks.biases:
         one = _bias(plan, emitter, term)
+        bias = one if bias is None else emitter.function(operator.add, bias, one)
+    if masks.added:
+        one = _added(plan, emitter, masks.added)
         bias = one if bias is None else emitter.function(operator.add, bias, one)
     if bias is None:
         return keep, q, dead
@@ -196,6 +209,15 @@ def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node):
         drop = emitter.function(torch.logical_not, keep)
         bias = emitter.method("masked_fill", bias, drop, -math.inf)
     return bias, q, dead
+
+
+def _added(plan: Plan, emitter: Emitter, fill: Fill) -> fx.Node:
+    """A fill as a bias."""
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, plan.mask_dims)
+    if not fill.where:
+        mask = emitter.function(torch.logical_not, mask)
+    mask = emitter.method("to", mask, torch.float32)
+    return emitter.function(operator.mul, mask, fill.value)
 
 
 def _zeroed_keys(plan: Plan, fill: Fill, emitter: Emitter, k: fx.Node):
@@ -235,13 +257,22 @@ def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
     return emitter.function(operator.eq, mask, keep.kept)
 
 
-def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead) -> fx.Node:
+def _learns(term: Bias) -> bool:
+    """Whether a bias has a gradient that differs from key to key."""
+    leaf = term.leaf
+    return isinstance(leaf.value, Value) and leaf.value.tensor.requires_grad
+
+
+def _through_absorbed(
+    plan: Plan, masks: Masks, emitter: Emitter, result, q, k, v, scale, dead, biases
+) -> fx.Node:
     """Add what a dead row passes back to its scores when they vanish beside the fill: nothing
     forward, all of it backward.
 
     With uniform weights over n keys, d out = sum_j (v_j - mean v) ds_j / n: linear in the query.
     """
-    if not any(example(x).requires_grad for x in (plan.q.value.node, plan.k.value.node)):
+    operands = (plan.q.value.node, plan.k.value.node, *biases)
+    if not any(example(x).requires_grad for x in operands):
         return result
     if plan.scores.softcap or scale is None:
         raise Refused("rows without keys pass gradients through a softcap or a symbolic scale")
@@ -253,8 +284,18 @@ def _through_absorbed(plan: Plan, emitter: Emitter, result, q, k, v, scale, dead
     linear = emitter.function(torch.matmul, grouped, slope)
     if groups != 1:
         linear = _unfold(emitter, linear, groups)
+    linear = emitter.function(operator.mul, linear, scale)
+    for bias in biases:
+        if not is_one(example(bias).shape[-1]):  # else it is common to a row
+            wide = emitter.method("transpose", centred, 2, 3)
+            if groups != 1:
+                wide = emitter.method("repeat_interleave", wide, groups, 1)
+            added = emitter.function(torch.matmul, _cast(emitter, bias, plan.dtype), wide)
+            linear = emitter.function(operator.add, linear, added)
     n = emitter.method("size", k, 2)
-    linear = emitter.function(operator.truediv, emitter.function(operator.mul, linear, scale), n)
+    linear = emitter.function(operator.truediv, linear, n)
+    if masks.share != 1.0:
+        linear = emitter.function(operator.mul, linear, masks.share)
     only_backward = emitter.function(operator.sub, linear, emitter.method("detach", linear))
     alive = emitter.function(torch.logical_not, dead)
     return emitter.function(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
 from compile_passes.axes import Axis, resolve
-from compile_passes.constants import held, number
+from compile_passes.constants import held, number, specialised
 from compile_passes.ir import Value
 from compile_passes.joining import join, other
-from compile_passes.states import Bias, Fill, Row, Scores, State
+from compile_passes.states import FAR, Bias, Fill, Floor, Row, Scores, State
 
 
 def add(value: Value, s: Scores, name: str) -> State | str:
@@ -50,7 +51,9 @@ def mul(value: Value, s: Scores, name: str) -> State | str:
 def _scaled(value: Value, s: Scores, c: float) -> State | str:
     if c < 0 and (s.softcap or any(isinstance(t, Fill) for t in s.terms)):
         return "they are negated after a mask or a softcap"
-    field = {Bias: "coefficient", Fill: "value"}
+    if c < 0 and any(isinstance(t, Floor) for t in s.terms):
+        return "they are negated after a lower bound"
+    field = {Bias: "coefficient", Fill: "value", Floor: "value"}
     terms = tuple(
         dataclasses.replace(t, **{field[type(t)]: getattr(t, field[type(t)]) * c}) for t in s.terms
     )
@@ -81,7 +84,7 @@ def where(value: Value, s: Scores, name: str) -> State | str:
 
 
 def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> State | str:
-    constant = number(fill)
+    constant = specialised(fill)
     if constant is None:
         return "they are replaced by something that is not one number"
     if not isinstance(mask, Value) or not isinstance(mask.tensor, Tensor):
@@ -137,6 +140,29 @@ def concatenate(value: Value, s: Scores, name: str) -> State | str:
     return s.then(value, dims=(*s.dims[:-1], keys), column=joined[0], keys_before=s.dims[-1])
 
 
+def floor(value: Value, s: Scores, name: str) -> State | str:
+    """A lower bound on them that is out of reach, against sums of masks that overflow."""
+    bound = specialised(_bound(value, name))
+    if value.op == "clamp" and value.args.get("max") is not None:
+        return "clamp is applied to them"
+    if bound is None or not -math.inf < bound <= FAR or s.shift:
+        return f"{value.op} is applied to them"
+    return s.then(value, terms=(*s.terms, Floor(bound, 1.0 if "clamp" in value.op else 0.5)))
+
+
+def largest(value: Value, s: Scores, name: str) -> State | str:
+    """torch.max is a row's maximum, or that of two tensors."""
+    x = _bound(value, name)
+    pair = isinstance(x, Value) and isinstance(x.tensor, Tensor)
+    return floor(value, s, name) if pair else row(value, s, name)
+
+
+def _bound(value: Value, name: str) -> object:
+    if value.op == "clamp":
+        return value.args.get("min")
+    return value.args.get("dim") if value.op == "max" else other(value, name)
+
+
 RULES = {
     "add": add,
     "sub": add,
@@ -148,7 +174,10 @@ RULES = {
     "where": where,
     "dropout": dropout,
     "amax": row,
-    "max": row,
+    "max": largest,
+    "maximum": floor,
+    "clamp": floor,
+    "clamp_min": floor,
     "logsumexp": row,
     "cat": concatenate,
 }

@@ -105,7 +105,8 @@ def _undone(negated: Row, shifted: Row) -> bool:
 def divide(value: Value, e: Exps, t: Total) -> State | str:
     """exps / total"""
     aligned = tuple(() if g == t.keys else g for g in resolve_dims(e.dims))
-    if t.exps.scores is not e.scores or t.exps.path != e.path or resolve_dims(t.dims) != aligned:
+    alike = t.exps.scores is e.scores and t.exps.path[:-1] == e.path[:-1]  # exp may stand twice
+    if not alike or resolve_dims(t.dims) != aligned:
         return "their exponentials are divided by another sum"
     if not over_keys(e.scores, t.keys):
         return NOT_KEYS

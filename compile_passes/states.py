@@ -11,6 +11,9 @@ import torch
 from compile_passes.axes import Axis, Dims, Group, flat, resolve
 from compile_passes.ir import Value
 
+# A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
+FAR = -1e4
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -42,6 +45,14 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Floor:
+    """Scores below `value` become it; those at it pass on this share of their gradient."""
+
+    value: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class _Followed:
     """`path`: every node so far, none of which survives the rewrite."""
 
@@ -68,7 +79,7 @@ class Scores(_Followed):
     factors: tuple[Leaf, ...] = ()  # multiply
     divisors: tuple[Leaf, ...] = ()
     softcap: float = 0.0
-    terms: tuple[Bias | Fill, ...] = ()
+    terms: tuple[Bias | Fill | Floor, ...] = ()
     shift: Row | None = None  # subtracted: the same number in a whole row
     column: Leaf | None = None
     keys_before: Group = ()

@@ -10,7 +10,7 @@ from torch import fx
 # Where a plain callable must come from to be believed: a user's own `softmax` is not torch's.
 _MODULES = frozenset(
     "torch torch.functional torch.nn.functional torch._C torch._C._nn torch._C._special "
-    "torch._C._linalg torch._tensor _operator".split()
+    "torch._C._linalg torch._tensor torch._refs _operator".split()
 )
 
 _ALIASES = {
@@ -21,6 +21,8 @@ _ALIASES = {
     "multiply": "mul",
     "subtract": "sub",
     "negative": "neg",
+    "floor_divide": "floordiv",
+    "__floordiv__": "floordiv",
     "bmm": "matmul",
     "mm": "matmul",
     "linalg_matmul": "matmul",
@@ -92,6 +94,7 @@ _PARAMETERS = {
     "mul": "input other",
     "div": "input other",
     "pow": "input other",
+    "floordiv": "input other",
     "minimum": "input other",
     "maximum": "input other",
     "matmul": "input other",

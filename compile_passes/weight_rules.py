@@ -4,31 +4,22 @@ none.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from compile_passes.axes import flat, same
-from compile_passes.constants import number
+from compile_passes.constants import number, specialised
 from compile_passes.ir import Value
 from compile_passes.joining import join, other
 from compile_passes.states import Fill, State, Weights
 
 
 def dropout(value: Value, w: Weights, name: str) -> State | str:
-    p, training = _specialised(value.args.get("p", 0.5)), number(value.args.get("training", True))
+    p, training = specialised(value.args.get("p", 0.5)), number(value.args.get("training", True))
     if training in (False, 0) or p == 0:
         return w.then(value)
     if p is None or training is None:
         return "the dropout probability is not a constant of the graph"
     return _dropped(value, w, float(p), 1.0, ())
-
-
-def _specialised(x: object) -> float | None:
-    """A probability that is a symbol becomes a number, as dropout itself would make it."""
-    known = number(x)
-    if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
-        return float(x.tensor)
-    return known
 
 
 def _dropped(value: Value, w: Weights, p: float, gain: float, mask: tuple) -> State | str:
@@ -124,10 +115,13 @@ def masked_fill(value: Value, w: Weights, name: str) -> State | str:
     """
     if name != "input" or number(value.args.get("value")) != 0 or w.zeroed or w.dropout_p:
         return "they are masked"
-    joined = join(value, w, value.args.get("mask"))
+    mask, when = value.args.get("mask"), True
+    while isinstance(mask, Value) and mask.op == "not":
+        mask, when = mask.args.get("input"), not when
+    joined = join(value, w, mask)
     if isinstance(joined, str) or not isinstance(joined[0].value, Value):
         return "they are masked"
-    return w.then(value, zeroed=Fill(joined[0], True, 0.0))
+    return w.then(value, zeroed=Fill(joined[0], when, 0.0))
 
 
 RULES = {

@@ -134,7 +134,7 @@ def test_causal_means_bottom_right():
         )
         assert fusion.findings[0].masks == "is_causal"
     fusion = check(lambda q, k, v: attention(q, k, v, tril), qkv(Sq=5, Sk=9))
-    assert fusion.findings[0].masks == "dense attn_mask"  # aligned at the top left
+    assert "key_ranges" in fusion.code  # aligned at the top left
 
 
 def test_a_mask_of_everything_is_none():
@@ -291,6 +291,6 @@ def test_refused(name):
         return attention(q, k, v, lambda s: change(s, mask))
 
     fusion = fuse(function)
-    results(fusion.run, (*qkv(), mask), False)
+    results(fusion.run, (*qkv(), mask), True)
     (found,) = fusion.reasons
     assert reason in found

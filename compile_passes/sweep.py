@@ -1,0 +1,286 @@
+"""`python -m compile_passes.sweep`: the pass over the architectures of the installed transformers.
+
+Every architecture is built tiny, with random weights and the eager implementation, and compiled up
+to where Inductor would generate code, once for evaluation and once for training (dropout 0). It
+prints the softmaxes found, those that are attention, those that Inductor's own pass and this one
+fuse, and how outputs and gradients differ from an eager run. Results go to a JSON file as they
+come; a second run goes on where the first stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import gc
+import json
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch.utils._pytree import tree_leaves
+
+from compile_passes import tiny
+from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
+from fa_ops.testing import assert_within_budget
+
+# A softmax without these two products is a router's, a pooling's or a loss's.
+NOT_ATTENTION = (NO_SCORES, NO_VALUE)
+CLOSE = 1e-4  # relative; beyond it the fp64 oracle decides
+
+
+def architectures() -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    names = {*modeling_auto.MODEL_MAPPING_NAMES, *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(names)
+
+
+def examine(name: str) -> dict[str, Any]:
+    """Both modes of one architecture; {"skipped": why} where it does not run in eager mode."""
+    try:
+        model = tiny.build(name)
+        model.config.return_dict = True
+        given = _runnable(model)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return {"skipped": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
+    return {mode: _mode(model, given, mode == "train") for mode in ("eval", "train")}
+
+
+def _runnable(model: nn.Module) -> dict[str, Tensor]:
+    failure: Exception = ValueError("no known input fits its forward")
+    for given in tiny.inputs(model.eval()):
+        try:
+            with torch.no_grad():
+                results = _floats(model(**given))
+            if not all(torch.isfinite(t).all() for t in results):
+                raise ValueError("its result is not finite")
+            return given
+        except TimeoutError:
+            raise
+        except Exception as error:
+            failure = error
+    raise failure
+
+
+def _floats(output: object) -> list[Tensor]:
+    output = output.to_tuple() if hasattr(output, "to_tuple") else output
+    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    return [t for t in tensors if t.is_floating_point()]
+
+
+def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
+    model.train(train)
+    findings: list = []
+    theirs = 0
+    counted: list[int] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        nonlocal theirs
+        inner = lambda gm, *_, **__: make_boxed_func(gm.forward)  # noqa: E731
+        counters["inductor"].clear()
+        with contextlib.suppress(Exception):
+            run = compile_fx(copy.deepcopy(gm), example_inputs, inner_compile=inner)
+            del run
+        theirs += counters["inductor"]["fuse_attention"]
+        found = fuse_module(gm)
+        findings.extend(found)
+        counted.append(len(found))
+        return compile_fx(gm, example_inputs, inner_compile=inner)
+
+    torch._dynamo.reset()
+    start = time.perf_counter()
+    try:
+        actual = _results(torch.compile(model, backend=backend), model, given, train)
+        expected = _results(model, model, given, train)
+        output, gradient, wrong = _compare(model, given, train, actual, expected)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        if "TimeoutError" in str(error):
+            raise TimeoutError from error
+        output = gradient = None
+        wrong = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    cores = [f for f in findings if f.fused or f.reason not in NOT_ATTENTION]
+    return {
+        "softmaxes": len(findings),
+        "cores": len(cores),
+        "fused": sum(f.fused for f in findings),
+        "inductor": min(theirs, len(cores)),
+        "output": output,
+        "gradient": gradient,
+        "wrong": wrong,
+        "seconds": round(time.perf_counter() - start, 1),
+        "misses": [[f.reason, str(f.location), f.location.code] for f in findings if not f.fused],
+        "calls": sorted({f.masks for f in findings if f.fused}),
+    }
+
+
+def _results(run: Callable, model: nn.Module, given: dict, train: bool) -> tuple[list, list]:
+    """(outputs, gradients of the parameters)"""
+    torch.manual_seed(0)
+    if not train:
+        with torch.no_grad():
+            return _floats(run(**given)), []
+    outputs = _floats(run(**given))
+    wanted = [t for t in outputs if t.requires_grad]
+    generators = (torch.Generator().manual_seed(i) for i in range(len(wanted)))
+    seeds = [torch.randn(t.shape, generator=g).to(t) for t, g in zip(wanted, generators)]
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True)
+    return [t.detach() for t in outputs], list(grads)
+
+
+def _compare(model, given, train, actual, expected) -> tuple[float, float | None, str]:
+    """(relative difference of outputs, of gradients, what is over the budget)"""
+    worst, over = [0.0, 0.0], []
+    for kind, (mine, eager) in enumerate(zip(actual, expected, strict=True)):
+        assert len(mine) == len(eager)
+        scale = max((e.abs().max().item() for e in eager if e is not None and e.numel()), default=0)
+        for i, (a, e) in enumerate(zip(mine, eager, strict=True)):
+            if a is None and e is None:
+                continue
+            if a is None or e is None:
+                over.append((kind, i))
+                continue
+            difference = (a - e).abs().max().item() / max(scale, 1e-30) if a.numel() else 0.0
+            worst[kind] = max(worst[kind], difference)
+            if not difference <= CLOSE:
+                over.append((kind, i))
+    wrong = _judge(model, given, train, actual, expected, over) if over else ""
+    return worst[0], worst[1] if train else None, wrong
+
+
+def _judge(model, given, train, actual, expected, over) -> str:
+    """What fp64 says of the results that differ."""
+    double = copy.deepcopy(model).double()
+    given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    try:
+        oracle = _results(double, double, given, train)
+    except Exception as error:
+        return f"differs, and fp64 does not run: {type(error).__name__}"
+    for kind, i in over:
+        name = f"{('output', 'gradient')[kind]} {i}"
+        a, o, e = (x[kind][i] for x in (actual, oracle, expected))
+        if a is None or e is None:
+            return f"{name} is missing on one side"
+        try:
+            assert_within_budget(name, a, o, e)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
+    """Print the tables; the number of results that are wrong."""
+    ran = {name: r for name, r in results.items() if "skipped" not in r}
+    if rows:
+        columns = ("cores", "fused", "Inductor", "output", "gradient", "problem")
+        table = Table("architecture", "mode", "softmaxes", *columns)
+        for name, result in ran.items():
+            for mode, r in result.items():
+                figures = (r["softmaxes"], r["cores"], r["fused"], r["inductor"])
+                diffs = ("-" if r[x] is None else f"{r[x]:.0e}" for x in ("output", "gradient"))
+                table.add_row(name, mode, *map(str, figures), *diffs, r["wrong"])
+        console.print(table)
+    wrong = 0
+    with_attention = [r for r in ran.values() if r["eval"]["cores"] or r["train"]["cores"]]
+    console.print(
+        f"{len(ran)} architectures ran, {len(with_attention)} with attention; "
+        f"{len(results) - len(ran)} could not be built or run"
+    )
+    for mode in ("eval", "train"):
+        modes = [r[mode] for r in ran.values()]
+        cores, fused, theirs = (sum(r[x] for r in modes) for x in ("cores", "fused", "inductor"))
+        bad = sum(bool(r["wrong"]) for r in modes)
+        wrong += bad
+        share = fused / max(cores, 1)
+        console.print(
+            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {theirs}; "
+            f"{bad} architectures differ beyond the budget"
+        )
+    reasons: dict[str, list[str]] = collections.defaultdict(list)
+    for name, result in ran.items():
+        for reason, *_ in result["eval"]["misses"] + result["train"]["misses"]:
+            reasons[reason].append(name)
+    table = Table("not fused because", "softmaxes", "architectures")
+    for reason, names in sorted(reasons.items(), key=lambda x: -len(x[1])):
+        each = list(dict.fromkeys(names))
+        shown = ", ".join(each[:6]) + (f" and {len(each) - 6} more" if len(each) > 6 else "")
+        table.add_row(reason, str(len(names)), shown)
+    console.print(table)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m compile_passes.sweep", description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; all of them if none is given")
+    parser.add_argument("--json", type=Path, default=Path("sweep.json"))
+    parser.add_argument("--again", action="store_true", help="repeat what the file has already")
+    parser.add_argument("--seconds", type=int, default=120, help="for one architecture at most")
+    parser.add_argument("--slice", default="0/1", help="i/n: every n-th, from the i-th on")
+    parser.add_argument("--show", action="store_true", help="print what the file has, run nothing")
+    parser.add_argument("--rows", action="store_true", help="a row for each architecture")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    path = arguments.json
+    results = json.loads(path.read_text()) if path.exists() else {}
+    first, step = map(int, arguments.slice.split("/"))
+    names = arguments.names or architectures()[first::step]
+    functorch_config.enable_autograd_cache = False
+    inductor_config.fallback_random = True  # the numbers that eager mode draws
+    for name in [] if arguments.show else names:
+        if name in results and not arguments.again:
+            continue
+        try:
+            with _limit(arguments.seconds):
+                results[name] = examine(name)
+        except TimeoutError:
+            results[name] = {"skipped": f"more than {arguments.seconds} s"}
+        print(name, _line(results[name]), flush=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        torch._dynamo.reset()
+        gc.collect()
+    return 1 if summary(results, Console(), arguments.rows) else 0
+
+
+def _line(result: dict) -> str:
+    if "skipped" in result:
+        return f"skipped: {result['skipped']}"
+    parts = (f"{m} {r['fused']}/{r['cores']} {r['wrong']}" for m, r in result.items())
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

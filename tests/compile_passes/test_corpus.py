@@ -1,0 +1,30 @@
+"""Every spelling of spellings.py: fused where it is attention, left where it is not, same numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from compile_passes import corpus
+from tests.compile_passes.spellings import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_spelling(name, train):
+    case = CASES[name]
+    outcome = corpus.run(case, train and "infer" not in case.tags, False, peer=False, whole=False)
+    assert not outcome.wrong, outcome.wrong
+    wanted = case.cores if case.expected == "fuse" else 0
+    assert outcome.fused == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    """gpt2_buffer_and_where neox_baddbmm opt_maximum gemma_google_window gpt_oss_reference
+    prefix_or_chunk decode_with_position windows_with_mask learned_bias_beside_mask
+    grouped_by_view""".split(),
+)
+def test_dynamic_shapes(name):
+    case = CASES[name]
+    outcome = corpus.run(case, "infer" not in case.tags, True, peer=False, whole=False)
+    assert not outcome.wrong and outcome.fused == case.cores, outcome
