@@ -158,30 +158,33 @@ struct Consumer {
 
   // rows x queries, from this consumer's 64 rows of K or V and a block of Q or dO
   DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
+    const u32 from_rows = descriptor_base(rows + c * 64 * 128, 16), from_queries = descriptor_base(queries, 16);
     wgmma_fence();
 #pragma unroll
     for (int f = 0; f < HEAD_DIM / 16; f++) {
-      const u64 a = matrix_descriptor(rows + c * 64 * 128 + (f >> 2) * BLOCK_N * 128 + (f & 3) * 32, 16, 1024);
-      const u64 b = matrix_descriptor(queries + (f >> 2) * BLOCK_M * 128 + (f & 3) * 32, 16, 1024);
+      const u64 a = descriptor(from_rows, (f >> 2) * BLOCK_N * 128 + (f & 3) * 32);
+      const u64 b = descriptor(from_queries, (f >> 2) * BLOCK_M * 128 + (f & 3) * 32);
       if (f == 0) wgmma_scores_start(d, a, b); else wgmma_scores(d, a, b);
     }
     wgmma_commit();
   }
 
   DEVICE void gradient_product(float (&d)[GRADS], u32 (&a)[SCORES / 2], u32 queries) {
+    const u32 from = descriptor_base(queries, BLOCK_M * 128);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 16; i++)
-      wgmma_grads(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], matrix_descriptor(queries + i * 2048, BLOCK_M * 128, 1024));
+      wgmma_grads(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], descriptor(from, i * 2048));
     wgmma_commit();
   }
 
   DEVICE void query_product(u32 ds_at) {
     const u32 columns = sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
+    const u32 from_ds = descriptor_base(ds_at, BLOCK_N * 128), from_k = descriptor_base(columns, BLOCK_N * 128);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 16; j++) {
-      const u64 a = matrix_descriptor(ds_at + j * 2048, BLOCK_N * 128, 1024), b = matrix_descriptor(columns + j * 2048, BLOCK_N * 128, 1024);
+      const u64 a = descriptor(from_ds, j * 2048), b = descriptor(from_k, j * 2048);
       if (j == 0) wgmma_queries_start(dq, a, b); else wgmma_queries(dq, a, b);
     }
     wgmma_commit();
@@ -357,12 +360,13 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
   }
   __syncthreads();
   const Tile t = tile_of(p);
-  if (threadIdx.x < 128) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
     register_release<24>();
     if (threadIdx.x < 32) produce(p, sm, t);
   } else {
     register_claim<240>();
-    Consumer consumer(p, sm, t, threadIdx.x / 128 - 1);
+    Consumer consumer(p, sm, t, warpgroup - 1);
     consumer.work();
   }
 }

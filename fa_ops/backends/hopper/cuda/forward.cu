@@ -105,24 +105,23 @@ struct Consumer {
   }
 
   DEVICE void score_product() {
-    const u32 keys_at = sm.k + k.stage * K_BYTES, q = sm.q + slot() * Q_BYTES;
+    const u32 queries = descriptor_base(sm.q + slot() * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
-      const u64 a = matrix_descriptor(q + (d >> 2) * 64 * 128 + (d & 3) * 32, 16, 1024);
-      const u64 b = matrix_descriptor(keys_at + (d >> 2) * BLOCK_N * 128 + (d & 3) * 32, 16, 1024);
+      const u64 a = descriptor(queries, (d >> 2) * 64 * 128 + (d & 3) * 32), b = descriptor(keys, (d >> 2) * BLOCK_N * 128 + (d & 3) * 32);
       if (d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
     }
     wgmma_commit();
   }
 
   DEVICE void value_product() {
-    const u32 values_at = sm.v + v.stage * V_BYTES;
+    const u32 values = descriptor_base(sm.v + v.stage * V_BYTES, BLOCK_N * 128);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 16; j++)
       wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3],
-                   matrix_descriptor(values_at + j * 2048, BLOCK_N * 128, 1024));
+                   descriptor(values, j * 2048));
     wgmma_commit();
   }
 
@@ -185,9 +184,9 @@ struct Consumer {
 #endif
   }
 
-  // Scores of `block` while the weights of the block before it meet their values.
+  // Scores of `block` while the weights of the block after it meet their values. The wait for the next keys stands before that for
+  // the output because it ends a basic block: without one, ptxas moves the latter above the softmax.
   DEVICE void step(int block, const Blocks& n) {
-    mbar_wait(sm.k_full + 8 * k.stage, k.phase);
     take_turn();
     score_product();
     wait_values(block + 1, n);
@@ -198,6 +197,8 @@ struct Consumer {
     release(sm.k_empty, k);
     modify_scores(block, n);
     softmax.update(s, p.scale_log2);
+    pin(s);
+    if (block > n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(o);
     release(sm.v_empty, v);
@@ -216,6 +217,7 @@ struct Consumer {
     modify_scores(n.last - 1, n);
     softmax.update(s, p.scale_log2);
     pack_weights();
+    if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
 #pragma unroll 1
     for (int j = n.last - 2; j >= n.first; j--) step(j, n);
     wait_values(n.first, n);
@@ -266,7 +268,7 @@ struct Consumer {
     mbar_wait(sm.tile_full, phase);
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(t) : "r"(sm.tile) : "memory");
     mbar_arrive(sm.tile_empty);
-    return t;
+    return uniform(t);
   }
 
   DEVICE void work() {
@@ -308,12 +310,13 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     mbar_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
     register_release<(CONSUMERS == 2 ? 40 : 32)>();
     if (threadIdx.x < 32) produce(p, sm);
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();
-    Consumer consumer(p, sm, threadIdx.x / 128 - 1);
+    Consumer consumer(p, sm, warpgroup - 1);
     consumer.work();
   }
 }

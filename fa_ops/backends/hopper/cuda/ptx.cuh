@@ -57,10 +57,13 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory"); }
 DEVICE void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Shared-memory matrix descriptor, 128-byte swizzle; byte offsets between core-matrix groups.
-DEVICE u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);
-}
+// Shared-memory matrix descriptors, 128-byte swizzle, core matrices 1024 bytes apart in the other direction. The low half counts in
+// 16 bytes, so that a constant moves it; `bytes` from the base.
+DEVICE u32 descriptor_base(u32 address, u32 leading) { return (address >> 4) | ((leading >> 4) << 16); }
+DEVICE u64 descriptor(u32 base, u32 bytes) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (base + bytes / 16); }
+// What is the same in all lanes, said so that the compiler uses uniform registers: descriptors that come from others cost two more
+// instructions a product, and the products wait for them.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
