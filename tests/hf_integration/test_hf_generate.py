@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tiny_models import SEQ2SEQ, build, padding, switch, tokens
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedLayer
@@ -53,6 +54,8 @@ def test_encoder_decoder_caches(model_type, cache, way):
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_an_assistant_proposes_several_tokens(model_type):
     """Steps of several queries on a filled cache, some of them taken back."""
+    if model_type == "gemma3_text" and transformers.__version__ < "5.18":
+        pytest.skip("transformers 5.17 fails with eager attention, too")
     model, assistant = build(model_type), build(model_type, seed=1)
     both(model, tokens(1), assistant_model=assistant, do_sample=False)
 
