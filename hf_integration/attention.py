@@ -87,8 +87,10 @@ def fa_ops_attention_forward(
     elif _may_be_packed(form):
         documents = packing.documents(position_ids, query, key)
     if documents is not None:
-        if form.key_ranges is None and position_bias is None and not output_attentions:
-            return _packed(query, key, value, documents, form.is_causal, sinks, options), None
+        compact = form.key_ranges is None or form.causal_documents
+        if compact and position_bias is None and not output_attentions:
+            causal = form.is_causal or form.causal_documents
+            return _packed(query, key, value, documents, causal, sinks, options), None
         form = _within_documents(form, documents, query.shape[2])
     form = _biased(form, position_bias, query, key)
     if output_attentions:

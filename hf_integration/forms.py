@@ -1,7 +1,7 @@
 """The masks that travel through a transformers model: 4-D tensors, small wherever possible.
 
 transformers hands whatever the mask function returns from layer to layer and asks only that it be a
-4-D tensor. Six forms:
+4-D tensor. Seven forms:
 
     int32, empty, shape (1, 1, 0, 0)    every query attends every key
     int32, empty, shape (1, 1, 0, n)    causal over the first n keys, aligned at the bottom right;
@@ -9,6 +9,7 @@ transformers hands whatever the mask function returns from layer to layer and as
     int32, empty, shape (1, 0, 0, n)    the same, where a padding mask was read and found to be full
     int32 (B or 1, 1, 1, 1)             lengths: the one query attends keys j < n
     int32 (B or 1, 1, Sq or 1, 2)       key ranges: query i attends keys lo <= j < hi
+    int32 (B or 1, 1, Sq, 3)            key ranges that say: causal within packed documents
     bool, broadcastable (B, H, Sq, Sk)  True keeps
     float, broadcastable                added to the scores
 
@@ -34,6 +35,7 @@ class Form(NamedTuple):
     attn_mask: Tensor | None = None
     kv_lens: Tensor | None = None  # (B or 1,)
     padding_was_read: bool = False
+    causal_documents: bool = False  # key_ranges say nothing else
 
     def without_lens(self) -> Form:
         """The lengths as key ranges."""
@@ -71,13 +73,15 @@ def lens(lengths: Tensor) -> Tensor:
     return lengths[:, :, None, None].to(torch.int32)
 
 
-def ranges(lo: Tensor, hi: Tensor) -> Tensor:
+def ranges(lo: Tensor, hi: Tensor, causal_documents: bool = False) -> Tensor:
     """From bounds of shape (B or 1, Sq or 1)."""
-    return torch.stack(torch.broadcast_tensors(lo, hi), -1)[:, None].to(torch.int32)
+    lo, hi = torch.broadcast_tensors(lo, hi)
+    columns = (lo, hi, torch.zeros_like(lo)) if causal_documents else (lo, hi)
+    return torch.stack(columns, -1)[:, None].to(torch.int32)
 
 
 def read(mask: Tensor) -> Form:
-    """What a mask tensor says. Raises ValueError for a tensor that is none of the six forms."""
+    """What a mask tensor says. Raises ValueError for a tensor that is none of the seven forms."""
     if mask.dtype == torch.int32 and mask.dim() == 4:
         if mask.shape[2] == 0:
             n = mask.shape[3]
@@ -88,6 +92,8 @@ def read(mask: Tensor) -> Form:
             return Form(kv_lens=mask[:, 0, 0, 0])
         if mask.shape[3] == 2:
             return Form(key_ranges=mask)
+        if mask.shape[3] == 3:
+            return Form(key_ranges=mask[..., :2], causal_documents=True)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(
             "attention_mask must be bool, floating point or a mask made by fa_ops, "
@@ -127,5 +133,5 @@ def bounded(mask: Tensor, dtype: torch.dtype) -> Form:
 
 def name(mask: Tensor) -> str:
     if mask.shape[2] > 0:
-        return "ranges" if mask.shape[3] == 2 else "lengths"
+        return "lengths" if mask.shape[3] == 1 else "ranges"
     return "full" if mask.shape[3] == 0 else "causal"

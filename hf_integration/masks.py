@@ -104,7 +104,8 @@ def _compact(request: Request, compiling: bool) -> Tensor:
         end = q_offset + request.q_length - request.kv_offset
         if end <= padding.keys:
             return forms.causal(end, request.device, request.attention_mask is not None)
-    return _ranges(request, run or _bounds(request, parts, compiling)[0], padding)
+    packed = not compiling and padding.keys is not None and runs.is_causal_packing(parts)
+    return _ranges(request, run or _bounds(request, parts, compiling)[0], padding, packed)
 
 
 def _parts(request: Request, compiling: bool) -> list[runs.MaskFunction]:
@@ -233,7 +234,7 @@ def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]
     return padding, [lo.max(), count.min(), count.max(), is_run, reaches_end]
 
 
-def _ranges(request: Request, run: runs.Run, padding: Padding) -> Tensor:
+def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> Tensor:
     own = runs.Run(*(bound if bound is None else bound - request.kv_offset for bound in run))
     if padding.keys is None:
         own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
@@ -243,4 +244,4 @@ def _ranges(request: Request, run: runs.Run, padding: Padding) -> Tensor:
     zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
     lo = zero if own.lo is None else own.lo.clamp(min=0)
     hi = zero + end if own.hi is None else own.hi.clamp(0, end)
-    return forms.ranges(lo, hi)
+    return forms.ranges(lo, hi, packed)

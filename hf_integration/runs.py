@@ -84,6 +84,19 @@ def conjuncts(function: MaskFunction) -> list[MaskFunction]:
     return [leaf for part in cells(function)["mask_functions"] for leaf in conjuncts(part)]
 
 
+def is_causal_packing(parts: list[MaskFunction]) -> bool:
+    """Whether conjuncts say: causal within each of several documents, and nothing else."""
+    kinds = [kind(part) for part in parts]
+    if "packed_sequence_mask_function" not in kinds:
+        return False
+    inner = [
+        cells(part)["mask_function"] if name == "remap_positions_for_packed_sequence" else part
+        for part, name in zip(parts, kinds, strict=True)
+        if name != "packed_sequence_mask_function"
+    ]
+    return bool(inner) and all(part is causal for part in inner)
+
+
 def bites(function: MaskFunction, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
     """Whether a conjunct can exclude a key, given first and last query and key positions."""
     if function is causal:

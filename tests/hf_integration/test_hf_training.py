@@ -59,7 +59,7 @@ def test_flattened_documents_do_not_see_each_other(model_type, way, packed_calls
     batch.pop("labels")
     ours = model(**batch).logits
     torch.testing.assert_close(ours, alone(model), atol=1e-4, rtol=1e-4)
-    if model_type == "llama" and way != "positions, no cache":
+    if model_type == "llama":
         assert packed_calls == [3, 3]
 
 
