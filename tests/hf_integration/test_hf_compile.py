@@ -95,3 +95,19 @@ def test_generate_with_a_compiled_forward():
     eager = model.generate(tokens(), **options)
     model.forward, _ = compiled(model.forward, dynamic=True)
     assert torch.equal(model.generate(tokens(), **options), eager)
+
+
+@pytest.mark.parametrize(
+    "model_type, strict", [("llama", False), ("llama", True), ("gemma3_text", False)]
+)
+def test_export(model_type, strict):
+    """One graph with the operators in it, and no mask as large as the scores."""
+    model = build(model_type)
+    with torch.no_grad():
+        options = {"use_cache": False}
+        program = torch.export.export(model, (tokens(),), options, strict=strict)
+        ours = program.module()(tokens(seed=1), **options)
+        torch.testing.assert_close(logits(ours), logits(model(tokens(seed=1), **options)))
+    calls = [n for n in program.graph.nodes if "fa.attention" in str(n.target)]
+    assert len(calls) == model.config.num_hidden_layers
+    assert all(len(n.args) < 4 or n.args[3] is None for n in calls)

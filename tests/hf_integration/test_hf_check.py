@@ -1,0 +1,32 @@
+"""The check on a real model, on two prompts; `python -m hf_integration.check` does all of it."""
+
+import pytest
+import torch
+from torch import tensor
+
+import hf_integration
+from hf_integration import check
+
+
+@pytest.mark.slow
+def test_a_real_model_says_what_it_says_with_eager_attention():
+    try:
+        model, tokenizer = check.load("cpu", torch.float32)
+    except LookupError as error:
+        pytest.skip(str(error))
+    rows = check.prompts(tokenizer, 2)
+    assert len({len(row) for row in rows}) == 2
+    found = {}
+    for name in ("eager", hf_integration.NAME):
+        model.set_attn_implementation(name)
+        found[name] = check.answers(model, rows, 8, "static", tokenizer.pad_token_id)
+    assert check.differing(found["eager"], found["fa_ops"], 0.0) == (0, 0)
+    assert len(found["eager"].tokens.unique()) > 4
+
+
+def test_differences_count_where_the_choice_was_clear():
+    eager = check.Answers(tensor([[1, 2], [3, 4], [5, 6]]), tensor([[9.0, 0.1], [1.0, 9], [9, 9]]))
+    ours = check.Answers(tensor([[1, 7], [8, 4], [5, 6]]), eager.margins)
+    assert check.differing(eager, ours, 0.0) == (2, 2)
+    assert check.differing(eager, ours, 0.5) == (2, 1)
+    assert check.differing(eager, ours, 2.0) == (2, 0)
