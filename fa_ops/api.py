@@ -263,7 +263,7 @@ def spec_options(
     if scale is not None:
         options["scale"] = _need_number("scale", scale)
     if window is not None:
-        options["window_left"], options["window_right"] = _sides(window)
+        options["window_left"], options["window_right"] = sides(window)
     if softcap != 0.0:
         options["softcap"] = _need_number("softcap", softcap)
     if alibi_slopes is not None:
@@ -282,7 +282,7 @@ def spec_options(
     return options
 
 
-def _sides(window: Window) -> tuple[int, int]:
+def sides(window: Window) -> tuple[int, int]:
     """(left, right) with -1 for None."""
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}")

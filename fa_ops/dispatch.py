@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Spec, is_decoding
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
+# The same for few queries against many keys, whose keys the triton backend cuts into pieces.
+DECODING = AUTO | {"cuda": ("triton", "hopper")}
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -66,6 +68,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head
     dimensions, dtype and device of the inputs and on which features are used, on nothing else.
+    Lengths decide one thing alone: whether a forward pass counts as decoding.
 
     Raises:
         ValueError: no backend has the name asked for.
@@ -73,13 +76,19 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
             says why.
     """
     name = spec[13] or default or "auto"
-    key = (*_features(spec), q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, name, backward)
+    auto = DECODING if not backward and _decodes(q, k, spec) else AUTO
+    shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device)
+    key = (*_features(spec), *shape, name, backward, auto is AUTO)
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(
-            name, q, lambda candidate: refusal(candidate, q, k, v, spec, backward)
+            name, q, lambda candidate: refusal(candidate, q, k, v, spec, backward), auto
         )
     return backend
+
+
+def _decodes(q: Tensor, k: Tensor, spec: Spec) -> bool:
+    return q.dim() == 4 and is_decoding(q.shape[2], k.shape[2], spec)
 
 
 def _features(spec: Spec) -> tuple:
@@ -138,10 +147,12 @@ def select_merge(outs: Tensor) -> ModuleType:
     return backend
 
 
-def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleType:
+def _choose(
+    name: str, q: Tensor, ask: Callable[[str], str | None], auto: dict = AUTO
+) -> ModuleType:
     check_name(name)
     reasons = {}
-    for candidate in _candidates(name, q):
+    for candidate in _candidates(name, q, auto):
         reasons[candidate] = ask(candidate)
         if reasons[candidate] is None:
             return load(candidate)
@@ -151,8 +162,8 @@ def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleTyp
     raise NotImplementedError(f"no backend can run this call on {q.device}:{lines}")
 
 
-def _candidates(name: str, q: Tensor) -> tuple[str, ...]:
-    return AUTO.get(q.device.type, ()) if name == "auto" else (name,)
+def _candidates(name: str, q: Tensor, auto: dict = AUTO) -> tuple[str, ...]:
+    return auto.get(q.device.type, ()) if name == "auto" else (name,)
 
 
 def load(name: str) -> ModuleType:
@@ -213,5 +224,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     name = spec.backend or default or "auto"
     check_name(name)
     reasons = {candidate: refusal(candidate, q, k, v, spec) for candidate in BACKENDS}
-    chosen = next((one for one in _candidates(name, q) if reasons[one] is None), None)
+    order = _candidates(name, q, DECODING if _decodes(q, k, spec) else AUTO)
+    chosen = next((one for one in order if reasons[one] is None), None)
     return Explanation(chosen, reasons)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from fa_ops import api
+from fa_ops import api, prepared
 from fa_ops.ops import kv_cache
+from fa_ops.types import Cache, Spec
 
 
 def attention_with_kv_cache(
@@ -101,19 +103,33 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
+    tensors = (
+        kv_lens, page_table, key, value, alibi_slopes, sinks, k_scale, v_scale, rotary_cos,
+        rotary_sin,
+    )  # fmt: skip
+    plain = (
+        is_causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant, backend
+    )  # fmt: skip
+    call = _key_of(query, key_cache, value_cache, tensors, plain)
+    if call is not None and (run := prepared.find(call)) is not None:
+        result = run(query, key_cache, value_cache, *_bound(tensors, plain))
+        if key is not None:
+            kv_cache.written(key_cache, value_cache)
+        return result if return_lse else result[0]
     options = api.spec_options(
         query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, False, backend,
     )  # fmt: skip
     kv_lens = api.need_tensor("kv_lens", kv_lens)
     options.pop("kv_lens", None)
-    tensors = {"k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos}
-    for name, x in (tensors | {"rotary_sin": rotary_sin}).items():
+    optional = {
+        "k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin
+    }  # fmt: skip
+    for name, x in optional.items():
         if x is not None:
             options[name] = api.need_tensor(name, x)
-    for name, flag in (
-        ("rotary_interleaved", rotary_interleaved), ("batch_invariant", batch_invariant)
-    ):  # fmt: skip
+    flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
         if flag:
@@ -122,16 +138,45 @@ def attention_with_kv_cache(
         if not isinstance(num_splits, api.INT):
             raise TypeError(f"num_splits must be an int, got {num_splits!r}")
         options["num_splits"] = num_splits
-    rest = (kv_lens, page_table, is_causal)
     if page_table is not None:
         api.need_tensor("page_table", page_table)
-    if key is None and value is None:
-        args, operator = (query, key_cache, value_cache, *rest), kv_cache.READ
-    else:
-        if key is None or value is None:
-            raise ValueError("key and value must be given together")
-        new = (api.need_tensor("key", key), api.need_tensor("value", value))
-        args, operator = (query, key_cache, value_cache, *new, *rest), kv_cache.APPEND
-    recorded = (*args[:5], sinks, alibi_slopes, *tensors.values(), rotary_sin)
+    if (key is None) != (value is None):
+        raise ValueError("key and value must be given together")
+    operator, new = kv_cache.READ, ()
+    if key is not None:
+        operator, new = kv_cache.APPEND, (api.need_tensor("key", key),
+                                          api.need_tensor("value", value))  # fmt: skip
+    args = (query, key_cache, value_cache, *new, kv_lens, page_table, is_causal)
+    recorded = (query, key_cache, value_cache, *tensors)
     out, lse = api.call_operator(operator, recorded, args, options)
+    if call is not None:
+        prepared.remember_cached(call, query, key_cache, value_cache, *_bound(tensors, plain))
     return (out, lse) if return_lse else out
+
+
+def _key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, plain: tuple) -> tuple | None:
+    """What makes two calls the same, or None where a call must not be remembered."""
+    if kv_cache.DEBUG or torch.compiler.is_compiling():
+        return None
+    signature: list = []
+    for t in tensors:
+        if t is None:
+            signature.append(None)
+        elif type(t) is Tensor and not t.requires_grad and t.is_contiguous():
+            signature += (t.shape, t.dtype, t.device)
+        elif type(t) is Tensor and not t.requires_grad:
+            signature += (t.shape, t.dtype, t.device, t.stride())
+        else:
+            return None
+    return prepared.key_of(q, k, v, "cache", *signature, *plain)
+
+
+def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
+    (kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin) = tensors
+    (causal, scale, window, softcap, interleaved, splits, invariant, backend) = plain
+    left, right = (-1, -1) if window is None else api.sides(window)
+    return (
+        Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant),
+        Spec(None, 0.0, causal, scale, left, right, softcap, slopes, sinks, kv_lens, None, None,
+             False, backend),
+    )  # fmt: skip

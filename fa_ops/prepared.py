@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import library
-from fa_ops.types import Spec
+from fa_ops.types import Cache, Spec
 
 _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
@@ -36,6 +36,23 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
         return _runs.get(key)
     except TypeError:  # an option that cannot be hashed, about which the checks have more to say
         return None
+
+
+def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
+    """The same for a call over a cache.
+
+    Those of values need a CPU tensor, and kernels want small tensors contiguous: such calls go the
+    long way.
+    """
+    small = (cache.page_table, *cache[3:7], spec.kv_lens, spec.alibi_slopes, spec.sinks)
+    plain = all(t is None or t.is_contiguous() for t in small)
+    new = cache.key is None or cache.key.numel() > 0
+    if key in _runs or not (q.is_cuda and plain and new and q.numel() and k.numel()):
+        return
+    if len(_runs) >= _LIMIT:
+        _runs.clear()
+    prepare = getattr(dispatch.select_cache(q, k, v, cache, spec), "prepare_cached", None)
+    _runs[key] = prepare and prepare(q, k, v, cache, spec)
 
 
 def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:

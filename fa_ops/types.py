@@ -71,6 +71,17 @@ def default_scale(spec: Spec, head_dim: int) -> float:
     return head_dim**-0.5 if spec.scale is None else spec.scale
 
 
+def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
+    """Whether a dense call has so few queries and so many keys that the keys are worth cutting."""
+    return (
+        Sq <= 16
+        and Sk >= 512
+        and spec.attn_mask is None
+        and spec.key_ranges is None
+        and spec.dropout_p == 0.0
+    )
+
+
 def keywords(spec: Spec) -> dict:
     """What an operator call needs after its first six arguments: options not at their default."""
     return {

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
 from fa_ops.backends import reference
-from fa_ops.bench import report
+from fa_ops.bench import report, timing
 from fa_ops.types import Spec
 
 COLD_BYTES = 320 * 2**20  # what a graph walks over at least: several L2s
@@ -214,6 +214,7 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     ],
     "ragged": lambda: [Problem(64, 32768, ragged=True), Problem(64, 16384)],
     "unsplit": lambda: [Problem(1, 131072), Problem(1, 131072, unsplit=True)],
+    "host": list,
 }
 
 
@@ -310,6 +311,25 @@ def _rows(
         yield p, results
 
 
+def host_microseconds() -> dict[str, float]:
+    """Host time of eager calls over small caches, where the GPU cannot be what takes long."""
+    p = Problem(4, 512)
+    data, paged = Data(p), dataclasses.replace(p, page=16)
+    pages = Data(paged)
+    k, v = (data.view(x, p, "bshd") for x in data.caches[0])
+    kp, vp = (pages.view(x, paged, "") for x in pages.caches[0])
+    new = torch.randn(p.B, p.Hkv, 1, p.D, device="cuda", dtype=p.dtype)
+    some, q, call = data.lens - 8, data.q, fa_ops.attention_with_kv_cache
+    runs = {
+        "contiguous": lambda _: call(q, k, v, some),
+        "paged": lambda _: call(q, kp, vp, some, pages.table),
+        "paged, append": lambda _: call(q, kp, vp, some, pages.table, key=new, value=new),
+        "fa_ops.attention": lambda _: fa_ops.attention(q, k, v),
+    }
+    times = timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
+    return {name: time.ms * 1e3 for name, time in times.items()}
+
+
 def main(
     preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
     only: Annotated[Optional[str], typer.Option(help="words in the names to run")] = None,  # noqa: UP045
@@ -322,6 +342,10 @@ def main(
         raise typer.BadParameter("decoding is measured on CUDA, and torch sees no such device")
     if preset not in PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
+    if preset == "host":
+        for name, us in host_microseconds().items():
+            console.print(f"host time of an eager call, {name}: {us:.1f} us")
+        return
     words = only.split(",") if only else [""]
     chosen = [i for i in IMPLEMENTATIONS if any(word in i.name for word in words)]
     problems = [p for p in PRESETS[preset]() if heads in (None, f"{p.Hq}/{p.Hkv}")]

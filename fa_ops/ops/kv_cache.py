@@ -71,10 +71,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
 
 def _append(q, k, v, key, value, *args, **options):
     results = _forward(q, k, v, *args, key=key, value=value, **options)
-    written = [t for t in (k, v) if not t.is_inference()]
-    if written and key.numel():
-        torch.autograd.graph.increment_version(written)
+    written(k, v)
     return results
+
+
+def written(k: Tensor, v: Tensor) -> None:
+    """Tell autograd that both caches have changed."""
+    if not (k.is_inference() or v.is_inference()):
+        torch.autograd.graph.increment_version((k, v))
 
 
 def _fake(q, k, v, *args, **options):

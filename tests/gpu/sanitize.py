@@ -13,6 +13,7 @@ import torch
 
 from fa_ops.testing import random_case
 from fa_ops.types import Packing
+from tests.ops.cache_cases import CacheCase, random_cache_case
 
 CASES = 24
 
@@ -50,9 +51,20 @@ def run_packed(module) -> int:
         out, lse = module.varlen_forward(q, k, v, packing, spec)
         grads = torch.randn_like(out), torch.randn_like(lse)
         module.varlen_backward(*grads, q, k, v, out, lse, packing, spec)
+    if hasattr(module, "cache_forward"):
+        run_cached(module)
     outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
     module.merge_states(outs, lses)
     return 3
+
+
+def run_cached(module) -> None:
+    for seed in range(24):
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        case = random_cache_case(seed, dtype=dtype, device="cuda")
+        module.cache_forward(*case.fresh())
+    mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
+    module.cache_forward(*CacheCase(device="cuda", dtype=torch.bfloat16, **mla).fresh())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops import dispatch
 from fa_ops.backends import reference
 from fa_ops.backends.triton import decode
 from fa_ops.types import Cache, Spec
@@ -169,3 +170,40 @@ def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(kv_cache, "DEBUG", True)
     with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 1000000"):
         fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
+
+
+def test_attention_with_few_queries_is_decoding():
+    q = torch.randn(1, 8, 2, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
+    assert dispatch.select(q, k, k, Spec(is_causal=True)).__name__.endswith("triton")
+    expected = reference.dense(q.double(), k.double(), k.double(), Spec(is_causal=True))[0]
+    for _ in range(2):  # the second call is a prepared one
+        assert relative_error(fa_ops.attention(q, k, k, is_causal=True), expected) < 1e-2
+    lens = torch.tensor([300], device="cuda", dtype=torch.int32)
+    k[:, :, 300:] = float("nan")
+    out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens)
+    assert bool(out.isfinite().all())
+
+
+def test_repeated_calls_take_the_short_way_and_see_new_values():
+    case = CacheCase(dtype=torch.bfloat16, D=64, Dv=64, device="cuda", new=1, S=900)
+    q, k, v, cache, spec = case.fresh()
+    k, v = k.nan_to_num(0.1), v.nan_to_num(0.1)
+    versions = k._version
+    for step in range(3):
+        q.normal_()
+        spec.kv_lens.fill_(10 * step + 5)
+        plain = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+        out = fa_ops.attention_with_kv_cache(
+            q, k, v, spec.kv_lens, key=cache.key, value=cache.value
+        )
+        assert relative_error(out, plain) < 1e-2
+    assert k._version >= versions + 3
+
+
+def test_fp8_with_odd_strides_is_refused():
+    k = torch.zeros(1, 2, 64, 33, device="cuda").to(torch.float8_e4m3fn)[..., :32]
+    q = torch.randn(1, 2, 1, 32, device="cuda", dtype=torch.bfloat16)
+    lens = torch.ones(1, device="cuda", dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="even strides"):
+        fa_ops.attention_with_kv_cache(q, k, k, lens)

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from fa_ops.backends.triton import launch
-from fa_ops.types import Cache
+from fa_ops.testing import assert_close_to_oracle, make_case
+from fa_ops.types import Cache, Spec
 from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")
+forward = importlib.import_module("fa_ops.backends.triton.forward")
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -106,3 +108,29 @@ def test_lengths_compile_nothing_new():
         decode.cache_forward(q, k, v, cache, spec)
         compiled.add(len(decode._launches))
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "lengths", "everything"])
+def test_attention_with_few_queries_is_decoding(name, monkeypatch):
+    options = {
+        "plain": {},
+        "lengths": {"kv_lens": True, "is_causal": True},
+        "everything": {
+            "kv_lens": True, "is_causal": True, "window": (300, 0), "softcap": 3.0, "sinks": True,
+            "alibi": "batch_heads",
+        },
+    }[name]  # fmt: skip
+    calls = []
+    monkeypatch.setattr(forward, "decode", lambda *args: calls.append(args) or decode.decode(*args))
+    assert_close_to_oracle(make_case(Sq=3, Sk=520, **options), "triton", gradients=False)
+    assert len(calls) == 1
+
+
+def test_attention_reads_no_tail_of_the_cache():
+    q, k, v, _ = make_case(Sq=1, Sk=600).fresh()
+    lens = torch.tensor([7, 512], dtype=torch.int32)
+    for b in range(2):
+        k[b, :, lens[b] :] = float("nan")
+        v[b, :, lens[b] :] = float("inf")
+    out, lse = forward.forward(q, k, v, Spec(kv_lens=lens))
+    assert bool(out.isfinite().all() and lse.isfinite().all())

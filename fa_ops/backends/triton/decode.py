@@ -7,6 +7,8 @@ serves every length that its cache can hold.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +26,12 @@ from fa_ops.backends.triton.configs_decode import (
 from fa_ops.backends.triton.decode_append import prepare_cache
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Spec, is_decoding
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
-_CHUNKS = (16, 256)  # rows of the batch that a program looks over at once
+_CHUNKS = (16, 64, 256)  # rows of the batch that a program looks over at once
 _launches: dict[tuple, Plan] = {}
-
-
-class Plan(NamedTuple):
-    """The kernels of one class of calls."""
-
-    split: Launch
-    merge: Launch
-    tile: DecodeTile
 
 
 class Memory(NamedTuple):
@@ -110,75 +104,137 @@ def cache_forward(
     return decode(q, memory, spec, new, cache.num_splits, cache.batch_invariant)
 
 
+def prepare_cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
+    capacity = Memory.of(k, v, cache).capacity
+    changes = cache.key is not None or cache.rotary_cos is not None
+    new = 0 if cache.key is None else cache.key.shape[2]
+    known: dict[tuple, Callable] = {}  # by what addresses can change
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+        if changes:
+            q = prepare_cache(q, k, v, cache, spec.kv_lens, capacity)
+        k_at, v_at = k.data_ptr(), v.data_ptr()
+        addresses = ((q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at)
+        call = known.get(addresses)
+        if call is None:
+            rest = (new, cache.num_splits, cache.batch_invariant)
+            call = known[addresses] = _bind(q, Memory.of(k, v, cache), spec, *rest)
+        return call(
+            q, k, v, cache.page_table, cache.k_scale, cache.v_scale, spec.alibi_slopes, spec.sinks,
+            spec.kv_lens,
+        )  # fmt: skip
+
+    return run
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """Dense calls like this one again, if they count as decoding."""
+    if not is_decoding(q.shape[2], k.shape[2], spec):
+        return None
+    run, cache = prepare_cached(q, k, v, Cache(), spec), Cache()
+    return lambda q, k, v: run(q, k, v, cache, spec)[0]
+
+
 def decode(
     q: Tensor, memory: Memory, spec: Spec, new: int = 0, splits: int = 0, invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq). `new`: keys that came to
     kv_lens since."""
+    m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens)
+    small = (None if t is None else t.contiguous() for t in small)
+    call = _bind(q, memory, spec, new, splits, invariant)
+    return call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small)
+
+
+def _bind(
+    q: Tensor, memory: Memory, spec: Spec, new: int, splits: int, invariant: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """All of a call that its tensors' contents and addresses do not change."""
     B, Hq, Sq, D = q.shape
-    Dv, Hkv = memory.Dv, memory.Hkv
-    group = Hq // Hkv
-    device = q.get_device()
-    out = empty((B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), q.dtype, device)
-    lse = empty((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device)
-    if Sq == 0:
-        return out, lse
-    values, kind = arguments(spec, B, Hq, Sq, memory.capacity, D)
-    scale, cap, *_ = values
-    slopes, slopes_stride, sinks, kv_lens = values[7:11]
-    left, right = values[18:]
+    Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
+    group, device = Hq // Hkv, q.get_device()
+    values, kind = arguments(spec, B, Hq, Sq, capacity, D)
+    scale, cap, slopes_stride, (left, right) = *values[:2], values[8], values[18:]
     mode = "fixed" if invariant else "even" if splits else "stream"
-    plan, rows = _find(q, memory, kind, mode, group * Sq, B)
-    units = Hkv * -(-group * Sq // plan.tile.block_m)
+    plan = _plan(q, memory, kind, mode, group * Sq)
+    tile = plan.tile
     if mode == "stream":
-        splits = _multiprocessors(device) * plan.tile.per_sm
-        programs, slots = splits, 2 * splits
+        splits = programs = _multiprocessors(device) * tile.per_sm
+        slots = 2 * splits
     else:
-        if mode == "fixed":
-            splits = max(1, -(-memory.capacity // FIXED_KEYS))
-        programs = B * units * splits
+        splits = max(1, -(-capacity // FIXED_KEYS)) if mode == "fixed" else splits
+        programs = B * Hkv * -(-group * Sq // tile.block_m) * splits
         slots = programs if splits > 1 else 0
-    shape = (slots, plan.tile.block_m, Dv)
-    partial = empty(shape, (shape[1] * Dv, Dv, 1), torch.float32, device)
-    partial_lse = empty(shape[:2], (shape[1], 1), torch.float32, device)
-    k, v = memory.key, memory.value
-    tensors = (q, k, v, out, lse, partial, partial_lse)
-    table = memory.table
-    rest = (
-        *q.stride()[:3], *memory.strides, B, Hkv, group, Sq, memory.capacity, new, splits,
-        table, 0 if table is None else table.stride(0), k.shape[0],
-        memory.k_scale, memory.v_scale, scale, cap, slopes, slopes_stride, sinks, kv_lens,
-        left, right,
-    )  # fmt: skip
-    merge_rest = (B, Hkv, group, Sq, memory.capacity, new, splits, sinks, kv_lens, left)
-    if plan.split is None:
-        plan = rows((*tensors, *rest), (partial, partial_lse, out, lse, *merge_rest))
-    addresses = [address(t) for t in tensors]
-    plan.split((programs, 1, 1), (*addresses, *rest))
-    if splits > 1:
-        q_at, k_at, v_at, *results = addresses
-        merged = (results[2], results[3], results[0], results[1])
-        plan.merge((B * Hq * Sq, 1, 1), (*merged, *merge_rest))
-    return out, lse
+    shapes = (
+        ((B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), q.dtype, device),
+        ((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device),
+        ((slots, tile.block_m, Dv), (tile.block_m * Dv, Dv, 1), torch.float32, device),
+        ((slots, tile.block_m), (tile.block_m, 1), torch.float32, device),
+    )
+    sizes = (B, Hkv, group, Sq, capacity, new, splits)
+    strides = (*q.stride()[:3], *memory.strides)
+    table_stride = 0 if memory.table is None else memory.table.stride(0)
+    pages = memory.key.shape[0]
+
+    def call(q, k, v, table, k_scale, v_scale, slopes, sinks, kv_lens, at=_address):
+        out, lse, partial, partial_lse = (empty(*shape) for shape in shapes)
+        if Sq == 0:
+            return out, lse
+        results = at(out), at(lse)
+        pieces = at(partial), at(partial_lse)
+        sinks, kv_lens = at(sinks), at(kv_lens)
+        split_args = (
+            at(q), at(k), at(v), *results, *pieces, *strides, *sizes, at(table), table_stride,
+            pages, at(k_scale), at(v_scale), scale, cap, at(slopes), slopes_stride, sinks, kv_lens,
+            left, right,
+        )  # fmt: skip
+        merge_args = (*pieces, *results, *sizes, sinks, kv_lens, left)
+        if at is not _address:
+            return split_args, merge_args
+        plan.split((programs, 1, 1), split_args)
+        if splits > 1:
+            plan.merge((B * Hq * Sq, 1, 1), merge_args)
+        return out, lse
+
+    if plan.split is None and Sq:
+        small = (spec.alibi_slopes, spec.sinks, spec.kv_lens)
+        m = memory
+        plan = plan.compile(
+            call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small, at=lambda t: t)
+        )
+    return call
 
 
-def _find(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int, B: int):
-    """The plan of these calls; without launches yet, and with what makes them, if it is new."""
-    k, v = memory.key, memory.value
+def _address(t: Tensor | None) -> Any:
+    return None if t is None else address(t)
+
+
+class Plan(NamedTuple):
+    """The kernels of one class of calls, or how to compile them from (split's, merge's) arguments
+    that are tensors."""
+
+    tile: DecodeTile
+    split: Launch | None = None
+    merge: Launch | None = None
+    compile: Callable[[tuple], Plan] | None = None
+
+
+def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
+    k, v, B, D, Dv = memory.key, memory.value, q.shape[0], q.shape[3], memory.Dv
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
-    both = 0
-    for stride in memory.strides:
-        both |= stride
+    both = functools.reduce(operator.or_, memory.strides)
     bits |= both * k.element_size() | k.data_ptr() | v.data_ptr()
     aligned, wide = bits % 16 == 0, max(memory.strides) >= 1 << 31
     shared = k.data_ptr() == v.data_ptr() and memory.strides[:3] == memory.strides[3:]
-    D, Dv = q.shape[3], memory.Dv
-    shared = shared and Dv <= D and Dv <= _main(D)
+    shared = shared and Dv <= min(D, _main(D))
     sms = _multiprocessors(q.get_device())
     light = B * memory.Hkv * -(-rows // 32) * memory.capacity <= LIGHT_KEYS * sms
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
     # pieces of a row that has its share of the programs; longer ones take a few turns
-    parts = min(MERGE_PARTS, padded(2 + 2 * sms // (B * memory.Hkv)))
+    parts = min(MERGE_PARTS, padded(2 + 2 * sms // max(1, B * memory.Hkv)))
     scaled = (memory.k_scale is not None, memory.v_scale is not None)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
@@ -186,37 +242,27 @@ def _find(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int, B: int):
     )  # fmt: skip
     plan = _launches.get(key)
     if plan is not None:
-        return plan, None
-    arch = architecture(q.device)
-    tile = decode_tile(arch, q.dtype, k.dtype == torch.int16, D, Dv, rows, light)
+        return plan
+    arch, fp8 = architecture(q.device), k.dtype == torch.int16
+    tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
-    def compile_both(split_args: tuple, merge_args: tuple) -> Plan:
-        split, merge = constants(
-            tile,
-            arch,
-            q.dtype,
-            k.dtype == torch.int16,
-            D,
-            Dv,
-            memory.page,
-            shared,
-            mode,
-            chunk,
-            parts,
-        )
+    def compiled(samples: tuple[tuple, tuple]) -> Plan:
+        shape = (D, Dv, memory.page, shared, mode, chunk, parts)
+        split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
-        layout = {"divisors": divisors, "wide": wide}
+        layout = {"device": q.device, "divisors": divisors, "wide": wide}
         plan = _launches[key] = Plan(
-            bind(split_kernel, split_args, split, tile.options() | early,
-                 device=q.device, **layout),
-            bind(merge_splits_kernel, merge_args, merge, {"num_warps": MERGE_WARPS} | early,
-                 device=q.device),
             tile,
+            bind(split_kernel, samples[0], split, tile.options() | early, **layout),
+            bind(
+                merge_splits_kernel, samples[1], merge, {"num_warps": MERGE_WARPS} | early,
+                device=q.device,
+            ),
         )  # fmt: skip
         return plan
 
-    return Plan(None, None, tile), compile_both
+    return Plan(tile, compile=compiled)
 
 
 def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:

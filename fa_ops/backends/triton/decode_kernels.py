@@ -5,7 +5,7 @@ of several blocks of its rows). A row of the batch has a number of tiles of BLOC
 tiles of all rows and units stand in one line, row by row, unit by unit.
 
 STREAM: every program takes an equal stretch of that line, wherever it begins and ends, so lengths
-that differ cost nothing and nothing depends on them but numbers read on the device. What is whole
+that differ cost nothing, and nothing depends on them but numbers read on the device. What is whole
 in a stretch is written out; the pieces at its two ends go to slots 2 * pid (it began before) and
 2 * pid + 1 (it goes on after), and `merge_splits_kernel` finds them by the same arithmetic.
 Otherwise each unit is cut by itself, into `splits` pieces, or with FIXED into pieces of that many
@@ -69,6 +69,25 @@ def tiles_before(
 
 
 @triton.jit
+def stretch(pid, total, programs):
+    """Tiles [first, last) of a program, as equal as can be; no more programs than tiles have any.
+
+    `owner_of` is its inverse.
+    """
+    programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
+    first = (pid * total.to(tl.int64)) // programs
+    last = (pid + 1) * total.to(tl.int64) // programs
+    idle = pid >= programs
+    return tl.where(idle, total, first).to(tl.int32), tl.where(idle, 0, last).to(tl.int32)
+
+
+@triton.jit
+def owner_of(tile, total, programs):
+    programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
+    return (((tile.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+@triton.jit
 def attend_piece(
     q, k, v, table, b, h, m0, first, last, length,
     q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
@@ -113,11 +132,8 @@ def attend_piece(
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
     acc_odd = acc
-    if PAGE == 0:
-        k += steps.to(tl.int64) * k_stride_s
-        v += steps.to(tl.int64) * v_stride_s
-        page = steps
-    else:  # of this tile's keys; read one tile ahead, so that keys need not wait for it
+    page = steps  # of this tile's keys; read one tile ahead, so that keys need not wait for it
+    if PAGE > 0:
         page = pages_of(table, first * BLOCK_N, length, BLOCK_N, PAGE)
         if BLOCK_N % PAGE == 0:
             k += (steps % PAGE).to(tl.int64) * k_stride_s
@@ -136,8 +152,9 @@ def attend_piece(
                 v_rows += slot * v_stride_s
             page = pages_of(table, n0 + BLOCK_N, length, BLOCK_N, PAGE)
         else:
-            k_rows = k + tl.cast(n0, tl.int64) * k_stride_s
-            v_rows = v + tl.cast(n0, tl.int64) * v_stride_s
+            # not from pointers that step along: those take 80 registers more
+            k_rows = k + j.to(tl.int64) * k_stride_s
+            v_rows = v + j.to(tl.int64) * v_stride_s
         kt = load_keys(k_rows, there, cols, D, PACK, BLOCK_D)
         if FP8:
             kt, k_odd = unpacked(kt)
@@ -306,34 +323,29 @@ def split_kernel(
         _, _, total = find_tile(
             kv_lens, batch, capacity, new, Sq, window_left, units, 0, BLOCK_N, CHUNK
         )
-        per = tl.cdiv(total, splits)
-        tile = pid * per
-        stop = tl.minimum(tile + per, total)
+        tile, stop = stretch(pid, total, splits)
+        b, base, _ = find_tile(
+            kv_lens, batch, capacity, new, Sq, window_left, units, tile, BLOCK_N, CHUNK
+        )
     else:
-        tile, stop = 0, 1
+        tile, stop, base = 0, 1, 0
+        b = pid // splits // units
+    length, origin, tiles = row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N)
+    if STREAM:
+        unit = (tile - base) // tl.maximum(tiles, 1)
+        first = tile - base - unit * tiles
+    else:
+        unit = pid // splits % units
+        piece = tl.cdiv(tiles, splits)
+        if FIXED > 0:
+            piece = FIXED
+        first = tl.minimum(pid % splits * piece, tiles)
     while tile < stop:
         if STREAM:
-            b, base, _ = find_tile(
-                kv_lens, batch, capacity, new, Sq, window_left, units, tile, BLOCK_N, CHUNK
-            )
-        else:
-            b = pid // splits // units
-            base = 0
-        length, origin, tiles = row_tiles(
-            kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
-        )
-        if STREAM:
-            unit = (tile - base) // tiles
-            first = tile - base - unit * tiles
             last = tl.minimum(tiles, first + stop - tile)
             slot = 2 * pid + tl.where(first == 0, 1, 0)
             whole = (first == 0) & (last == tiles)
         else:
-            unit = pid // splits % units
-            piece = tl.cdiv(tiles, splits)
-            if FIXED > 0:
-                piece = FIXED
-            first = tl.minimum(pid % splits * piece, tiles)
             last = tl.minimum(first + piece, tiles)
             slot = pid
             whole = splits == 1
@@ -366,7 +378,20 @@ def split_kernel(
             else:
                 store_piece(partial, partial_lse, slot, m0, m, den, acc, group * Sq, Dv)
         if STREAM:
-            tile += last - first
+            tile += tl.maximum(last - first, 1)  # lengths that change meanwhile end it all the same
+            first = first * 0
+            unit += 1
+            if (unit == units) & (tile < stop):
+                unit = unit * 0
+                b += 1
+                length, origin, tiles = row_tiles(
+                    kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
+                )
+                while (tiles == 0) & (b < batch):
+                    b += 1
+                    length, origin, tiles = row_tiles(
+                        kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
+                    )
         else:
             tile = 1
 
@@ -393,10 +418,10 @@ def merge_splits_kernel(
         before, total = tiles_before(
             kv_lens, batch, capacity, new, Sq, window_left, b, BLOCK_N, CHUNK
         )
-        per = tl.maximum(tl.cdiv(total * units, splits), 1)
         start = before * units + unit * tiles
-        owner = start // per
-        count = tl.where(tiles > 0, (start + tiles - 1) // per - owner + 1, 0)
+        owner = owner_of(start, total * units, splits)
+        last = owner_of(start + tl.maximum(tiles, 1) - 1, total * units, splits)
+        count = tl.where(tiles > 0, last - owner + 1, 0)
     else:
         piece = tl.cdiv(tiles, splits)
         if FIXED > 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fa_ops.backends.triton.alignment import aligned, narrowed, needs_copies, scaled
 from fa_ops.backends.triton.arguments import Class, Layout, arguments, padded, precision
 from fa_ops.backends.triton.configs import Tile, forward_tile
+from fa_ops.backends.triton.decode import Memory, decode
 from fa_ops.backends.triton.launch import Launch, address, architecture, bind, empty
 from fa_ops.backends.triton.primitives import (
     LN2,
@@ -27,7 +28,7 @@ from fa_ops.backends.triton.primitives import (
     scores,
     store_tile,
 )
-from fa_ops.types import Packing, Spec
+from fa_ops.types import Cache, Packing, Spec, is_decoding
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
@@ -174,6 +175,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
+    if is_decoding(Sq, Sk, spec):
+        return decode(q, Memory.of(k, v, Cache()), spec)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     layout = Layout.of(q, k, v, strides)
     if needs_copies(layout, q.dtype, D, Dv):
