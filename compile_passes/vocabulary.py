@@ -59,6 +59,11 @@ _ALIASES = {
 _ALIASES |= dict.fromkeys(
     "to float half bfloat16 double type type_as long int bool".split(), "cast"
 )
+# torch 2.11 captures some comparisons as Tensor's own methods
+_ALIASES |= {
+    f"__{name}__": name for name in "eq ne le lt ge gt add sub mul matmul neg abs getitem".split()
+}
+_ALIASES |= {"__radd__": "add", "__rmul__": "mul", "__truediv__": "div"}
 _ALIASES |= dict.fromkeys("contiguous clone alias lift_fresh_copy".split(), "copy")
 # Their result's shape says all there is to say.
 _ALIASES |= dict.fromkeys(
