@@ -64,6 +64,11 @@ def gathered_positions(scores):
     return scores + torch.where(keep, torch.zeros(()), torch.finfo(torch.float32).min)
 
 
+def captured_as_methods(scores):
+    i, j = positions(scores)
+    return scores.masked_fill(j.__gt__(i), -INF)
+
+
 def not_packed(scores):
     """A test for packed sequences that arange positions cannot fail."""
     i, j = positions(scores)
@@ -83,6 +88,7 @@ CAUSAL = [
     tril_of_ones_is_zero,
     one_minus_mask,
     gathered_positions,
+    captured_as_methods,
     not_packed,
 ]
 
