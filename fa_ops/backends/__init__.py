@@ -1,8 +1,8 @@
 """Implementations. No backend imports another (all may import `dropout`, the shared random rule),
 and none knows the dispatcher.
 
-Every backend is a module or package with these functions; `Spec`, `Packing` and `Gradients` are in
-`fa_ops.types`:
+Every backend is a module or package with these functions; `Spec`, `Packing`, `Cache` and
+`Gradients` are in `fa_ops.types`:
 
     available_error() -> str | None
         why it cannot run on this machine at all
@@ -17,6 +17,12 @@ Every backend is a module or package with these functions; `Spec`, `Packing` and
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
     merge_states(outs, lses) -> (out, lse)
+    cache_error(q, k, v, cache, spec) -> str | None
+        optional, with the next: why it cannot attend such a key-value cache, and what can
+    cache_forward(q, k, v, cache, spec) -> (out, lse)
+        writes the new keys and values first, if there are any; q may be empty if there are
+    prepare_cached(q, k, v, cache, spec) -> (q, k, v, cache, spec) -> (out, lse)
+        optional: calls like this one again, at the least host cost
 
 What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops`
 answers zero-sized calls itself); the last dimension of q, k, v, out and grad_out is contiguous,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops.ops import axes, checks, dense, library, merge, varlen
+from fa_ops.ops import axes, checks, dense, kv_cache, library, merge, varlen
 from fa_ops.ops.axes import BATCH, HEADS
 
 
@@ -122,6 +122,15 @@ def _merge_rule(operator: OpOverload, info, dims: dict, call: dict):
     return operator(behind_states("outs"), behind_states("lses")), (0, 0)
 
 
+def _cached_rule(operator: OpOverload, info, dims: dict, call: dict):
+    """One call per sample. A cache that all samples share cannot be written by each of them."""
+    mapped = {name for name, dim in dims.items() if dim is not None}
+    if operator is kv_cache.APPEND and not {"key_cache", "value_cache"} <= mapped:
+        raise ValueError("vmap over an append needs key_cache and value_cache mapped too")
+    call = {name: x.movedim(dims[name], 0) if name in mapped else x for name, x in call.items()}
+    return _one_by_one(operator, info.batch_size, mapped, call)
+
+
 def _register(operator: OpOverload, rule) -> None:
     def kernel(*args, **options):
         return library.run_vmap_rule(
@@ -142,3 +151,5 @@ for _operator in (
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)
+for _operator in (kv_cache.READ, kv_cache.APPEND):
+    _register(_operator, _cached_rule)

@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 
+from fa_ops.backends import reference
 from fa_ops.backends.triton import launch
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.types import Cache, Spec
@@ -134,3 +135,24 @@ def test_attention_reads_no_tail_of_the_cache():
         v[b, :, lens[b] :] = float("inf")
     out, lse = forward.forward(q, k, v, Spec(kv_lens=lens))
     assert bool(out.isfinite().all() and lse.isfinite().all())
+
+
+@pytest.mark.parametrize("changes", [{}, {"new": 2, "Sq": 2, "rotary": 8}, {"page_size": 8}])
+def test_a_prepared_call_takes_other_tensors(changes):
+    case = CacheCase(**changes, S=70)
+    run = decode.prepare_cached(*case.fresh())
+    for seed in range(3):
+        q, k, v, cache, spec = dataclasses.replace(case, seed=seed).fresh()
+        if seed == 2:  # an address of its own kind
+            q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
+        expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)
+        for found, wanted in zip(run(q, k, v, cache, spec), expected):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prepared_dense_call():
+    q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
+    run = decode.prepare(q, k, v, Spec(is_causal=True))
+    expected = reference.forward(2 * q, k, v, Spec(is_causal=True))[0]
+    torch.testing.assert_close(run(2 * q, k, v), expected, atol=1e-5, rtol=1e-5)
+    assert decode.prepare(q, k[:, :, :100], v[:, :, :100], Spec()) is None

@@ -200,3 +200,35 @@ def test_the_schema_takes_the_caches_fields():
     mutated = [a.name for a in kv_cache.APPEND._schema.arguments if a.alias_info is not None]
     assert mutated == ["key_cache", "value_cache"]
     assert all(a.alias_info is None for a in kv_cache.READ._schema.arguments)
+
+
+@pytest.mark.parametrize("name", ["read", "append"])
+def test_vmap(name):
+    samples = [dataclasses.replace(CASES[name], seed=seed).fresh() for seed in range(3)]
+    loop = [[t.clone() for t in sample[:3]] for sample in samples]
+    new = [sample[3][1:3] for sample in samples]
+
+    def step(q, k, v, lens, key, value):
+        return fa_ops.attention_with_kv_cache(q, k, v, lens, None, True, key=key, value=value)
+
+    expected = [step(*t, sample[4].kv_lens, *n) for t, sample, n in zip(loop, samples, new)]
+    q, k, v = (torch.stack(x) for x in zip(*(sample[:3] for sample in samples)))
+    lens = torch.stack([sample[4].kv_lens for sample in samples])
+    key, value = (None, None) if name == "read" else (torch.stack(x) for x in zip(*new))
+    dims = (0, 0, 0, 0, *(None if key is None else 0,) * 2)
+    out = torch.func.vmap(step, dims)(q, k, v, lens, key, value)
+    torch.testing.assert_close(out, torch.stack(expected))
+    for n, (_, k1, v1) in enumerate(loop):
+        torch.testing.assert_close(k[n], k1, equal_nan=True)
+        torch.testing.assert_close(v[n], v1, equal_nan=True)
+
+
+def test_vmap_does_not_share_a_cache_that_is_written():
+    q, k, v, cache, spec = CASES["append"].fresh()
+
+    def step(q):
+        new = {"key": cache.key, "value": cache.value}
+        return fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, **new)
+
+    with pytest.raises(ValueError, match="key_cache and value_cache mapped"):
+        torch.func.vmap(step)(torch.stack([q, q]))
