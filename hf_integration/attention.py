@@ -14,8 +14,9 @@ _logger = logging.get_logger(__name__)
 _ELSEWHERE = (
     "attn_implementation='fa_ops' does not take `{}`, which {} passes; use 'sdpa' or 'eager'"
 )
-# Queries up to which a call is a step of decoding, for the kernel that splits the keys.
-FEW_QUERIES = 16
+# Queries up to which a call is a step of decoding, for the kernel that splits the keys, and the
+# head dimension from which GPUs have no other; smaller ones go there by themselves without lengths.
+FEW_QUERIES, WIDE = 16, 256
 
 
 def fa_ops_attention_forward(
@@ -212,6 +213,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> bool:
     """Whether the kernel for few queries and many keys can take the call."""
     if form.attn_mask is not None or form.key_ranges is not None or options["dropout_p"]:
+        return False
+    if form.kv_lens is None and query.shape[-1] <= WIDE:
         return False
     # in this order: a prefill of any length is one graph to a compiler
     if key.shape[2] <= query.shape[2] or query.shape[2] > FEW_QUERIES:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fa_ops
 from fa_ops.backends import reference
 from fa_ops.testing import make_case
 from fa_ops.types import Packing, Spec
@@ -240,3 +241,25 @@ def test_what_only_others_can_do_is_refused(name):
     q, k, v = inputs()
     with pytest.raises(NotImplementedError, match=f"does not take `{name}`, which Module passes"):
         forward(q, k, v, **{name: SimpleNamespace()})
+
+
+@pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (288, False, 1), (16, False, 0)])
+def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cached, monkeypatch):
+    """Lengths on the device, and head dimensions wider than other kernels have."""
+    calls = []
+    attend = fa_ops.attention_with_kv_cache
+    monkeypatch.setattr(
+        fa_ops, "attention_with_kv_cache", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
+    q, k, v = inputs(make_case(B=2, Hq=4, Hkv=1, Sq=1, Sk=9, D=D, Dv=16))
+    lens = torch.tensor([5, 9]) if lengths else torch.tensor([9, 9])
+    mask = forms.lens(lens[:, None]) if lengths else forms.full("cpu")
+    with torch.no_grad():
+        out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
+    assert len(calls) == cached
+    check(out, q, k, v, Spec(kv_lens=lens.int(), sinks=SINKS, softcap=2.0))
+    if lengths:  # with gradients the lengths become ranges
+        q.requires_grad_()
+        out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
+        assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
+        assert len(calls) == cached
