@@ -1,0 +1,29 @@
+"""Families through every scenario of the sweep that they have: outputs, gradients, tokens."""
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_integration.sweep import run
+from hf_integration.sweep.scenarios import SCENARIOS
+
+# With what of it must apply; the decoders and encoders of test_hf_models.py are not repeated.
+FAMILIES = {
+    "clip": {"nopad", "grad"},
+    "siglip": {"nopad", "grad"},
+    "siglip_text_model": {"nopad", "leftpad", "rightpad", "grad"},
+    "vit": {"nopad", "grad"},
+    "whisper": {"nopad", "decode", "static", "grad"},
+    "t5": {"nopad", "leftpad", "rightpad", "decode", "static_leftpad", "grad"},
+    "glm4_moe": {"nopad", "leftpad", "decode", "static", "chunked", "grad", "packed"},
+    "qwen2_5_vl": {"nopad", "leftpad", "decode", "static", "chunked", "grad"},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_scenario(model_type):
+    assert model_type in CONFIG_MAPPING
+    results = run.compare(run.Base(model_type), "fa_ops", list(SCENARIOS))
+    passed = {scenario for scenario, (status, _) in results.items() if status == "pass"}
+    wrong = {s: r for s, r in results.items() if r[0] not in ("pass", "skip", "base_error")}
+    assert not wrong
+    assert passed >= FAMILIES[model_type]
