@@ -4,14 +4,18 @@ Public: test your models with it.
 """
 
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.testing.inputs import Case, PackedCase, make_case, random_case
 
 __all__ = [
+    "CacheCase",
     "Case",
     "PackedCase",
+    "assert_cache_close",
     "assert_close_to_oracle",
     "assert_within_budget",
     "make_case",
     "naive",
+    "random_cache_case",
     "random_case",
 ]

@@ -7,7 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import reference
-from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 
 FEATURES = {
     "one token": {},

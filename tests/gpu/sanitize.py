@@ -12,8 +12,8 @@ import sys
 import torch
 
 from fa_ops.testing import random_case
+from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.types import Packing
-from tests.ops.cache_cases import CacheCase, random_cache_case
 
 CASES = 24
 

@@ -9,8 +9,8 @@ import fa_ops
 from fa_ops import dispatch
 from fa_ops.backends import reference
 from fa_ops.backends.triton import decode
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
-from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends.triton import launch
 from fa_ops.testing import assert_close_to_oracle, make_case
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
-from tests.ops.cache_cases import CacheCase, assert_cache_close, random_cache_case
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")
 forward = importlib.import_module("fa_ops.backends.triton.forward")

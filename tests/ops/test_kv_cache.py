@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
 from fa_ops.ops import kv_cache
+from fa_ops.testing.caches import CacheCase, arguments
 from fa_ops.types import Cache
-from tests.ops.cache_cases import CacheCase, arguments
 
 CASES = {
     "read": CacheCase(S=20),

@@ -1,4 +1,4 @@
-"""Key-value caches as data: one problem from a seed, contiguous or paged."""
+"""Key-value caches as data: one problem from a seed, contiguous or paged, and its oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
-from fa_ops.testing import assert_within_budget, naive
+from fa_ops.testing.budget import assert_within_budget, naive
 from fa_ops.types import Cache, Spec
 
 FP8 = torch.float8_e4m3fn
