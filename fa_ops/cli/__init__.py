@@ -57,5 +57,18 @@ def _doctor(
     import_module("fa_ops.cli.doctor").run(model)
 
 
+@app.command("warm")
+def _warm(
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="64, 128, 192 or 256; several times for several")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bfloat16 or float16; both unless told")
+    ] = None,
+) -> None:
+    """Compile the Hopper kernels of ordinary calls into the cache, with or without a GPU."""
+    import_module("fa_ops.cli.warm").run(head_dim, dtype)
+
+
 def main() -> None:
     app(prog_name="python -m fa_ops")

@@ -29,7 +29,7 @@ def masked(text: str) -> str:
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "doctor", "bench"):
+    for command in ("demo", "doctor", "warm", "bench"):
         assert command in result.output
 
 

@@ -122,17 +122,32 @@ def cubin(kind: str, defines: dict[str, int]) -> bytes:
         CompileError: NVRTC is missing, or its log says what it refused.
     """
     source = assemble(kind, defines)
+    path = _entry(source)
+    found = _stored(path)
+    if found is None:
+        found, _ = compile_source(source)
+        _store(path, found + _ELF)  # the trailer tells a whole file from a truncated one
+    return found
+
+
+def is_cached(kind: str, defines: dict[str, int]) -> bool:
+    """Whether `cubin` would find it."""
+    return _stored(_entry(assemble(kind, defines))) is not None
+
+
+def _entry(source: str) -> Path:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *FLAGS, f"{major.value}.{minor.value}"))
-    path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{ARCH}.cubin"
+    return cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{ARCH}.cubin"
+
+
+def _stored(path: Path) -> bytes | None:
     with contextlib.suppress(OSError):
         found = path.read_bytes()
         if found.startswith(_ELF) and found.endswith(_ELF):
             return found[: -len(_ELF)]
-    code, _ = compile_source(source)
-    _store(path, code + _ELF)  # the trailer tells a whole file from a truncated one
-    return code
+    return None
 
 
 def _store(path: Path, data: bytes) -> None:

@@ -163,13 +163,28 @@ _kernels = functools.cache(_Kernels)
 
 
 def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
-    features = {
-        "IS_BF16": q.dtype == torch.bfloat16,
-        "IS_RAGGED": window(spec.is_causal, spec.window_left, spec.window_right)[2],
-        "HAS_KV_LENS": spec.kv_lens is not None,
-        "HAS_RANGES": spec.key_ranges is not None,
-        "HAS_SOFTCAP": spec.softcap > 0,
-        "HAS_ALIBI": spec.alibi_slopes is not None,
-    }
-    defines = config.defines() | {name: int(on) for name, on in features.items()}
+    defines = kernel_defines(
+        config,
+        q.dtype,
+        ragged=window(spec.is_causal, spec.window_left, spec.window_right)[2],
+        kv_lens=spec.kv_lens is not None,
+        ranges=spec.key_ranges is not None,
+        softcap=spec.softcap > 0,
+        alibi=spec.alibi_slopes is not None,
+    )
     return _kernels(tuple(defines.items()), config, q.device.index)
+
+
+def kernel_defines(
+    config: BackwardConfig, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
+    ranges: bool = False, softcap: bool = False, alibi: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """What the kernels are compiled for; `ragged` has a window or is causal."""
+    return config.defines() | {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "IS_RAGGED": int(ragged),
+        "HAS_KV_LENS": int(kv_lens),
+        "HAS_RANGES": int(ranges),
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_ALIBI": int(alibi),
+    }

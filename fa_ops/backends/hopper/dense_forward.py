@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import forward_config
+from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
     Kernel,
     Module,
@@ -100,15 +100,15 @@ class Plan:
             config,
             B * Hq * -(-Sq // config.block_m),
             varied=ragged or has_lens or ranges is not None,
-            features={
-                "IS_BF16": dtype == torch.bfloat16,
-                "IS_RAGGED": ragged,
-                "HAS_KV_LENS": has_lens,
-                "HAS_RANGES": ranges is not None,
-                "HAS_SOFTCAP": softcap > 0,
-                "HAS_ALIBI": slopes is not None,
-                "HAS_SINKS": has_sinks,
-            },
+            features=dict(
+                dtype=dtype,
+                ragged=ragged,
+                kv_lens=has_lens,
+                ranges=ranges is not None,
+                softcap=softcap > 0,
+                alibi=slopes is not None,
+                sinks=has_sinks,
+            ),
         )
         self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         boxes = (64, config.block_n, config.block_n, 64)
@@ -123,16 +123,12 @@ class Plan:
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
         )
 
-    def _schedule(self, config, tiles: int, varied: bool, features: dict[str, bool]):
+    def _schedule(self, config, tiles: int, varied: bool, features: dict):
         """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         dynamic = varied and tiles > sms
-        defines = (
-            config.defines()
-            | {n: int(on) for n, on in features.items()}
-            | {"IS_DYNAMIC": int(dynamic)}
-        )
-        kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, self.device)
+        defines = tuple(kernel_defines(config, **features, dynamic=dynamic).items())
+        kernel = _kernel(defines, config.threads, config.shared_bytes, self.device)
         return kernel, min(tiles, sms), dynamic, tiles
 
     def run(
@@ -157,6 +153,24 @@ class Plan:
         with on_device(self.device):
             self.kernel.launch((self.grid, 1), stream, _POINTER(b"".join(params)))
         return out
+
+
+def kernel_defines(
+    config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
+    ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
+    dynamic: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """What a kernel is compiled for; `ragged` has a window or is causal."""
+    return config.defines() | {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "IS_RAGGED": int(ragged),
+        "HAS_KV_LENS": int(kv_lens),
+        "HAS_RANGES": int(ranges),
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_ALIBI": int(alibi),
+        "HAS_SINKS": int(sinks),
+        "IS_DYNAMIC": int(dynamic),
+    }
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)

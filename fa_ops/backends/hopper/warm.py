@@ -1,0 +1,59 @@
+"""Compiling ahead of the first call, into the disk cache. Needs NVRTC but no GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fa_ops.backends.hopper import compiler, dense_backward, dense_forward
+from fa_ops.backends.hopper.configs import backward_config, forward_config
+
+HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
+DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST_BACKWARD = 128
+# full, causal or with a window, and with key ranges, each with few tiles and with many
+_FORWARDS = (
+    {},
+    {"ragged": True},
+    {"ragged": True, "dynamic": True},
+    {"ranges": True},
+    {"ranges": True, "dynamic": True},
+)
+_BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
+
+
+class Variant(NamedTuple):
+    """A translation unit: `compiler.cubin(*variant)` compiles it."""
+
+    kind: str
+    defines: dict[str, int]
+
+
+def variants(
+    head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[Variant]:
+    """The kernels of calls without lengths, softcap, ALiBi or sinks, forward and backward."""
+    for D, dtype in itertools.product(head_dims, dtypes):
+        config = forward_config(D, D)
+        for features in _FORWARDS:
+            yield Variant("forward", dense_forward.kernel_defines(config, dtype, **features))
+        if D > _WIDEST_BACKWARD:
+            continue
+        config = backward_config(D)
+        for features in _BACKWARDS:
+            yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
+
+
+def compile_variant(variant: Variant) -> bool:
+    """Compile into the cache; False where the cache had it.
+
+    Raises:
+        CompileError: NVRTC is missing, or refuses the source.
+    """
+    if compiler.is_cached(*variant):
+        return False
+    compiler.cubin(*variant)
+    return True

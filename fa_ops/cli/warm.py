@@ -1,0 +1,35 @@
+"""`python -m fa_ops warm`: the first calls on a Hopper GPU find their kernels compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import track
+
+from fa_ops.backends.hopper import compiler, warm
+
+
+def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
+    head_dims = _chosen("--head-dim", head_dims, warm.HEAD_DIMS)
+    dtypes = _chosen("--dtype", dtypes, tuple(known))
+    console = Console(highlight=False)
+    variants = list(warm.variants(head_dims, [known[name] for name in dtypes]))
+    try:
+        shown = track(variants, "compiling", console=console, transient=True)
+        compiled = sum(warm.compile_variant(variant) for variant in shown)
+    except compiler.CompileError as error:
+        raise SystemExit(str(error)) from None
+    console.print(
+        f"{compiled} kernels compiled, {len(variants) - compiled} were there: "
+        f"{compiler.cache_dir()}",
+        soft_wrap=True,
+    )
+
+
+def _chosen(option: str, values: Sequence | None, allowed: Sequence) -> Sequence:
+    for value in values or ():
+        if value not in allowed:
+            raise SystemExit(f"{option} must be one of {', '.join(map(str, allowed))}: {value}")
+    return values or allowed

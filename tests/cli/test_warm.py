@@ -1,0 +1,73 @@
+"""`python -m fa_ops warm`: compiling ahead, which needs NVRTC and no GPU."""
+
+import os
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fa_ops.backends.hopper import compiler, dense_forward, warm
+from fa_ops.backends.hopper.configs import forward_config
+from fa_ops.cli import app
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["warm", *arguments], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def nvrtc():
+    try:
+        return compiler.nvrtc()
+    except compiler.CompileError as error:
+        pytest.skip(str(error))
+
+
+def test_what_it_compiled_is_what_a_call_asks_for(folder, nvrtc, monkeypatch):
+    result = invoke("--head-dim", "64", "--dtype", "float16")
+    assert result.exit_code == 0
+    assert f"8 kernels compiled, 0 were there: {folder}" in result.output
+    assert len(list(folder.iterdir())) == 8
+    monkeypatch.setattr(compiler, "compile_source", lambda *_: pytest.fail("compiled again"))
+    config = forward_config(64, 64)
+    defines = dense_forward.kernel_defines(config, torch.float16, ragged=True, dynamic=True)
+    assert compiler.cubin("forward", defines).startswith(b"\x7fELF")
+    assert (
+        "0 kernels compiled, 8 were there"
+        in invoke("--head-dim", "64", "--dtype", "float16").output
+    )
+
+
+def test_all_of_them():
+    variants = list(warm.variants())
+    assert len(variants) == 2 * (4 * 5 + 2 * 3)
+    assert len({(kind, *sorted(defines.items())) for kind, defines in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--head-dim", "65"], "--head-dim must be one of 64, 128, 192, 256: 65"),
+        (["--dtype", "float32"], "--dtype must be one of bfloat16, float16: float32"),
+    ],
+)
+def test_refusals(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 1 and message in result.output
+
+
+def test_without_nvrtc_it_says_so(folder, monkeypatch):
+    monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
+    compiler.nvrtc.cache_clear()
+    try:
+        result = invoke("--head-dim", "64")
+        assert result.exit_code == 1 and "NVRTC was not found" in result.output
+    finally:
+        monkeypatch.undo()
+        compiler.nvrtc.cache_clear()
