@@ -14,6 +14,11 @@ _logger = logging.get_logger(__name__)
 _ELSEWHERE = (
     "attn_implementation='fa_ops' does not take `{}`, which {} passes; use 'sdpa' or 'eager'"
 )
+_WEIGHTS = (
+    "`output_attentions=True` asks for attention weights, which fused attention never forms: such "
+    "calls run eager attention, with memory for every weight."
+)
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Queries up to which a call is a step of decoding, for the kernel that splits the keys, and the
 # head dimension from which GPUs have no other; smaller ones go there by themselves without lengths.
 FEW_QUERIES, WIDE = 16, 256
@@ -61,44 +66,33 @@ def fa_ops_attention_forward(
     _refuse(module, block_indices=block_indices, cache=None if paged.is_batch(cache) else cache)
     sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
+    lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if cache is not None:
-        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
-        if latent.is_latent(module, query, key):
-            key, value = latent.expand(module, key, value)
-        query, key, value = _prepared(query, key, value)
-        return paged.attention(module, query, key, value, cache, sinks, options, kwargs), None
+        kwargs |= dict(zip(_LENGTHS, lens, strict=True))
+        return _batched(module, query, key, value, cache, sinks, options, kwargs), None
+    form = _form(module, query, key, attention_mask, is_causal)
+    if form.visible is not None and form.visible != key.shape[2]:
+        key, value = key[:, :, : form.visible], value[:, :, : form.visible]
     up_v = None
     if latent.is_latent(module, query, key):
         options["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if latent.can_absorb(module, query, key) and not output_attentions and indices is None:
+        special = output_attentions or indices is not None or cu_seq_lens_q is not None
+        if not special and _may_absorb(module, query, key, value, form, sinks, options):
             query, key, value, up_v = latent.absorb(module, query, key, value)
         else:
             key, value = latent.expand(module, key, value)
     query, key, value = _prepared(query, key, value)
-    form = _form(module, query, key, attention_mask, is_causal)
-    if form.visible is not None and form.visible != key.shape[2]:
-        key, value = key[:, :, : form.visible], value[:, :, : form.visible]
     if indices is not None:
         form = _selected(form, indices, query, key)
-    documents = None
-    if cu_seq_lens_q is not None and form.attn_mask is None and query.shape[0] == 1:
-        k_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        documents = Documents(cu_seq_lens_q.int(), k_ends.int(), max_length_q, max_length_k)
-    elif _may_be_packed(form):
-        documents = packing.documents(position_ids, query, key)
+    documents = _documents(form, lens, position_ids, query, key)
     if documents is not None:
         compact = form.key_ranges is None or form.causal_documents
         if compact and position_bias is None and not output_attentions:
-            causal = form.is_causal or form.causal_documents
-            return _packed(query, key, value, documents, causal, sinks, options), None
+            return _packed(query, key, value, documents, form, sinks, options), None
         form = _within_documents(form, documents, query.shape[2])
     form = _biased(form, position_bias, query, key)
     if output_attentions:
-        _logger.warning_once(
-            "`output_attentions=True` asks for attention weights, which fused attention never "
-            "forms: such calls run eager attention, with memory for every weight."
-        )
+        _logger.warning_once(_WEIGHTS)
         return weights.attention(query, key, value, form, sinks, **options)
     out = _attend(query, key, value, form, sinks, options).transpose(1, 2)
     return (out if up_v is None else latent.project_out(out, up_v)), None
@@ -108,6 +102,32 @@ def _refuse(module: nn.Module, **passed) -> None:
     for name, value in passed.items():
         if value is not None:
             raise NotImplementedError(_ELSEWHERE.format(name, type(module).__name__))
+
+
+def _batched(module: nn.Module, query, key, value, cache, sinks, options, keywords) -> Tensor:
+    """Continuous batching."""
+    if latent.is_latent(module, query, key):
+        key, value = latent.expand(module, key, value)
+    query, key, value = _prepared(query, key, value)
+    return paged.attention(module, query, key, value, cache, sinks, options, keywords)
+
+
+def _may_absorb(module: nn.Module, query, key, value, form, sinks, options) -> bool:
+    """Latents are wide heads: on GPUs only the kernel for decoding has them."""
+    if not latent.can_absorb(module, query, key):
+        return False
+    return key.device.type == "cpu" or _is_step(query, key, value, form, sinks, options)
+
+
+def _documents(
+    form: forms.Form, lens: tuple, position_ids: Tensor | None, query: Tensor, key: Tensor
+) -> Documents | None:
+    """The documents packed into the one row of a batch: as the caller says, or by positions."""
+    q_ends, k_ends, *longest = lens
+    if q_ends is not None and form.attn_mask is None and query.shape[0] == 1:
+        k_ends = q_ends if k_ends is None else k_ends
+        return Documents(q_ends.int(), k_ends.int(), *longest)
+    return packing.documents(position_ids, query, key) if _may_be_packed(form) else None
 
 
 def _may_be_packed(form: forms.Form) -> bool:
@@ -198,8 +218,16 @@ def _biased(form: forms.Form, bias: Tensor | None, query: Tensor, key: Tensor) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
-    if _is_step(query, key, value, form, sinks, options):
+    needed = form.kv_lens is not None or query.shape[-1] > WIDE
+    if needed and _is_step(query, key, value, form, sinks, options):
         return _step(query, key, value, form, sinks, options)
+    if _is_too_wide(query, value):
+        width = max(query.shape[-1], value.shape[-1])
+        _logger.warning_once(
+            f"no GPU kernel has head dimension {width}: such layers run eager attention, with "
+            "memory for every weight."
+        )
+        return weights.attention(query, key, value, form, sinks, **options)[0].transpose(1, 2)
     form = form.without_lens()
     options = options | {"is_causal": form.is_causal, "key_ranges": form.key_ranges}
     if sinks is None or sinks.dim() == 1:
@@ -210,11 +238,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, 
     return (out * share).to(out.dtype)
 
 
+def _is_too_wide(query: Tensor, value: Tensor) -> bool:
+    return query.is_cuda and max(query.shape[-1], value.shape[-1]) > WIDE
+
+
 def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> bool:
     """Whether the kernel for few queries and many keys can take the call."""
     if form.attn_mask is not None or form.key_ranges is not None or options["dropout_p"]:
-        return False
-    if form.kv_lens is None and query.shape[-1] <= WIDE:
         return False
     # in this order: a prefill of any length is one graph to a compiler
     if key.shape[2] <= query.shape[2] or query.shape[2] > FEW_QUERIES:
@@ -243,7 +273,8 @@ def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, op
     )
 
 
-def _packed(query, key, value, documents: Documents, is_causal: bool, sinks, options) -> Tensor:
+def _packed(query, key, value, documents: Documents, form: forms.Form, sinks, options) -> Tensor:
     tokens = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = fa_ops.attention_varlen(*tokens, *documents, is_causal=is_causal, sinks=sinks, **options)
+    causal = form.is_causal or form.causal_documents
+    out = fa_ops.attention_varlen(*tokens, *documents, is_causal=causal, sinks=sinks, **options)
     return out[None]

@@ -263,3 +263,16 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
         assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
         assert len(calls) == cached
+
+
+def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
+    from hf_integration import attention
+
+    monkeypatch.setattr(attention, "_is_too_wide", lambda q, v: True)
+    monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was asked"))
+    q, k, v = inputs()
+    for form in MASKS:
+        mask, spec = MASKS[form]
+        out, found = forward(q, k, v, mask, s_aux=SINKS)
+        assert found is None
+        check(out, q, k, v, spec._replace(sinks=SINKS))
