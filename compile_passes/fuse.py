@@ -16,15 +16,19 @@ from compile_passes.plan import Refused, plan
 from compile_passes.report import Finding
 from compile_passes.rewrite import rewrite
 from compile_passes.states import Core
+from compile_passes.vocabulary import raw_name
 
 NO_VALUE = "its result is not multiplied with a value"
 
 
-def fuse(graph: fx.Graph) -> list[Finding]:
-    """Rewrite every attention of the graph in place. One finding per softmax, in graph order."""
-    if not any(_name(node).endswith(("softmax", "exp", "exp_")) for node in graph.nodes):
+def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
+    """Rewrite every attention of the graph in place. One finding per softmax, in graph order.
+
+    With `verify`, each rewrite is first run beside what it replaces, on random inputs.
+    """
+    if not any(raw_name(node).endswith(("softmax", "exp", "exp_")) for node in graph.nodes):
         return []
-    if any("jvp" in _name(node) or "make_dual" in _name(node) for node in graph.nodes):
+    if any("jvp" in raw_name(node) or "make_dual" in raw_name(node) for node in graph.nodes):
         return []  # the operator has no forward-mode derivative
     view = View(graph)
     try:
@@ -40,7 +44,7 @@ def fuse(graph: fx.Graph) -> list[Finding]:
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
-            results[softmax] = _try(core, view, reader)
+            results[softmax] = _try(core, view, reader, verify)
     findings = []
     for value in matcher.softmaxes:
         result = results.get(value, NO_VALUE)
@@ -54,27 +58,22 @@ def fuse(graph: fx.Graph) -> list[Finding]:
     return findings
 
 
-def _try(core: Core, view: View, reader: Reader) -> tuple[fx.Node, Masks] | str:
+def _try(core: Core, view: View, reader: Reader, verify: bool) -> tuple[fx.Node, Masks] | str:
     try:
         planned = plan(core, view)
         masks = understand(planned, reader)
         try:
-            return rewrite(planned, masks, view), masks
+            return rewrite(planned, masks, view, verify), masks
         except Refused:
             if not masks.run:
                 raise
             masks = understand(planned, reader, runs=False)
-            return rewrite(planned, masks, view), masks
+            return rewrite(planned, masks, view, verify), masks
     except Refused as refusal:
         return str(refusal)
     except Exception as error:  # the same
         report.log.warning("could not fuse %s", core.out, exc_info=True)
         return f"internal error, please report: {type(error).__name__}: {error}"
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def describe(call: fx.Node) -> str:
@@ -91,14 +90,14 @@ def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
-def fuse_module(module: torch.nn.Module) -> list[Finding]:
+def fuse_module(module: torch.nn.Module, verify: bool = False) -> list[Finding]:
     """`fuse` on a graph module and on the graph modules inside it (bodies of checkpointed
     regions).
     """
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
-            found = fuse(child.graph)
+            found = fuse(child.graph, verify)
             if any(f.fused for f in found):
                 child.recompile()
             findings += found

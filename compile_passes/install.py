@@ -33,12 +33,15 @@ def _source_hash() -> str:
 class FusionPass(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
 
+    def __init__(self, verify: bool = False) -> None:
+        self.verify = verify
+
     def __call__(self, graph: fx.Graph) -> None:
         with dynamo_timed(TIMER):
-            fuse(graph)
+            fuse(graph, self.verify)
 
     def uuid(self) -> str:
-        return _source_hash()
+        return _source_hash() + "-verified" * self.verify
 
 
 class Chain(CustomGraphPass):
@@ -58,12 +61,12 @@ class Chain(CustomGraphPass):
         return None if None in ids else (*ids, self.ours.uuid())
 
 
-def chained(existing: object) -> CustomGraphPass:
+def chained(existing: object, verify: bool = False) -> CustomGraphPass:
     """Our pass behind what is in the slot."""
     if not existing:
-        return FusionPass()
+        return FusionPass(verify)
     others = existing if isinstance(existing, (list, tuple)) else (existing,)
-    return Chain(tuple(others), FusionPass())
+    return Chain(tuple(others), FusionPass(verify))
 
 
 def holds_ours(slot: object) -> bool:
@@ -86,8 +89,12 @@ class Installation:
             uninstall()
 
 
-def install() -> Installation:
+def install(verify: bool = False) -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
+
+    With `verify`, each rewrite is checked while compiling: what was written and what replaces it
+    run on random inputs of the example's shapes, forward and backward, and where they differ the
+    code stays as it was and `explain`'s reason says by how much. Costs their time and memory once.
 
     Functions compiled before keep what they have. A pass that already stands in Inductor's
     `pre_grad_custom_pass` runs first. Calling it again changes nothing. `with install(): ...`
@@ -96,7 +103,7 @@ def install() -> Installation:
     slot = config.pre_grad_custom_pass
     if holds_ours(slot):
         return Installation(False)
-    config.pre_grad_custom_pass = chained(slot)
+    config.pre_grad_custom_pass = chained(slot, verify)
     return Installation(True)
 
 

@@ -7,6 +7,7 @@ import operator
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
@@ -17,7 +18,9 @@ from compile_passes.ir import Value, View, example
 from compile_passes.masks import Dead, Keep, Masks
 from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import limits
+from compile_passes.report import log
 from compile_passes.states import Bias, Fill, Leaf
+from compile_passes.verify import Unverified, difference
 
 # Operations without effect besides their result.
 PURE = (
@@ -29,9 +32,9 @@ PURE = (
 ATTENTION = torch.ops.fa.attention.default
 
 
-def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
+def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.Node:
     """Replace the core's nodes. Raises Refused, with the graph unchanged, where that can't be
-    done.
+    done, or where with `verify` the numbers differ.
     """
     out = plan.core.out.node
     leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
@@ -46,6 +49,8 @@ def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
         doomed = _doomed(plan)
         if doomed & {n for made in emitter.made for n in made.all_input_nodes}:
             raise Refused("what joins the scores is made with their shape")
+        if verify:
+            _verify(plan, view, emitter, result)
     except BaseException:
         emitter.undo()
         raise
@@ -53,6 +58,27 @@ def rewrite(plan: Plan, masks: Masks, view: View) -> fx.Node:
     _erase({*doomed, out}, view)
     plan.core.out.node = result  # other cores may read it
     return call
+
+
+def _verify(plan: Plan, view: View, emitter: Emitter, new: fx.Node) -> None:
+    if plan.core.weights.dropout_p:
+        return  # two draws differ
+    inputs = {leaf.value.node for leaf in (plan.q, plan.k, plan.v)}
+    made = set(emitter.made)
+
+    def runs(node: fx.Node) -> bool:
+        name = vocabulary.call(node)[0]
+        return node in made or name in PURE or name in ("tensor", "scalar_tensor")
+
+    try:
+        found = difference(view, plan.core.out.node, new, inputs, runs)
+    except Unverified as failure:
+        counters["fa_ops"]["not verified"] += 1
+        log.warning("a rewrite could not be verified: %s", failure)
+        return
+    if found:
+        raise Refused(f"verification failed, please report: {found}")
+    counters["fa_ops"]["verified"] += 1
 
 
 def _outside(plan: Plan) -> list[Leaf]:

@@ -193,3 +193,140 @@ contiguous = attention_default.contiguous()
 return (contiguous,)
 """,
         )
+
+    def test_gemma_window_and_softcap(self):
+        def gemma(q, k, v):
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            i = torch.arange(12)
+            keep = (i[None] <= i[:, None]) & (i[:, None] - i[None] < 5)
+            s = torch.tanh(q @ k.mT * 0.25 / 50.0) * 50.0
+            return torch.where(keep, s, -2.38e38).softmax(-1) @ v
+
+        self.assertExpectedInline(
+            code(gemma, *qkv(Hkv=2)),
+            """\
+l_k_ = L_k_
+l_v_ = L_v_
+l_q_ = L_q_
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.0, True, scale = 0.25, softcap = 50.0, window_left = 4)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_prefix(self):
+        def prefix(q, k, v):
+            i = torch.arange(12)
+            keep = (i[None] <= i[:, None]) | (i[None] < 7)
+            return (q @ k.mT * 0.3).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+        self.assertExpectedInline(
+            code(prefix, *qkv()),
+            """\
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+full = torch.full((1, 1, 1), 7, dtype = torch.int64, device = device(type='cpu'))
+arange_1 = torch.arange(12, device = device(type='cpu'))
+unsqueeze = arange_1.unsqueeze(0)
+unsqueeze_1 = unsqueeze.unsqueeze(1)
+add = unsqueeze_1 + 1
+maximum = torch.maximum(full, add)
+zeros_like = torch.zeros_like(maximum)
+broadcast_tensors = torch.functional.broadcast_tensors(zeros_like, maximum)
+stack = torch.stack(broadcast_tensors, -1)
+to = stack.to(torch.int32)
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.0, False, scale = 0.3, key_ranges = to)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_decode_with_a_static_cache(self):
+        def decode(q, k, v, position):
+            keep = torch.arange(12) <= position
+            return (q @ k.mT * 0.3).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+        inputs = (*qkv(Sq=1), torch.tensor(7))
+        self.assertExpectedInline(
+            code(decode, *inputs),
+            """\
+l_position_ = L_position_
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+unsqueeze = l_position_.unsqueeze(0)
+unsqueeze_1 = unsqueeze.unsqueeze(1)
+unsqueeze_2 = unsqueeze_1.unsqueeze(2)
+add = unsqueeze_2 + 1
+reshape = add.reshape(-1)
+size = l_q_.size(0)
+expand = reshape.expand(size)
+to = expand.to(torch.int32)
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.0, False, scale = 0.3, kv_lens = to)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_einsum_of_one_key_head(self):
+        def mqa(q, k, v):
+            s = torch.einsum("b h i d, b j d -> b h i j", q, k[:, 0])
+            return torch.einsum("b h i j, b j d -> b h i d", s.softmax(-1), v[:, 0])
+
+        self.assertExpectedInline(
+            code(mqa, *qkv()),
+            """\
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+getitem = l_k_[(slice(None, None, None), 0)]
+getitem_1 = l_v_[(slice(None, None, None), 0)]
+unsqueeze = getitem.unsqueeze(1)
+unsqueeze_1 = getitem_1.unsqueeze(1)
+attention_default = torch.ops.fa.attention.default(l_q_, unsqueeze, unsqueeze_1, None, 0.0, False, scale = 1.0)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_bias_and_temperature(self):
+        def biased(q, k, v, bias, temperature):
+            return ((q @ k.mT) * temperature + bias).softmax(-1) @ v
+
+        inputs = (*qkv(), torch.randn(4, 12, 12), torch.rand(4, 1, 1))
+        self.assertExpectedInline(
+            code(biased, *inputs),
+            """\
+l_k_ = L_k_
+l_q_ = L_q_
+l_temperature_ = L_temperature_
+l_bias_ = L_bias_
+l_v_ = L_v_
+transpose = l_temperature_.transpose(0, 1)
+unsqueeze = transpose.unsqueeze(3)
+mul_1 = l_q_ * unsqueeze
+unsqueeze_1 = l_bias_.unsqueeze(0)
+attention_default = torch.ops.fa.attention.default(mul_1, l_k_, l_v_, unsqueeze_1, 0.0, False, scale = 1.0)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )
+
+    def test_dropout(self):
+        def dropped(q, k, v):
+            p = F.dropout((q @ k.mT / 8**0.5).softmax(-1), 0.1, training=True)
+            return p @ v
+
+        self.assertExpectedInline(
+            code(dropped, *qkv()),
+            """\
+l_k_ = L_k_
+l_q_ = L_q_
+l_v_ = L_v_
+randint = torch.randint(0, 4611686018427387904, (1,), dtype = torch.int64, device = device(type='cpu'))
+attention_default = torch.ops.fa.attention.default(l_q_, l_k_, l_v_, None, 0.1, False, scale = 0.35355339059327373, dropout_seed = randint)
+contiguous = attention_default.contiguous()
+return (contiguous,)
+""",
+        )

@@ -1,0 +1,133 @@
+"""Fusion beside the rest of the compiler: checkpointing, autocast, modes, export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import compile_passes
+from tests.compile_passes.helpers import check, fuse, qkv
+
+ATTENTION = torch.ops.fa.attention.default
+
+
+def attend(q, k, v):
+    S, T = q.shape[2], k.shape[2]
+    keep = torch.ones(S, T, dtype=torch.bool).tril()
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~keep, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def test_checkpointed_region():
+    def function(q, k, v):
+        return checkpoint(attend, q * 1.0, k, v, use_reentrant=False)
+
+    check(function, qkv(), aot=True)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast(outside):
+    def inside(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(q, k, v)
+
+    function = attend if outside else inside
+    fusion = fuse(function)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        inputs = qkv()
+        actual, expected = fusion.run(*inputs), function(*inputs)
+    assert fusion.fused == 1
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes(mode):
+    fusion = fuse(attend)
+    with mode():
+        inputs = qkv()
+        torch.testing.assert_close(fusion.run(*inputs), attend(*inputs), rtol=1e-4, atol=1e-5)
+    assert fusion.fused == 1
+
+
+def test_one_graph_for_all_lengths_and_batches():
+    fusion = fuse(attend, dynamic=True)
+    for B, S in ((2, 5), (2, 9), (3, 16), (5, 31)):
+        inputs = qkv(B=B, Sq=S, Sk=S)
+        torch.testing.assert_close(fusion.run(*inputs), attend(*inputs), rtol=1e-4, atol=1e-5)
+    assert len(fusion.graphs) == fusion.fused == 1
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, q, k, v):
+        return attend(self.project(q), k, v)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_exported_program(dynamic):
+    layer, inputs = Layer().eval(), qkv()
+    S = torch.export.Dim("S", min=2, max=64)
+    shapes = {name: {2: S} for name in "qkv"} if dynamic else None
+    with torch.no_grad():
+        module = torch.export.export(layer, inputs, dynamic_shapes=shapes).module()
+        (finding,) = compile_passes.fuse_module(module)
+        assert finding.fused and finding.location.file == __file__
+        assert len(module.graph.find_nodes(op="call_function", target=ATTENTION)) == 1
+        for length in (12, 7) if dynamic else (12,):
+            inputs = qkv(Sq=length, Sk=length)
+            torch.testing.assert_close(module(*inputs), layer(*inputs), rtol=1e-4, atol=1e-5)
+
+
+class TestVerification:
+    def findings(self, function, *inputs):
+        found = []
+
+        def backend(gm, example_inputs):
+            found.extend(compile_passes.fuse_module(gm, verify=True))
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)(*inputs)
+        return found
+
+    @pytest.mark.parametrize("train", [False, True])
+    def test_right_rewrites_pass(self, train):
+        before = torch._dynamo.utils.counters["fa_ops"]["verified"]
+        (finding,) = self.findings(attend, *(x.requires_grad_(train) for x in qkv()))
+        assert finding.fused
+        assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
+
+    def test_a_wrong_rewrite_is_refused_and_says_by_how_much(self, monkeypatch):
+        from compile_passes import rewrite
+
+        right = rewrite._scale
+
+        def wrong(*args):
+            q, k, scale = right(*args)
+            return q, k, 1.5 * scale
+
+        monkeypatch.setattr(rewrite, "_scale", wrong)
+        inputs = qkv()
+        (finding,) = self.findings(attend, *inputs)
+        assert not finding.fused and "verification failed" in finding.reason
+        assert "differs by" in finding.reason
+
+    def test_a_wrong_gradient_is_refused(self, monkeypatch):
+        from compile_passes import rewrite
+
+        right = rewrite._cast
+        monkeypatch.setattr(
+            rewrite, "_operand", lambda e, leaf, dims, dtype: _detached(e, leaf, dims, dtype, right)
+        )
+        (finding,) = self.findings(attend, *(x.requires_grad_() for x in qkv()))
+        assert not finding.fused and "gradient" in finding.reason
+
+
+def _detached(emitter, leaf, dims, dtype, cast):
+    node = emitter.arrange(leaf.value.node, leaf.dims, dims, full=True)
+    return cast(emitter, emitter.method("detach", node), dtype)
