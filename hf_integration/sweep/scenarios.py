@@ -80,7 +80,8 @@ def grad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
     outputs = [out for out in _flat(model(**inputs)).values() if out.requires_grad]
     if not outputs:
         raise Skip("no output depends on a parameter")
-    loss = sum((out * make.noise(*out.shape, seed=5)).sum() / out.numel() for out in outputs)
+    weights = [make.noise(*out.shape, seed=5).to(out) / out.numel() for out in outputs]
+    loss = sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g for name, g in zip(named, gradients, strict=True) if g is not None}

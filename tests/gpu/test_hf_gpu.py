@@ -1,0 +1,82 @@
+"""transformers on a GPU: what only a GPU can show of decoding."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_integration import decoding
+from hf_integration.sweep import inputs, scenarios, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODELS = ["llama", "gpt_oss", "gemma2", "deepseek_v3"]
+
+
+def build(model_type: str, implementation: str, dtype=torch.float32):
+    config = next(tiny.configs(model_type, **scenarios.WINDOW))
+    return tiny.build(model_type, implementation, config).to("cuda", dtype)
+
+
+def prompt(side: str | None):
+    mask = torch.ones(inputs.B, inputs.S).long() if side is None else inputs.padding(side)
+    return {"input_ids": inputs.tokens().cuda(), "attention_mask": mask.cuda()}
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_generated_tokens_are_those_of_eager_attention(model_type, cache, side):
+    """With a static cache transformers compiles decoding, as CUDA graphs."""
+    options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    results = [
+        build(model_type, name).generate(**prompt(side), cache_implementation=cache, **options)
+        for name in ("eager", "fa_ops")
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_of_decoding_waits_for_nothing(static, side):
+    from transformers import DynamicCache, StaticCache
+
+    model, given = build("llama", "fa_ops", torch.bfloat16), prompt(side)
+    decoding.forget()
+    options = {"config": model.config} | ({"max_cache_len": 64} if static else {})
+    cache = (StaticCache if static else DynamicCache)(**options)
+    mask = given["attention_mask"]
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+        for step in range(3):
+            mask = torch.cat([mask, mask.new_ones((inputs.B, 1))], 1)
+            token = {"input_ids": given["input_ids"][:, :1], "attention_mask": mask}
+            with no_synchronisation() if step else contextlib.nullcontext():
+                model(**token, past_key_values=cache)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "siglip"])
+def test_gradients_are_those_of_eager_attention(model_type):
+    from hf_integration.sweep import run
+
+    base = run.Base(model_type)
+    given = {name: t.cuda() for name, t in base.inputs.items()}
+    found = [build(model_type, name) for name in ("eager", "fa_ops")]
+    eager, ours = (
+        {n: g.cpu() for n, g in scenarios.grad(model.cuda(), given).items()} for model in found
+    )
+    assert scenarios.difference(eager, ours, "grad") is None
