@@ -20,8 +20,17 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:
     """What a thread spills, and keeps in memory for other reasons."""
-    usage = _tool("cuobjdump", cubin, folder, "--dump-resource-usage")
-    return int(re.search(r"STACK:(\d+)", usage).group(1))
+    return _usage("STACK", cubin, folder)
+
+
+def registers(cubin: bytes, folder: Path) -> int:
+    """What a thread is given: those that it uses, in units of eight."""
+    return -(-_usage("REG", cubin, folder) // 8) * 8
+
+
+def _usage(what: str, cubin: bytes, folder: Path) -> int:
+    text = _tool("cuobjdump", cubin, folder, "--dump-resource-usage")
+    return int(re.search(rf"{what}:(\d+)", text).group(1))
 
 
 def _tool(name: str, cubin: bytes, folder: Path, *options: str) -> str:
@@ -29,6 +38,25 @@ def _tool(name: str, cubin: bytes, folder: Path, *options: str) -> str:
     path.write_bytes(cubin)
     command = [_TOOLS / name, *options, path]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\S*)\s*(.*?);", re.M)
+
+
+def innermost_loop(sass: str, instruction: str) -> list[str]:
+    """Names of what the shortest loop that holds such an instruction consists of; [] without one.
+
+    A loop is what a branch back spans.
+    """
+    lines = [(int(at, 16), name, operands) for at, name, operands in _LINE.findall(sass)]
+    loops = []
+    for at, name, operands in lines:
+        target = re.search(r"0x([0-9a-f]+)", operands)
+        if name.startswith("BRA") and target and int(target.group(1), 16) < at:
+            body = [n for a, n, _ in lines if int(target.group(1), 16) <= a <= at]
+            if any(n.startswith(instruction) for n in body):
+                loops.append(body)
+    return min(loops, key=len, default=[])
 
 
 def unwritten_uniform_registers(sass: str) -> list[str]:

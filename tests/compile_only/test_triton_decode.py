@@ -11,7 +11,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.configs_decode import decode_tile  # noqa: E402
-from tests.compile_only.sass import disassembled, stack_bytes  # noqa: E402
+from tests.compile_only.sass import (  # noqa: E402
+    disassembled,
+    innermost_loop,
+    registers,
+    stack_bytes,
+)
 
 host = importlib.import_module("fa_ops.backends.triton.decode")
 kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
@@ -30,10 +35,12 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def assert_fits(kernel, arch, folder, spills=0):
-    # ptxas leaves a few bytes of address arithmetic on the stack for Blackwell, once per program
-    allowed = max(spills, 16 if arch >= 100 else 0)
-    assert stack_bytes(kernel.asm["cubin"], folder) <= allowed
+def assert_fits(kernel, arch, folder, spills=32):
+    """Nothing is spilled in the loop over keys, and next to nothing around it."""
+    cubin = kernel.asm["cubin"]
+    assert stack_bytes(cubin, folder) <= spills
+    loop = innermost_loop(disassembled(cubin, folder), "HMMA")
+    assert not [name for name in loop if name.startswith(("LDL", "STL"))]
     assert kernel.metadata.shared <= SHARED[arch] * 1024
 
 
@@ -57,24 +64,40 @@ def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("arch", SHARED)
-def test_fits(arch, D, tmp_path):
-    assert_fits(compiled(arch, D), arch, tmp_path)
-    assert_fits(compiled(arch, D, page=16, options=True, light=True), arch, tmp_path)
+def test_fits(arch, tmp_path):
+    for D in (64, 128, 256):
+        assert_fits(compiled(arch, D), arch, tmp_path)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_every_option_fits(D, tmp_path):
+    for arch in (80, 90):
+        kernel = compiled(arch, D, page=16, options=True, light=True)
+        assert_fits(kernel, arch, tmp_path)
+
+
+@pytest.mark.parametrize("cached, D", [(PAIRS, 128), (torch.bfloat16, 128), (torch.bfloat16, 64)])
+def test_as_many_programs_fit_as_the_plan_counts_on(cached, D, tmp_path):
+    """By registers and shared memory: one too few and a third of the time is waited for it."""
+    tile = decode_tile(90, torch.bfloat16, cached == PAIRS, D, D, 4, False)
+    kernel = compiled(90, D, cached=cached)
+    threads = 32 * tile.num_warps
+    assert tile.per_sm * threads * registers(kernel.asm["cubin"], tmp_path) <= 65536
+    assert tile.per_sm * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_mla_fits(arch, tmp_path):
-    # the wider tile spills a little and is 1.7 times as fast as the one that does not
+    # what the query's rows are computed from goes to the stack while keys are read; a tile half as
+    # wide spills nothing and takes 1.7 times as long
     kernel = compiled(arch, 576, 512, rows=128, page=64, shared=True)
-    assert_fits(kernel, arch, tmp_path, 256)
+    assert_fits(kernel, arch, tmp_path, 320)
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64])
-def test_groups_fit(rows, tmp_path):
-    for D in (64, 128, 256):
-        assert_fits(compiled(90, D, rows=rows), 90, tmp_path)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_groups_fit(D, tmp_path):
+    assert_fits(compiled(90, D, rows=32), 90, tmp_path)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in SHARED if arch >= 89])
@@ -91,7 +114,7 @@ def test_fp32_fits(tmp_path):
 @pytest.mark.parametrize("arch", SHARED)
 def test_merging_fits(arch, tmp_path):
     tile = decode_tile(arch, torch.bfloat16, False, 128, 128, 4, False)
-    for mode, parts in (("stream", 64), ("even", 4)):
+    for mode, parts in (("stream", 16), ("even", 4)):
         constants = (tile, arch, torch.bfloat16, False, 128, 128, 0, False, mode, 256, parts)
         _, merge = host.constants(*constants)
         out, lse, lens = meta(1, dtype=torch.bfloat16), meta(1), meta(B, dtype=torch.int32)
@@ -125,5 +148,6 @@ def test_keys_and_values_run_ahead(page, tmp_path):
     """Both come by asynchronous copies of 16 bytes, and two programs share a multiprocessor."""
     kernel = compiled(90, 128, page=page)
     code = disassembled(kernel.asm["cubin"], tmp_path)
-    assert code.count("LDGSTS.E.BYPASS") >= 16
+    loop = innermost_loop(code, "HMMA")
+    assert sum(name.startswith("LDGSTS.E.BYPASS.128") for name in loop) == 16
     assert kernel.metadata.shared <= 113 * 1024

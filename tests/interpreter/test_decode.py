@@ -52,16 +52,18 @@ def test_feature(feature):
     assert_cache_close(CacheCase(**FEATURES[feature]), "triton")
 
 
-@pytest.mark.parametrize("seed", range(1000, 1024))
+@pytest.mark.parametrize("seed", range(1000, 1016))
 def test_random(seed):
     case = random_cache_case(seed, B=2, S=70)
     # the interpreter does not round to fp8 as a GPU does
     assert_cache_close(dataclasses.replace(case, fp8=case.fp8 and not case.new), "triton")
 
 
-def test_more_rows_than_one_look_finds():
-    lens = tuple((7 * b) % 9 * (b % 3 == 0) for b in range(300))
-    assert_cache_close(CacheCase(B=300, Hq=1, Hkv=1, S=9, D=8, Dv=8, lens=lens), "triton")
+def test_more_rows_than_one_look_finds(monkeypatch):
+    monkeypatch.setattr(decode, "_CHUNKS", (16,))
+    monkeypatch.setattr(decode, "_launches", {})
+    lens = tuple((7 * b) % 9 * (b % 3 == 0) for b in range(40))
+    assert_cache_close(CacheCase(B=40, Hq=1, Hkv=1, S=9, D=8, Dv=8, lens=lens), "triton")
 
 
 @pytest.mark.parametrize("page_size", [4, 32])
