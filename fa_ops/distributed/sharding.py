@@ -53,7 +53,8 @@ def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None
 def _local(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return x.redistribute(mesh, placements).to_local()
+    # below autograd, yet redistribute is a function of it that minds requires_grad
+    return x.detach().redistribute(mesh, placements).to_local()
 
 
 def _global(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:

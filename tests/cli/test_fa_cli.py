@@ -23,6 +23,7 @@ def masked(text: str) -> str:
     """Versions and whatever else differs from machine to machine."""
     versions, rest = text.split("devices\n")
     text = re.sub(r"(?m)^(  \S+ +).*$", r"\1VERSION", versions) + "devices\n" + rest
+    text = re.sub(r"(?m)^(  cuda +none: torch is) .*$", r"\1 REASON", text)
     return re.sub(r"(?m)^(  cpu +)\S+, \S+, \d+ threads$", r"\1MACHINE", text)
 
 
@@ -57,7 +58,7 @@ versions
   transformers  VERSION
 devices
   cpu   MACHINE
-  cuda  none: torch is a CPU build
+  cuda  none: torch is REASON
 backends
   hopper     needs a CUDA device
   triton     needs an NVIDIA GPU (or TRITON_INTERPRET=1, to try its kernels on the CPU)
