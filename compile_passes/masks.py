@@ -69,6 +69,7 @@ class Masks:
     zeroed: Fill | None = None  # by zeroed keys and a bias
     run: Run | None = None  # as kv_lens or key_ranges
     added: Fill | None = None  # as a bias: real scores vanish beside it
+    opaque: Bias | None = None  # whose rows may be one finite fill, in training
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
 
     def describe(self) -> str:
@@ -262,6 +263,9 @@ def _fallback(
     if special is not None:
         return special
     biases = tuple(t for t in dense if isinstance(t, Bias) and t not in exact)
+    unread = [t for t in biases if not meanings[t] and _may_fill_rows(t)]
+    if plan.trains and len(unread) == 1 and len(biases) == len(dense) and not plan.scores.softcap:
+        return Masks(*window, biases, dead=Dead.ABSORBED, opaque=unread[0])
     fills = [t for t in dense if isinstance(t, Fill)]
     finites = [t for t in fills if t not in exact]
     if not plan.trains and _vanishes_in(dense, finites, plan):
@@ -272,6 +276,12 @@ def _fallback(
     masks = (t for t in dense if t in exact or t in fills)
     keeps = tuple(map(_keep_of, masks))
     return Masks(*window, biases, keeps, Dead.UNIFORM if finites else Dead.ZERO)
+
+
+def _may_fill_rows(term: Bias) -> bool:
+    """Whether a bias of unknown content may be a mask."""
+    x = term.leaf.value
+    return isinstance(x, Value) and not x.tensor.requires_grad and not finite(x)
 
 
 def _keep_of(term: Term) -> Keep:

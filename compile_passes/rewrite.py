@@ -213,7 +213,9 @@ def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node 
     for one in masks.keeps:
         mask = _keep(plan, emitter, one)
         keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
-    if masks.dead is not Dead.ZERO and dead is None:
+    if masks.opaque:
+        dead = _filled_rows(plan, emitter, masks.opaque)
+    elif masks.dead is not Dead.ZERO and dead is None:
         alive = emitter.method("any", keep, dim=-1, keepdim=True)
         dead = emitter.function(torch.logical_not, alive)
         keep = emitter.function(operator.or_, keep, dead)
@@ -235,6 +237,17 @@ def _mask(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node 
         drop = emitter.function(torch.logical_not, keep)
         bias = emitter.method("masked_fill", bias, drop, -math.inf)
     return bias, q, dead
+
+
+def _filled_rows(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
+    """Rows of a bias that are one finite number beside which real scores vanish."""
+    bias = _bias(plan, emitter, term)
+    ends = [emitter.method(name, bias, dim=-1, keepdim=True) for name in ("amax", "amin")]
+    level = emitter.function(operator.eq, *ends)
+    info = torch.finfo(term.dtype)
+    low = emitter.function(operator.le, ends[0], -64 / info.eps)
+    finite = emitter.function(operator.ge, ends[0], info.min)
+    return emitter.function(operator.and_, emitter.function(operator.and_, level, low), finite)
 
 
 def _added(plan: Plan, emitter: Emitter, fill: Fill) -> fx.Node:
@@ -299,6 +312,8 @@ def _through_absorbed(
     """
     operands = (plan.q.value.node, plan.k.value.node, *biases)
     if not any(example(x).requires_grad for x in operands):
+        return result
+    if masks.opaque and scale is None:
         return result
     if plan.scores.softcap or scale is None:
         raise Refused("rows without keys pass gradients through a softcap or a symbolic scale")

@@ -635,3 +635,18 @@ def minus_ten_thousand(q, k, v, mask):
     keep = triangle() & mask.bool()[:, None, None]
     w = split(q) @ split(k).mT * 0.3 + (~keep) * -10000.0
     return join(w.softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()))
+class mask_from_another_graph(nn.Module):
+    """A float mask of unknown content with rows that are finfo.min throughout."""
+
+    def forward(self, q, k, v, mask):
+        mask = mask.detach()  # as an attention mask, it learns nothing
+        keep = triangle() & mask.bool()[:, None, None]
+        bias = self.outside(keep)
+        return join((split(q) @ split(k).mT * 0.3 + bias).softmax(-1) @ split(v))
+
+    @torch.compiler.disable
+    def outside(self, keep):
+        return torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
