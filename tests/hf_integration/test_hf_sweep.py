@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from hf_integration.sweep import scenarios
 
 
@@ -12,6 +14,7 @@ def command(module: str, *args: str) -> str:
     return subprocess.run(run, capture_output=True, text=True, check=True, timeout=200).stdout
 
 
+@pytest.mark.slow
 def test_the_sweep_runs_continues_and_counts(tmp_path):
     file = tmp_path / "sweep.json"
     types = ["gemma2", "bloom", "vit"]
@@ -47,6 +50,7 @@ def test_scenarios_are_those_of_the_tables():
     assert len(scenarios.SCENARIOS) == 13
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     file = tmp_path / "bench.json"
     names = "sdpa,flash_attention_3,fa_ops"
