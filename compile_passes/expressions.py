@@ -110,6 +110,15 @@ Condition = bool | AtMost | Not | All | Any | Opaque
 Element = Affine | float | Distance | Choice | Condition
 
 
+def order(x: object) -> str:
+    """A key that sorts conditions and terms alike in every process; the repr of a set does not."""
+    if isinstance(x, frozenset):
+        return f"{{{', '.join(sorted(map(order, x)))}}}"
+    if isinstance(x, tuple):
+        return f"{type(x).__name__}({', '.join(map(order, x))})"
+    return repr(x)
+
+
 def at_most(a: Affine) -> Condition:
     """a <= 0, decided where the axes' sizes decide it."""
     highest, lowest = a.bound(True), a.bound(False)

@@ -29,6 +29,7 @@ from compile_passes.expressions import (
     all_of,
     any_of,
     at_most,
+    order,
     symbolic,
 )
 from compile_passes.ir import Value, View, example
@@ -63,7 +64,7 @@ def run(keep: Condition, j: Axis) -> Run | None:
         return _literal(keep.a, j)
     if not isinstance(keep, (All, Any)):
         return None
-    runs = [run(c, j) for c in sorted(keep.conditions, key=repr)]
+    runs = [run(c, j) for c in sorted(keep.conditions, key=order)]
     if None in runs:
         return None
     lows = [r.low for r in runs if r.low is not None]
@@ -191,7 +192,7 @@ class Writer:
 
     def _affine(self, a: Affine) -> fx.Node:
         total = self._constant(a.constant)
-        for x, c in sorted(a.terms, key=repr):
+        for x, c in sorted(a.terms, key=order):
             term = self._variable(x)
             term = term if c == 1 else self._emitter.function(operator.mul, term, c)
             total = self._emitter.function(operator.add, term, total)

@@ -167,6 +167,8 @@ def call(node: fx.Node) -> tuple[str, str, bool]:
         return name, _METHODS.get(name) or _PARAMETERS.get(name, "input other"), writes
     if node.op != "call_function":
         return "", "", False
+    if isinstance(target, torch._ops.OpOverloadPacket) and "default" in target.overloads():
+        target = target.default  # torch 2.15 captures x.mT as torch.ops.aten.mT(x)
     if isinstance(target, torch._ops.OpOverload):
         namespace, raw = target._schema.name.split("::")
         name, writes = _plain(raw)

@@ -226,12 +226,12 @@ return (contiguous,)
 l_k_ = L_k_
 l_q_ = L_q_
 l_v_ = L_v_
-full = torch.full((1, 1, 1), 7, dtype = torch.int64, device = device(type='cpu'))
 arange_1 = torch.arange(12, device = device(type='cpu'))
 unsqueeze = arange_1.unsqueeze(0)
 unsqueeze_1 = unsqueeze.unsqueeze(1)
 add = unsqueeze_1 + 1
-maximum = torch.maximum(full, add)
+full = torch.full((1, 1, 1), 7, dtype = torch.int64, device = device(type='cpu'))
+maximum = torch.maximum(add, full)
 zeros_like = torch.zeros_like(maximum)
 broadcast_tensors = torch.functional.broadcast_tensors(zeros_like, maximum)
 stack = torch.stack(broadcast_tensors, -1)
