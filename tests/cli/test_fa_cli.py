@@ -156,7 +156,7 @@ def tiny(monkeypatch):
 
 def test_demo_four_ways(tiny):
     """Through Inductor too: compiled layers answer as eager ones do, with their cores fused."""
-    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "4"])
+    result = invoke("demo", "--device", "cpu", "--tokens", "4")
     assert result.exit_code == 0, result.output
     rows = [line for line in result.output.splitlines() if "4 words" in line]
     assert len(rows) == 4
