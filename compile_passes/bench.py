@@ -248,6 +248,10 @@ def main() -> int:
     ours.add_argument("--variants", default=",".join(VARIANTS))
     commands.choices["cost"].add_argument("--depths", type=int, nargs="+", default=[10, 20, 30])
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no such device")
+    if arguments.device == "cpu" and not getattr(arguments, "tiny", True):
+        parser.error("speed runs a model of 8B shape, which needs CUDA; --tiny tries the command")
     host = {"torch": torch.__version__, "device": arguments.device}
     if arguments.device == "cuda":
         host["gpu"] = torch.cuda.get_device_name()

@@ -184,6 +184,8 @@ def main() -> int:
     parser.add_argument("--no-peer", action="store_true", help="leave Inductor's own pass out")
     parser.add_argument("--modes", default="eval,train,dynamic,dynamic train")
     arguments = parser.parse_args()
+    if not Path(arguments.file).is_file():
+        parser.error(f"no such file: {arguments.file}")
     modes = arguments.modes.split(",")
     table = Table("case", "expected", *modes, *(f"Inductor {m}" for m in modes), "problem")
     totals = {mode: [0, 0] for mode in modes}

@@ -257,7 +257,11 @@ def main() -> int:
     path = arguments.json
     results = json.loads(path.read_text()) if path.exists() else {}
     first, step = map(int, arguments.slice.split("/"))
-    names = arguments.names or architectures()[first::step]
+    known = architectures()
+    for name in arguments.names:
+        if name not in known:
+            parser.error(f"transformers has no architecture {name!r} to build")
+    names = arguments.names or known[first::step]
     functorch_config.enable_autograd_cache = False
     inductor_config.fallback_random = True  # the numbers that eager mode draws
     for name in [] if arguments.show else names:

@@ -318,6 +318,13 @@ def main(
     tiny: Annotated[bool, typer.Option(help="a tiny model: does the command run?")] = False,
 ) -> None:
     """Prefill, training, decoding with a static cache and peak memory, in bf16; JSON rows."""
+    for part in parts.split(","):
+        if part not in RUN:
+            raise typer.BadParameter(f"no part is called {part!r}: {', '.join(RUN)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no such device")
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     logging.set_verbosity_error()
     sizes = TINY if tiny else replace(Sizes(), layers=layers)
     place = torch.device(device)

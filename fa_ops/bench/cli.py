@@ -79,11 +79,15 @@ def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> No
 @app.command()
 def masks(
     device: Device = "auto",
-    tokens: Annotated[int, typer.Option(help="tokens of a sequence")] = 8192,
+    tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="tokens of a sequence; 8192 on a GPU, 512 on the CPU unless told"),
+    ] = None,
     budget: Budget = 200.0,
 ) -> None:
     """The same mask in each form, and packed documents: 2 sequences, 16 heads of 128."""
     device = _device(device)
+    tokens = tokens or (8192 if device == "cuda" else 512)
     measured = mask_forms.times(2, 16, tokens, 128, device, budget)
     name = report.environment(device)["device"]
     console.print(mask_forms.table(f"masks at {tokens} tokens, {name}", measured))

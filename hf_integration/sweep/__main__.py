@@ -36,6 +36,12 @@ def main(
 
     fp32 on CPU, one process, no network: logits, gradients and greedy tokens in 13 scenarios.
     """
+    for name in types or ():
+        if name not in CONFIG_MAPPING_NAMES:
+            raise typer.BadParameter(f"{name!r} is no model type that transformers knows")
+    for name in scenarios.split(","):
+        if name not in SCENARIOS:
+            raise typer.BadParameter(f"no scenario is called {name!r}: {', '.join(SCENARIOS)}")
     warnings.simplefilter("ignore")
     logging.set_verbosity(50)
     results = json.loads(json_file.read_text()) if json_file.exists() else {}

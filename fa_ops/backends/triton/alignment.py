@@ -3,8 +3,7 @@
 Such rows go to shared memory in 16-byte copies that run ahead of the products. Others would take a
 load per number. Worse, K and V then share one buffer, and ptxas 12.8 may form the wgmma descriptor
 of one of them from a register it never wrote (fp16, D = 37, Dv = 16 on sm_90: wrong outputs or an
-illegal address). One copy costs far less than such loads; `tests/compile_only` looks for registers
-that are read before they are written.
+illegal address); `tests/compile_only` looks for registers that are read before they are written.
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""What the commands of compile_passes refuse, before they run anything."""
+
+import sys
+
+import pytest
+import torch
+
+from compile_passes import bench, corpus, sweep
+
+
+@pytest.mark.parametrize(
+    "command, arguments, message",
+    [
+        (corpus, ["nowhere.py"], "no such file: nowhere.py"),
+        (sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
+        (bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
+        (bench, ["cost", "--device", "cuda"], "torch sees no such device"),
+    ],
+)
+def test_refusals(command, arguments, message, monkeypatch, capsys):
+    if command is sweep:
+        pytest.importorskip("transformers", reason="the sweep is over its models")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert message in capsys.readouterr().err
