@@ -68,6 +68,8 @@ def _scalar(x: object) -> float | int | bool | None:
 
 
 def _compute(x: Value, depth: int) -> float | int | bool | None:
+    if x.op == "fill":
+        return number(x.args.get("other", x.args.get("value")), depth)
     if x.writes:
         return None
     if x.op in FILLED:
@@ -109,25 +111,27 @@ _FINITE = frozenset(
 _ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
 
 
-def finite(x: object, depth: int = 24) -> bool:
+def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
     """Whether a tensor holds no infinity, by how it was made: from layers of the network, from
-    parameters that learn, from integers and constants.
+    parameters that learn, from integers and constants. With a limit, whether its constants stay
+    below it as well, so that it is no mask.
     """
     if isinstance(x, (tuple, list)):
-        return all(finite(y, depth) for y in x)
+        return all(finite(y, depth, limit) for y in x)
     if not isinstance(x, Value) or not isinstance(x.tensor, Tensor):
         x = x.tensor if isinstance(x, Value) else x
         x = x.node.hint if isinstance(x, torch.SymFloat) else x
-        return not isinstance(x, float) or math.isfinite(x)
+        return not isinstance(x, float) or abs(x) < limit
     if not x.dtype.is_floating_point or depth == 0:
         return depth != 0
     if x.node.op in ("placeholder", "get_attr"):
-        return x.tensor.requires_grad
+        learned = limit == math.inf or isinstance(x.tensor, torch.nn.Parameter)
+        return x.tensor.requires_grad and learned
     if x.op in _ACTIVATIONS:
         return True
     if x.op in _FINITE and not x.writes:
-        return all(finite(y, depth - 1) for y in x.args.values())
+        return all(finite(y, depth - 1, limit) for y in x.args.values())
     if x.op in ("tensor", "scalar_tensor", "full", "div", "pow"):
         known = number(x.args.get("other")) if x.op in ("div", "pow") else 1
-        return bool(known) and all(finite(y, depth - 1) for y in x.args.values())
+        return bool(known) and all(finite(y, depth - 1, limit) for y in x.args.values())
     return False

@@ -36,6 +36,9 @@ from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import Run, attends_itself, run
 from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
+Term = Bias | Fill
+FLOOR_OF_SCORES = -64.0  # over eps: real scores vanish beside anything below
+
 
 class Dead(enum.Enum):
     """What a row is whose keys are all masked."""
@@ -69,8 +72,9 @@ class Masks:
     zeroed: Fill | None = None  # by zeroed keys and a bias
     run: Run | None = None  # as kv_lens or key_ranges
     added: Fill | None = None  # as a bias: real scores vanish beside it
-    opaque: Bias | None = None  # whose rows may be one finite fill, in training
+    levels: tuple[Term, ...] = ()  # one float mask, whose dead rows are found as it runs
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
+    fill: float | None = None  # of the one mask that makes rows dead
 
     def describe(self) -> str:
         parts = []
@@ -80,7 +84,7 @@ class Masks:
             parts.append(f"window=({self.left}, {self.right})")
         if self.run:
             parts.append("a run of keys for each query")
-        if self.biases or self.keeps or self.zeroed or self.added:
+        if self.biases or self.keeps or self.zeroed or self.added or self.levels:
             parts.append("dense attn_mask")
         return ", ".join(parts) or "no mask"
 
@@ -93,9 +97,6 @@ class Meaning(NamedTuple):
     keep: Condition
     fill: float
     level: bool = True
-
-
-Term = Bias | Fill
 
 
 def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
@@ -125,11 +126,13 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     if len(dense) == 1 and not bands:
         keep = _additive(dense[0], meanings[dense[0]])
         if keep is not None:
-            return Masks(keeps=(keep[0],), dead=keep[1], share=_share(plan, dense[0], meanings))
+            share = _share(plan, dense[0], meanings)
+            fill = meanings[dense[0]].fill
+            return Masks(keeps=(keep[0],), dead=keep[1], share=share, fill=fill)
         zeroed = _small_fill(dense[0], plan)
         if zeroed is not None:
             return Masks(zeroed=zeroed)
-    return _fallback(plan, window, dense, meanings, bool(bands))
+    return _fallback(plan, window, dense, meanings, terms)
 
 
 def _run(
@@ -154,9 +157,10 @@ def _run(
     if others or bands or len(masks) > 1 or not meanings[first].level:
         return None
     if isinstance(first, Fill):
-        return Masks(run=made, dead=Dead.UNIFORM)
+        return Masks(run=made, dead=Dead.UNIFORM, fill=first.value)
     dead = _additive(first, meanings[first])[1]
-    return Masks(run=made, dead=dead, share=_share(plan, first, meanings))
+    share = _share(plan, first, meanings)
+    return Masks(run=made, dead=dead, share=share, fill=meanings[first].fill)
 
 
 def _check_floor(plan: Plan, meanings: dict[Term, Meaning | None]) -> None:
@@ -216,7 +220,7 @@ def _additive(term: Term, meaning: Meaning | None) -> tuple[Keep, Dead] | None:
 
 def _absorbs(term: Bias, meaning: Meaning) -> bool:
     """Whether real scores vanish beside the fill."""
-    return -meaning.fill * torch.finfo(term.dtype).eps >= 64
+    return meaning.fill * torch.finfo(term.dtype).eps <= FLOOR_OF_SCORES
 
 
 def _summands(term: Term) -> list[Term]:
@@ -234,54 +238,52 @@ def _summands(term: Term) -> list[Term]:
     return [part for w in whole for part in _summands(w)]
 
 
-def _beside_bias(
-    plan: Plan, dense: list[Term], meanings: dict[Term, Meaning | None], others: bool
-) -> Masks | None:
-    """An additive mask with a finite fill beside biases, in training.
-
-    The operator's log-sum-exp of a row without keys is the fill itself, from which no gradient can
-    be had; so such rows get their own treatment, as in `_additive`.
-    """
-    biases = [t for t in dense if isinstance(t, Bias)]
-    far = [t for t in biases if meanings[t] and meanings[t].fill != -math.inf]
-    if not plan.trains or not far or any(not _absorbs(t, meanings[t]) for t in far):
-        return None
-    rest = tuple(t for t in biases if t is not far[0])
-    simple = len(far) == 1 and meanings[far[0]].level and not others and len(biases) == len(dense)
-    simple = simple and not any(isinstance(t, Floor) for t in plan.scores.terms)
-    if not simple or not all(finite(t.leaf.value) for t in rest):
-        raise Refused("in training, rows without keys under several masks would differ")
-    return Masks(biases=rest, keeps=(Keep(far[0].leaf, 0.0),), dead=Dead.ABSORBED)
-
-
 def _fallback(
-    plan: Plan, window: Window, dense: list[Term], meanings: dict, flagged: bool
+    plan: Plan, window: Window, dense: list[Term], meanings: dict, terms: list[Term]
 ) -> Masks:
     """Biases added up, masks joined."""
     exact = {t for t in dense if meanings[t] and meanings[t].fill == -math.inf}
-    special = _beside_bias(plan, dense, meanings, flagged or len(exact) > 0)
-    if special is not None:
-        return special
     biases = tuple(t for t in dense if isinstance(t, Bias) and t not in exact)
-    unread = [t for t in biases if not meanings[t] and _may_fill_rows(t)]
-    if plan.trains and len(unread) == 1 and len(biases) == len(dense) and not plan.scores.softcap:
-        return Masks(*window, biases, dead=Dead.ABSORBED, opaque=unread[0])
     fills = [t for t in dense if isinstance(t, Fill)]
     finites = [t for t in fills if t not in exact]
+    if plan.trains and not plan.sunk and any(_may_fill_rows(t, meanings[t]) for t in biases):
+        return _levels(plan, window, terms)
     if not plan.trains and _vanishes_in(dense, finites, plan):
         rest = tuple(t for t in biases if t is not finites[0])
         keeps = tuple(_keep_of(t) for t in dense if t in exact)
         return Masks(*window, rest, keeps, added=finites[0])
-    _check_fills(dense, finites, flagged or len(exact) > 0)
-    masks = (t for t in dense if t in exact or t in fills)
-    keeps = tuple(map(_keep_of, masks))
-    return Masks(*window, biases, keeps, Dead.UNIFORM if finites else Dead.ZERO)
+    if _tangled(dense, finites, len(terms) > len(dense) or len(exact) > 0):
+        return _levels(plan, window, terms)
+    keeps = tuple(_keep_of(t) for t in dense if t in exact or t in fills)
+    if not finites:
+        return Masks(*window, biases, keeps)
+    return Masks(*window, biases, keeps, Dead.UNIFORM, fill=finites[0].value)
 
 
-def _may_fill_rows(term: Bias) -> bool:
-    """Whether a bias of unknown content may be a mask."""
+def _levels(plan: Plan, window: Window, terms: list[Term]) -> Masks:
+    """Several masks with finite fills, or masks of unknown content. The window, which hides keys
+    with -inf, is among the terms and a flag as well.
+    """
+    near = [t for t in terms if isinstance(t, Fill) and not _far(t, plan)]
+    if near or any(isinstance(t, Floor) for t in plan.scores.terms) or plan.sunk:
+        raise Refused("several masks with different fill values: rows without keys would differ")
+    replaced = [i for i, t in enumerate(terms) if isinstance(t, Fill) and t.value != -math.inf]
+    for term in terms[replaced[0] :] if replaced and plan.trains else []:
+        if isinstance(term, Bias) and term.leaf.value.tensor.requires_grad:
+            raise Refused("a bias that learns is added to scores after a finite fill value")
+    return Masks(*window, levels=tuple(terms), dead=Dead.ABSORBED)
+
+
+def _far(fill: Fill, plan: Plan) -> bool:
+    return fill.value * torch.finfo(plan.scores.product.dtype).eps <= FLOOR_OF_SCORES
+
+
+def _may_fill_rows(term: Bias, meaning: Meaning | None) -> bool:
+    """Whether a bias may leave a row nothing but finite fills."""
+    if meaning is not None:
+        return meaning.keep is not True and _absorbs(term, meaning)
     x = term.leaf.value
-    return isinstance(x, Value) and not x.tensor.requires_grad and not finite(x)
+    return isinstance(x, Value) and not finite(x, limit=-FAR / 10)
 
 
 def _keep_of(term: Term) -> Keep:
@@ -294,7 +296,7 @@ def _vanishes_in(dense: list[Term], fills: list[Fill], plan: Plan) -> bool:
         return False
     (fill,), before = fills, dense[: dense.index(fills[0])]
     later = any(isinstance(t, Bias) for t in dense[len(before) + 1 :])
-    far = -fill.value * torch.finfo(plan.scores.product.dtype).eps >= 64
+    far = _far(fill, plan)
     known = all(isinstance(t, Bias) and finite(t.leaf.value) for t in before)
     return later and far and known and math.isfinite(fill.value)
 
@@ -414,17 +416,18 @@ def _every_row_attends(window: Window, plan: Plan) -> bool:
     return bool(surplus.is_nonnegative)
 
 
-def _check_fills(dense: list[Term], finite: list[Fill], others: bool) -> None:
-    """Whether the dense mask can say what the finite fills do."""
+def _tangled(dense: list[Term], finite: list[Fill], others: bool) -> bool:
+    """Whether one bool mask cannot say what the finite fills do."""
     if not finite:
-        return
+        return False
     if any(not f.value <= FAR for f in finite):
         raise Refused(
             f"scores are filled with {finite[0].value:g}, which is not far enough below them to "
             "be a mask"
         )
     first = dense.index(finite[0])
-    if len({f.value for f in finite}) > 1 or others:
-        raise Refused("several masks with different fill values: rows without keys would differ")
-    if any(isinstance(t, Bias) for t in dense[first:]):
-        raise Refused("a bias is added to scores after a finite fill value")
+    return (
+        len({f.value for f in finite}) > 1
+        or others
+        or any(isinstance(t, Bias) for t in dense[first:])
+    )

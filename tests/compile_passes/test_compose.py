@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import compile_passes
+from compile_passes import operands
 from tests.compile_passes.helpers import check, fuse, qkv
 
 ATTENTION = torch.ops.fa.attention.default
@@ -120,14 +121,11 @@ class TestVerification:
     def test_a_wrong_gradient_is_refused(self, monkeypatch):
         from compile_passes import rewrite
 
-        right = rewrite._cast
-        monkeypatch.setattr(
-            rewrite, "_operand", lambda e, leaf, dims, dtype: _detached(e, leaf, dims, dtype, right)
-        )
+        monkeypatch.setattr(rewrite, "operand", _detached)
         (finding,) = self.findings(attend, *(x.requires_grad_() for x in qkv()))
         assert not finding.fused and "gradient" in finding.reason
 
 
-def _detached(emitter, leaf, dims, dtype, cast):
+def _detached(emitter, leaf, dims, dtype):
     node = emitter.arrange(leaf.value.node, leaf.dims, dims, full=True)
-    return cast(emitter, emitter.method("detach", node), dtype)
+    return operands.cast(emitter, emitter.method("detach", node), dtype)

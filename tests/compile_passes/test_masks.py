@@ -256,18 +256,96 @@ def test_the_mask_of_expand_as_joins_unexpanded():
     assert call.args[3].meta["example_value"].shape == keep.shape
 
 
+def causal_fill_then_padding(s, keep, _):
+    """As GPT-Neo does: a buffer of unknown content, then a float mask."""
+    return torch.where(keep, s, LOWEST) + torch.where(padding(), 0.0, LOWEST)
+
+
+def padding_then_causal_fill(s, keep, _):
+    """A row may average keys of its own beside replaced ones."""
+    return torch.where(keep, s + torch.where(padding(), 0.0, LOWEST), LOWEST)
+
+
+def two_fills(s, keep, _):
+    return s.masked_fill(~keep, -1e9).masked_fill(padding().logical_not(), -INF)
+
+
+def bias_after_a_fill(s, keep, bias):
+    return s.masked_fill(~keep, LOWEST) + bias.detach()
+
+
+def some_keys_lowest_and_others_infinite(s, keep, bias):
+    """As Doge's dynamic mask."""
+    mask = bias.masked_fill(~keep, LOWEST)
+    return s + mask.masked_fill(torch.arange(12) > torch.arange(12)[:, None], -INF)
+
+
+def bias_and_lowest_of_unknown_content(s, keep, bias):
+    return s + bias + torch.where(keep, 0.0, LOWEST)
+
+
+LEVELS = [
+    causal_fill_then_padding,
+    padding_then_causal_fill,
+    two_fills,
+    bias_after_a_fill,
+    some_keys_lowest_and_others_infinite,
+    bias_and_lowest_of_unknown_content,
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("change", LEVELS, ids=lambda f: f.__name__)
+def test_several_masks_make_rows_without_keys(change, dynamic):
+    keep = torch.ones(12, 12, dtype=torch.bool).tril(1)
+    keep[2], keep[9] = False, False
+
+    def function(q, k, v, keep, bias):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        return attention(q, k, v, lambda s: change(s, keep, bias))
+
+    inputs = (*qkv(Hkv=2), keep, torch.randn(4, 12, 12))
+    fusion = check(function, inputs, dynamic=dynamic)
+    assert fusion.findings[0].masks == "dense attn_mask"
+
+
+@pytest.mark.parametrize("kind", ["added", "added a little", "filled"])
+def test_rows_without_keys_under_a_softcap(kind):
+    def function(q, k, v, keep):
+        capped = torch.tanh(q @ k.mT * 2.0 / 5.0) * 5.0
+        return padded(kind, keep)(capped).softmax(-1) @ v
+
+    check(function, (*qkv(), padding()))
+
+
+def test_rows_without_keys_under_a_negative_scale():
+    def function(q, k, v, keep):
+        return padded("added", keep)(q @ k.mT * -0.35).softmax(-1) @ v
+
+    check(function, (*qkv(), padding()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_without_keys_in_half_precision(dtype):
+    def function(q, k, v, keep):
+        scores = padded("added", keep)((q @ k.mT * 0.35).float())
+        return scores.softmax(-1).to(q.dtype) @ v
+
+    check(function, (*qkv(dtype), padding()))
+
+
 REFUSED = {
     "a small fill over rows": (
         lambda s, m: s.masked_fill(m, -1.0),
         "scores are filled with -1, which is not far enough below them to be a mask",
     ),
-    "two fills": (
-        lambda s, m: s.masked_fill(m, -1e9).masked_fill(m.mT, -INF),
+    "a near fill among others": (
+        lambda s, m: s.masked_fill(m, -1e4).masked_fill(m.mT, -INF),
         "several masks with different fill values: rows without keys would differ",
     ),
-    "a bias after a finite fill": (
-        lambda s, m: s.masked_fill(m, -1e9) + m.mT.float(),
-        "a bias is added to scores after a finite fill value",
+    "a bias after a near fill": (
+        lambda s, m: s.masked_fill(m, -1e4) + m.mT.float(),
+        "several masks with different fill values: rows without keys would differ",
     ),
     "a mask from the scores": (
         lambda s, m: s.masked_fill(s < 0.0, -INF),
@@ -300,3 +378,14 @@ def test_refused(name):
     results(fusion.run, (*qkv(), mask), True)
     (found,) = fusion.reasons
     assert reason in found
+
+
+def test_a_bias_that_learns_after_a_finite_fill_is_refused():
+    """Its gradient reaches the scores that were replaced."""
+
+    def function(q, k, v, keep, bias):
+        return attention(q, k, v, lambda s: s.masked_fill(~keep, LOWEST) + bias)
+
+    fusion = fuse(function)
+    results(fusion.run, (*qkv(), padding(), torch.randn(4, 12, 12)), True)
+    assert fusion.reasons == ["a bias that learns is added to scores after a finite fill value"]

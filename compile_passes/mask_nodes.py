@@ -1,0 +1,150 @@
+"""Writing masks: biases added up, bool masks joined, and which rows they leave without keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+
+import torch
+from torch import fx
+
+from compile_passes.emit import Emitter
+from compile_passes.ir import Value, example
+from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
+from compile_passes.operands import aligned, bias, cast, inverted
+from compile_passes.plan import Plan
+from compile_passes.states import Bias, Fill
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Nodes: `attn_mask` and the query for the call; `dead` (B or 1, Hq or 1, Sq or 1, 1), rows
+    without keys, which get a query of 0 and keys to average.
+
+    With levels, `best` are the keys that a dead row averages, `replaced` those whose scores a fill
+    replaced, `total` the sum of all masks and `top` its maximum per row.
+    """
+
+    mask: fx.Node | None
+    query: fx.Node
+    dead: fx.Node | None
+    best: fx.Node | None = None
+    replaced: fx.Node | None = None
+    total: fx.Node | None = None
+
+
+def write(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None) -> Written:
+    """`dead`: as a run of keys says already."""
+    if masks.levels:
+        return _levels(plan, masks, emitter, q)
+    keep = added = None
+    for one in masks.keeps:
+        mask = _keep(plan, emitter, one)
+        keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
+    if masks.dead is not Dead.ZERO and dead is None:
+        alive = emitter.method("any", keep, dim=-1, keepdim=True)
+        dead = inverted(emitter, alive)
+        keep = emitter.function(operator.or_, keep, dead)
+    if masks.dead not in (Dead.ZERO, Dead.ADDED):
+        q = emitter.method("masked_fill", q, dead, 0.0)
+    parts = [bias(plan, emitter, term) for term in masks.biases]
+    parts += [_added(plan, emitter, masks.added)] if masks.added else []
+    for one in parts:
+        added = one if added is None else emitter.function(operator.add, added, one)
+    if added is None:
+        return Written(keep, q, dead)
+    added = _accepted(plan, emitter, added)
+    if dead is not None:
+        added = emitter.method("masked_fill", added, dead, 0.0)
+    if keep is not None:
+        added = emitter.method("masked_fill", added, inverted(emitter, keep), -math.inf)
+    return Written(added, q, dead)
+
+
+def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
+    """All masks as the float that eager mode adds to a score, or replaces it by. A dead row is one
+    whose greatest is so far below that real scores vanish beside it; it averages the keys that
+    have it.
+    """
+    total, replaced = None, None
+    for term in masks.levels:
+        if isinstance(term, Bias):
+            one = bias(plan, emitter, term)
+            total = one if total is None else emitter.function(operator.add, total, one)
+            total = cast(emitter, total, term.dtype)
+            continue
+        hidden = emitter.arrange(term.mask.value.node, term.mask.dims, plan.mask_dims)
+        kept = inverted(emitter, hidden) if term.where else hidden
+        hidden = hidden if term.where else inverted(emitter, hidden)
+        before = 0.0 if total is None else total
+        total = emitter.function(torch.where, kept, before, term.value)
+        if math.isfinite(term.value):
+            replaced = (
+                hidden if replaced is None else emitter.function(operator.or_, replaced, hidden)
+            )
+    info = torch.finfo(example(total).dtype)
+    top = emitter.method("amax", emitter.method("detach", total), dim=-1, keepdim=True)
+    low = emitter.function(operator.le, top, FLOOR_OF_SCORES / info.eps)
+    finite = emitter.function(operator.ge, top, info.min)
+    dead = emitter.function(operator.and_, low, finite)
+    best = emitter.function(operator.and_, emitter.function(operator.eq, total, top), dead)
+    mask = emitter.method("masked_fill", _accepted(plan, emitter, total), dead, -math.inf)
+    mask = emitter.method("masked_fill", mask, best, 0.0)
+    q = emitter.method("masked_fill", q, dead, 0.0)
+    return Written(mask, q, dead, best, replaced, total)
+
+
+def _accepted(plan: Plan, emitter: Emitter, mask: fx.Node) -> fx.Node:
+    """In a dtype that the operator takes."""
+    known = example(mask).dtype in (plan.dtype, torch.float32)
+    return mask if known else emitter.method("to", mask, torch.float32)
+
+
+def _added(plan: Plan, emitter: Emitter, fill: Fill) -> fx.Node:
+    """A fill as a bias."""
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, plan.mask_dims)
+    if not fill.where:
+        mask = inverted(emitter, mask)
+    mask = emitter.method("to", mask, torch.float32)
+    return emitter.function(operator.mul, mask, fill.value)
+
+
+def zeroed_keys(plan: Plan, fill: Fill, emitter: Emitter, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(key, attn_mask) for scores that one small number replaces, whatever the query."""
+    dims = (plan.batch, plan.kv_heads, plan.keys, ())
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, dims)
+    if not fill.where:
+        mask = inverted(emitter, mask)
+    k = emitter.method("masked_fill", k, mask, 0.0)
+    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, plan.mask_dims)
+    added = emitter.method("to", full, torch.float32)
+    if not fill.where:
+        added = emitter.function(operator.sub, 1.0, added)
+    return k, emitter.function(operator.mul, added, fill.value)
+
+
+def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
+    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, plan.mask_dims)
+    if keep.kept is True:
+        return mask
+    if keep.kept is False:
+        return inverted(emitter, mask)
+    return emitter.function(operator.eq, mask, keep.kept)
+
+
+def sink(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
+    """One logit per query head, or (B or 1, Hq or 1, Sq) where it is one for each query."""
+    column = plan.scores.column
+    if column is None:
+        heads = emitter.method("size", q, 1)
+        return emitter.method("new_zeros", q, (heads,), dtype=torch.float32)
+    if not column.axes() <= set(plan.heads):
+        return aligned(emitter, column, (plan.batch, plan.heads, plan.queries))
+    sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)
+    allowed = (plan.dtype, torch.float32)
+    return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)
+
+
+def learns(x: object) -> bool:
+    return isinstance(x, Value) and x.tensor.requires_grad

@@ -1,0 +1,54 @@
+"""Leaves as nodes: what joins the attention from outside, laid out for the call."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from compile_passes.axes import Dims
+from compile_passes.emit import Emitter, rows_are_contiguous
+from compile_passes.ir import Value, example
+from compile_passes.plan import Plan, Refused
+from compile_passes.states import Bias, Leaf
+
+
+def operand(emitter: Emitter, leaf: Leaf, dims: Dims, dtype: torch.dtype) -> fx.Node:
+    node = emitter.arrange(leaf.value.node, leaf.dims, dims, full=True)
+    return cast(emitter, node, dtype)
+
+
+def cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if example(node).dtype == dtype else emitter.method("to", node, dtype)
+
+
+def with_rows(emitter: Emitter, node: fx.Node) -> fx.Node:
+    return node if rows_are_contiguous(node) else emitter.method("contiguous", node)
+
+
+def aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
+    """A leaf as a tensor that broadcasts against `dims`."""
+    if not isinstance(leaf.value, Value):
+        return leaf.value
+    if not isinstance(leaf.value.tensor, Tensor):
+        return leaf.value.node
+    if not leaf.axes():
+        return emitter.method("reshape", leaf.value.node, ()) if leaf.dims else leaf.value.node
+    return emitter.arrange(leaf.value.node, leaf.dims, dims)
+
+
+def bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
+    """A bias times its coefficient, floating point, broadcastable to (B, Hq, Sq, Sk)."""
+    node = aligned(emitter, term.leaf, plan.mask_dims)
+    if not isinstance(term.leaf.value.tensor, Tensor):
+        raise Refused("a symbolic number is added to the scores")
+    if not example(node).dtype.is_floating_point:
+        node = emitter.method("to", node, torch.float32)
+    if term.coefficient != 1.0:
+        node = emitter.function(operator.mul, node, term.coefficient)
+    return node
+
+
+def inverted(emitter: Emitter, mask: fx.Node) -> fx.Node:
+    return emitter.function(torch.logical_not, mask)
