@@ -160,9 +160,10 @@ def _form(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal
 ) -> forms.Form:
     if mask is not None:
-        if mask.dtype == torch.bool and mask.is_cuda and tuple(mask.shape[1:3]) == (1, 1):
+        row = mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
+        if row and mask.is_cuda and query.shape[2] == 1:
             return forms.bounded(mask, query.dtype)
-        return forms.read(mask)
+        return forms.read(mask, key.shape[2])
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))

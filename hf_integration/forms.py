@@ -1,7 +1,7 @@
 """The masks that travel through a transformers model: 4-D tensors, small wherever possible.
 
 transformers hands whatever the mask function returns from layer to layer and asks only that it be a
-4-D tensor. Seven forms:
+4-D tensor. Nine forms:
 
     int32, empty, shape (1, 1, 0, 0)    every query attends every key
     int32, empty, shape (1, 1, 0, n)    causal over the first n keys, aligned at the bottom right;
@@ -10,6 +10,8 @@ transformers hands whatever the mask function returns from layer to layer and as
     int32 (B or 1, 1, 1, 1)             lengths: the one query attends keys j < n
     int32 (B or 1, 1, Sq or 1, 2)       key ranges: query i attends keys lo <= j < hi
     int32 (B or 1, 1, Sq, 3)            key ranges that say: causal within packed documents
+    int32 (B, 1, 2 Sq + n, 1)           key ranges, then a 1 for each of n keys that is kept
+    int8 (B or 1, 1, 1, n)              causal over the first n keys, of which the 1s are kept
     bool, broadcastable (B, H, Sq, Sk)  True keeps
     float, broadcastable                added to the scores
 
@@ -19,6 +21,7 @@ read to use them.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import NamedTuple
 
@@ -80,8 +83,24 @@ def ranges(lo: Tensor, hi: Tensor, causal_documents: bool = False) -> Tensor:
     return torch.stack(columns, -1)[:, None].to(torch.int32)
 
 
-def read(mask: Tensor) -> Form:
-    """What a mask tensor says. Raises ValueError for a tensor that is none of the seven forms."""
+def causal_keys(keep: Tensor) -> Tensor:
+    """From a bool (B or 1, n)."""
+    return keep.to(torch.int8)[:, None, None]
+
+
+def ranges_and_keys(lo: Tensor, hi: Tensor, keep: Tensor) -> Tensor:
+    """From bounds of shape (B or 1, Sq or 1) and a bool (B or 1, n)."""
+    bounds = ranges(lo, hi).flatten(1)
+    rows = max(bounds.shape[0], keep.shape[0])
+    parts = (bounds.expand(rows, -1), keep.to(torch.int32).expand(rows, -1))
+    return torch.cat(parts, 1)[:, None, :, None]
+
+
+def read(mask: Tensor, Sk: int) -> Form:
+    """What a mask tensor says to a call of Sk keys. Raises ValueError if it is no such form."""
+    if mask.dtype == torch.int8 and mask.dim() == 4:
+        keep = mask.view(torch.bool)
+        return Form(visible=mask.shape[3], is_causal=True, attn_mask=keep)
     if mask.dtype == torch.int32 and mask.dim() == 4:
         if mask.shape[2] == 0:
             n = mask.shape[3]
@@ -90,6 +109,10 @@ def read(mask: Tensor) -> Form:
             return Form(visible=n, is_causal=True, padding_was_read=mask.shape[1] == 0)
         if tuple(mask.shape[1:]) == (1, 1, 1):
             return Form(kv_lens=mask[:, 0, 0, 0])
+        if mask.shape[3] == 1:
+            bounds, keep = mask[..., 0].split([mask.shape[2] - Sk, Sk], -1)
+            added = torch.zeros(keep.shape, device=mask.device).masked_fill(keep == 0, -math.inf)
+            return Form(key_ranges=bounds.unflatten(-1, (-1, 2)), attn_mask=added[:, :, None])
         if mask.shape[3] == 2:
             return Form(key_ranges=mask)
         if mask.shape[3] == 3:
@@ -132,6 +155,10 @@ def bounded(mask: Tensor, dtype: torch.dtype) -> Form:
 
 
 def name(mask: Tensor) -> str:
+    if mask.dtype != torch.int32:
+        return "causal, keys" if mask.dtype == torch.int8 else "keys"
     if mask.shape[2] > 0:
-        return "lengths" if mask.shape[3] == 1 else "ranges"
+        if mask.shape[3] > 1:
+            return "ranges"
+        return "lengths" if mask.shape[2] == 1 else "ranges, keys"
     return "full" if mask.shape[3] == 0 else "causal"

@@ -53,6 +53,7 @@ class Padding(NamedTuple):
     keys: int | None  # every row keeps exactly the keys [0, keys); None: the bounds below
     lo: Tensor | None = None  # (B, 1)
     hi: Tensor | None = None
+    kept: Tensor | None = None  # bool (B, width), unless there are certainly no holes
 
 
 def fa_ops_mask(*args, **kwargs) -> Tensor:
@@ -98,6 +99,8 @@ def _compact(request: Request, compiling: bool) -> Tensor:
     is_causal = len(parts) == 1 and parts[0] is runs.causal
     run, conditions = (None, []) if is_causal else _bounds(request, parts, compiling)
     padding, q_offset = _read(request, conditions, is_causal, whole=not parts)
+    if padding.kept is not None:
+        return _with_keys(request, run, parts, padding, compiling)
     if not parts and padding.keys is not None and padding.keys == padding.width:
         return forms.full(request.device)
     if is_causal and padding.keys is not None and q_offset is not None:
@@ -162,8 +165,10 @@ def _read(
     tracing = is_tracing(mask) or (on_device and is_tracing(offset))
     may_read = not tracing and (request.q_length > 1 or _reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
+        if tracing and conditions:
+            raise NotARun("packing while tracing")
         if tracing:
-            raise NotARun("padding or packing while tracing")
+            return _padding_runs(request, whole, has_holes=True)[0], None
         if conditions or request.mask_function is runs.bidirectional:
             raise NotARun("padding in decoding")
         return _followed(request), None if on_device else offset
@@ -185,8 +190,8 @@ def _read(
         if request.mask_function is not runs.bidirectional:
             decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
         if not has_no_holes:
-            raise NotARun("padding with holes")
-        if last_start == 0 and fewest == most:
+            padding, _ = _padding_runs(request, whole, has_holes=True)
+        elif last_start == 0 and fewest == most:
             padding = padding._replace(keys=most)
     if not all(numbers):
         raise NotARun("blocks that are not contiguous")
@@ -210,28 +215,52 @@ def _followed(request: Request) -> Padding:
     return padding
 
 
-def _padding_runs(request: Request, whole: bool) -> tuple[Padding, list[Tensor]]:
+def _padding_runs(
+    request: Request, whole: bool, has_holes: bool = False
+) -> tuple[Padding, list[Tensor]]:
     """The run of valid keys of every row, and five numbers to read.
 
     These are the latest first key, the fewest and the most keys, whether no row has holes, and
     whether every row is valid at the end of its mask.
 
     `whole`: nothing but the padding restricts the keys, so its own length counts; kv_length may be
-    that of another cache then.
+    that of another cache then. `has_holes`: it may, so the runs end with the last valid key, and
+    the padding says which keys are kept.
     """
     valid = prepare_padding_mask(request.attention_mask, request.kv_length, request.kv_offset)
     if not whole or request.kv_offset != 0:
         valid = valid[:, request.kv_offset : request.kv_offset + request.kv_length]
     if valid.shape[0] not in (1, request.batch_size):
         raise NotARun("a padding mask of another batch size")
-    valid = valid.to(torch.uint8)
+    kept, valid = valid, valid.to(torch.uint8)
     count = valid.sum(-1, dtype=torch.int64)
     lo = valid.argmax(-1)
     last = valid.shape[1] - valid.flip(-1).argmax(-1)
+    if has_holes:
+        return Padding(valid.shape[1], None, lo[:, None], last[:, None], kept), []
     is_run = ((last - lo == count) | (count == 0)).all()
     padding = Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None])
     reaches_end = request.attention_mask[:, -1].all()
     return padding, [lo.max(), count.min(), count.max(), is_run, reaches_end]
+
+
+def _with_keys(
+    request: Request,
+    run: runs.Run | None,
+    parts: list[runs.MaskFunction],
+    padding: Padding,
+    compiling: bool,
+) -> Tensor:
+    """The mask where padding has holes, or may have while tracing: a flag for each key."""
+    if not parts:
+        return padding.kept[:, None, None]
+    if run is None:
+        if not isinstance(request.q_offset, Tensor):
+            end = request.q_offset + request.q_length - request.kv_offset
+            if end <= padding.width:
+                return forms.causal_keys(padding.kept[:, :end])
+        run, _ = _bounds(request, parts, compiling)
+    return _ranges(request, run, padding, False)
 
 
 def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> Tensor:
@@ -244,4 +273,7 @@ def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> 
     zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
     lo = zero if own.lo is None else own.lo.clamp(min=0)
     hi = zero + end if own.hi is None else own.hi.clamp(0, end)
+    if padding.kept is not None:
+        lo, hi = (bound.expand(-1, request.q_length) for bound in (lo, hi))
+        return forms.ranges_and_keys(lo, hi, padding.kept)
     return forms.ranges(lo, hi, packed)

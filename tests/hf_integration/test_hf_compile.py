@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import build, padding, tokens
+from tiny_models import build, padding, switch, tokens
 from transformers import StaticCache
 
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt_oss", "bert"]
@@ -12,13 +12,19 @@ class Graphs:
     """A backend that keeps the graphs and runs them as they are."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.shapes = [], []
 
     def __call__(self, graph, inputs):
         self.calls.append(
             [node for node in graph.graph.nodes if "fa.attention" in str(node.target)]
         )
+        values = (node.meta.get("example_value") for node in graph.graph.nodes)
+        self.shapes += [tuple(v.shape) for v in values if isinstance(v, torch.Tensor)]
         return graph.forward
+
+    def square(self, Sq: int, Sk: int | None = None) -> list[tuple]:
+        """The shapes of tensors of Sq queries times Sk keys."""
+        return [shape for shape in self.shapes if shape[-2:] == (Sq, Sk or Sq)]
 
     def masks(self) -> list[str]:
         """Which keywords carry the masks of the attention calls of the last graph."""
@@ -54,15 +60,59 @@ def test_one_graph_over_several_lengths(model_type):
     assert set(graphs.masks()) == wanted.get(model_type, {"causal", "key_ranges"})
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_padded(model_type):
-    model, mask = build(model_type), padding()
+def mask_with(kind: str, S: int) -> torch.Tensor:
+    mask = padding(S=S, side="right" if kind == "right" else "left")
+    if kind == "holes":
+        mask[:, [6, 9]] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    "model_type, kind", [*((name, "holes") for name in FAMILIES), ("llama", "left")]
+)
+def test_padded(model_type, kind):
+    """Exact for every mask, with nothing in the graph that has a size of queries times keys."""
+    model, S = build(model_type), 23
+    mask, ids = mask_with(kind, S), tokens(S=S)
     run, graphs = compiled(model)
     with torch.no_grad():
-        ours = logits(run(tokens(), attention_mask=mask))
-        eager = logits(model(tokens(), attention_mask=mask))
-    torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()])
+        ours = logits(run(ids, attention_mask=mask))
+        switch(model, "eager")
+        eager = logits(model(ids, attention_mask=mask))
+    torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()], atol=1e-5, rtol=1e-4)
     assert len(graphs.calls) == 1
+    assert graphs.square(S) == []
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_padded_prefill_of_a_static_cache(model_type):
+    model, S = build(model_type), 23
+    mask, ids = mask_with("holes", S), tokens(S=S)
+    run, graphs = compiled(model)
+    found = {}
+    with torch.no_grad():
+        for name, forward in (("fa_ops", run), ("eager", model)):
+            cache = StaticCache(config=model.config, max_cache_len=40)
+            switch(model, name)
+            found[name] = logits(forward(ids, attention_mask=mask, past_key_values=cache))
+    kept = mask.bool()
+    torch.testing.assert_close(found["fa_ops"][kept], found["eager"][kept], atol=1e-5, rtol=1e-4)
+    assert graphs.square(S, 40) == graphs.square(S) == []
+
+
+def test_padded_training_step():
+    model, S = build("llama"), 23
+    mask, ids = mask_with("right", S), tokens(S=S)
+    labels = ids.masked_fill(mask == 0, -100)
+    run, graphs = compiled(model)
+    grads = []
+    for forward in (run, model):
+        model.zero_grad()
+        forward(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        switch(model, "eager")
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-5, rtol=1e-3)
+    assert graphs.square(S) == []
 
 
 def test_packed_training_step_has_no_dense_mask():

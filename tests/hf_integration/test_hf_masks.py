@@ -1,5 +1,7 @@
 """The mask function: exact for everything that transformers composes, and small."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,9 +91,12 @@ def flags(name: str) -> dict:
 
 
 def dense(mask: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
-    form = forms.read(mask)
+    form = forms.read(mask, Sk)
     visible = Sk if form.visible is None else form.visible
-    return F.pad(form.keep(Sq, visible, mask.device), (0, Sk - visible)).expand(3, 1, Sq, Sk)
+    keep = form.keep(Sq, visible, mask.device)
+    if form.attn_mask is not None and form.attn_mask.dtype.is_floating_point:
+        keep = keep & (form.attn_mask == 0)
+    return F.pad(keep, (0, Sk - visible)).expand(3, 1, Sq, Sk)
 
 
 def expected(fields: dict) -> torch.Tensor:
@@ -120,12 +125,24 @@ def test_masks_are_exact_and_compact(name, pad, on_device):
         assert torch.equal(dense(mask, *geometry[:2]), expected(fields)), kind
 
 
+@pytest.mark.parametrize("tracing", [False, True], ids=["read", "traced"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_padding_with_holes_is_dense_and_exact(name):
-    fields = request(FUNCTIONS[name], GEOMETRIES["prefill"], padding("holes"))
-    mask, counted = made(fields | flags(name))
-    assert counted == "dense: padding with holes"
-    assert torch.equal(mask, expected(fields))
+def test_padding_with_holes_is_exact_and_compact(name, tracing, monkeypatch):
+    """Tracing does not know whether there are holes, and reads nothing."""
+    pads = ("holes", "left", "ones", "empty row") if tracing else ("holes",)
+    if tracing:
+        monkeypatch.setattr(masks, "is_tracing", lambda x: x is not None)
+    for kind, pad in itertools.product(GEOMETRIES, pads):
+        if "decode" in kind or ("packed" in name and kind != "prefill"):
+            continue
+        fields = request(FUNCTIONS[name], GEOMETRIES[kind], padding(pad))
+        mask, counted = made(fields | flags(name))
+        if tracing and "blocks" in name:
+            assert counted == "dense: packing while tracing"
+            continue
+        hole = tracing or kind != "sliding cache"  # whose keys come after it
+        assert counted.endswith("keys") == hole, kind
+        assert torch.equal(dense(mask, *GEOMETRIES[kind][:2]), expected(fields)), kind
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "blocks" not in name])
@@ -242,12 +259,12 @@ def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
     assert made(fields)[1] == "full"
     valid[0, 12:] = False
     mask, _ = made(fields)
-    assert forms.read(mask).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
+    assert forms.read(mask, S).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
 
 
 def test_a_foreign_mask_tensor_is_refused():
     with pytest.raises(ValueError, match="bool, floating point or a mask made by fa_ops, got"):
-        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64))
+        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64), 4)
 
 
 def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
@@ -276,7 +293,7 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
     keep[..., 8:] = False
     expected, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     form = forms.bounded(keep, torch.float32)
-    monkeypatch.setattr(forms, "read", lambda mask: form)
+    monkeypatch.setattr(forms, "read", lambda mask, Sk: form)
     k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
     ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     torch.testing.assert_close(ours, expected)

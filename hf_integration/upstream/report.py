@@ -1,0 +1,69 @@
+"""What the tests found, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+# The runs of a family: which implementation the tests name, and which runs in its place.
+RUNS = (("sdpa", "sdpa"), ("sdpa", "fa_ops"), ("flash_attention_2", "fa_ops"))
+
+Found = dict[str, list]  # test -> [outcome, attention calls, why]
+
+
+def key(scope: str, implementation: str) -> str:
+    return implementation if scope == implementation else f"{implementation} for {scope}"
+
+
+def lines(results: dict[str, dict[str, Found | str]]) -> list[str]:
+    """A markdown table, then every test that passes with sdpa alone, and every flash test failed.
+
+    `results`: family -> run -> what was found, or why nothing was.
+    """
+    columns = [key(*names) for names in RUNS]
+    table = [
+        f"| model | {' | '.join(columns)} | passed with sdpa alone | calls of fa_ops |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    notes = []
+    for family, runs in results.items():
+        base, ours, flash = (runs[name] for name in columns)
+        worse = regressions(base, ours)
+        made = "-" if isinstance(ours, str) else sum(test[1] for test in ours.values())
+        cells = [family, *map(_counts, (base, ours, flash)), str(len(worse)), str(made)]
+        table.append(f"| {' | '.join(cells)} |")
+        notes += [f"{family}: {name}: {ours[name][2]}" for name in worse]
+        notes += [f"{family}: {name}: {test[2]}" for name, test in _failed(flash)]
+        notes += [f"{family}, {n}: {runs[n]}" for n in columns if isinstance(runs[n], str)]
+    return [*table, "passed / failed / skipped", *notes]
+
+
+def regressions(base: Found | str, ours: Found | str) -> list[str]:
+    """The tests that pass with sdpa and not with fa_ops."""
+    if isinstance(base, str) or isinstance(ours, str):
+        return []
+    passed = (name for name, test in base.items() if test[0] == "passed")
+    return [name for name in passed if ours.get(name, ["missing", 0, ""])[0] != "passed"]
+
+
+def _counts(found: Found | str) -> str:
+    if isinstance(found, str):
+        return "did not run"
+    counted = Counter(test[0] for test in found.values())
+    return " / ".join(str(counted[outcome]) for outcome in ("passed", "failed", "skipped"))
+
+
+def _failed(found: Found | str) -> list[tuple[str, list]]:
+    if isinstance(found, str):
+        return []
+    return [(name, test) for name, test in found.items() if test[0] == "failed"]
+
+
+def is_good(results: dict[str, dict[str, Found | str]]) -> bool:
+    """Whether everything ran, nothing passes with sdpa alone, and no flash test fails."""
+    for runs in results.values():
+        base, ours, flash = (runs[key(*names)] for names in RUNS)
+        if any(isinstance(found, str) for found in runs.values()):
+            return False
+        if regressions(base, ours) or _failed(flash):
+            return False
+    return True
