@@ -72,9 +72,17 @@ def pass_on(
         out = _beside_replaced(written, emitter, out, lse, result)
     share = masks.share / TEMPERATURE
     out = _only_backward(emitter, emitter.function(operator.mul, out, share))
-    if with_lse:
+    if with_lse:  # eager mode adds up n gradients there: its lse cannot hold log n beside the fill
+        lse = emitter.function(operator.mul, lse, _count(written, emitter, k))
         lse = _only_backward(emitter, emitter.function(operator.mul, lse, share))
     return out, lse
+
+
+def _count(written: Written, emitter: Emitter, k: fx.Node) -> fx.Node:
+    """The keys that a dead row averages."""
+    if written.best is None:
+        return emitter.method("size", k, 2)
+    return emitter.method("sum", written.best, -1)
 
 
 def _only_backward(emitter: Emitter, x: fx.Node) -> fx.Node:

@@ -15,7 +15,7 @@ from compile_passes.match import Matcher
 from compile_passes.plan import Refused, plan
 from compile_passes.report import Finding
 from compile_passes.rewrite import rewrite
-from compile_passes.states import Core
+from compile_passes.states import Core, Row
 from compile_passes.vocabulary import raw_name
 
 NO_VALUE = "its result is not multiplied with a value"
@@ -44,7 +44,7 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
-            results[softmax] = _try(core, view, reader, verify)
+            results[softmax] = _try(core, view, matcher.sums, reader, verify)
     findings = []
     for value in matcher.softmaxes:
         result = results.get(value, NO_VALUE)
@@ -58,9 +58,11 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
     return findings
 
 
-def _try(core: Core, view: View, reader: Reader, verify: bool) -> tuple[fx.Node, Masks] | str:
+def _try(
+    core: Core, view: View, sums: list[Row], reader: Reader, verify: bool
+) -> tuple[fx.Node, Masks] | str:
     try:
-        planned = plan(core, view)
+        planned = plan(core, view, sums)
         masks = understand(planned, reader)
         try:
             return rewrite(planned, masks, view, verify), masks
@@ -83,7 +85,8 @@ def describe(call: fx.Node) -> str:
     options = {"attn_mask": mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None}
     options |= call.kwargs
     given = [f"{k}={_short(v)}" for k, v in options.items() if v is not None]
-    return f"fa::attention({', '.join([q.name, k.name, v.name, *given])})"
+    name = call.target._schema.name
+    return f"{name}({', '.join([q.name, k.name, v.name, *given])})"
 
 
 def _short(x: object) -> str:

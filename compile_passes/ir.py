@@ -47,6 +47,28 @@ def example(node: fx.Node) -> object:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+_DRAWN = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "empty")
+
+
+def alike(a: object, b: object, depth: int = 8) -> bool:
+    """Whether two arguments hold the same: one value, or the same operation on values alike."""
+    if not (isinstance(a, Value) and isinstance(b, Value)):
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+            return all(alike(x, y, depth) for x, y in zip(a, b, strict=True))
+        return not isinstance(a, (Value, Tensor)) and type(a) is type(b) and a == b
+    if a is b:
+        return True
+    if depth == 0 or not a.op or a.writes or b.writes or is_drawn(a):
+        return False
+    same = a.op == b.op and a.node.target == b.node.target and a.args.keys() == b.args.keys()
+    return same and all(alike(x, b.args[name], depth - 1) for name, x in a.args.items())
+
+
+def is_drawn(value: Value) -> bool:
+    """Whether its contents come from a random generator, or from nowhere."""
+    return value.op.startswith(_DRAWN)
+
+
 def meta_key(graph: fx.Graph) -> str:
     """Dynamo's graphs say example_value, exported ones val."""
     return "example_value" if any("example_value" in n.meta for n in graph.nodes) else "val"
@@ -71,6 +93,10 @@ class View:
         """Whether reading the value's node just before `until` still gives its contents."""
         writes = self._writes.get(self._root(value.storage), ())
         return not any(value.index < at < until.index for at in writes)
+
+    def writes_between(self, first: Value, last: Value) -> bool:
+        """Whether any tensor is written to after the one and before the other."""
+        return any(first.index < at < last.index for ats in self._writes.values() for at in ats)
 
     def _add(self, node: fx.Node, index: int) -> None:
         name, parameters, writes = vocabulary.call(node)

@@ -32,6 +32,7 @@ class Written:
     best: fx.Node | None = None
     replaced: fx.Node | None = None
     total: fx.Node | None = None
+    top: fx.Node | None = None
 
 
 def write(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None) -> Written:
@@ -92,7 +93,7 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
     mask = emitter.method("masked_fill", _accepted(plan, emitter, total), dead, -math.inf)
     mask = emitter.method("masked_fill", mask, best, 0.0)
     q = emitter.method("masked_fill", q, dead, 0.0)
-    return Written(mask, q, dead, best, replaced, total)
+    return Written(mask, q, dead, best, replaced, total, top)
 
 
 def _accepted(plan: Plan, emitter: Emitter, mask: fx.Node) -> fx.Node:

@@ -31,7 +31,7 @@ from compile_passes.expressions import (
     negate,
     symbolic,
 )
-from compile_passes.ir import Value
+from compile_passes.ir import Value, alike
 from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import Run, attends_itself, run
 from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
@@ -109,8 +109,13 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     meanings = {t: _read(t, reader) for t in terms}
     _check_floor(plan, meanings)
     terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
-    alike = _zeroed_alike(plan, terms)
-    for t in terms if plan.sunk else [alike] if alike else []:
+    zeroed = _zeroed_alike(plan, terms)
+    if zeroed and meanings[zeroed]:
+        exact = dataclasses.replace(zeroed, value=-math.inf)
+        meanings[exact] = meanings[zeroed]
+        terms = [exact if t is zeroed else t for t in terms]
+        zeroed = exact
+    for t in terms if plan.sunk else [zeroed] if zeroed else []:
         if meanings[t]:  # rows without keys give 0, as -inf does
             meanings[t] = Meaning(meanings[t].keep, -math.inf)
     bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
@@ -192,9 +197,9 @@ def _zeroed_alike(plan: Plan, terms: list[Term]) -> Term | None:
         return None
     masked = [t for t in terms if isinstance(t, Fill)]
     for fill in masked:
-        alike = fill.mask.value is zeroed.mask.value and fill.where == zeroed.where
-        alike = alike and resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
-        if alike and fill.value <= FAR and len(masked) == 1:
+        same = alike(fill.mask.value, zeroed.mask.value) and fill.where == zeroed.where
+        same = same and resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
+        if same and fill.value <= FAR and len(masked) == 1:
             return fill
     raise Refused("the attention weights are masked after the softmax, not as the scores were")
 

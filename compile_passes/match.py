@@ -39,18 +39,23 @@ NO_SCORES = "its input is not the product of a query and a key"
 
 
 class Matcher:
-    """Fills `cores`; `softmaxes` are all that were met, and `misses` says why one has no core."""
+    """Fills `cores`; `softmaxes` are all that were met, `misses` says why one has no core, `sums`
+    are the log-sum-exps of scores.
+    """
 
     def __init__(self, view: View) -> None:
         self.states: dict[Value, State] = {}
         self.cores: list[Core] = []
         self.softmaxes: list[Value] = []
         self.misses: dict[Value, str] = {}
+        self.sums: list[Row] = []
         for value in view.values.values():
             if value.op and (isinstance(value.tensor, Tensor) or value.op == "max"):
                 state = self._transfer(value)
                 if state is not None:
                     self.states[value] = state
+                if isinstance(state, Row) and value.op == "logsumexp":
+                    self.sums.append(state)
                 if isinstance(state, Lost) and state.softmax:
                     self.misses.setdefault(state.softmax, state.reason)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from compile_passes import layout
 from compile_passes.axes import Axis, Dims, Group, flat, resolve
 from compile_passes.ir import Value, View
-from compile_passes.states import Core, Leaf, Scores
+from compile_passes.states import Core, Leaf, Row, Scores
 from compile_passes.vocabulary import raw_name
 
 
@@ -40,6 +41,7 @@ class Plan:
     head_dim: Group
     features: Group
     dtype: torch.dtype  # what q, k, v are computed in
+    sums: tuple[Row, ...] = ()  # log-sum-exps of the scores that something else reads
 
     @property
     def scores(self) -> Scores:
@@ -64,9 +66,12 @@ class Plan:
         return (self.batch, self.heads, self.queries, self.keys)
 
 
-def plan(core: Core, view: View) -> Plan:
-    """Raises Refused where the core can't be one call that changes nothing."""
-    _check_uses(core)
+def plan(core: Core, view: View, sums: Sequence[Row] = ()) -> Plan:
+    """Raises Refused where the core can't be one call that changes nothing. `sums`: every
+    log-sum-exp of the graph.
+    """
+    sums = tuple(row for row in sums if _is_its_sum(row, core))
+    _check_uses(core, sums)
     _check_modes(core)
     scores = core.weights.scores
     keys = resolve(core.weights.keys)
@@ -84,7 +89,7 @@ def plan(core: Core, view: View) -> Plan:
     batch_group, heads, kv_heads = _split(batch, shared, sink)
     made = Plan(
         core, q, k, v, batch_group, heads, kv_heads, rows, keys,
-        resolve(scores.summed), resolve(core.features), dtype,
+        resolve(scores.summed), resolve(core.features), dtype, sums,
     )  # fmt: skip
     _check_supported(made)
     for leaf in (q, k, v):
@@ -114,10 +119,26 @@ def _split(batch: list[Axis], shared: list[Axis], sink: set[Axis]) -> tuple[Grou
     return tuple(rest), (*kv, *group), kv
 
 
-def _check_uses(core: Core) -> None:
-    inside = {value.node for value in core.path} | {core.out.node}
+_SAME = ("a", "b", "scale", "factors", "divisors", "softcap", "terms", "summed")
+
+
+def _is_its_sum(row: Row, core: Core) -> bool:
+    """Whether a log-sum-exp that is read outside the core is that of its scores."""
+    mine, theirs = core.weights.scores, row.scores
+    shifted = theirs.shift or theirs.column or mine.column
+    if shifted or resolve(row.keys) != resolve(core.weights.keys):
+        return False
+    if not all(getattr(mine, name) == getattr(theirs, name) for name in _SAME):
+        return False
+    inside = {value.node for value in core.path}
+    return not inside.issuperset(row.path[-1].node.users)
+
+
+def _check_uses(core: Core, sums: tuple[Row, ...]) -> None:
+    apart = {row.path[-1].node for row in sums}
+    inside = {value.node for value in core.path} | {core.out.node} | apart
     for value in core.path:
-        for user in value.node.users:
+        for user in value.node.users if value.node not in apart else ():
             if user not in inside and not _reads_shape_only(value.node, user, inside):
                 what = "the attention weights are" if _is_weights(value, core) else "the scores are"
                 reader = "returned" if user.op == "output" else f"also read by {raw_name(user)}"

@@ -11,7 +11,15 @@ from torch._dynamo.utils import counters
 from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
-from compile_passes import constants, dead_rows, elements, layout, mask_nodes, vocabulary
+from compile_passes import (
+    constants,
+    dead_rows,
+    elements,
+    layout,
+    log_sums,
+    mask_nodes,
+    vocabulary,
+)
 from compile_passes.axes import Size, is_one, same
 from compile_passes.emit import Emitter
 from compile_passes.ir import Value, View, example
@@ -31,6 +39,7 @@ PURE = (
     | {"repeat_interleave", "div", "full", "bernoulli", "rand", "rand_like", "size"}
 )
 ATTENTION = torch.ops.fa.attention.default
+WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
 def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.Node:
@@ -45,23 +54,28 @@ def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.No
             raise Refused(f"{leaf.value.node.name} is written to before the value product")
     emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
     try:
-        call, result = _emit(plan, masks, emitter, view)
-        _check_result(example(result), example(out))
+        call, replaced = _emit(plan, masks, emitter, view)
+        for old, new in replaced.items():
+            _check_result(example(new), example(old))
         doomed = _doomed(plan)
         if doomed & {n for made in emitter.made for n in made.all_input_nodes}:
             raise Refused("what joins the scores is made with their shape")
-        if verify:
-            _verify(plan, view, emitter, result)
+        late = log_sums.readers(plan, view, emitter, doomed)
+        for old, new in replaced.items() if verify else ():
+            _verify(plan, view, emitter, old, new)
     except BaseException:
         emitter.undo()
         raise
-    out.replace_all_uses_with(result)
+    log_sums.move(late, out)
+    for old, new in replaced.items():
+        old.replace_all_uses_with(new, lambda user: user not in doomed)
     _erase({*doomed, out}, view)
-    plan.core.out.node = result  # other cores may read it
+    for value in (plan.core.out, *(row.path[-1] for row in plan.sums)):
+        value.node = replaced[value.node]  # other cores may read it
     return call
 
 
-def _verify(plan: Plan, view: View, emitter: Emitter, new: fx.Node) -> None:
+def _verify(plan: Plan, view: View, emitter: Emitter, old: fx.Node, new: fx.Node) -> None:
     if plan.core.weights.dropout_p:
         return  # two draws differ
     inputs = {leaf.value.node for leaf in (plan.q, plan.k, plan.v)}
@@ -72,7 +86,7 @@ def _verify(plan: Plan, view: View, emitter: Emitter, new: fx.Node) -> None:
         return node in made or name in PURE or name in ("tensor", "scalar_tensor")
 
     try:
-        found = difference(view, plan.core.out.node, new, inputs, runs)
+        found = difference(view, old, new, inputs, runs)
     except Unverified as failure:
         counters["fa_ops"]["not verified"] += 1
         log.warning("a rewrite could not be verified: %s", failure)
@@ -92,7 +106,12 @@ def _outside(plan: Plan) -> list[Leaf]:
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
 
-def _emit(plan: Plan, masks: Masks, emitter: Emitter, view: View) -> tuple[fx.Node, fx.Node]:
+def _emit(
+    plan: Plan, masks: Masks, emitter: Emitter, view: View
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """(the call, by each node to replace the one that does)"""
+    if plan.sums:
+        log_sums.check(plan, masks)
     rows = (plan.batch, plan.heads, plan.queries)
     columns = (plan.batch, plan.kv_heads, plan.keys)
     q = operand(emitter, plan.q, (*rows, plan.head_dim), plan.dtype)
@@ -117,8 +136,10 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter, view: View) -> tuple[fx.No
         options["window_left"] = masks.left
     if masks.right is not None and not causal:
         options["window_right"] = masks.right
-    if plan.sunk:
-        options["sinks"] = mask_nodes.sink(plan, emitter, q)
+    sink = mask_nodes.sink(plan, emitter, q) if plan.sunk else None
+    beside = sink is not None and len(example(sink).shape) > 1
+    if sink is not None and not beside:
+        options["sinks"] = sink
     p = plan.core.weights.dropout_p
     if p:
         device = example(q).device
@@ -126,12 +147,20 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter, view: View) -> tuple[fx.No
             torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device
         )
     given, k, v = (with_rows(emitter, x) for x in (written.query, k, v))
-    call = emitter.function(ATTENTION, given, k, v, mask, p, causal, **options)
-    result = call
+    target = WITH_LSE if plan.sums or beside else ATTENTION
+    call = result = emitter.function(target, given, k, v, mask, p, causal, **options)
+    lse = None
+    if target is WITH_LSE:
+        result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
+    if plan.sums:
+        lse = log_sums.of_dead_rows(emitter, masks, written, lse)
     if masks.dead is Dead.ABSORBED and dead_rows.learn(plan, masks):
         cold = dead_rows.Call(with_rows(emitter, q), k, v, p, options)
-        more, _ = dead_rows.pass_on(masks, written, emitter, cold, result, False)
-        result = cast(emitter, emitter.function(operator.add, result, more), plan.dtype)
+        more = dead_rows.pass_on(masks, written, emitter, cold, result, bool(plan.sums))
+        result = cast(emitter, emitter.function(operator.add, result, more[0]), plan.dtype)
+        lse = emitter.function(operator.add, lse, more[1]) if plan.sums else None
+    if beside:
+        result = log_sums.scale_by_sink(emitter, result, lse, sink, plan.dtype)
     gain = plan.core.weights.gain
     if not math.isclose(gain, 1.0, rel_tol=1e-9):
         result = emitter.function(operator.mul, result, gain)
@@ -140,7 +169,10 @@ def _emit(plan: Plan, masks: Masks, emitter: Emitter, view: View) -> tuple[fx.No
         result = emitter.function(operator.mul, result, factor)
     result = cast(emitter, result, plan.dtype)
     result = emitter.arrange(result, plan.out_dims, plan.core.dims)
-    return call, _restride(emitter, result, plan.core.out.node)
+    replaced = {plan.core.out.node: _restride(emitter, result, plan.core.out.node)}
+    for old, new in log_sums.write(plan, emitter, lse).items():
+        replaced[old] = _restride(emitter, new, old)
+    return call, replaced
 
 
 def _scale(plan: Plan, emitter: Emitter, q: fx.Node, k: fx.Node):
@@ -250,12 +282,14 @@ def _check_result(made: Tensor, wanted: Tensor) -> None:
 def _doomed(plan: Plan) -> set[fx.Node]:
     """The path, and what hangs on it besides the result: readers of a shape."""
     doomed: set[fx.Node] = set()
-    pending = [value.node for value in plan.core.path]
+    path = {value.node for value in plan.core.path}
+    sums = {row.path[-1].node for row in plan.sums}
+    pending = [*path, *sums]
     while pending:
         node = pending.pop()
         if node not in doomed and node is not plan.core.out.node:
             doomed.add(node)
-            pending += node.users
+            pending += (n for n in node.users if node not in sums or n in path)
     return doomed
 
 

@@ -95,6 +95,8 @@ def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> 
         return "they are masked after their maximum was subtracted"
     while mask.op == "not" and isinstance(mask.args.get("input"), Value):
         mask, when = mask.args["input"], not when
+    if number(mask) is not None:
+        return s.then(value) if bool(number(mask)) != when else "they are replaced everywhere"
     joined = join(value, s, mask)
     if isinstance(joined, str):
         return joined

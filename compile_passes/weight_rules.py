@@ -118,6 +118,8 @@ def masked_fill(value: Value, w: Weights, name: str) -> State | str:
     mask, when = value.args.get("mask"), True
     while isinstance(mask, Value) and mask.op == "not":
         mask, when = mask.args.get("input"), not when
+    if number(mask) is not None and bool(number(mask)) != when:
+        return w.then(value)
     joined = join(value, w, mask)
     if isinstance(joined, str) or not isinstance(joined[0].value, Value):
         return "they are masked"

@@ -224,6 +224,48 @@ def test_weights_masked_again_make_rows_without_keys_zero():
     check(function, (*qkv(), drop))
 
 
+def test_the_second_mask_may_be_computed_again():
+    """As CPM-Ant does."""
+
+    def function(q, k, v, mask, bias):
+        scores = (q @ k.mT + bias).masked_fill(mask.view(2, 1, 12, 12) == torch.tensor(0), -INF)
+        p = scores.softmax(-1).masked_fill(mask.view(2, 1, 12, 12) == torch.tensor(0), 0.0)
+        return p @ v
+
+    mask = torch.rand(2, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask[..., 0] = True
+    check(function, (*qkv(), mask.long(), torch.randn(4, 12, 12)))
+
+
+@pytest.mark.parametrize("again", ["another tensor", "another comparison", "another number"])
+def test_weights_under_another_mask_are_refused(again):
+    def function(q, k, v, mask, other):
+        second = {
+            "another tensor": other == 0,
+            "another comparison": mask != 0,
+            "another number": mask == 1,
+        }[again]
+        return (q @ k.mT).masked_fill(mask == 0, -INF).softmax(-1).masked_fill(second, 0.0) @ v
+
+    masks = torch.randint(1, 3, (2, 1, 12, 12)), torch.randint(0, 2, (2, 1, 12, 12))
+    fusion = fuse(function)
+    results(fusion.run, (*qkv(), *masks), True)
+    assert fusion.reasons == [
+        "the attention weights are masked after the softmax, not as the scores were"
+    ]
+
+
+def test_masks_that_hide_nothing_are_no_masks():
+    """As in SEW-D without padding."""
+
+    def function(q, k, v):
+        hidden = ~torch.ones(2, 1, 12, 12, dtype=torch.int64).to(torch.bool)
+        return (q @ k.mT).masked_fill(hidden, LOWEST).softmax(-1).masked_fill(hidden, 0) @ v
+
+    fusion = check(function, qkv())
+    assert fusion.findings[0].masks == "no mask"
+
+
 def test_nan_to_num_is_what_the_operator_does():
     def function(q, k, v, drop):
         return torch.nan_to_num((q @ k.mT).masked_fill(drop, -INF).softmax(-1)) @ v

@@ -1,0 +1,93 @@
+"""The log-sum-exp of the scores, where the model reads it beside the attention, and a sink that is
+one number for each query: both take the operator's own log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from compile_passes import operands
+from compile_passes.axes import Dims
+from compile_passes.emit import Emitter
+from compile_passes.ir import View, example, is_drawn
+from compile_passes.mask_nodes import Written
+from compile_passes.masks import Dead, Masks
+from compile_passes.plan import Plan, Refused
+from compile_passes.states import Bias, Floor
+from compile_passes.vocabulary import raw_name
+
+
+def check(plan: Plan, masks: Masks) -> None:
+    """Raises Refused where the operator's log-sum-exp is not the model's."""
+    terms = plan.scores.terms
+    shifted = any(isinstance(t, Bias) and isinstance(t.leaf.value, float) for t in terms)
+    shifted |= any(isinstance(t, Floor) for t in terms)
+    if shifted or plan.sunk or masks.added or masks.zeroed or masks.dead is Dead.ADDED:
+        raise Refused("the scores are also read by logsumexp, which is not the operator's")
+
+
+def of_dead_rows(emitter: Emitter, masks: Masks, written: Written, lse: fx.Node) -> fx.Node:
+    """A row without keys has its fill, beside which the number of its keys vanishes."""
+    if masks.dead is Dead.ZERO:
+        return lse
+    if written.replaced is not None:
+        raise Refused("the scores are also read by logsumexp, and several masks fill them")
+    dead = emitter.method("squeeze", written.dead, -1)
+    if written.top is None:
+        return emitter.method("masked_fill", lse, dead, masks.fill)
+    top = emitter.method("squeeze", written.top, -1)
+    return emitter.function(torch.where, dead, operands.cast(emitter, top, example(lse).dtype), lse)
+
+
+def write(plan: Plan, emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
+    """By each node that the model computes, the one that replaces it."""
+    dims: Dims = (plan.batch, plan.heads, plan.queries)
+    made = {}
+    for row in plan.sums:
+        value = row.path[-1]
+        made[value.node] = emitter.arrange(operands.cast(emitter, lse, value.dtype), dims, row.dims)
+    return made
+
+
+def scale_by_sink(
+    emitter: Emitter, result: fx.Node, lse: fx.Node, sink: fx.Node, dtype: torch.dtype
+) -> fx.Node:
+    """A logit more in the denominator: its share of the weights is that of a sigmoid."""
+    left = emitter.method("sigmoid", emitter.function(operator.sub, lse, sink))
+    left = emitter.method("unsqueeze", left, -1)
+    return operands.cast(emitter, emitter.function(operator.mul, result, left), dtype)
+
+
+def readers(plan: Plan, view: View, emitter: Emitter, doomed: set[fx.Node]) -> list[fx.Node]:
+    """What is computed from the log-sum-exps before the value product, and so has to move behind
+    it.
+    """
+    out = plan.core.out
+    late = {row.path[-1].node for row in plan.sums}
+    if not late:
+        return []
+    first = min((view.values[node] for node in late), key=lambda value: value.index)
+    found: list[fx.Node] = []
+    for node, value in view.values.items():
+        inside = first.index < value.index < out.index and node not in doomed
+        if not inside or late.isdisjoint(node.all_input_nodes):
+            continue
+        if value.writes or is_drawn(value) or node.op not in ("call_function", "call_method"):
+            raise Refused(f"{raw_name(node)} reads their log-sum-exp before the value product")
+        found.append(node)
+        late.add(node)
+    used = {n for made in emitter.made for n in made.all_input_nodes}
+    if late & used:
+        raise Refused("the attention is made of their log-sum-exp")
+    if found and view.writes_between(first, out):
+        raise Refused("a tensor is written to between their log-sum-exp and the value product")
+    return found
+
+
+def move(nodes: list[fx.Node], behind: fx.Node) -> None:
+    for node in nodes:
+        behind.append(node)
+        behind = node
