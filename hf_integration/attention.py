@@ -63,7 +63,9 @@ def fa_ops_attention_forward(
 
     Raises NotImplementedError for what only another attention implementation takes.
     """
-    _refuse(module, block_indices=block_indices, cache=None if paged.is_batch(cache) else cache)
+    if block_indices is not None or cache is not None:
+        own = paged.is_batch(cache)
+        _refuse(module, block_indices=block_indices, cache=None if own else cache)
     sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -84,13 +86,16 @@ def fa_ops_attention_forward(
     query, key, value = _prepared(query, key, value)
     if indices is not None:
         form = _selected(form, indices, query, key)
-    documents = _documents(form, lens, position_ids, query, key)
+    documents = None
+    if position_ids is not None or cu_seq_lens_q is not None:
+        documents = _documents(module, form, lens, position_ids, query, key)
     if documents is not None:
         compact = form.key_ranges is None or form.causal_documents
         if compact and position_bias is None and not output_attentions:
             return _packed(query, key, value, documents, form, sinks, options), None
         form = _within_documents(form, documents, query.shape[2])
-    form = _biased(form, position_bias, query, key)
+    if position_bias is not None or form.attn_mask is not None:
+        form = _biased(form, position_bias, query, key)
     if output_attentions:
         _logger.warning_once(_WEIGHTS)
         return weights.attention(query, key, value, form, sinks, **options)
@@ -120,14 +125,19 @@ def _may_absorb(module: nn.Module, query, key, value, form, sinks, options) -> b
 
 
 def _documents(
-    form: forms.Form, lens: tuple, position_ids: Tensor | None, query: Tensor, key: Tensor
+    module: nn.Module,
+    form: forms.Form,
+    lens: tuple,
+    position_ids: Tensor | None,
+    query: Tensor,
+    key: Tensor,
 ) -> Documents | None:
     """The documents packed into the one row of a batch: as the caller says, or by positions."""
     q_ends, k_ends, *longest = lens
     if q_ends is not None and form.attn_mask is None and query.shape[0] == 1:
         k_ends = q_ends if k_ends is None else k_ends
         return Documents(q_ends.int(), k_ends.int(), *longest)
-    return packing.documents(position_ids, query, key) if _may_be_packed(form) else None
+    return packing.documents(position_ids, query, key, module) if _may_be_packed(form) else None
 
 
 def _may_be_packed(form: forms.Form) -> bool:
@@ -152,7 +162,9 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.shape[0] != key.shape[0]:  # learned queries, shared by the batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if not (query.stride(-1) == key.stride(-1) == value.stride(-1) == 1):
+        tensors = (query, key, value)
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
     return query, key, value
 
 
@@ -162,7 +174,7 @@ def _form(
     if mask is not None:
         row = mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
         if row and mask.is_cuda and query.shape[2] == 1:
-            return forms.bounded(mask, query.dtype)
+            return forms.bounded(mask, query.dtype, module)
         return forms.read(mask, key.shape[2])
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -252,16 +264,16 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks,
         return False
     if sinks is not None and sinks.dim() != 1:
         return False
+    if not torch.is_grad_enabled():
+        return True
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return not any(t.requires_grad for t in tensors)
 
 
 def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
-    B = key.shape[0]
-    if form.kv_lens is None:
-        lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
-    else:
-        lens = form.kv_lens.expand(B)
+    lens = form.kv_lens
+    if lens is None:
+        lens = torch.full(key.shape[:1], key.shape[2], dtype=torch.int32, device=key.device)
     return fa_ops.attention_with_kv_cache(
         query,
         key,

@@ -7,7 +7,7 @@ transformers hands whatever the mask function returns from layer to layer and as
     int32, empty, shape (1, 1, 0, n)    causal over the first n keys, aligned at the bottom right;
                                         later keys are unused cache
     int32, empty, shape (1, 0, 0, n)    the same, where a padding mask was read and found to be full
-    int32 (B or 1, 1, 1, 1)             lengths: the one query attends keys j < n
+    int32 (B, 1, 1, 1)                  lengths: the one query attends keys j < n
     int32 (B or 1, 1, Sq or 1, 2)       key ranges: query i attends keys lo <= j < hi
     int32 (B or 1, 1, Sq, 3)            key ranges that say: causal within packed documents
     int32 (B, 1, 2 Sq + n, 1)           key ranges, then a 1 for each of n keys that is kept
@@ -22,11 +22,12 @@ read to use them.
 from __future__ import annotations
 
 import math
-import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_integration.latest import Latest
 
 
 class Form(NamedTuple):
@@ -36,7 +37,7 @@ class Form(NamedTuple):
     is_causal: bool = False
     key_ranges: Tensor | None = None
     attn_mask: Tensor | None = None
-    kv_lens: Tensor | None = None  # (B or 1,)
+    kv_lens: Tensor | None = None  # (B,)
     padding_was_read: bool = False
     causal_documents: bool = False  # key_ranges say nothing else
 
@@ -71,9 +72,10 @@ def causal(visible: int, device: torch.device | str, padding_was_read: bool = Fa
     return torch.empty(shape, dtype=torch.int32, device=device)
 
 
-def lens(lengths: Tensor) -> Tensor:
-    """From lengths of shape (B or 1, 1)."""
-    return lengths[:, :, None, None].to(torch.int32)
+def lens(lengths: Tensor, batch_size: int) -> Tensor:
+    """From lengths of shape (B or 1, 1); contiguous, as kernels want them in every layer."""
+    lengths = lengths.to(torch.int32).expand(batch_size, -1)
+    return lengths.contiguous()[:, :, None, None]
 
 
 def ranges(lo: Tensor, hi: Tensor, causal_documents: bool = False) -> Tensor:
@@ -98,26 +100,22 @@ def ranges_and_keys(lo: Tensor, hi: Tensor, keep: Tensor) -> Tensor:
 
 def read(mask: Tensor, Sk: int) -> Form:
     """What a mask tensor says to a call of Sk keys. Raises ValueError if it is no such form."""
-    if mask.dtype == torch.int8 and mask.dim() == 4:
-        keep = mask.view(torch.bool)
-        return Form(visible=mask.shape[3], is_causal=True, attn_mask=keep)
-    if mask.dtype == torch.int32 and mask.dim() == 4:
-        if mask.shape[2] == 0:
-            n = mask.shape[3]
-            if n == 0:
+    dtype, shape = mask.dtype, mask.shape
+    if dtype == torch.int32 and len(shape) == 4:
+        _, heads, rows, columns = shape
+        if rows == 0:
+            if columns == 0:
                 return Form()
-            return Form(visible=n, is_causal=True, padding_was_read=mask.shape[1] == 0)
-        if tuple(mask.shape[1:]) == (1, 1, 1):
-            return Form(kv_lens=mask[:, 0, 0, 0])
-        if mask.shape[3] == 1:
-            bounds, keep = mask[..., 0].split([mask.shape[2] - Sk, Sk], -1)
-            added = torch.zeros(keep.shape, device=mask.device).masked_fill(keep == 0, -math.inf)
-            return Form(key_ranges=bounds.unflatten(-1, (-1, 2)), attn_mask=added[:, :, None])
-        if mask.shape[3] == 2:
+            return Form(visible=columns, is_causal=True, padding_was_read=heads == 0)
+        if columns == 1:
+            return Form(kv_lens=mask.flatten()) if rows == 1 else _bounds_and_keys(mask, Sk)
+        if columns == 2:
             return Form(key_ranges=mask)
-        if mask.shape[3] == 3:
+        if columns == 3:
             return Form(key_ranges=mask[..., :2], causal_documents=True)
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+    if dtype == torch.int8 and len(shape) == 4:
+        return Form(visible=shape[3], is_causal=True, attn_mask=mask.view(torch.bool))
+    if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(
             "attention_mask must be bool, floating point or a mask made by fa_ops, "
             f"got {mask.dtype} {tuple(mask.shape)}"
@@ -125,33 +123,37 @@ def read(mask: Tensor, Sk: int) -> Form:
     return Form(attn_mask=mask)
 
 
-# The mask bounded last and its form: all layers of a step share the mask.
-_last: tuple[weakref.ref, int, Form] | None = None
+def _bounds_and_keys(mask: Tensor, Sk: int) -> Form:
+    bounds, keep = mask[..., 0].split([mask.shape[2] - Sk, Sk], -1)
+    added = torch.zeros(keep.shape, device=mask.device).masked_fill(keep == 0, -math.inf)
+    return Form(key_ranges=bounds.unflatten(-1, (-1, 2)), attn_mask=added[:, :, None])
 
 
-def bounded(mask: Tensor, dtype: torch.dtype) -> Form:
+_latest = Latest()
+
+
+def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:
     """A bool mask of one query (B, 1, 1, Sk) with the run of keys outside which nothing is kept.
 
     So a kernel reads the filled part of a cache, and nothing is read by the host. Inside the run
     the mask is added, in `dtype`: padding in decoding may have holes.
     """
-    global _last
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _last is not None and _last[0]() is mask and _last[1] == mask._version:
-        form = _last[2]
-        return form._replace(attn_mask=form.attn_mask.to(dtype))
+    if torch.compiler.is_compiling():
+        return _bound(mask, dtype)
+    form = _latest.of(mask, layer, lambda: _bound(mask, dtype))
+    return form._replace(attn_mask=form.attn_mask.to(dtype))
+
+
+def _bound(mask: Tensor, dtype: torch.dtype) -> Form:
     valid = mask.to(torch.uint8)
     lo = valid.argmax(-1)
     hi = mask.shape[-1] - valid.flip(-1).argmax(-1)
     hi = torch.where(mask.any(-1), hi, 0)
     added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    form = Form(
+    return Form(
         key_ranges=torch.stack([lo, hi], -1).to(torch.int32),
         attn_mask=added.masked_fill_(~mask, float("-inf")),
     )
-    if not compiling:
-        _last = (weakref.ref(mask), mask._version, form)
-    return form
 
 
 def name(mask: Tensor) -> str:

@@ -269,7 +269,7 @@ def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> 
         own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
     end = padding.width if padding.keys is None else padding.keys
     if own.lo is None and own.hi is not None and request.q_length == 1:
-        return forms.lens(own.hi.clamp(0, end))
+        return forms.lens(own.hi.clamp(0, end), request.batch_size)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
     lo = zero if own.lo is None else own.lo.clamp(min=0)
     hi = zero + end if own.hi is None else own.hi.clamp(0, end)

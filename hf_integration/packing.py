@@ -6,11 +6,12 @@ default there is a cache. Without this, documents of such a batch would attend e
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_integration.latest import Latest
 
 
 class Documents(NamedTuple):
@@ -22,11 +23,12 @@ class Documents(NamedTuple):
     longest_k: int | None = None
 
 
-# The positions looked at last, and what was found: all layers of a forward pass share them.
-_last: tuple[weakref.ref, int, Documents | None] | None = None
+_latest = Latest()
 
 
-def documents(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Documents | None:
+def documents(
+    position_ids: Tensor | None, query: Tensor, key: Tensor, layer: nn.Module
+) -> Documents | None:
     """The documents of one row (1, S) of positions, or None where it is a single one.
 
     A document begins wherever a position is not its predecessor plus one, as transformers has it.
@@ -37,12 +39,7 @@ def documents(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Docume
         return None
     if query.shape[0] != 1 or tuple(position_ids.shape) != (1, S):
         return None
-    global _last
-    if _last is not None and _last[0]() is position_ids and _last[1] == position_ids._version:
-        return _last[2]
-    found = _find(position_ids[0])
-    _last = (weakref.ref(position_ids), position_ids._version, found)
-    return found
+    return _latest.of(position_ids, layer, lambda: _find(position_ids[0]))
 
 
 def _find(positions: Tensor) -> Documents | None:

@@ -253,7 +253,7 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
     )
     q, k, v = inputs(make_case(B=2, Hq=4, Hkv=1, Sq=1, Sk=9, D=D, Dv=16))
     lens = torch.tensor([5, 9]) if lengths else torch.tensor([9, 9])
-    mask = forms.lens(lens[:, None]) if lengths else forms.full("cpu")
+    mask = forms.lens(lens[:, None], len(lens)) if lengths else forms.full("cpu")
     with torch.no_grad():
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
     assert len(calls) == cached

@@ -48,6 +48,7 @@ FUNCTIONS = (
     | {f"{name}, blocks": blockwise(BASES[name]) for name in CAUSAL}
     | {f"{name}, packed, blocks": blockwise(packed(BASES[name])) for name in CAUSAL}
 )
+LAYER = torch.nn.Module()
 # q_length, kv_length, q_offset, kv_offset
 GEOMETRIES = {
     "prefill": (S, S, 0, 0),
@@ -273,14 +274,14 @@ def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
     keep[0, ..., 2:7] = True
     keep[1, ..., :] = True
     keep[2, ..., [1, 4]] = True
-    form = forms.bounded(keep, torch.float32)
+    form = forms.bounded(keep, torch.float32, LAYER)
     assert form.key_ranges[:, 0, 0].tolist() == [[2, 7], [0, 10], [1, 5], [0, 0]]
     assert torch.equal(form.attn_mask == 0, keep)
-    assert forms.bounded(keep, torch.float32).key_ranges is form.key_ranges
-    assert forms.bounded(keep.clone(), torch.float32).key_ranges is not form.key_ranges
-    assert forms.bounded(keep, torch.bfloat16).attn_mask.dtype == torch.bfloat16
+    assert forms.bounded(keep, torch.float32, LAYER).key_ranges is form.key_ranges
+    assert forms.bounded(keep.clone(), torch.float32, LAYER).key_ranges is not form.key_ranges
+    assert forms.bounded(keep, torch.bfloat16, LAYER).attn_mask.dtype == torch.bfloat16
     keep[0, ..., 8] = True
-    assert forms.bounded(keep, torch.bfloat16).key_ranges[0, 0, 0].tolist() == [2, 9]
+    assert forms.bounded(keep, torch.bfloat16, LAYER).key_ranges[0, 0, 0].tolist() == [2, 9]
 
 
 def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
@@ -292,7 +293,7 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
     keep = torch.rand(2, 1, 1, 10, generator=generator) > 0.5
     keep[..., 8:] = False
     expected, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
-    form = forms.bounded(keep, torch.float32)
+    form = forms.bounded(keep, torch.float32, LAYER)
     monkeypatch.setattr(forms, "read", lambda mask, Sk: form)
     k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
     ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)

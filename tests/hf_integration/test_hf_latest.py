@@ -1,0 +1,46 @@
+"""What all layers of a forward pass share."""
+
+import torch
+from tiny_models import build, padding, tokens
+
+from hf_integration.latest import Latest
+
+FIRST, SECOND = torch.nn.Module(), torch.nn.Module()
+
+
+def test_layers_share_until_the_tensor_is_another_or_changed():
+    made, latest = [], Latest()
+
+    def of(tensor, layer):
+        return latest.of(tensor, layer, lambda: made.append(tensor.tolist()) or len(made))
+
+    x = torch.zeros(2)
+    assert [of(x, layer) for layer in (FIRST, SECOND, FIRST)] == [1, 1, 1]
+    x += 1
+    assert [of(x, layer) for layer in (SECOND, FIRST)] == [2, 2]
+    assert of(x.clone(), FIRST) == 3
+    assert made == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_inference_tensors_are_looked_at_once_in_a_forward_pass():
+    """They don't say whether they were changed in place."""
+    made, latest = [], Latest()
+    with torch.inference_mode():
+        x = torch.zeros(1)
+        for value in (3, 4):
+            x.fill_(value)
+            for layer in (FIRST, SECOND):
+                latest.of(x, layer, lambda: made.append(x.item()))
+    assert made == [3, 4]
+
+
+def test_inference_mode():
+    """One row, whose positions are looked at, and several, padded, with each cache."""
+    model = build("llama")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    for ids, mask in ((tokens(1), None), (tokens(), padding())):
+        for cache in (None, "static"):
+            call = options | {"attention_mask": mask, "cache_implementation": cache}
+            with torch.inference_mode():
+                ours = model.generate(ids.clone(), **call)
+            assert torch.equal(ours, model.generate(ids, **call))
