@@ -27,8 +27,8 @@ class DecodeTile:
 # kv heads fills 132 multiprocessors twice, and a multiple of every block_n below.
 FIXED_KEYS = 1024
 
-# A multiprocessor with at most so many keys to read has one program, whose pieces are fewer to
-# merge; with more, two, of which one reads while the other computes.
+# A call is light if a multiprocessor has at most so many keys to read: then one program, whose
+# pieces are fewer to merge, may do; with more, two, of which one reads while the other computes.
 LIGHT_KEYS = 2048
 
 MERGE_WARPS, MERGE_PARTS = 4, 16
@@ -51,11 +51,12 @@ def decode_tile(
 
 
 # By the larger head dimension: (the tile, the tile of light calls). Bytes in flight decide, some
-# 64 to 96 KB per multiprocessor. H200, bf16, 32/8 heads of 128: 64 rows of 4k keys 250 us with two
-# programs of 3 stages, 276 with one of 4; one row of 8k keys 16.5 us with two, 14.6 with one.
+# 64 to 96 KB per multiprocessor. H200, bf16, 32/8 heads of 128, microseconds with two programs of 3
+# stages against one of 4: 8 rows of 1k keys 15.9 / 16.7, 8 of 4k 38.9 / 40.1, one of 32k 39.0 /
+# 39.9, one of 8k 15.4 / 15.3, 64 of 4k 250 / 276; so heads of 128 have no tile for light calls.
 _ROOMY = {
     64: (DecodeTile(16, 128, 4, 3, 2), DecodeTile(16, 128, 4, 4, 1)),
-    128: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 4, 1)),
+    128: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 3, 2)),
     256: (DecodeTile(16, 32, 4, 3, 2), DecodeTile(16, 32, 4, 4, 1)),
     512: (DecodeTile(16, 64, 8, 2, 1), DecodeTile(16, 64, 8, 2, 1)),
 }
