@@ -175,7 +175,7 @@ def _form(
         row = mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
         if row and mask.is_cuda and query.shape[2] == 1:
             return forms.bounded(mask, query.dtype, module)
-        return forms.read(mask, key.shape[2])
+        return forms.read(mask, key.shape[2], module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))

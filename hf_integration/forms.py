@@ -22,6 +22,7 @@ read to use them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ def causal(visible: int, device: torch.device | str, padding_was_read: bool = Fa
 def lens(lengths: Tensor, batch_size: int) -> Tensor:
     """From lengths of shape (B or 1, 1); contiguous, as kernels want them in every layer."""
     lengths = lengths.to(torch.int32).expand(batch_size, -1)
-    return lengths.contiguous()[:, :, None, None]
+    return lengths.contiguous().view(batch_size, 1, 1, 1)
 
 
 def ranges(lo: Tensor, hi: Tensor, causal_documents: bool = False) -> Tensor:
@@ -98,7 +99,7 @@ def ranges_and_keys(lo: Tensor, hi: Tensor, keep: Tensor) -> Tensor:
     return torch.cat(parts, 1)[:, None, :, None]
 
 
-def read(mask: Tensor, Sk: int) -> Form:
+def read(mask: Tensor, Sk: int, layer: nn.Module) -> Form:
     """What a mask tensor says to a call of Sk keys. Raises ValueError if it is no such form."""
     dtype, shape = mask.dtype, mask.shape
     if dtype == torch.int32 and len(shape) == 4:
@@ -108,7 +109,9 @@ def read(mask: Tensor, Sk: int) -> Form:
                 return Form()
             return Form(visible=columns, is_causal=True, padding_was_read=heads == 0)
         if columns == 1:
-            return Form(kv_lens=mask.flatten()) if rows == 1 else _bounds_and_keys(mask, Sk)
+            if rows == 1:
+                return Form(kv_lens=mask.flatten())
+            return _once(mask, layer, lambda: _bounds_and_keys(mask, Sk))
         if columns == 2:
             return Form(key_ranges=mask)
         if columns == 3:
@@ -132,15 +135,17 @@ def _bounds_and_keys(mask: Tensor, Sk: int) -> Form:
 _latest = Latest()
 
 
+def _once(mask: Tensor, layer: nn.Module, make: Callable[[], Form]) -> Form:
+    return make() if torch.compiler.is_compiling() else _latest.of(mask, layer, make)
+
+
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:
     """A bool mask of one query (B, 1, 1, Sk) with the run of keys outside which nothing is kept.
 
     So a kernel reads the filled part of a cache, and nothing is read by the host. Inside the run
     the mask is added, in `dtype`: padding in decoding may have holes.
     """
-    if torch.compiler.is_compiling():
-        return _bound(mask, dtype)
-    form = _latest.of(mask, layer, lambda: _bound(mask, dtype))
+    form = _once(mask, layer, lambda: _bound(mask, dtype))
     return form._replace(attn_mask=form.attn_mask.to(dtype))
 
 

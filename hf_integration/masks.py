@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,7 @@ from hf_integration import architectures, decoding, forms, runs
 counts: Counter[str] = Counter()
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What transformers asks for; field names are the keywords of its mask functions."""
 
     batch_size: int
@@ -37,8 +35,7 @@ class Request:
     config: object = None
 
 
-_NAMES = tuple(f.name for f in fields(Request))
-_KEYWORDS = frozenset(_NAMES)
+_KEYWORDS = frozenset(Request._fields)
 _UNSKIPPABLE = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "or_masks")
 
 
@@ -63,7 +60,7 @@ def fa_ops_mask(*args, **kwargs) -> Tensor:
     read at most once in a prefill and never in decoding or while tracing. What is not certainly a
     run of keys per query becomes transformers' own dense mask.
     """
-    kwargs |= dict(zip(_NAMES, args, strict=False))
+    kwargs |= dict(zip(Request._fields, args, strict=False))
     compiling = torch.compiler.is_compiling()
     facts = architectures.facts(kwargs.get("config"), look=not compiling)
     if facts.floating is not None:
@@ -138,10 +135,10 @@ def _check_not_forced(request: Request, parts: list[runs.MaskFunction]) -> None:
 def _bounds(
     request: Request, parts: list[runs.MaskFunction], compiling: bool
 ) -> tuple[runs.Run, list[Tensor]]:
-    batch = torch.arange(request.batch_size, device=request.device)[:, None]
-    position = torch.arange(request.q_length, device=request.device)[None] + request.q_offset
-    at = runs.Query(batch, position, [])
-    if compiling and any(part is not runs.causal for part in parts):
+    is_causal = all(part is runs.causal for part in parts)  # which is the same in every row
+    batch = None if is_causal else torch.arange(request.batch_size, device=request.device)[:, None]
+    at = runs.Query(batch, _positions(request), [])
+    if compiling and not is_causal:
         if runs.UNKNOWN_OVERLAYS:
             raise NotARun("mask functions of a newer transformers release, while tracing")
         if parts[0].__code__ is runs.UNION_CODE:
@@ -155,6 +152,13 @@ def _bounds(
         raise NotARun(f"mask function {unknown}") from None
 
 
+def _positions(request: Request) -> Tensor:
+    """(1, Sq), of the queries in the cache."""
+    if request.q_length == 1 and isinstance(request.q_offset, Tensor):
+        return request.q_offset.reshape(1, 1)
+    return torch.arange(request.q_length, device=request.device)[None] + request.q_offset
+
+
 def _read(
     request: Request, conditions: list[Tensor], want_offset: bool, whole: bool
 ) -> tuple[Padding, int | None]:
@@ -162,7 +166,8 @@ def _read(
     offset = request.q_offset
     mask = request.attention_mask
     on_device = isinstance(offset, Tensor)
-    tracing = is_tracing(mask) or (on_device and is_tracing(offset))
+    needed = mask is not None or bool(conditions) or (on_device and want_offset)
+    tracing = needed and is_tracing(offset if on_device else mask)
     may_read = not tracing and (request.q_length > 1 or _reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
         if tracing and conditions:
@@ -264,7 +269,9 @@ def _with_keys(
 
 
 def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> Tensor:
-    own = runs.Run(*(bound if bound is None else bound - request.kv_offset for bound in run))
+    own = run
+    if type(request.kv_offset) is not int or request.kv_offset != 0:
+        own = runs.Run(*(b if b is None else b - request.kv_offset for b in run))
     if padding.keys is None:
         own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
     end = padding.width if padding.keys is None else padding.keys

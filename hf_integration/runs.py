@@ -57,7 +57,7 @@ class Run(NamedTuple):
 class Query(NamedTuple):
     """Queries whose bounds are wanted; bounds add 0-d bool tensors that must hold to be exact."""
 
-    batch: Tensor  # (B, 1)
+    batch: Tensor | None  # (B, 1); None where every part is causal
     position: Tensor  # (1 or B, Sq), absolute
     conditions: list[Tensor]
 

@@ -92,7 +92,7 @@ def flags(name: str) -> dict:
 
 
 def dense(mask: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
-    form = forms.read(mask, Sk)
+    form = forms.read(mask, Sk, LAYER)
     visible = Sk if form.visible is None else form.visible
     keep = form.keep(Sq, visible, mask.device)
     if form.attn_mask is not None and form.attn_mask.dtype.is_floating_point:
@@ -201,6 +201,17 @@ def test_nothing_is_read_from_the_device_in_decoding():
                 assert counted.startswith("dense") == (pad is not None)
 
 
+def test_lengths_are_contiguous_for_every_row():
+    offset = torch.tensor(9)
+    fields = request(BASES["causal"], GEOMETRIES["static decode"], q_offset=offset)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "_reads_are_free", lambda device: False)
+        mask, counted = made(fields)
+    assert counted == "lengths"
+    lens = forms.read(mask, S, LAYER).kv_lens
+    assert lens.tolist() == [10, 10, 10] and lens.is_contiguous()
+
+
 def test_a_prefill_reads_the_device_once(monkeypatch):
     reads = []
     for method in ("tolist", "item", "__bool__", "__int__"):
@@ -260,12 +271,12 @@ def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
     assert made(fields)[1] == "full"
     valid[0, 12:] = False
     mask, _ = made(fields)
-    assert forms.read(mask, S).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
+    assert forms.read(mask, S, LAYER).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
 
 
 def test_a_foreign_mask_tensor_is_refused():
     with pytest.raises(ValueError, match="bool, floating point or a mask made by fa_ops, got"):
-        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64), 4)
+        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64), 4, LAYER)
 
 
 def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
@@ -294,7 +305,7 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
     keep[..., 8:] = False
     expected, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     form = forms.bounded(keep, torch.float32, LAYER)
-    monkeypatch.setattr(forms, "read", lambda mask, Sk: form)
+    monkeypatch.setattr(forms, "read", lambda mask, Sk, layer: form)
     k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
     ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     torch.testing.assert_close(ours, expected)
