@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.utils import logging
 
 import hf_integration
+from hf_integration import peers
 
 IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
+MODES = ("eager", "compiled")
 PARTS = ("prefill", "train", "decode", "generate", "memory")
 
 
@@ -60,25 +63,37 @@ class Bench:
     device: torch.device
     repeats: int
     rows: list[dict]
+    deadline: float = math.inf  # of time.monotonic(); cases that come after it are left out
 
     def tokens(self, B: int, S: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(0)
         shape, vocab = (B, S), self.sizes.vocab
         return torch.randint(3, vocab, shape, generator=generator, device=self.device)
 
-    def use(self, implementation: str) -> None:
-        torch._dynamo.reset()
+    def can_use(self, implementation: str, about: dict) -> bool:
+        """Set it; where that fails the row says why."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.model.set_attn_implementation(implementation)
+        try:
+            self.model.set_attn_implementation(implementation)
+        except Exception as error:
+            self.add(about | _error(error))
+            return False
+        return True
 
     def record(self, about: dict, measure: Callable[[], dict]) -> None:
         """Add a row, with the error in place of a number where it cannot be measured."""
+        torch._dynamo.reset()  # else a second shape makes FlexAttention, and the model, dynamic
         try:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("left out: the time budget is spent")
             row = about | measure()
         except Exception as error:  # one that cannot run must not hide the others
-            row = about | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            row = about | _error(error)
+        self.add(row)
+
+    def add(self, row: dict) -> None:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
@@ -97,6 +112,10 @@ class Bench:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _error(error: Exception) -> dict:
+    return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
 def prefill(bench: Bench, name: str, compiled: bool) -> None:
@@ -187,7 +206,6 @@ def decode(bench: Bench, name: str, compiled: bool) -> None:
             return {"ms_per_token": _decode(bench, filled, room + 2 * sizes.steps, B, compiled)}
 
         bench.record(about, run)
-        torch._dynamo.reset()
         gc.collect()
 
 
@@ -303,6 +321,12 @@ def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCau
     return model.to(device).eval()
 
 
+def _names(wanted: list[str]) -> list[str]:
+    """The implementations, FlashAttention 3 under the name by which it can be had here."""
+    other = peers.register() if "flash_attention_3" in wanted else None
+    return [other if other and name == "flash_attention_3" else name for name in wanted]
+
+
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="where the rows go")] = Path(
         "hf_bench.json"
@@ -313,14 +337,19 @@ def main(
     parts: Annotated[str, typer.Option(help="comma separated")] = ",".join(PARTS),
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
     layers: Annotated[int, typer.Option(min=1)] = 8,
-    modes: Annotated[str, typer.Option(help="eager, compiled")] = "eager,compiled",
+    modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
     repeats: Annotated[int, typer.Option(min=1, help="runs of which the median counts")] = 7,
+    budget: Annotated[
+        float | None, typer.Option(help="seconds, after which no further case is begun")
+    ] = None,
     tiny: Annotated[bool, typer.Option(help="a tiny model: does the command run?")] = False,
 ) -> None:
     """Prefill, training, decoding with a static cache and peak memory, in bf16; JSON rows."""
-    for part in parts.split(","):
-        if part not in RUN:
-            raise typer.BadParameter(f"no part is called {part!r}: {', '.join(RUN)}")
+    start = time.monotonic()
+    for name, given, known in (("part", parts, RUN), ("mode", modes, MODES)):
+        for word in given.split(","):
+            if word not in known:
+                raise typer.BadParameter(f"no {name} is called {word!r}: {', '.join(known)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch sees no such device")
     if device == "cpu" and not tiny:
@@ -330,6 +359,8 @@ def main(
     place = torch.device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     bench = Bench(sizes, build(sizes, place, dtype), place, repeats, [])
+    bench.deadline = math.inf if budget is None else start + budget
+    names = _names(implementations.split(","))
     about = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -341,16 +372,12 @@ def main(
     print(json.dumps(about), flush=True)
     for part in parts.split(","):
         for compiled in (mode == "compiled" for mode in modes.split(",")):
-            for name in implementations.split(","):
-                try:
-                    bench.use(name)
-                except Exception as error:
-                    row = {"implementation": name, "part": part, "compiled": compiled}
-                    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                    bench.rows.append(row | {"error": text})
-                    print(json.dumps(bench.rows[-1]), flush=True)
+            for name in names:
+                if name == peers.FA3_FORWARD and part not in peers.PARTS:
                     continue
-                RUN[part](bench, name, compiled)
+                about_part = {"implementation": name, "part": part, "compiled": compiled}
+                if bench.can_use(name, about_part):
+                    RUN[part](bench, name, compiled)
                 json_file.write_text(json.dumps(about | {"rows": bench.rows}, indent=1))
 
 

@@ -49,19 +49,3 @@ def test_a_broken_feature_fails_its_scenario(monkeypatch):
 
 def test_scenarios_are_those_of_the_tables():
     assert len(scenarios.SCENARIOS) == 13
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs(tmp_path):
-    file = tmp_path / "bench.json"
-    names = "sdpa,flash_attention_3,fa_ops"
-    options = ["--tiny", "--modes", "eager", "--repeats", "1", "--device", "cpu"]
-    command("hf_integration.bench", *options, "--implementations", names, "--json", str(file))
-    rows = json.loads(file.read_text())["rows"]
-    measured = {
-        (row["implementation"], row["part"])
-        for row in rows
-        if "ms" in row or "ms_per_token" in row
-    }  # fmt: skip
-    assert {(n, p) for n in ("sdpa", "fa_ops") for p in ("prefill", "train", "decode")} <= measured
-    assert all("error" in row for row in rows if row["part"] == "memory")

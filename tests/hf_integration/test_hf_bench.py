@@ -1,0 +1,98 @@
+"""The benchmark as a command, on little, and the peer that transformers does not know."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from tiny_models import build, padding, tokens
+
+import fa_ops
+from hf_integration import bench, peers
+
+TINY = ("--tiny", "--modes", "eager", "--repeats", "1", "--device", "cpu")
+
+
+def command(*args: str, code: int = 0) -> str:
+    run = [sys.executable, "-m", "hf_integration.bench", *args]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stderr
+    return " ".join((done.stdout + done.stderr).replace("│", " ").split())
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path):
+    file = tmp_path / "bench.json"
+    names = "sdpa,flash_attention_3,fa_ops"
+    command(*TINY, "--implementations", names, "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    measured = {
+        (row["implementation"], row["part"])
+        for row in rows
+        if "ms" in row or "ms_per_token" in row
+    }  # fmt: skip
+    assert {(n, p) for n in ("sdpa", "fa_ops") for p in ("prefill", "train", "decode")} <= measured
+    assert all("error" in row for row in rows if row["part"] == "memory")
+
+
+def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
+    file = tmp_path / "bench.json"
+    options = ("--parts", "prefill", "--implementations", "sdpa", "--budget", "0")
+    command(*TINY, *options, "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 3
+    assert {row["error"] for row in rows} == {"TimeoutError: left out: the time budget is spent"}
+
+
+def test_bad_arguments_are_named():
+    assert "no part is called 'prefil': prefill," in command(*TINY, "--parts", "prefil", code=2)
+    assert "no mode is called 'fast': eager, compiled" in command("--modes", "fast", code=2)
+
+
+@pytest.fixture
+def wheel(monkeypatch):
+    """A module with the kernels' signatures."""
+
+    def attend(q, k, v, softmax_scale=None, causal=False):
+        out = fa_ops.attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal, scale=softmax_scale
+        )
+        return out.transpose(1, 2), None
+
+    def packed(q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale=None, causal=False):
+        assert int(ends_q.diff().max()) == longest_q == longest_k
+        return fa_ops.attention_varlen(
+            q, k, v, ends_q, ends_k, is_causal=causal, scale=softmax_scale
+        )
+
+    module = types.ModuleType("fa3_fwd_interface")
+    module.flash_attn_func, module.flash_attn_varlen_func = attend, packed
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == module.__name__)
+
+
+def test_the_forward_only_wheel_takes_the_place_of_flash_attention_3(wheel):
+    assert bench._names(["sdpa", "flash_attention_3"]) == ["sdpa", "fa3_fwd"]
+    model, mask = build("llama"), padding()
+    for options in ({}, {"attention_mask": mask}, {"attention_mask": padding(side="right")}):
+        found = []
+        for name in ("fa3_fwd", "eager"):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                found.append(model(tokens(), use_cache=False, **options).logits)
+        kept = options.get("attention_mask", torch.ones_like(mask)).bool()
+        torch.testing.assert_close(found[0][kept], found[1][kept])
+
+
+def test_what_the_wheel_cannot_do_is_refused(wheel):
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        peers.forward(torch.nn.Module(), q, q, q)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="without a longer cache"):
+        peers.forward(torch.nn.Module(), q[:, :, :1], q, q)
+
+
+def test_without_the_wheel_the_name_stays():
+    assert bench._names(["flash_attention_3"]) == ["flash_attention_3"]
