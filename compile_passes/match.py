@@ -36,6 +36,7 @@ from compile_passes.states import (
 from compile_passes.vocabulary import raw_name
 
 NO_SCORES = "its input is not the product of a query and a key"
+ONE_KEY = "the softmax runs over a dimension of size 1"
 
 
 class Matcher:
@@ -68,7 +69,7 @@ class Matcher:
             return self._softmax(value, state)
         if isinstance(state, Lost):
             known = value.op in score_rules.RULES or value.op in layout.LAYOUT
-            return Lost(state.reason, value, state.softmax) if known else None
+            return dataclasses.replace(state, value=value) if known else None
         if state is None:
             return None
         if value.writes and name != "input":
@@ -133,6 +134,9 @@ class Matcher:
 
     def _product(self, value: Value, c: Contraction) -> State | None:
         a, b = (self.states.get(x) for x in (c.a, c.b))
+        for state in (a, b):
+            if isinstance(state, Lost) and state.single:
+                self.misses.setdefault(state.single, state.reason)
         ours = (Weights, Exps)
         if isinstance(a, ours) and isinstance(b, ours):
             return _lost(value, a, "two sets of weights are multiplied")
@@ -155,7 +159,7 @@ class Matcher:
             return None
         keys = resolve(state.dims[dim])
         if not keys:
-            self.misses[value] = "the softmax runs over a dimension of size 1"
+            return Lost(ONE_KEY, value, single=value)
         elif not softmaxes.over_keys(state, keys):
             self.misses[value] = softmaxes.NOT_KEYS
         else:

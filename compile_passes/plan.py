@@ -86,7 +86,7 @@ def plan(core: Core, view: View, sums: Sequence[Row] = ()) -> Plan:
     batch = [a for a in flat(core.weights.dims) if a not in rows and a not in keys]
     shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
     sink = scores.column.axes() if scores.column else set()
-    batch_group, heads, kv_heads = _split(batch, shared, sink)
+    batch_group, heads, kv_heads = _split(batch, shared, sink, core.weights.dims)
     made = Plan(
         core, q, k, v, batch_group, heads, kv_heads, rows, keys,
         resolve(scores.summed), resolve(core.features), dtype, sums,
@@ -106,15 +106,18 @@ def _rows(scores: Scores, q: Leaf, k: Leaf) -> Group:
     return rows[-1] if rows else ()
 
 
-def _split(batch: list[Axis], shared: list[Axis], sink: set[Axis]) -> tuple[Group, Group, Group]:
+def _split(
+    batch: list[Axis], shared: list[Axis], sink: set[Axis], dims: Dims
+) -> tuple[Group, Group, Group]:
     """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on
-    one key head; what a sink varies over is a head.
+    one key head; what a sink varies over is a head, and what stands behind a batch of 1 in `dims`.
     """
     group: list[Axis] = []
     rest = list(batch)
     while rest and rest[-1] in shared:
         group.insert(0, rest.pop())
-    headed = len(rest) >= 2 or (rest and rest[-1] in sink)
+    behind = rest and dims[0] == () and any(rest[-1] in resolve(group) for group in dims)
+    headed = len(rest) >= 2 or behind or (rest and rest[-1] in sink)
     kv = (rest.pop(),) if headed else ()
     return tuple(rest), (*kv, *group), kv
 

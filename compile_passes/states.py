@@ -163,6 +163,7 @@ class Lost:
     reason: str
     value: Value
     softmax: Value | None = None
+    single: Value | None = None  # a softmax over one key: attention only if a value follows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_passes import tiny
 from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
@@ -39,6 +40,10 @@ from fa_ops.testing import assert_within_budget
 
 # A softmax without these two products is a router's, a pooling's or a loss's.
 NOT_ATTENTION = (NO_SCORES, NO_VALUE)
+NOTHING = {
+    **dict.fromkeys(("softmaxes", "cores", "fused", "inductor", "seconds"), 0),
+    **{"output": None, "gradient": None, "wrong": "", "misses": [], "calls": []},
+}
 CLOSE = 1e-4  # relative; beyond it the fp64 oracle decides
 
 
@@ -88,7 +93,6 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     model.train(train)
     findings: list = []
     theirs = 0
-    counted: list[int] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
         nonlocal theirs
@@ -97,18 +101,24 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             run = compile_fx(copy.deepcopy(gm), example_inputs, inner_compile=inner)
             del run
-        theirs += counters["inductor"]["fuse_attention"]
+        alone = counters["inductor"]["fuse_attention"]
         found = fuse_module(gm)
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner)
+        theirs += alone  # not where it raises and Dynamo tries again with smaller graphs
         findings.extend(found)
-        counted.append(len(found))
-        return compile_fx(gm, example_inputs, inner_compile=inner)
+        return compiled
 
     torch._dynamo.reset()
     start = time.perf_counter()
     try:
-        actual = _results(torch.compile(model, backend=backend), model, given, train)
         expected = _results(model, model, given, train)
-        output, gradient, wrong = _compare(model, given, train, actual, expected)
+    except (RuntimeError, ValueError, TypeError) as error:  # without labels, say
+        return NOTHING | {"cannot run": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
+    try:
+        actual = _results(torch.compile(model, backend=backend), model, given, train)
+        output, gradient, wrong = None, None, ""
+        if any(f.fused for f in findings):  # else a difference is not ours
+            output, gradient, wrong = _compare(model, given, train, actual, expected)
     except TimeoutError:
         raise
     except Exception as error:
@@ -171,7 +181,8 @@ def _judge(model, given, train, actual, expected, over) -> str:
     double = copy.deepcopy(model).double()
     given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     try:
-        oracle = _results(double, double, given, train)
+        with _Double():
+            oracle = _results(double, double, given, train)
     except Exception as error:
         return f"differs, and fp64 does not run: {type(error).__name__}"
     for kind, i in over:
@@ -184,6 +195,17 @@ def _judge(model, given, train, actual, expected, over) -> str:
         except AssertionError as error:
             return str(error)
     return ""
+
+
+class _Double(TorchFunctionMode):
+    """Makes float64 of every float32 that stands in a model's code."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = Tensor.double if func is Tensor.float else func
+        swapped = tree_map(
+            lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
+        )
+        return func(*swapped[0], **swapped[1])
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ SIZES = {
     ),
     **dict.fromkeys(
         "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers "
-        "decoder_layers num_encoder_layers depth num_hidden_groups".split(),
+        "decoder_layers num_encoder_layers depth num_hidden_groups num_layers_per_stack".split(),
         2,
     ),
     **dict.fromkeys(
@@ -78,6 +78,8 @@ OVERRIDES: dict[str, dict] = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": "c2p|p2c"},
     "mllama_text_model": {"cross_attention_layers": []},
     "xlnet": {"d_head": 8},
+    # its last stage would see one patch, and a softmax over one key is no attention
+    "mobilevit": {"image_size": 128, "patch_size": 2},
     "funnel": {"block_sizes": [1, 1], "d_head": 8, "n_head": 4},
 }
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "attention_layers", "layers_block_type")
@@ -162,7 +164,8 @@ def inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     text = {"input_ids": ids, "attention_mask": mask}
     channels = getattr(model.config, "num_channels", 3)
     channels = channels if isinstance(channels, int) else 3
-    images = {"pixel_values": torch.randn(2, channels, IMAGE, IMAGE, generator=generator)}
+    size = OVERRIDES.get(model.config.model_type, {}).get("image_size", IMAGE)
+    images = {"pixel_values": torch.randn(2, channels, size, size, generator=generator)}
     later = {"decoder_input_ids": ids[:, :7]}
     features = {"input_features": torch.randn(2, MELS, 32, generator=generator)}
     frames = {"input_features": torch.randn(2, 32, MELS, generator=generator)}

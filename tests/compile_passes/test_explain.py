@@ -202,3 +202,22 @@ def test_counters():
     assert counters["fa_ops"]["softmaxes"] == 2 and counters["fa_ops"]["fused"] == 1
     (reason,) = [key for key in counters["fa_ops"] if key.startswith("not fused: ")]
     assert "weights" in reason
+
+
+def test_one_key_is_attention_only_before_a_value():
+    """SwiftFormer's additive attention has a softmax over one number; the other would be fused with
+    more keys.
+    """
+
+    def additive(q, k, v):
+        return (q * (q @ k[:, :, :1].mT).softmax(-1)).sum(1)
+
+    def one_key(q, k, v):
+        return (q @ k[:, :, :1].mT).softmax(-1) @ v[:, :, :1]
+
+    q = torch.randn(2, 4, 12, 8)
+    reasons = [compile_passes.explain(f, q, q, q).missed[0].reason for f in (additive, one_key)]
+    assert reasons == [
+        "its result is not multiplied with a value",
+        "the softmax runs over a dimension of size 1",
+    ]

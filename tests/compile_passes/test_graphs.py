@@ -67,6 +67,38 @@ return (reshape_2,)
 """,
         )
 
+    def test_a_batch_of_one_is_a_batch(self):
+        """Else its heads would be taken for it, and the result be copied into place."""
+
+        def llama(q, k, v):
+            q, k, v = (x[:1].view(1, 12, -1, 8).transpose(1, 2) for x in (q, k, v))
+            k, v = (x[:, :, None].expand(1, 2, 2, 12, 8).reshape(1, 4, 12, 8) for x in (k, v))
+            p = F.softmax(torch.matmul(q, k.transpose(2, 3)) * 8**-0.5, dim=-1)
+            return torch.matmul(p, v).transpose(1, 2).contiguous().reshape(1, 12, -1)
+
+        self.assertExpectedInline(
+            code(llama, self.q, self.k, self.v),
+            """\
+l_q_ = L_q_
+l_k_ = L_k_
+l_v_ = L_v_
+getitem = l_q_[slice(None, 1, None)]
+view = getitem.view(1, 12, -1, 8)
+getitem_1 = l_k_[slice(None, 1, None)]
+view_1 = getitem_1.view(1, 12, -1, 8)
+getitem_2 = l_v_[slice(None, 1, None)]
+view_2 = getitem_2.view(1, 12, -1, 8)
+transpose_5 = view.transpose(1, 2)
+transpose_6 = view_1.transpose(1, 2)
+transpose_7 = view_2.transpose(1, 2)
+attention_default = torch.ops.fa.attention.default(transpose_5, transpose_6, transpose_7, None, 0.0, False, scale = 0.3535533905932738)
+transpose_4 = attention_default.transpose(1, 2)
+contiguous = transpose_4.contiguous()
+reshape_2 = contiguous.reshape(1, 12, -1)
+return (reshape_2,)
+""",
+        )
+
     def test_gpt2(self):
         def gpt2(q, k, v, keep):
             q, k, v = map(heads, (q, k, v))
