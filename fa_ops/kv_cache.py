@@ -32,6 +32,7 @@ def attention_with_kv_cache(
     rotary_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    key_ranges: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,6 +81,10 @@ def attention_with_kv_cache(
         num_splits: pieces that the keys of each row are cut into; 0: chosen from shapes.
         batch_invariant: cut them into pieces of a fixed length, so that no bit of a row's result
             depends on the other rows.
+        key_ranges: int32 ``(B or 1, 1, 1, 2)``; the queries of row ``b`` attend keys in the
+            half-open ``[key_ranges[b, 0, 0, 0], key_ranges[b, 0, 0, 1])`` alone, which is clamped
+            to ``[0, length]``. Positions stay what they are. Where the cache begins with padding,
+            ``[padding, length)`` is the range, and the padding is neither read nor waited for.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`attention`.
 
@@ -105,7 +110,7 @@ def attention_with_kv_cache(
     """
     tensors = (
         kv_lens, page_table, key, value, alibi_slopes, sinks, k_scale, v_scale, rotary_cos,
-        rotary_sin,
+        rotary_sin, key_ranges,
     )  # fmt: skip
     plain = (
         is_causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant, backend
@@ -123,7 +128,8 @@ def attention_with_kv_cache(
     kv_lens = api.need_tensor("kv_lens", kv_lens)
     options.pop("kv_lens", None)
     optional = {
-        "k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin
+        "k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+        "key_ranges": key_ranges,
     }  # fmt: skip
     for name, x in optional.items():
         if x is not None:
@@ -172,11 +178,11 @@ def _key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, plain: tuple) -> tu
 
 
 def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
-    (kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin) = tensors
+    (kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin, ranges) = tensors
     (causal, scale, window, softcap, interleaved, splits, invariant, backend) = plain
     left, right = (-1, -1) if window is None else api.sides(window)
     return (
         Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant),
-        Spec(None, 0.0, causal, scale, left, right, softcap, slopes, sinks, kv_lens, None, None,
-             False, backend),
+        Spec(None, 0.0, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges,
+             None, False, backend),
     )  # fmt: skip

@@ -72,12 +72,15 @@ def default_scale(spec: Spec, head_dim: int) -> float:
 
 
 def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
-    """Whether a dense call has so few queries and so many keys that the keys are worth cutting."""
+    """Whether a dense call has so few queries and so many keys that the keys are worth cutting.
+
+    All queries of a row must see the same run of keys, if `key_ranges` say which.
+    """
     return (
         Sq <= 16
         and Sk >= 512
         and spec.attn_mask is None
-        and spec.key_ranges is None
+        and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
         and spec.dropout_p == 0.0
     )
 

@@ -149,9 +149,10 @@ def varlen(
 
 def sequence_spec(spec: Spec, b: int) -> Spec:
     """The spec of sequence b alone."""
-    slopes = spec.alibi_slopes
+    slopes, ranges = spec.alibi_slopes, spec.key_ranges
     return spec._replace(
         alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes,
+        key_ranges=ranges[b : b + 1] if ranges is not None and ranges.shape[0] > 1 else ranges,
         kv_lens=None if spec.kv_lens is None else spec.kv_lens[b : b + 1],
     )
 

@@ -47,6 +47,8 @@ def cached(
     need(not both, "batch_invariant fixes the length of a split: num_splits must be 0, got {}",
          cache.num_splits)  # fmt: skip
     checks.options(q, spec, B, Hq)
+    if spec.key_ranges is not None:
+        _key_ranges(q, spec.key_ranges, B)
     if not real:
         return cache, spec
     checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
@@ -103,6 +105,16 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
             need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype,
                  error=TypeError)  # fmt: skip
             checks.has_shape(name, t, (B, Hkv))
+
+
+def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
+    checks.integers(q, "key_ranges", ranges)
+    message = "key_ranges must have shape (B or 1, 1, 1, 2) with B = {}, got {}"
+    need(ranges.dim() == 4, message, B, ranges.shape)
+    rows, *rest = ranges.shape
+    need((rows - 1) * (rows - B) == 0, message, B, ranges.shape)
+    for size, expected in zip(rest, (1, 1, 2), strict=True):
+        need(size == expected, message, B, ranges.shape)
 
 
 def _rotary(q: Tensor, cache: Cache, D) -> None:

@@ -36,7 +36,8 @@ _CACHED = (
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
     "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
-    "SymInt num_splits=0, bool batch_invariant=False, str? backend=None"
+    "SymInt num_splits=0, bool batch_invariant=False, str? backend=None, "
+    "Tensor? key_ranges=None"
 )
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 

@@ -45,6 +45,7 @@ class CacheCase:
     num_splits: int = 0
     batch_invariant: bool = False
     lens: tuple[int, ...] | None = None
+    ranges: bool = False  # a run of keys for each row; the others are unused
 
     def __repr__(self) -> str:
         changed = (
@@ -70,7 +71,13 @@ class CacheCase:
             table = table.view(self.B, pages).int()
             for b, length in enumerate(lens):  # entries that nobody needs point nowhere
                 table[b, -(-(length + self.new) // self.page_size) :] = 10**6 if b % 2 else -7
-        k, v = (self._memory(draw, table, kv_lens, width) for width in (self.D, self.Dv))
+        ranges, used = None, [(0, length) for length in lens]
+        if self.ranges:
+            first = [int(torch.randint(length + 3, (), generator=g)) - 2 for length in lens]
+            used = [(lo, lo + int(torch.randint(self.S, (), generator=g))) for lo in first]
+            ranges = torch.tensor(used, dtype=torch.int32).view(self.B, 1, 1, 2)
+            used = [(max(lo, 0), min(hi, n)) for (lo, hi), n in zip(used, lens)]
+        k, v = (self._memory(draw, table, used, width) for width in (self.D, self.Dv))
         if self.shared:
             v = k[..., : self.Dv]
         fields: dict = {}
@@ -91,7 +98,7 @@ class CacheCase:
             is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
             window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens,
             sinks=torch.randn(self.Hq, generator=g) if self.sinks else None,
-            alibi_slopes=self._slopes(g),
+            alibi_slopes=self._slopes(g), key_ranges=ranges,
         )  # fmt: skip
         cache = Cache(
             page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
@@ -108,19 +115,19 @@ class CacheCase:
         shape = (self.Hq,) if self.alibi == "heads" else (self.B, self.Hq)
         return torch.rand(shape, generator=g) * 0.5
 
-    def _memory(self, draw, table: Tensor | None, lens: Tensor, width: int) -> Tensor:
+    def _memory(self, draw, table: Tensor | None, runs: list, width: int) -> Tensor:
         if table is not None:
             pages = table.numel() + 3
             x = draw(pages, self.page_size, self.Hkv, width)
             used = torch.zeros(pages, self.page_size, dtype=torch.bool)
-            for b, length in enumerate(lens.tolist()):
-                for j in range(length):
+            for b, (lo, hi) in enumerate(runs):
+                for j in range(lo, hi):
                     used[table[b, j // self.page_size], j % self.page_size] = True
             x[~used] = float("nan")
             return x.to(FP8) if self.fp8 else x
         x = draw(self.B, self.S, self.Hkv, width)
-        for b, length in enumerate(lens.tolist()):
-            x[b, length:] = float("nan")
+        for b, (lo, hi) in enumerate(runs):
+            x[b, :lo] = x[b, max(lo, hi) :] = float("nan")
         x = x.to(FP8) if self.fp8 else x
         return x.transpose(1, 2) if self.bshd else x.transpose(1, 2).contiguous()
 
@@ -146,6 +153,7 @@ def random_cache_case(seed: int, **fixed) -> CacheCase:
         fields["rotary"], fields["interleaved"] = pick([8, 16]), r.random() < 0.5
     if fields["num_splits"] == 0 and r.random() < 0.2:
         fields["batch_invariant"] = True
+    fields["ranges"] = r.random() < 0.25
     return dataclasses.replace(CacheCase(), **(fields | fixed))
 
 
@@ -155,7 +163,7 @@ def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
     options = cache._asdict() | spec._asdict()
     for name in (
         "page_table", "key", "value", "attn_mask", "dropout_p", "is_causal", "kv_lens",
-        "key_ranges", "dropout_seed", "deterministic",
+        "dropout_seed", "deterministic",
     ):  # fmt: skip
         del options[name]
     return (*new, spec.kv_lens, cache.page_table, spec.is_causal), options

@@ -28,7 +28,12 @@ FEATURES = {
     "options": {"window": (9, 2), "softcap": 3.0, "alibi": "batch_heads", "sinks": True, "Sq": 4},
     "fp64": {"dtype": torch.float64},
     "empty rows": {"lens": (0, 150), "sinks": True},
-}
+    "ranges": {"ranges": True, "B": 5},
+    "ranges, paged and appended": {
+        "ranges": True, "page_size": 8, "new": 3, "Sq": 3, "is_causal": True, "window": (30, -1),
+        "alibi": "heads", "rotary": 8,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -47,6 +52,16 @@ def test_it_is_attention_over_the_keys_that_are_there():
     keys, values = (x[cache.page_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
     out = reference.cache_forward(q, k, v, cache, spec)[0]
     torch.testing.assert_close(out, fa_ops.attention(q, keys, values, backend="reference"))
+
+
+def test_a_range_is_attention_over_its_keys():
+    """Padding in front of a cache: as without it, but for the positions, which nothing asks for."""
+    q, k, v, _, spec = CacheCase(S=40, lens=(40, 40), Sq=2).fresh()
+    ranges = torch.tensor([[7, 40], [-3, 99]], dtype=torch.int32).view(2, 1, 1, 2)
+    out = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, None, True, key_ranges=ranges)
+    alone = fa_ops.attention(q[:1], k[:1, :, 7:], v[:1, :, 7:], is_causal=True)
+    whole = fa_ops.attention(q[1:], k[1:], v[1:], is_causal=True)
+    torch.testing.assert_close(out, torch.cat([alone, whole]))
 
 
 def test_appended_keys_are_seen_by_the_next_call():

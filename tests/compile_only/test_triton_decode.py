@@ -54,9 +54,10 @@ def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0
     scales = (lse, lse) if cached == PAIRS else (None, None)
     everything = (2.0, lse, 0, lse) if options else (None, None, 0, None)
     windows = (9, 0) if options else (None, None)
+    ranges = (meta(B, dtype=torch.int32) if options else None, 0)
     args = (
         q, k, k, q, lse, lse, lse, *(64,) * 9, B, Hkv, 4, 1, S, 0, 264, table, 64, 9, *scales,
-        1.0, *everything, meta(B, dtype=torch.int32), *windows,
+        1.0, *everything, meta(B, dtype=torch.int32), *ranges, *windows,
     )  # fmt: skip
     return launch.compile_kernel(
         kernels.split_kernel, args, split, tile.options(), GPUTarget("cuda", arch, 32),
@@ -118,7 +119,7 @@ def test_merging_fits(arch, tmp_path):
         constants = (tile, arch, torch.bfloat16, False, 128, 128, 0, False, mode, 256, parts)
         _, merge = host.constants(*constants)
         out, lse, lens = meta(1, dtype=torch.bfloat16), meta(1), meta(B, dtype=torch.int32)
-        args = (lse, lse, out, lse, B, Hkv, 4, 1, S, 0, 264, lse, lens, None)
+        args = (lse, lse, out, lse, B, Hkv, 4, 1, S, 0, 264, lse, lens, None, 0, None)
         kernel = launch.compile_kernel(
             kernels.merge_splits_kernel, args, merge, {"num_warps": 4}, GPUTarget("cuda", arch, 32)
         )

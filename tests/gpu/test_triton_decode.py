@@ -185,6 +185,29 @@ def test_attention_with_few_queries_is_decoding():
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("Sq", [1, 4])
+def test_left_padded_batches_are_decoding(Sq):
+    q = torch.randn(3, 8, Sq, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(3, 2, 3000, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor([3000, 1700, 2999], device="cuda", dtype=torch.int32)
+    padding = torch.tensor([0, 1600, 2990], device="cuda", dtype=torch.int32)
+    ranges = torch.stack([padding, lens], -1).view(3, 1, 1, 2)
+    spec = Spec(is_causal=True, kv_lens=lens, key_ranges=ranges)
+    assert dispatch.select(q, k, k, spec).__name__.endswith("triton")
+    expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
+    k[1, :, :1600] = float("nan")
+    for _ in range(2):
+        out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, key_ranges=ranges)
+        assert relative_error(out, expected) < 1e-2
+        out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, key_ranges=ranges)
+        assert relative_error(out, expected) < 1e-2
+    ranges[1, 0, 0, 0] = 1690  # seen by a call that repeats
+    k = k.nan_to_num(0.0)
+    expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
+    out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, key_ranges=ranges)
+    assert relative_error(out, expected) < 1e-2
+
+
 def test_repeated_calls_take_the_short_way_and_see_new_values():
     case = CacheCase(dtype=torch.bfloat16, D=64, Dv=64, device="cuda", new=1, S=900)
     q, k, v, cache, spec = case.fresh()

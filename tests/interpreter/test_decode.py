@@ -42,6 +42,14 @@ FEATURES = {
         "Sq": 4, "is_causal": True, "window": (50, 3), "softcap": 3.0, "alibi": "batch_heads",
         "sinks": True, "page_size": 16, "scale": -0.4, "D": 40, "Dv": 24,
     },
+    "ranges": {"ranges": True, "B": 4, "S": 300, "lens": (300, 90, 0, 33)},
+    "ranges of pages": {
+        "ranges": True, "S": 300, "page_size": 8, "new": 3, "Sq": 3, "is_causal": True,
+        "window": (70, 0), "alibi": "heads", "sinks": True,
+    },
+    "ranges in even splits": {"ranges": True, "num_splits": 3, "S": 300, "lens": (300, 40)},
+    "ranges in fixed splits": {"ranges": True, "batch_invariant": True, "S": 1100, "lens": (1100,),
+                               "B": 1, "D": 8, "Dv": 8},
     "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
     "keys wider than a product": {"D": 288, "Dv": 256, "shared": True, "Hkv": 1, "S": 40},
 }  # fmt: skip
@@ -113,11 +121,13 @@ def test_lengths_compile_nothing_new():
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("name", ["plain", "lengths", "everything"])
+@pytest.mark.parametrize("name", ["plain", "lengths", "ranges", "one range", "everything"])
 def test_attention_with_few_queries_is_decoding(name, monkeypatch):
     options = {
         "plain": {},
         "lengths": {"kv_lens": True, "is_causal": True},
+        "ranges": {"key_ranges": (1, 0, 0), "is_causal": True, "kv_lens": True},
+        "one range": {"key_ranges": (0, 0, 0), "window": (300, 0)},
         "everything": {
             "kv_lens": True, "is_causal": True, "window": (300, 0), "softcap": 3.0, "sinks": True,
             "alibi": "batch_heads",
@@ -127,6 +137,26 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
     monkeypatch.setattr(forward, "decode", lambda *args: calls.append(args) or decode.decode(*args))
     assert_close_to_oracle(make_case(Sq=3, Sk=520, **options), "triton", gradients=False)
     assert len(calls) == 1
+
+
+def test_ranges_of_heads_or_queries_are_no_decoding(monkeypatch):
+    monkeypatch.setattr(forward, "decode", None)
+    for axes in ((1, 1, 0), (0, 0, 1)):
+        case = make_case(B=1, Hq=2, Hkv=1, Sq=2, Sk=520, key_ranges=axes)
+        assert_close_to_oracle(case, "triton", gradients=False)
+
+
+def test_padding_in_front_is_not_read():
+    q, k, v, _, _ = CacheCase(B=2, Hq=1, Hkv=1, S=4096, D=16, Dv=16, lens=(4096, 4096)).fresh()
+    lens = torch.tensor([4096, 4096], dtype=torch.int32)
+    ranges = torch.tensor([[4000, 4096], [0, 0]], dtype=torch.int32).view(2, 1, 1, 2)
+    k[:, :, :4000], v[:, :, :4000] = float("nan"), float("nan")
+    spec = Spec(kv_lens=lens, key_ranges=ranges)
+    out, lse = decode.cache_forward(q, k, v, Cache(), spec)
+    seen = (x[:1].double() for x in (q, k[:, :, 4000:], v[:, :, 4000:]))
+    expected = reference.dense(*seen, Spec())[0]
+    torch.testing.assert_close(out[:1].double(), expected, atol=1e-5, rtol=1e-5)
+    assert not out[1].any() and bool((lse[1] == float("-inf")).all())
 
 
 def test_attention_reads_no_tail_of_the_cache():

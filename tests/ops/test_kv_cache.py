@@ -19,6 +19,7 @@ CASES = {
     "paged": CacheCase(S=20, page_size=4, Sq=3, is_causal=True, sinks=True, alibi="heads"),
     "append": CacheCase(S=20, new=2, Sq=2, is_causal=True),
     "append to pages": CacheCase(S=20, new=2, Sq=2, page_size=4, rotary=8),
+    "ranges": CacheCase(S=20, new=2, Sq=2, is_causal=True, ranges=True),
     "fp8": CacheCase(S=20, new=1, fp8=True, dtype=torch.bfloat16),
 }
 
@@ -80,6 +81,12 @@ WRONG = {
     "k_scale is for caches in float8_e4m3fn, but key_cache is float32":
         {"k_scale": torch.ones(2, 2)},
     "num_splits must not be negative, got -1": {"num_splits": -1},
+    "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 4, 1, 2)":
+        {"key_ranges": torch.zeros(2, 4, 1, 2, dtype=torch.int32)},
+    "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (3, 1, 1, 2)":
+        {"key_ranges": torch.zeros(3, 1, 1, 2, dtype=torch.int32)},
+    "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 2)":
+        {"key_ranges": torch.zeros(2, 2, dtype=torch.int32)},
     "num_splits must be 0, got 2": {"num_splits": 2, "batch_invariant": True},
     "has no gradient": {"query": torch.zeros(2, 4, 2, 16, requires_grad=True)},
     "contiguous in its last dimension":
@@ -94,6 +101,8 @@ WRONG_TYPES = {
         {"value_cache": torch.zeros(2, 2, 20, 16).double()},
     "kv_lens must be int32, got int64": {"kv_lens": lens(1, 2, dtype=torch.int64)},
     "key is float16, but query is float32": {"key": torch.zeros(2, 2, 2, 16).half()},
+    "key_ranges must be int32, got int64": {"key_ranges": torch.zeros(2, 1, 1, 2).long()},
+    "key_ranges must be a Tensor, got list": {"key_ranges": [0, 5]},
     "kv_lens must be a Tensor, got list": {"kv_lens": [1, 2]},
     "num_splits must be an int, got 1.5": {"num_splits": 1.5},
     "batch_invariant must be a bool, got 1": {"batch_invariant": 1},

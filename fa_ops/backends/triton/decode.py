@@ -124,7 +124,7 @@ def prepare_cached(
             call = known[addresses] = _bind(q, Memory.of(k, v, cache), spec, *rest)
         return call(
             q, k, v, cache.page_table, cache.k_scale, cache.v_scale, spec.alibi_slopes, spec.sinks,
-            spec.kv_lens,
+            spec.kv_lens, spec.key_ranges,
         )  # fmt: skip
 
     return run
@@ -143,7 +143,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq). `new`: keys that came to
     kv_lens since."""
-    m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens)
+    m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
     small = (None if t is None else t.contiguous() for t in small)
     call = _bind(q, memory, spec, new, splits, invariant)
     return call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small)
@@ -178,20 +178,21 @@ def _bind(
     strides = (*q.stride()[:3], *memory.strides)
     table_stride = 0 if memory.table is None else memory.table.stride(0)
     pages = memory.key.shape[0]
+    ranges_stride = 0 if spec.key_ranges is None or spec.key_ranges.shape[0] == 1 else 2
 
-    def call(q, k, v, table, k_scale, v_scale, slopes, sinks, kv_lens, at=_address):
+    def call(q, k, v, table, k_scale, v_scale, slopes, sinks, kv_lens, ranges, at=_address):
         out, lse, partial, partial_lse = (empty(*shape) for shape in shapes)
         if Sq == 0:
             return out, lse
         results = at(out), at(lse)
         pieces = at(partial), at(partial_lse)
-        sinks, kv_lens = at(sinks), at(kv_lens)
+        sinks, kv_lens, ranges = at(sinks), at(kv_lens), at(ranges)
         split_args = (
             at(q), at(k), at(v), *results, *pieces, *strides, *sizes, at(table), table_stride,
             pages, at(k_scale), at(v_scale), scale, cap, at(slopes), slopes_stride, sinks, kv_lens,
-            left, right,
+            ranges, ranges_stride, left, right,
         )  # fmt: skip
-        merge_args = (*pieces, *results, *sizes, sinks, kv_lens, left)
+        merge_args = (*pieces, *results, *sizes, sinks, kv_lens, ranges, ranges_stride, left)
         if at is not _address:
             return split_args, merge_args
         plan.split((programs, 1, 1), split_args)
@@ -200,7 +201,7 @@ def _bind(
         return out, lse
 
     if plan.split is None and Sq:
-        small = (spec.alibi_slopes, spec.sinks, spec.kv_lens)
+        small = (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
         m = memory
         plan = plan.compile(
             call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small, at=lambda t: t)

@@ -22,29 +22,46 @@ BITWISE = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N: tl.constexpr):
+def run_of(ranges, ranges_stride, b, batch, length):
+    """Keys [begin, end) of rows b of the batch, in `length` or fewer."""
+    at = ranges + b * ranges_stride
+    begin = tl.maximum(tl.load(at, mask=b < batch, other=0), 0)
+    end = tl.minimum(tl.load(at + 1, mask=b < batch, other=0), length)
+    return begin, tl.maximum(end, 0)
+
+
+@triton.jit
+def row_tiles(
+    kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(length, first tile, tiles) of rows b of the batch, a number or a vector; 0 beyond it."""
     length = capacity
     if kv_lens is not None:
         length = tl.load(kv_lens + b, mask=b < batch, other=0) + new
         length = tl.minimum(tl.maximum(length, 0), capacity)
     length = tl.where(b < batch, length, 0)
-    first = length * 0
+    begin, end = length * 0, length
+    if ranges is not None:
+        begin, end = run_of(ranges, ranges_stride, b, batch, length)
     if window_left is not None:
-        first = tl.maximum(length - Sq - window_left, 0) // BLOCK_N
-    return length, first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 0)
+        begin = tl.maximum(length - Sq - window_left, begin)
+    first = begin // BLOCK_N
+    return length, first, tl.maximum(tl.cdiv(end, BLOCK_N) - first, 0)
 
 
 @triton.jit
 def find_tile(
-    kv_lens, batch, capacity, new, Sq, window_left, units, tile,
+    kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, tile,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """(row, tiles before it) of tile number `tile` of the line, and the line's length."""
     b, base, before = 0, 0, 0
     for chunk in range(0, batch, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
-        _, _, tiles = row_tiles(kv_lens, u, batch, capacity, new, Sq, window_left, BLOCK_N)
+        _, _, tiles = row_tiles(
+            kv_lens, ranges, ranges_stride, u, batch, capacity, new, Sq, window_left, BLOCK_N
+        )
         ends = before + tl.cumsum(tiles, 0) * units
         passed = (ends <= tile) & (u < batch)
         b += tl.sum(passed.to(tl.int32), 0)
@@ -55,14 +72,16 @@ def find_tile(
 
 @triton.jit
 def tiles_before(
-    kv_lens, batch, capacity, new, Sq, window_left, b,
+    kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, b,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one unit of the rows before b, and of all rows."""
     before, total = 0, 0
     for chunk in range(0, batch, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
-        _, _, tiles = row_tiles(kv_lens, u, batch, capacity, new, Sq, window_left, BLOCK_N)
+        _, _, tiles = row_tiles(
+            kv_lens, ranges, ranges_stride, u, batch, capacity, new, Sq, window_left, BLOCK_N
+        )
         before += tl.sum(tl.where(u < b, tiles, 0), 0)
         total += tl.sum(tiles, 0)
     return before, total
@@ -89,7 +108,7 @@ def owner_of(tile, total, programs):
 
 @triton.jit
 def attend_piece(
-    q, k, v, table, b, h, m0, first, last, length,
+    q, k, v, table, b, h, m0, first, last, begin, end, length,
     q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
     group, Sq, pages, scale, cap, slopes, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
@@ -99,7 +118,8 @@ def attend_piece(
     """Online softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum.
 
     q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
-    at the batch element's pages, slopes at the kv head's first query head.
+    at the batch element's pages, slopes at the kv head's first query head. Keys are attended below
+    `end`, and from `begin` on unless that is None.
     """
     FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
     PACK: tl.constexpr = 2 if FP8 else 1
@@ -134,14 +154,16 @@ def attend_piece(
     acc_odd = acc
     page = steps  # of this tile's keys; read one tile ahead, so that keys need not wait for it
     if PAGE > 0:
-        page = pages_of(table, first * BLOCK_N, length, BLOCK_N, PAGE)
+        page = pages_of(table, first * BLOCK_N, end, BLOCK_N, PAGE)
         if BLOCK_N % PAGE == 0:
             k += (steps % PAGE).to(tl.int64) * k_stride_s
             v += (steps % PAGE).to(tl.int64) * v_stride_s
     for t in tl.range(first, last, num_stages=STAGES):
         n0 = tl.multiple_of(t * BLOCK_N, BLOCK_N)
         j = n0 + steps
-        there = j < length
+        there = j < end
+        if begin is not None:
+            there = there & (j >= begin)
         if PAGE > 0:
             there = there & (page >= 0) & (page < pages)
             known = tl.where(there, page, 0).to(tl.int64)
@@ -150,7 +172,7 @@ def attend_piece(
                 slot = (j % PAGE).to(tl.int64)
                 k_rows += slot * k_stride_s
                 v_rows += slot * v_stride_s
-            page = pages_of(table, n0 + BLOCK_N, length, BLOCK_N, PAGE)
+            page = pages_of(table, n0 + BLOCK_N, end, BLOCK_N, PAGE)
         else:
             # not from pointers that step along: those take 80 registers more
             k_rows = k + j.to(tl.int64) * k_stride_s
@@ -178,8 +200,8 @@ def attend_piece(
         columns = j[None, :]
         if slope is not None:
             s -= slope * tl.abs(i[:, None] + shift - columns).to(tl.float32)
-        keep = attended(i[:, None], columns, shift, length, window_left, window_right, None, None)
-        if PAGE > 0:
+        keep = attended(i[:, None], columns, shift, end, window_left, window_right, None, None)
+        if PAGE > 0 or begin is not None:
             keep = keep & there[None, :]
         s = tl.where(keep, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -251,11 +273,11 @@ def unpacked(x):
 
 
 @triton.jit
-def pages_of(table, n0, length, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 behind the row's length."""
+def pages_of(table, n0, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of keys n0 ... n0 + BLOCK_N - 1, -1 from `end` on."""
     steps = tl.arange(0, BLOCK_N)
     pages = n0 // PAGE + steps // PAGE if BLOCK_N % PAGE == 0 else (n0 + steps) // PAGE
-    return tl.load(table + pages, mask=n0 + steps < length, other=-1)
+    return tl.load(table + pages, mask=n0 + steps < end, other=-1)
 
 
 @triton.jit
@@ -302,7 +324,7 @@ def split_kernel(
     batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32, capacity: tl.int32,
     new: tl.int32, splits: tl.int32, table, table_stride: tl.int64, pages: tl.int32,
     k_scale, v_scale, scale: tl.float32, cap, slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    window_left, window_right,
+    ranges, ranges_stride: tl.int32, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STREAM: tl.constexpr,
@@ -321,16 +343,20 @@ def split_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if STREAM:
         _, _, total = find_tile(
-            kv_lens, batch, capacity, new, Sq, window_left, units, 0, BLOCK_N, CHUNK
-        )
+            kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, 0,
+            BLOCK_N, CHUNK,
+        )  # fmt: skip
         tile, stop = stretch(pid, total, splits)
         b, base, _ = find_tile(
-            kv_lens, batch, capacity, new, Sq, window_left, units, tile, BLOCK_N, CHUNK
-        )
+            kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, tile,
+            BLOCK_N, CHUNK,
+        )  # fmt: skip
     else:
         tile, stop, base = 0, 1, 0
         b = pid // splits // units
-    length, origin, tiles = row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N)
+    length, origin, tiles = row_tiles(
+        kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left, BLOCK_N
+    )
     if STREAM:
         unit = (tile - base) // tl.maximum(tiles, 1)
         first = tile - base - unit * tiles
@@ -361,11 +387,15 @@ def split_kernel(
             else:
                 k_at += b.to(tl.int64) * k_stride_b
                 v_at += b.to(tl.int64) * v_stride_b
+            begin, end = None, length
+            if ranges is not None:
+                begin, end = run_of(ranges, ranges_stride, b, batch, length)
             if slopes is not None:
                 slopes_at = slopes + b * slopes_stride_b + h * group
             m, den, acc = attend_piece(
                 q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first, origin + last,
-                length, q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+                begin, end, length, q_stride_h, q_stride_s,
+                k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                 group, Sq, pages, factor, cap, slopes_at, window_left, window_right,
                 D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION, STAGES,
             )  # fmt: skip
@@ -385,13 +415,15 @@ def split_kernel(
                 unit = unit * 0
                 b += 1
                 length, origin, tiles = row_tiles(
-                    kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
-                )
+                    kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left,
+                    BLOCK_N,
+                )  # fmt: skip
                 while (tiles == 0) & (b < batch):
                     b += 1
                     length, origin, tiles = row_tiles(
-                        kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N
-                    )
+                        kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left,
+                        BLOCK_N,
+                    )  # fmt: skip
         else:
             tile = 1
 
@@ -399,7 +431,8 @@ def split_kernel(
 @triton.jit(do_not_specialize=["Sq", "batch", "window_left", "splits", "new"])
 def merge_splits_kernel(
     partial, partial_lse, out, lse, batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32,
-    capacity: tl.int32, new: tl.int32, splits: tl.int32, sinks, kv_lens, window_left,
+    capacity: tl.int32, new: tl.int32, splits: tl.int32, sinks, kv_lens, ranges,
+    ranges_stride: tl.int32, window_left,
     Dv: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STREAM: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -413,11 +446,14 @@ def merge_splits_kernel(
     r = hq % group * Sq + i
     unit = hq // group * blocks + r // BLOCK_M
     units = Hkv * blocks
-    _, _, tiles = row_tiles(kv_lens, b, batch, capacity, new, Sq, window_left, BLOCK_N)
+    _, _, tiles = row_tiles(
+        kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left, BLOCK_N
+    )
     if STREAM:
         before, total = tiles_before(
-            kv_lens, batch, capacity, new, Sq, window_left, b, BLOCK_N, CHUNK
-        )
+            kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, b,
+            BLOCK_N, CHUNK,
+        )  # fmt: skip
         start = before * units + unit * tiles
         owner = owner_of(start, total * units, splits)
         last = owner_of(start + tl.maximum(tiles, 1) - 1, total * units, splits)
