@@ -64,6 +64,7 @@ class Bench:
     repeats: int
     rows: list[dict]
     deadline: float = math.inf  # of time.monotonic(); cases that come after it are left out
+    only: str = ""  # a part of the names of the cases to run
 
     def tokens(self, B: int, S: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(0)
@@ -84,6 +85,8 @@ class Bench:
 
     def record(self, about: dict, measure: Callable[[], dict]) -> None:
         """Add a row, with the error in place of a number where it cannot be measured."""
+        if self.only not in about["case"]:
+            return
         torch._dynamo.reset()  # else a second shape makes FlexAttention, and the model, dynamic
         try:
             if time.monotonic() > self.deadline:
@@ -339,6 +342,7 @@ def main(
     layers: Annotated[int, typer.Option(min=1)] = 8,
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
     repeats: Annotated[int, typer.Option(min=1, help="runs of which the median counts")] = 7,
+    case: Annotated[str, typer.Option(help="only cases whose name contains it")] = "",
     budget: Annotated[
         float | None, typer.Option(help="seconds, after which no further case is begun")
     ] = None,
@@ -360,6 +364,7 @@ def main(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     bench = Bench(sizes, build(sizes, place, dtype), place, repeats, [])
     bench.deadline = math.inf if budget is None else start + budget
+    bench.only = case
     names = _names(implementations.split(","))
     about = {
         "torch": torch.__version__,

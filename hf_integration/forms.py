@@ -136,7 +136,9 @@ _latest = Latest()
 
 
 def _once(mask: Tensor, layer: nn.Module, make: Callable[[], Form]) -> Form:
-    return make() if torch.compiler.is_compiling() else _latest.of(mask, layer, make)
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()  # a graph has to hold what it depends on
+    return _latest.of(mask, layer, make)
 
 
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:
