@@ -1,8 +1,11 @@
 """`python -m compile_passes.bench`: what fusing is worth on a Llama, and what it costs.
 
 `speed` compiles the model four ways and lets them take turns: eager attention with Inductor alone
-("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". `cost`
-prints how much of the compile time the pass takes. Weights are random; nothing is downloaded.
+("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round
+times every variant once, in another order, and divides by what "fa_ops" took in that round: what
+drifts from round to round, such as clocks, drops out, and a few per cent show that would not show
+in the milliseconds. `cost` prints how much of the compile time the pass takes. Weights are random;
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -62,8 +67,9 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Milliseconds (median and extremes of the turns); GiB that torch's allocator held at most,
-    weights and gradients of one model included; None on a CPU.
+    """Milliseconds (median and extremes of the rounds); `ratio` to "fa_ops" (median of the rounds'
+    ratios, with the 95 % interval of that median); GiB that torch's allocator held at most, weights
+    and gradients of one model included; None on a CPU.
     """
 
     workload: str
@@ -71,6 +77,7 @@ class Result:
     ms: float
     low: float
     high: float
+    ratio: tuple[float, float, float]
     gib: float | None
     fused: int  # attentions that the pass replaced
     difference: float  # of the hidden states, relative to Inductor alone
@@ -118,17 +125,30 @@ def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool
     return train if workload.train else infer
 
 
-def milliseconds(step: Callable, device: str) -> float:
+def milliseconds(step: Callable, device: str, repeats: int) -> float:
+    """Of one of so many steps in a row, after one that is not counted."""
+    step()
     if device == "cpu":
         start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - start) * 1e3 / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    step()
+    for _ in range(repeats):
+        step()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / repeats
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval by order statistics, whatever the distribution."""
+    ordered = sorted(values)
+    n = len(ordered)
+    half = 0.98 * n**0.5
+    low, high = max(int(n / 2 - half), 0), min(math.ceil(n / 2 + half), n - 1)
+    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def peak(step: Callable, device: str) -> float | None:
@@ -144,7 +164,7 @@ def peak(step: Callable, device: str) -> float | None:
 
 
 def measure(
-    workload: Workload, shape: dict, device: str, rounds: int, variants: list[str]
+    workload: Workload, shape: dict, device: str, rounds: int, repeats: int, variants: list[str]
 ) -> list[Result]:
     """Compile every variant, then time them in turns on the same weights."""
     torch._dynamo.reset()
@@ -162,10 +182,13 @@ def measure(
         fused[variant] = counters["fa_ops"]["fused"]
     memory = {variant: peak(step, device) for variant, step in steps.items()}
     times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for _ in range(rounds):
-        for variant, step in steps.items():
-            times[variant].append(milliseconds(step, device))
+    order = list(steps)
+    for turn in range(rounds):
+        random.Random(turn).shuffle(order)
+        for variant in order:
+            times[variant].append(milliseconds(steps[variant], device, repeats))
     reference = outputs["inductor" if "inductor" in outputs else variants[0]]
+    base = times["fa_ops" if "fa_ops" in times else variants[0]]
     return [
         Result(
             workload.name,
@@ -173,6 +196,7 @@ def measure(
             statistics.median(times[variant]),
             min(times[variant]),
             max(times[variant]),
+            median_interval([t / b for t, b in zip(times[variant], base, strict=True)]),
             memory[variant],
             fused[variant],
             ((outputs[variant] - reference).norm() / reference.norm()).item(),
@@ -182,11 +206,13 @@ def measure(
 
 
 def show(results: list[Result], console: Console) -> None:
-    table = Table("workload", "variant", "ms", "low", "high", "GiB", "fused", "difference")
+    table = Table("workload", "variant", "ms", "of fa_ops", "GiB", "fused", "difference")
     for r in results:
-        times = (f"{x:.2f}" for x in (r.ms, r.low, r.high))
+        middle, low, high = r.ratio
+        ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
         memory = "-" if r.gib is None else f"{r.gib:.2f}"
-        table.add_row(r.workload, r.variant, *times, memory, str(r.fused), f"{r.difference:.1e}")
+        rest = (ratio, memory, str(r.fused), f"{r.difference:.1e}")
+        table.add_row(r.workload, r.variant, f"{r.ms:.2f}", *rest)
     console.print(table)
 
 
@@ -200,7 +226,7 @@ def speed(arguments: argparse.Namespace, console: Console) -> dict:
     torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
     results = []
     for workload in (prefill, train):
-        results += measure(workload, shape, device, arguments.rounds, variants)
+        results += measure(workload, shape, device, arguments.rounds, arguments.repeats, variants)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -244,12 +270,19 @@ def main() -> int:
     ours.add_argument("--layers", type=int, default=8, help="of the prefill; training has half")
     ours.add_argument("--prefill", type=int, default=8192, help="tokens, in a batch of 1")
     ours.add_argument("--train", type=int, default=4096, help="tokens, in a batch of 2")
-    ours.add_argument("--rounds", type=int, default=15)
+    ours.add_argument("--rounds", type=int, default=20)
+    ours.add_argument("--repeats", type=int, default=3, help="steps of a variant in each round")
     ours.add_argument("--variants", default=",".join(VARIANTS))
     commands.choices["cost"].add_argument("--depths", type=int, nargs="+", default=[10, 20, 30])
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no such device")
+    for name in ("layers", "prefill", "train", "rounds", "repeats"):
+        if getattr(arguments, name, 1) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    for name in getattr(arguments, "variants", "fused").split(","):
+        if name not in VARIANTS:
+            parser.error(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
     if arguments.device == "cpu" and not getattr(arguments, "tiny", True):
         parser.error("speed runs a model of 8B shape, which needs CUDA; --tiny tries the command")
     host = {"torch": torch.__version__, "device": arguments.device}

@@ -15,6 +15,8 @@ from compile_passes import bench, corpus, sweep
         (sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
         (bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (bench, ["cost", "--device", "cuda"], "torch sees no such device"),
+        (bench, ["speed", "--tiny", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (bench, ["speed", "--tiny", "--variants", "fast"], "'fast' is none of fused, inductor"),
     ],
 )
 def test_refusals(command, arguments, message, monkeypatch, capsys):
@@ -25,3 +27,9 @@ def test_refusals(command, arguments, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main()
     assert message in capsys.readouterr().err
+
+
+def test_the_interval_of_a_median():
+    middle, low, high = bench.median_interval([1.0 + i / 100 for i in range(21)])
+    assert (middle, low, high) == (1.1, 1.06, 1.15)
+    assert bench.median_interval([2.0]) == (2.0, 2.0, 2.0)
