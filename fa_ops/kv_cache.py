@@ -72,7 +72,8 @@ def attention_with_kv_cache(
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
         sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only.
         k_scale: float32 ``(B, Hkv)``, by which cached fp8 keys are multiplied; new keys are divided
-            by it.
+            by it. With ``page_table`` also ``(pages, 1, Hkv)``, a scale for each page, laid out as
+            the pages are; both scales are then of pages.
         v_scale: the same for values.
         rotary_cos: ``(positions, R / 2)``; turns query and the new keys at their positions. What
             the cache holds is taken as already turned.

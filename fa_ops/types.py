@@ -48,7 +48,8 @@ class Cache(NamedTuple):
     page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
     key: Tensor | None = None  # (B, Hkv, Sn, D), written behind the kv_lens keys that are there
     value: Tensor | None = None  # (B, Hkv, Sn, Dv)
-    k_scale: Tensor | None = None  # fp32 (B, Hkv): what a cached fp8 number is multiplied by
+    # what a cached fp8 number is multiplied by: fp32 (B, Hkv), or (pages, 1, Hkv) with a page_table
+    k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
     rotary_sin: Tensor | None = None

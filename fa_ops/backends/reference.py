@@ -241,11 +241,21 @@ def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> list[Tensor
     return [x[cache.page_table[b, j // size], j % size] for j in range(first, last)]
 
 
-def quantised(x: Tensor, scale: Tensor | None, b: int, dtype: torch.dtype) -> Tensor:
+def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: int) -> Tensor:
+    """What keys of sequence b are multiplied by when they are read: fp64, (Hkv or 1, S or 1, 1)."""
+    if scale is None:
+        return torch.ones(1, 1, 1, dtype=torch.float64)
+    if scale.dim() == 2:
+        return scale[b].double().view(-1, 1, 1)
+    pages = [int(cache.page_table[b, j // page_size]) for j in keys]
+    return scale[pages, 0].double().t().unsqueeze(-1)
+
+
+def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x (Hkv, S, D) as a cache of that dtype holds it; fp8 saturates."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
-    x = x if scale is None else x / scale[b].double().view(-1, 1, 1)
+    x = x / scale
     top = torch.finfo(dtype).max
     return x.clamp(-top, top).float().to(dtype)
 
@@ -266,7 +276,8 @@ def cached(
             key = rotate(cache.key[b].double(), cache, positions).to(q.dtype)
             pairs = ((k, key, cache.k_scale), (v, cache.value[b], cache.v_scale))
             for memory, x, scale in pairs:
-                x = quantised(x.double(), scale, b, memory.dtype)
+                factor = scales(scale, cache, b, range(length, last), memory.shape[1])
+                x = quantised(x.double(), factor.to(x.device), memory.dtype)
                 for n, slot in enumerate(slots(memory, cache, b, length, last)):
                     slot.copy_(x[:, n])
         positions = torch.arange(last - q.shape[2], last, device=q.device).clamp(min=0)
@@ -276,8 +287,8 @@ def cached(
             found = [slot.double() for slot in slots(memory, cache, b, 0, last)]
             width = (memory.shape[1 if cache.page_table is None else 2], 0, memory.shape[3])
             x = torch.stack(found, 1) if found else one[0].new_zeros(width)
-            x = x if scale is None else x * scale[b].double().view(-1, 1, 1)
-            one.append(x.unsqueeze(0))
+            factor = scales(scale, cache, b, range(last), memory.shape[1])
+            one.append((x * factor.to(x.device)).unsqueeze(0))
         o, m = attend(*one, sequence_spec(spec, b)._replace(kv_lens=None))
         outs.append(o)
         lses.append(m)

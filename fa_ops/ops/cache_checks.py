@@ -97,6 +97,7 @@ def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
 
 
 def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
+    ranks = set()
     for name, t in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
         if t is not None:
             need(k.dtype == FP8, "{} is for caches in float8_e4m3fn, but key_cache is {}", name,
@@ -104,7 +105,11 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
             need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
             need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype,
                  error=TypeError)  # fmt: skip
-            checks.has_shape(name, t, (B, Hkv))
+            of_pages = t.dim() == 3 and cache.page_table is not None
+            checks.has_shape(name, t, (k.shape[0], 1, Hkv) if of_pages else (B, Hkv))
+            ranks.add(t.dim())
+    need(len(ranks) < 2, "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages, "
+         "(pages, 1, Hkv), got one of each")  # fmt: skip
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:

@@ -30,6 +30,7 @@ class CacheCase:
     device: str = "cpu"
     seed: int = 0
     fp8: bool = False
+    page_scales: bool = False  # of fp8: for each page instead of each row
     page_size: int = 0  # 0: contiguous
     bshd: bool = True  # memory order of a contiguous cache
     new: int = 0  # keys to append
@@ -88,7 +89,10 @@ class CacheCase:
                 fields["value"] = fields["key"][..., : self.Dv]
         if self.fp8:
             for name in ("k_scale", "v_scale"):
-                fields[name] = torch.rand(self.B, self.Hkv, generator=g) + 0.5
+                shape = (k.shape[0], 1, self.Hkv) if self.page_scales else (self.B, self.Hkv)
+                fields[name] = torch.rand(shape, generator=g) + 0.5
+                if self.page_scales:
+                    fields[name] *= 2.0 ** torch.randint(-2, 3, shape, generator=g)
             if self.shared:
                 fields["v_scale"] = fields["k_scale"]
         if self.rotary:
@@ -154,6 +158,7 @@ def random_cache_case(seed: int, **fixed) -> CacheCase:
     if fields["num_splits"] == 0 and r.random() < 0.2:
         fields["batch_invariant"] = True
     fields["ranges"] = r.random() < 0.25
+    fields["page_scales"] = fields["fp8"] and fields["page_size"] > 0 and r.random() < 0.5
     return dataclasses.replace(CacheCase(), **(fields | fixed))
 
 

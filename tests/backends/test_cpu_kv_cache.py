@@ -23,6 +23,13 @@ FEATURES = {
     "rotary of the query alone": {"rotary": 16},
     "fp8": {"fp8": True, "dtype": torch.float16},
     "fp8, appended to pages": {"fp8": True, "dtype": torch.bfloat16, "new": 3, "page_size": 8},
+    "fp8, scales of pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 8, "page_scales": True, "lens": (150, 0),
+    },
+    "fp8, appended to pages with scales": {
+        "fp8": True, "dtype": torch.bfloat16, "page_size": 5, "page_scales": True, "new": 7,
+        "Sq": 7, "is_causal": True,
+    },
     "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
     "shared value, appended": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1, "new": 2},
     "options": {"window": (9, 2), "softcap": 3.0, "alibi": "batch_heads", "sinks": True, "Sq": 4},

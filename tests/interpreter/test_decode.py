@@ -38,6 +38,13 @@ FEATURES = {
     "append to pages": {"new": 20, "Sq": 2, "page_size": 8, "rotary": 16},
     "rotary pairs": {"new": 2, "Sq": 2, "rotary": 8, "interleaved": True},
     "fp8": {"fp8": True, "dtype": torch.float16, "page_size": 8},
+    "fp8, scales of pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 8, "page_scales": True, "S": 300,
+    },
+    "fp8, shared, scales of pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
+        "Hkv": 1, "Sq": 2, "ranges": True,
+    },
     "everything": {
         "Sq": 4, "is_causal": True, "window": (50, 3), "softcap": 3.0, "alibi": "batch_heads",
         "sinks": True, "page_size": 16, "scale": -0.4, "D": 40, "Dv": 24,
@@ -128,7 +135,14 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
         "lengths": {"kv_lens": True, "is_causal": True},
         "ranges": {"key_ranges": (1, 0, 0), "is_causal": True, "kv_lens": True},
         "one range": {"key_ranges": (0, 0, 0), "window": (300, 0)},
-        "everything": {
+        "fp8, scales of pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 8, "page_scales": True, "S": 300,
+    },
+    "fp8, shared, scales of pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
+        "Hkv": 1, "Sq": 2, "ranges": True,
+    },
+    "everything": {
             "kv_lens": True, "is_causal": True, "window": (300, 0), "softcap": 3.0, "sinks": True,
             "alibi": "batch_heads",
         },
@@ -180,6 +194,36 @@ def test_a_prepared_call_takes_other_tensors(changes):
         expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)
         for found, wanted in zip(run(q, k, v, cache, spec), expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_new_keys_are_divided_by_the_scales_of_their_pages():
+    """Exactly where the interpreter can round: powers of two times numbers that e4m3 has."""
+    q, k, v, cache, spec = CacheCase(
+        fp8=True, dtype=torch.float16, page_size=4, page_scales=True, new=6, S=40, lens=(3, 20)
+    ).fresh()
+    whole = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    whole = {name: 2.0 ** scale.log2().round() for name, scale in whole.items()}
+    new = {name: getattr(cache, name).sign() * 1.5 for name in ("key", "value")}
+    cache = cache._replace(**whole, **new)
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    decode.cache_forward(q, *caches[0], cache, spec)
+    reference.cache_forward(q, *caches[1], cache, spec)
+    for found, wanted in zip(*caches):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_scales_of_values_far_apart_keep_their_precision():
+    """fp16 weights are in units of the largest scale so far, whether it comes first or last."""
+    case = CacheCase(B=1, fp8=True, dtype=torch.float16, page_size=64, page_scales=True, S=320,
+                     lens=(320,))  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    for exponents in ([-20, -15, -18, -9, -20], [0, -12, -24, -30, 9]):
+        scale = torch.ones_like(cache.v_scale)
+        scale[cache.page_table[0].long()] = 2.0 ** torch.tensor(exponents).float().view(-1, 1, 1)
+        one = cache._replace(v_scale=scale)
+        out, _ = decode.cache_forward(q.float().half(), k, v, one, spec)
+        expected, _ = reference.cached(q, k, v, one, spec)
+        assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
 def test_a_prepared_dense_call():

@@ -20,6 +20,9 @@ CASES = {
     "append": CacheCase(S=20, new=2, Sq=2, is_causal=True),
     "append to pages": CacheCase(S=20, new=2, Sq=2, page_size=4, rotary=8),
     "ranges": CacheCase(S=20, new=2, Sq=2, is_causal=True, ranges=True),
+    "fp8, scales of pages": CacheCase(
+        S=20, new=1, fp8=True, dtype=torch.bfloat16, page_size=4, page_scales=True
+    ),
     "fp8": CacheCase(S=20, new=1, fp8=True, dtype=torch.bfloat16),
 }
 
@@ -28,7 +31,7 @@ def operator(case):
     return kv_cache.APPEND if case.new else kv_cache.READ
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
+@pytest.mark.parametrize("name", [name for name in CASES if "fp8" not in name])
 def test_opcheck(name):
     q, k, v, cache, spec = CASES[name].fresh()
     args, options = arguments(cache, spec)
@@ -53,6 +56,7 @@ def lens(*numbers, dtype=torch.int32):
 
 
 PAGED = CASES["paged"]
+FP8_PAGED = CASES["fp8, scales of pages"]
 WRONG = {
     "key_cache must have shape (B, Hkv, S, D), got (2, 20, 16)":
         {"key_cache": torch.zeros(2, 20, 16)},
@@ -80,6 +84,14 @@ WRONG = {
         {"kv_lens": lens(8, 0), "rotary_cos": torch.ones(9, 8), "rotary_sin": torch.ones(9, 8)},
     "k_scale is for caches in float8_e4m3fn, but key_cache is float32":
         {"k_scale": torch.ones(2, 2)},
+    "k_scale must have shape (13, 1, 2), got (13, 2, 1)":
+        {"case": FP8_PAGED, "k_scale": torch.ones(13, 2, 1)},
+    "k_scale must have shape (2, 2), got (13, 2)":
+        {"case": FP8_PAGED, "k_scale": torch.ones(13, 2)},
+    "k_scale must have shape (2, 2), got (2, 1, 2)":
+        {"case": CASES["fp8"], "k_scale": torch.ones(2, 1, 2)},
+    "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages":
+        {"case": FP8_PAGED, "k_scale": torch.ones(2, 2)},
     "num_splits must not be negative, got -1": {"num_splits": -1},
     "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 4, 1, 2)":
         {"key_ranges": torch.zeros(2, 4, 1, 2, dtype=torch.int32)},

@@ -39,18 +39,28 @@ def _keys(
     x: Tensor, cache: Cache, scale: Tensor | None, dtype: torch.dtype, longest: int
 ) -> Tensor:
     """The first `longest` keys of every sequence, (B, Hkv, longest, D)."""
+    pages = None
     if cache.page_table is None:
         x = x[:, :, :longest]
     else:
         used = -(-longest // x.shape[1])
         # entries behind a sequence's end may be anything, and kv_lens hides what they point at
         pages = cache.page_table[:, :used].long().clamp(0, x.shape[0] - 1)
+        size = x.shape[1]
         x = x.view(torch.uint8)[pages].view(_FP8) if x.dtype == _FP8 else x[pages]
         x = x.flatten(1, 2)[:, :longest].transpose(1, 2)
+        pages = pages.repeat_interleave(size, 1)[:, :longest]
     if x.dtype == _FP8:
         x = x.float()
-        x = x if scale is None else x.mul_(scale[:, :, None, None])
+        x = x if scale is None else x.mul_(_factors(scale, pages))
     return x.to(dtype)
+
+
+def _factors(scale: Tensor, pages: Tensor | None) -> Tensor:
+    """(B, Hkv, n or 1, 1), for n keys in pages (B, n)."""
+    if scale.dim() == 2:
+        return scale[:, :, None, None]
+    return scale[pages, 0].transpose(1, 2).unsqueeze(-1)
 
 
 def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
@@ -59,17 +69,17 @@ def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
     at = lens[:, None] + torch.arange(Sn)  # (B, Sn)
     row = torch.arange(B)[:, None].expand(B, Sn)
     key = cache.key if cache.rotary_cos is None else _rotated(cache.key, cache, at)
+    pages = None if cache.page_table is None else cache.page_table[row, at // k.shape[1]].long()
     for memory, new, scale in ((k, key, cache.k_scale), (v, cache.value, cache.v_scale)):
         if memory.dtype == _FP8:
-            new = new.float() if scale is None else new.float() / scale[:, :, None, None]
+            new = new.float() if scale is None else new.float() / _factors(scale, pages)
             new = new.clamp(-448.0, 448.0).to(_FP8).view(torch.uint8)
             memory = memory.view(torch.uint8)
         new = new.transpose(1, 2)  # (B, Sn, Hkv, D)
-        if cache.page_table is None:
+        if pages is None:
             memory.transpose(1, 2)[row, at] = new
         else:
-            size = memory.shape[1]
-            memory[cache.page_table[row, at // size].long(), at % size] = new
+            memory[pages, at % memory.shape[1]] = new
 
 
 def _rotated(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import prepare_cache
+from fa_ops.backends.triton.decode_append import prepare_cache, scales_of_pages
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.types import Cache, Spec, is_decoding
@@ -236,7 +236,8 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
     # pieces of a row that has its share of the programs; longer ones take a few turns
     parts = min(MERGE_PARTS, padded(2 + 2 * sms // max(1, B * memory.Hkv)))
-    scaled = (memory.k_scale is not None, memory.v_scale is not None)
+    of_pages = scales_of_pages(memory.k_scale, memory.v_scale)
+    scaled = (memory.k_scale is not None, memory.v_scale is not None, of_pages)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
         light, chunk, parts, scaled, precision(q.dtype), q.get_device(),
@@ -248,7 +249,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
     def compiled(samples: tuple[tuple, tuple]) -> Plan:
-        shape = (D, Dv, memory.page, shared, mode, chunk, parts)
+        shape = (D, Dv, memory.page, shared, mode, chunk, parts, of_pages)
         split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
@@ -275,7 +276,7 @@ def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
 
 def constants(
     tile: DecodeTile, arch: int, dtype: torch.dtype, fp8: bool, D: int, Dv: int, page: int,
-    shared: bool, mode: str, chunk: int, parts: int,
+    shared: bool, mode: str, chunk: int, parts: int, page_scales: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """The constexpr parameters of both kernels."""
     least = 32 if fp8 else 16  # a product over pairs still sums 16 of them
@@ -291,7 +292,7 @@ def constants(
         "D": D, "Dv": Dv, "BLOCK_D": main, "EXTRA": extra,
         "BLOCK_DV": main if shared else padded(Dv), "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "PAGE": page, "SHARED": shared, "PRECISION": precision(dtype),
-        "STAGES": tile.num_stages,
+        "STAGES": tile.num_stages, "PAGE_SCALES": page_scales,
     }  # fmt: skip
     merge = {
         "Dv": Dv, "BLOCK_DV": padded(Dv), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,

@@ -26,7 +26,7 @@ def append_kernel(
     capacity: tl.int32, table, table_stride: tl.int64, pages: tl.int32, kv_lens, k_scale, v_scale,
     cos, sin, positions: tl.int32,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One program per new token and kv head, and behind those `writers` one per row of q to turn.
 
@@ -45,15 +45,16 @@ def append_kernel(
             row, slot = page, position % PAGE
         else:
             row, slot = b, position
+        scale_at = (row if PAGE_SCALES else b) * Hkv + h
         write_row(
             key + b * key_stride_b + h * key_stride_h + n * key_stride_s,
             k + row * k_stride_b + h * k_stride_h + slot * k_stride_s, fits,
-            k_scale, b * Hkv + h, position, positions, cos, sin, D, BLOCK, R, INTERLEAVED,
+            k_scale, scale_at, position, positions, cos, sin, D, BLOCK, R, INTERLEAVED,
         )  # fmt: skip
         write_row(
             value + b * value_stride_b + h * value_stride_h + n * value_stride_s,
             v + row * v_stride_b + h * v_stride_h + slot * v_stride_s, fits,
-            v_scale, b * Hkv + h, position, positions, cos, sin, Dv, BLOCK, 0, False,
+            v_scale, scale_at, position, positions, cos, sin, Dv, BLOCK, 0, False,
         )  # fmt: skip
     elif R > 0:
         index = pid - writers
@@ -80,7 +81,7 @@ def write_row(
         x = rotated(x, source, cols, position, positions, cos, sin, R, INTERLEAVED)
         x = x.to(source.dtype.element_ty).to(tl.float32)
     if scale is not None:
-        x = x / tl.load(scale + at)
+        x = x / tl.load(scale + at, mask=fits, other=1.0)
     if target.dtype.element_ty.primitive_bitwidth == 8:
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     tl.store(target + cols, x.to(target.dtype.element_ty), mask=fits & (cols < D))
@@ -103,6 +104,10 @@ def rotated(
     s = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
     return x * c + tl.where(first, -y, y) * s
+
+
+def scales_of_pages(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    return any(scale is not None and scale.dim() == 3 for scale in (k_scale, v_scale))
 
 
 def prepare_cache(
@@ -132,6 +137,7 @@ def prepare_cache(
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
+        "PAGE_SCALES": scales_of_pages(cache.k_scale, cache.v_scale),
     }  # fmt: skip
     scaled = (cache.k_scale is not None, cache.v_scale is not None)
     angles = cache.rotary_cos.dtype if R else None

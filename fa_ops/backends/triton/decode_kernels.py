@@ -110,7 +110,7 @@ def owner_of(tile, total, programs):
 def attend_piece(
     q, k, v, table, b, h, m0, first, last, begin, end, length,
     q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-    group, Sq, pages, scale, cap, slopes, window_left, window_right,
+    Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -118,8 +118,9 @@ def attend_piece(
     """Online softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum.
 
     q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
-    at the batch element's pages, slopes at the kv head's first query head. Keys are attended below
-    `end`, and from `begin` on unless that is None.
+    at the batch element's pages, slopes at the kv head's first query head, k_scales and v_scales
+    at the kv head's scale of page 0 where pages have their own. Keys are attended below `end`, and
+    from `begin` on unless that is None.
     """
     FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
     PACK: tl.constexpr = 2 if FP8 else 1
@@ -152,6 +153,7 @@ def attend_piece(
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
     acc_odd = acc
+    v_top = 0.0  # the largest scale of values so far; acc is in its units
     page = steps  # of this tile's keys; read one tile ahead, so that keys need not wait for it
     if PAGE > 0:
         page = pages_of(table, first * BLOCK_N, end, BLOCK_N, PAGE)
@@ -195,6 +197,8 @@ def attend_piece(
         s *= scale
         if FP8:
             s *= top[:, None]
+        if k_scales is not None:
+            s *= tl.load(k_scales + known * Hkv, mask=there, other=0.0)[None, :]
         if cap is not None:
             s = tanh(s) * cap
         columns = j[None, :]
@@ -210,6 +214,13 @@ def attend_piece(
         alpha = tl.exp2(m - base)
         den = den * alpha + tl.sum(p, 1)
         m = m_new
+        if v_scales is not None:
+            v_scale = tl.load(v_scales + known * Hkv, mask=there, other=0.0)
+            v_top_new = tl.maximum(v_top, tl.max(tl.abs(v_scale), 0))
+            unit = tl.where(v_top_new == 0.0, 1.0, v_top_new)
+            alpha *= v_top / unit
+            p *= (v_scale / unit)[None, :]
+            v_top = v_top_new
         acc = acc * alpha[:, None]
         vt = kt if SHARED else load_keys(v_rows, there, cols_v, Dv, PACK, BLOCK_DV)
         if FP8:
@@ -221,6 +232,8 @@ def attend_piece(
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
     if FP8:
         acc = tl.interleave(acc, acc_odd)
+    if v_scales is not None:
+        acc *= v_top
     return m, den, acc
 
 
@@ -327,11 +340,13 @@ def split_kernel(
     ranges, ranges_stride: tl.int32, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STREAM: tl.constexpr,
-    FIXED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SCALES: tl.constexpr, STREAM: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
 
+    k_scale and v_scale are (B, Hkv), or with PAGE_SCALES (pages, Hkv).
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
     (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2.
     """
@@ -379,7 +394,13 @@ def split_kernel(
             h = unit // blocks
             m0 = unit % blocks * BLOCK_M
             factor = scale
-            if k_scale is not None:
+            k_scales, v_scales = None, None
+            if PAGE_SCALES:
+                if k_scale is not None:
+                    k_scales = k_scale + h
+                if v_scale is not None:
+                    v_scales = v_scale + h
+            elif k_scale is not None:
                 factor *= tl.load(k_scale + b * Hkv + h)
             k_at, v_at, pages_at, slopes_at = k + h * k_stride_h, v + h * v_stride_h, table, slopes
             if PAGE > 0:
@@ -396,10 +417,11 @@ def split_kernel(
                 q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first, origin + last,
                 begin, end, length, q_stride_h, q_stride_s,
                 k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-                group, Sq, pages, factor, cap, slopes_at, window_left, window_right,
+                Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
+                window_left, window_right,
                 D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION, STAGES,
             )  # fmt: skip
-            if v_scale is not None:
+            if v_scale is not None and not PAGE_SCALES:
                 acc *= tl.load(v_scale + b * Hkv + h)
             if whole:
                 store_whole(
