@@ -80,3 +80,47 @@ def test_gradients_are_those_of_eager_attention(model_type):
         {n: g.cpu() for n, g in scenarios.grad(model.cuda(), given).items()} for model in found
     )
     assert scenarios.difference(eager, ours, "grad") is None
+
+
+def random_prompt(S: int) -> dict:
+    """Two rows, the first left padded by an eighth and with holes."""
+    mask = torch.ones((2, S), dtype=torch.long, device="cuda")
+    mask[0, : S // 8] = mask[0, S // 2 : S // 2 + 3] = 0
+    ids = torch.randint(3, inputs.LAST_TEXT_TOKEN, (2, S), device="cuda")
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "gemma2", "bert"])
+def test_a_compiled_padded_batch_is_exact(model_type):
+    eager, ours = (build(model_type, name) for name in ("eager", "fa_ops"))
+    given = random_prompt(40)
+    if model_type == "bert":
+        del given["use_cache"]
+    with torch.no_grad():
+        expected = eager(**given)[0]
+        actual = torch.compile(ours, fullgraph=True)(**given)[0]
+    kept = given["attention_mask"].bool()
+    torch.testing.assert_close(actual[kept], expected[kept], atol=2e-3, rtol=2e-3)
+
+
+def test_a_compiled_padded_prefill_holds_nothing_of_queries_times_keys():
+    model, S = build("llama", "fa_ops", torch.bfloat16), 16384
+    run, given = torch.compile(model, fullgraph=True), random_prompt(S)
+    with torch.no_grad():
+        for _ in range(2):  # the first run compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(**given, logits_to_keep=1)
+    assert torch.cuda.max_memory_allocated() - before < 2 * S * S  # a byte for each pair
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_inference_mode(cache, side):
+    model = build("llama", "fa_ops")
+    options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(model.generate(**prompt(side), cache_implementation=cache, **options))
+    assert torch.equal(*found)
