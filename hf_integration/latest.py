@@ -13,21 +13,18 @@ class Latest:
     """Remembers one value, until another tensor comes or this one is changed in place.
 
     Inference tensors do not say whether they were changed: of them a value holds until the layer
-    that had it made asks again, which is the next forward pass.
+    that had it made asks again, which is the next forward pass. Threads may share it.
     """
 
     def __init__(self) -> None:
-        self._tensor: Callable[[], Tensor | None] = lambda: None
-        self._version: int | None = None
-        self._layer = 0
-        self._value: Any = None
+        # the tensor, its version, the layer's id, the value: one object, so that no thread sees half
+        self._known: tuple = (lambda: None, None, 0, None)
 
     def of(self, tensor: Tensor, layer: nn.Module, make: Callable[[], Any]) -> Any:
         version = None if tensor.is_inference() else tensor._version
-        known = self._tensor() is tensor and self._version == version
-        if known and (version is not None or self._layer != id(layer)):
-            return self._value
+        known, seen, maker, value = self._known
+        if known() is tensor and seen == version and (version is not None or maker != id(layer)):
+            return value
         value = make()
-        self._tensor, self._version = weakref.ref(tensor), version
-        self._layer, self._value = id(layer), value
+        self._known = (weakref.ref(tensor), version, id(layer), value)
         return value
