@@ -17,7 +17,7 @@ class Latest:
     """
 
     def __init__(self) -> None:
-        # the tensor, its version, the layer's id, the value: one object, so that no thread sees half
+        # tensor, version, layer's id and value: one object, so that no thread sees half of it
         self._known: tuple = (lambda: None, None, 0, None)
 
     def of(self, tensor: Tensor, layer: nn.Module, make: Callable[[], Any]) -> Any:
