@@ -271,9 +271,11 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks,
 
 
 def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
-    lens = form.kv_lens
+    lens, B = form.kv_lens, key.shape[0]
     if lens is None:
-        lens = torch.full(key.shape[:1], key.shape[2], dtype=torch.int32, device=key.device)
+        lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
+    elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have ranges
+        lens = lens[:1].expand(B)
     return fa_ops.attention_with_kv_cache(
         query,
         key,

@@ -265,6 +265,14 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
         assert len(calls) == cached
 
 
+def test_lengths_are_those_of_every_row_that_a_model_repeats():
+    q, k, v = inputs(make_case(B=4, Hq=4, Hkv=1, Sq=1, Sk=9, D=16, Dv=16))
+    mask = forms.lens(torch.tensor([[5]]), 2)
+    with torch.no_grad():
+        out, _ = forward(q, k, v, mask)
+    check(out, q, k, v, Spec(kv_lens=torch.full((4,), 5, dtype=torch.int32)))
+
+
 def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
     from hf_integration import attention
 
