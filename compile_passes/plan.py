@@ -150,17 +150,25 @@ def _check_uses(core: Core, sums: tuple[Row, ...]) -> None:
 
 _SHAPE_READERS = frozenset("size dim numel shape full_like zeros_like ones_like rand_like".split())
 _SECOND_SHAPE = frozenset("expand_as view_as reshape_as type_as".split())
+_VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze".split())
 
 
 def _reads_shape_only(node: fx.Node, user: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether `user` asks only for the shape, and nothing that lives on needs its result."""
     name = raw_name(user)
+    if name in _VIEWS and _unread(user):  # tracing has turned its shape into numbers
+        return True
     second = name in _SECOND_SHAPE and user.args[0] is not node
     return (second or name in _SHAPE_READERS) and _dies(user, inside)
 
 
 def _dies(node: fx.Node, inside: set[fx.Node]) -> bool:
     return all(user in inside or _dies(user, inside) for user in node.users)
+
+
+def _unread(node: fx.Node) -> bool:
+    """Whether a view's contents are not read."""
+    return raw_name(node) in _VIEWS | _SHAPE_READERS and all(map(_unread, node.users))
 
 
 def _is_weights(value: Value, core: Core) -> bool:

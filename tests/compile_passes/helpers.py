@@ -98,3 +98,18 @@ def check(function: Callable, inputs: tuple, cores: int = 1, **options) -> Fusio
     assert_same(function, inputs, fusion)
     assert fusion.fused == cores, [str(f) for f in fusion.findings]
     return fusion
+
+
+def verified(function: Callable, inputs: tuple) -> list[Finding]:
+    """The findings with `verify=True`, in training; every rewrite must have been run and agree."""
+    findings: list[Finding] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        findings.extend(compile_passes.fuse_module(gm, verify=True))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters["fa_ops"].clear()
+    results(torch.compile(function, backend=backend), inputs, True)
+    assert "not verified" not in torch._dynamo.utils.counters["fa_ops"]
+    return findings

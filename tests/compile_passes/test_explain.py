@@ -221,3 +221,22 @@ def test_one_key_is_attention_only_before_a_value():
         "its result is not multiplied with a value",
         "the softmax runs over a dimension of size 1",
     ]
+
+
+def test_a_view_of_the_scores_may_tell_their_shape():
+    """As ProphetNet asks for it."""
+
+    def told(q, k, v, table):
+        scores = q @ k.mT
+        length = scores.view(2 * q.shape[1], *scores.shape[2:]).transpose(1, 2).shape[1]
+        return (scores + table[:length]).softmax(-1) @ v
+
+    def read(q, k, v, table):
+        scores = q @ k.mT
+        flat = scores.view(2 * q.shape[1], *scores.shape[2:])
+        return (scores + table[: flat.shape[2]]).softmax(-1) @ v, flat.transpose(1, 2)
+
+    q, table = torch.randn(2, 4, 12, 8), torch.randn(20, 12)
+    reports = [compile_passes.explain(f, q, q, q, table) for f in (told, read)]
+    assert [r.fused for r in reports] == [1, 0]
+    assert "also read by view" in reports[1].missed[0].reason

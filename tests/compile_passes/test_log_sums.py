@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import compile_passes
-from tests.compile_passes.helpers import check, fuse, qkv, results
+from tests.compile_passes.helpers import check, fuse, qkv, results, verified
 
 INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -96,19 +95,11 @@ def test_gradients_of_their_lse_reach_rows_without_keys():
     check(function, (*qkv(), keep))
 
 
-def test_a_rewrite_with_lse_is_verified():
-    found = []
-
-    def backend(gm, example_inputs):
-        found.extend(compile_passes.fuse_module(gm, verify=True))
-        return gm.forward
-
-    before = torch._dynamo.utils.counters["fa_ops"]["verified"]
-    torch._dynamo.reset()
-    inputs = [x.requires_grad_() for x in qkv()]
-    torch.compile(gate_before_the_product, backend=backend)(*inputs)
-    assert found[0].fused and "attention_with_lse" in found[0].call
-    assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 2
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+def test_lse_is_verified(spelling):
+    (finding,) = verified(spelling, qkv())
+    assert finding.fused and finding.call.startswith("fa::attention_with_lse(")
+    assert torch._dynamo.utils.counters["fa_ops"]["verified"] == 2  # the result and the lse
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

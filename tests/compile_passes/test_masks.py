@@ -5,7 +5,7 @@ keys.
 import pytest
 import torch
 
-from tests.compile_passes.helpers import assert_same, check, fuse, qkv, results
+from tests.compile_passes.helpers import assert_same, check, fuse, qkv, results, verified
 
 INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -349,6 +349,9 @@ def test_several_masks_make_rows_without_keys(change, dynamic):
     inputs = (*qkv(Hkv=2), keep, torch.randn(4, 12, 12))
     fusion = check(function, inputs, dynamic=dynamic)
     assert fusion.findings[0].masks == "dense attn_mask"
+    if not dynamic:
+        (finding,) = verified(function, inputs)
+        assert finding.fused, finding
 
 
 @pytest.mark.parametrize("kind", ["added", "added a little", "filled"])
@@ -357,7 +360,10 @@ def test_rows_without_keys_under_a_softcap(kind):
         capped = torch.tanh(q @ k.mT * 2.0 / 5.0) * 5.0
         return padded(kind, keep)(capped).softmax(-1) @ v
 
-    check(function, (*qkv(), padding()))
+    inputs = (*qkv(), padding())
+    check(function, inputs)
+    (finding,) = verified(function, inputs)
+    assert finding.fused, finding
 
 
 def test_rows_without_keys_under_a_negative_scale():
