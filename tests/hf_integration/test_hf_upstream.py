@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 import transformers
+import typer
 
-from hf_integration.upstream import families, report, run, source
+from hf_integration.upstream import families, report, run
+from hf_integration.upstream.__main__ import main
 
 TESTS = """
 import torch
@@ -59,17 +61,13 @@ def folder(tmp_path):
     return make
 
 
-def command(*args: str, code: int = 0) -> str:
-    line = [sys.executable, "-m", "hf_integration.upstream", *args]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
-    assert done.returncode == code, done.stderr
-    return " ".join((done.stdout + done.stderr).replace("│", " ").split())
-
-
+@pytest.mark.slow
 def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path):
     pytest.importorskip("parameterized")
     file = tmp_path / "results.json"
-    out = command(str(folder()), "--models", "llama", "--json", str(file), code=1)
+    line = [sys.executable, "-m", "hf_integration.upstream", str(folder()), "--models", "llama"]
+    done = subprocess.run([*line, "--json", str(file)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1, done.stderr
     runs = json.loads(file.read_text())["llama"]
     outcomes = {name: [test[0] for test in found.values()] for name, found in runs.items()}
     passed = ["passed", "skipped", "passed", "skipped"]  # in the order of their names
@@ -83,8 +81,8 @@ def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path):
     assert calls == [layers, 0, layers, 0]
     assert runs["fa_ops for flash_attention_2"]["test_flash_attn_2_runs"][1] == layers
     row = "| llama | 2 / 0 / 2 | 1 / 1 / 2 | 1 / 0 / 0 | 1 | 4 |"
-    assert row in out
-    assert "llama: test_with_sdpa_alone: AssertionError" in out
+    assert row in done.stdout
+    assert "llama: test_with_sdpa_alone: AssertionError" in done.stdout
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -100,11 +98,17 @@ def test_every_family_runs_forward(family):
 
 def test_bad_arguments_are_named(folder, tmp_path):
     pytest.importorskip("parameterized")
-    assert "no model is called 'lama': llama" in command(str(folder()), "--models", "lama", code=2)
-    out = command(str(folder("4.0.0")), code=2)
-    assert f"is transformers 4.0.0, installed is {transformers.__version__}" in out
-    with pytest.raises(ValueError, match="has no PKG-INFO beside tests/test_modeling_common.py"):
-        source.version(tmp_path / "tests")
+
+    def refused(path, families: str) -> str:
+        with pytest.raises(typer.BadParameter) as error:
+            main(path, families)
+        return str(error.value)
+
+    assert refused(folder(), "lama").startswith("no model is called 'lama': llama, qwen2")
+    installed = transformers.__version__
+    assert f"transformers 4.0.0, installed is {installed}" in refused(folder("4.0.0"), "llama")
+    found = refused(tmp_path / "tests", "llama")
+    assert found.endswith("has no PKG-INFO beside tests/test_modeling_common.py")
 
 
 def test_what_did_not_run_is_no_pass():
