@@ -33,6 +33,7 @@ def attention_with_kv_cache(
     num_splits: int = 0,
     batch_invariant: bool = False,
     key_ranges: Tensor | None = None,
+    unified_max: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,6 +87,10 @@ def attention_with_kv_cache(
             half-open ``[key_ranges[b, 0, 0, 0], key_ranges[b, 0, 0, 1])`` alone, which is clamped
             to ``[0, length]``. Positions stay what they are. Where the cache begins with padding,
             ``[padding, length)`` is the range, and the padding is neither read nor waited for.
+        unified_max: float32 ``(Hq,)``, about the largest score of each head, from calibration, in
+            units of scores (``query @ key * scale``, softcap and ALiBi applied). Softmax may then
+            start from it instead of following a maximum. No result depends on it: where it is too
+            far off, rows are computed once more, as without it. The triton backend uses it.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`attention`.
 
@@ -100,7 +105,8 @@ def attention_with_kv_cache(
         NotImplementedError: no backend, or not the one named, can run the call; says why.
 
     Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding; Kwon et al.,
-    PagedAttention, https://arxiv.org/abs/2309.06180.
+    PagedAttention, https://arxiv.org/abs/2309.06180; Hong et al., FlashDecoding++
+    (``unified_max``), https://arxiv.org/abs/2311.01282.
 
     Example:
         >>> k, v = (torch.zeros(1, 128, 2, 64).transpose(1, 2) for _ in range(2))
@@ -111,7 +117,7 @@ def attention_with_kv_cache(
     """
     tensors = (
         kv_lens, page_table, key, value, alibi_slopes, sinks, k_scale, v_scale, rotary_cos,
-        rotary_sin, key_ranges,
+        rotary_sin, key_ranges, unified_max,
     )  # fmt: skip
     plain = (
         is_causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant, backend
@@ -130,7 +136,7 @@ def attention_with_kv_cache(
     options.pop("kv_lens", None)
     optional = {
         "k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-        "key_ranges": key_ranges,
+        "key_ranges": key_ranges, "unified_max": unified_max,
     }  # fmt: skip
     for name, x in optional.items():
         if x is not None:
@@ -179,11 +185,14 @@ def _key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, plain: tuple) -> tu
 
 
 def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
-    (kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin, ranges) = tensors
+    (
+        kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin, ranges, guesses
+    ) = tensors  # fmt: skip
     (causal, scale, window, softcap, interleaved, splits, invariant, backend) = plain
     left, right = (-1, -1) if window is None else api.sides(window)
     return (
-        Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant),
+        Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant,
+              guesses),
         Spec(None, 0.0, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges,
              None, False, backend),
     )  # fmt: skip

@@ -44,7 +44,7 @@ def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, s
     Those of values need a CPU tensor, and kernels want small tensors contiguous: such calls go the
     long way.
     """
-    small = (cache.page_table, *cache[3:7], *spec[7:11])
+    small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
     new = cache.key is None or cache.key.numel() > 0
     if key in _runs or not (q.is_cuda and plain and new and q.numel() and k.numel()):

@@ -56,6 +56,8 @@ class Cache(NamedTuple):
     rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
     num_splits: int = 0  # pieces that a row's keys are cut into; 0: the backend's choice
     batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
+    # fp32 (Hq,): about the largest score of each head, which no result depends on
+    unified_max: Tensor | None = None
 
 
 class Gradients(NamedTuple):

@@ -14,6 +14,7 @@ from fa_ops.ops.checks import need
 from fa_ops.types import Cache, Spec
 
 FP8 = torch.float8_e4m3fn
+_SMALL = ("page_table", "k_scale", "v_scale", "rotary_cos", "rotary_sin", "unified_max")
 
 
 def cached(
@@ -42,6 +43,7 @@ def cached(
     _new(q, v, cache, B, Hkv)
     _scales(q, k, cache, B, Hkv)
     _rotary(q, cache, D)
+    _unified_max(q, cache.unified_max, Hq)
     need(cache.num_splits >= 0, "num_splits must not be negative, got {}", cache.num_splits)
     both = cache.batch_invariant and cache.num_splits > 0
     need(not both, "batch_invariant fixes the length of a split: num_splits must be 0, got {}",
@@ -54,11 +56,7 @@ def cached(
     checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
-    small = {
-        name: t.contiguous()
-        for name in ("page_table", "k_scale", "v_scale", "rotary_cos", "rotary_sin")
-        if (t := getattr(cache, name)) is not None
-    }
+    small = {name: t.contiguous() for name in _SMALL if (t := getattr(cache, name)) is not None}
     return (cache._replace(**small) if small else cache), checks.compact(spec)
 
 
@@ -110,6 +108,14 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
             ranks.add(t.dim())
     need(len(ranks) < 2, "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages, "
          "(pages, 1, Hkv), got one of each")  # fmt: skip
+
+
+def _unified_max(q: Tensor, guesses: Tensor | None, Hq) -> None:
+    if guesses is not None:
+        checks.same_device(q, "unified_max", guesses)
+        need(guesses.dtype == torch.float32, "unified_max must be float32, got {}", guesses.dtype,
+             error=TypeError)  # fmt: skip
+        checks.has_shape("unified_max", guesses, (Hq,))
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:

@@ -36,12 +36,13 @@ def bind(
     rotary_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    unified_max: Tensor | None = None,
     **options,
 ) -> tuple[Cache, Spec]:
     """The operators' arguments after the caches."""
     cache = Cache(
         page_table, key, value, k_scale, v_scale, rotary_cos, rotary_sin, rotary_interleaved,
-        num_splits, batch_invariant,
+        num_splits, batch_invariant, unified_max,
     )  # fmt: skip
     return cache, Spec(None, 0.0, is_causal, kv_lens=kv_lens, **options)
 

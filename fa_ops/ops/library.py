@@ -37,7 +37,7 @@ _CACHED = (
     "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
     "SymInt num_splits=0, bool batch_invariant=False, str? backend=None, "
-    "Tensor? key_ranges=None"
+    "Tensor? key_ranges=None, Tensor? unified_max=None"
 )
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 

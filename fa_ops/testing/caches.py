@@ -46,6 +46,8 @@ class CacheCase:
     num_splits: int = 0
     batch_invariant: bool = False
     lens: tuple[int, ...] | None = None
+    magnitude: float = 1.0  # of queries
+    unified_max: float | None = None  # what every head's largest score is said to be
     ranges: bool = False  # a run of keys for each row; the others are unused
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class CacheCase:
 
         lens = self.lens or torch.randint(self.S - self.new + 1, (self.B,), generator=g).tolist()
         kv_lens = torch.tensor(lens, dtype=torch.int32)
-        q, table = draw(self.B, self.Hq, self.Sq, self.D), None
+        q, table = draw(self.B, self.Hq, self.Sq, self.D) * self.magnitude, None
         if self.page_size:
             pages = -(-self.S // self.page_size)
             table = torch.randperm(self.B * pages + 3, generator=g)[: self.B * pages]
@@ -106,12 +108,16 @@ class CacheCase:
         )  # fmt: skip
         cache = Cache(
             page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
-            batch_invariant=self.batch_invariant, **fields,
+            batch_invariant=self.batch_invariant, unified_max=self._guesses(), **fields,
         )  # fmt: skip
         on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
         k = on(k)
         v = k[..., : self.Dv] if self.shared else on(v)
         return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
+
+    def _guesses(self) -> Tensor | None:
+        guess = self.unified_max
+        return None if guess is None else torch.full((self.Hq,), guess)
 
     def _slopes(self, g: torch.Generator) -> Tensor | None:
         if self.alibi is None:
@@ -158,6 +164,7 @@ def random_cache_case(seed: int, **fixed) -> CacheCase:
     if fields["num_splits"] == 0 and r.random() < 0.2:
         fields["batch_invariant"] = True
     fields["ranges"] = r.random() < 0.25
+    fields["unified_max"] = pick([None, None, None, 0.0, 2.0, -30.0])
     fields["page_scales"] = fields["fp8"] and fields["page_size"] > 0 and r.random() < 0.5
     return dataclasses.replace(CacheCase(), **(fields | fixed))
 

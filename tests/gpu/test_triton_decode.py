@@ -185,6 +185,17 @@ def test_attention_with_few_queries_is_decoding():
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("guess", [3.0, -100.0, 1e4, float("nan"), float("inf")])
+@pytest.mark.parametrize("magnitude", [1.0, 1e4])
+def test_a_unified_maximum_changes_no_result(magnitude, guess, dtype):
+    case = CacheCase(
+        Hq=8, S=3000, D=128, Dv=128, dtype=dtype, device="cuda", unified_max=guess,
+        magnitude=magnitude, lens=(3000, 70), sinks=guess < 0,
+    )  # fmt: skip
+    assert_cache_close(case, "triton")
+
+
 @pytest.mark.parametrize("Sq", [1, 4])
 def test_left_padded_batches_are_decoding(Sq):
     q = torch.randn(3, 8, Sq, 128, device="cuda", dtype=torch.bfloat16)

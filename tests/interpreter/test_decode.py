@@ -45,6 +45,15 @@ FEATURES = {
         "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
         "Hkv": 1, "Sq": 2, "ranges": True,
     },
+    "a maximum that is near": {"unified_max": 2.0, "S": 300, "sinks": True, "Sq": 2},
+    "a maximum that is too low": {"unified_max": -90.0, "S": 300, "lens": (300, 0)},
+    "a maximum that is too high": {"unified_max": 1e4, "num_splits": 2, "S": 100},
+    "a maximum that is not a number": {"unified_max": float("nan"), "S": 100},
+    "scores of 1e4": {"unified_max": 3.0, "magnitude": 1e4, "S": 300},
+    "fp8 with a maximum": {
+        "unified_max": 3.0, "fp8": True, "dtype": torch.float16, "page_size": 64, "S": 300,
+        "page_scales": True, "magnitude": 4.0,
+    },
     "everything": {
         "Sq": 4, "is_causal": True, "window": (50, 3), "softcap": 3.0, "alibi": "batch_heads",
         "sinks": True, "page_size": 16, "scale": -0.4, "D": 40, "Dv": 24,
@@ -141,6 +150,15 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
     "fp8, shared, scales of pages": {
         "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
         "Hkv": 1, "Sq": 2, "ranges": True,
+    },
+    "a maximum that is near": {"unified_max": 2.0, "S": 300, "sinks": True, "Sq": 2},
+    "a maximum that is too low": {"unified_max": -90.0, "S": 300, "lens": (300, 0)},
+    "a maximum that is too high": {"unified_max": 1e4, "num_splits": 2, "S": 100},
+    "a maximum that is not a number": {"unified_max": float("nan"), "S": 100},
+    "scores of 1e4": {"unified_max": 3.0, "magnitude": 1e4, "S": 300},
+    "fp8 with a maximum": {
+        "unified_max": 3.0, "fp8": True, "dtype": torch.float16, "page_size": 64, "S": 300,
+        "page_scales": True, "magnitude": 4.0,
     },
     "everything": {
             "kv_lens": True, "is_causal": True, "window": (300, 0), "softcap": 3.0, "sinks": True,

@@ -92,6 +92,7 @@ WRONG = {
         {"case": CASES["fp8"], "k_scale": torch.ones(2, 1, 2)},
     "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages":
         {"case": FP8_PAGED, "k_scale": torch.ones(2, 2)},
+    "unified_max must have shape (4,), got (2,)": {"unified_max": torch.zeros(2)},
     "num_splits must not be negative, got -1": {"num_splits": -1},
     "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 4, 1, 2)":
         {"key_ranges": torch.zeros(2, 4, 1, 2, dtype=torch.int32)},
@@ -113,6 +114,8 @@ WRONG_TYPES = {
         {"value_cache": torch.zeros(2, 2, 20, 16).double()},
     "kv_lens must be int32, got int64": {"kv_lens": lens(1, 2, dtype=torch.int64)},
     "key is float16, but query is float32": {"key": torch.zeros(2, 2, 2, 16).half()},
+    "unified_max must be float32, got float64": {"unified_max": torch.zeros(4).double()},
+    "unified_max must be a Tensor, got float": {"unified_max": 3.0},
     "key_ranges must be int32, got int64": {"key_ranges": torch.zeros(2, 1, 1, 2).long()},
     "key_ranges must be a Tensor, got list": {"key_ranges": [0, 5]},
     "kv_lens must be a Tensor, got list": {"kv_lens": [1, 2]},

@@ -47,10 +47,11 @@ class Memory(NamedTuple):
     Dv: int
     k_scale: Tensor | None
     v_scale: Tensor | None
+    guesses: Tensor | None  # of each query head's largest score
 
     @staticmethod
     def of(k: Tensor, v: Tensor, cache: Cache) -> Memory:
-        rest = (v.shape[3], cache.k_scale, cache.v_scale)
+        rest = (v.shape[3], cache.k_scale, cache.v_scale, cache.unified_max)
         table = cache.page_table
         if k.dtype == _FP8:
             k, v = _in_pairs("key_cache", k), _in_pairs("value_cache", v)
@@ -60,6 +61,9 @@ class Memory(NamedTuple):
         _, size, Hkv, _ = k.shape
         capacity = size * table.shape[1]
         return Memory(k, v, (kb, k2, k1, vb, v2, v1), Hkv, capacity, size, table, *rest)
+
+    def small(self) -> tuple[Tensor | None, ...]:
+        return self.table, self.k_scale, self.v_scale, self.guesses
 
 
 def _in_pairs(name: str, x: Tensor) -> Tensor:
@@ -123,8 +127,8 @@ def prepare_cached(
             rest = (new, cache.num_splits, cache.batch_invariant)
             call = known[addresses] = _bind(q, Memory.of(k, v, cache), spec, *rest)
         return call(
-            q, k, v, cache.page_table, cache.k_scale, cache.v_scale, spec.alibi_slopes, spec.sinks,
-            spec.kv_lens, spec.key_ranges,
+            q, k, v, cache.page_table, cache.k_scale, cache.v_scale, cache.unified_max,
+            spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges,
         )  # fmt: skip
 
     return run
@@ -146,7 +150,7 @@ def decode(
     m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
     small = (None if t is None else t.contiguous() for t in small)
     call = _bind(q, memory, spec, new, splits, invariant)
-    return call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small)
+    return call(q, m.key, m.value, *m.small(), *small)
 
 
 def _bind(
@@ -180,7 +184,9 @@ def _bind(
     pages = memory.key.shape[0]
     ranges_stride = 0 if spec.key_ranges is None or spec.key_ranges.shape[0] == 1 else 2
 
-    def call(q, k, v, table, k_scale, v_scale, slopes, sinks, kv_lens, ranges, at=_address):
+    def call(
+        q, k, v, table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges, at=_address
+    ):  # fmt: skip
         out, lse, partial, partial_lse = (empty(*shape) for shape in shapes)
         if Sq == 0:
             return out, lse
@@ -190,7 +196,7 @@ def _bind(
         split_args = (
             at(q), at(k), at(v), *results, *pieces, *strides, *sizes, at(table), table_stride,
             pages, at(k_scale), at(v_scale), scale, cap, at(slopes), slopes_stride, sinks, kv_lens,
-            ranges, ranges_stride, left, right,
+            ranges, ranges_stride, at(guesses), left, right,
         )  # fmt: skip
         merge_args = (*pieces, *results, *sizes, sinks, kv_lens, ranges, ranges_stride, left)
         if at is not _address:
@@ -203,9 +209,7 @@ def _bind(
     if plan.split is None and Sq:
         small = (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
         m = memory
-        plan = plan.compile(
-            call(q, m.key, m.value, m.table, m.k_scale, m.v_scale, *small, at=lambda t: t)
-        )
+        plan = plan.compile(call(q, m.key, m.value, *m.small(), *small, at=lambda t: t))
     return call
 
 
@@ -237,10 +241,10 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     # pieces of a row that has its share of the programs; longer ones take a few turns
     parts = min(MERGE_PARTS, padded(2 + 2 * sms // max(1, B * memory.Hkv)))
     of_pages = scales_of_pages(memory.k_scale, memory.v_scale)
-    scaled = (memory.k_scale is not None, memory.v_scale is not None, of_pages)
+    given = (*(t is not None for t in memory.small()), of_pages)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
-        light, chunk, parts, scaled, precision(q.dtype), q.get_device(),
+        light, chunk, parts, given, precision(q.dtype), q.get_device(),
     )  # fmt: skip
     plan = _launches.get(key)
     if plan is not None:

@@ -15,6 +15,14 @@ tiles, which leaves a row's bits alone when its batch changes.
 import triton
 import triton.language as tl
 
+from fa_ops.backends.triton.decode_line import (
+    find_tile,
+    owner_of,
+    row_tiles,
+    run_of,
+    stretch,
+    tiles_before,
+)
 from fa_ops.backends.triton.launch import INTERPRETED
 from fa_ops.backends.triton.primitives import LN2, LOG2E, attended, tanh
 
@@ -22,105 +30,24 @@ BITWISE = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def run_of(ranges, ranges_stride, b, batch, length):
-    """Keys [begin, end) of rows b of the batch, in `length` or fewer."""
-    at = ranges + b * ranges_stride
-    begin = tl.maximum(tl.load(at, mask=b < batch, other=0), 0)
-    end = tl.minimum(tl.load(at + 1, mask=b < batch, other=0), length)
-    return begin, tl.maximum(end, 0)
-
-
-@triton.jit
-def row_tiles(
-    kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """(length, first tile, tiles) of rows b of the batch, a number or a vector; 0 beyond it."""
-    length = capacity
-    if kv_lens is not None:
-        length = tl.load(kv_lens + b, mask=b < batch, other=0) + new
-        length = tl.minimum(tl.maximum(length, 0), capacity)
-    length = tl.where(b < batch, length, 0)
-    begin, end = length * 0, length
-    if ranges is not None:
-        begin, end = run_of(ranges, ranges_stride, b, batch, length)
-    if window_left is not None:
-        begin = tl.maximum(length - Sq - window_left, begin)
-    first = begin // BLOCK_N
-    return length, first, tl.maximum(tl.cdiv(end, BLOCK_N) - first, 0)
-
-
-@triton.jit
-def find_tile(
-    kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, tile,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """(row, tiles before it) of tile number `tile` of the line, and the line's length."""
-    b, base, before = 0, 0, 0
-    for chunk in range(0, batch, CHUNK):
-        u = chunk + tl.arange(0, CHUNK)
-        _, _, tiles = row_tiles(
-            kv_lens, ranges, ranges_stride, u, batch, capacity, new, Sq, window_left, BLOCK_N
-        )
-        ends = before + tl.cumsum(tiles, 0) * units
-        passed = (ends <= tile) & (u < batch)
-        b += tl.sum(passed.to(tl.int32), 0)
-        base = tl.maximum(base, tl.max(tl.where(passed, ends, 0), 0))
-        before += tl.sum(tiles, 0) * units
-    return b, base, before
-
-
-@triton.jit
-def tiles_before(
-    kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, b,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Tiles of one unit of the rows before b, and of all rows."""
-    before, total = 0, 0
-    for chunk in range(0, batch, CHUNK):
-        u = chunk + tl.arange(0, CHUNK)
-        _, _, tiles = row_tiles(
-            kv_lens, ranges, ranges_stride, u, batch, capacity, new, Sq, window_left, BLOCK_N
-        )
-        before += tl.sum(tl.where(u < b, tiles, 0), 0)
-        total += tl.sum(tiles, 0)
-    return before, total
-
-
-@triton.jit
-def stretch(pid, total, programs):
-    """Tiles [first, last) of a program, as equal as can be; no more programs than tiles have any.
-
-    `owner_of` is its inverse.
-    """
-    programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
-    first = (pid * total.to(tl.int64)) // programs
-    last = (pid + 1) * total.to(tl.int64) // programs
-    idle = pid >= programs
-    return tl.where(idle, total, first).to(tl.int32), tl.where(idle, 0, last).to(tl.int32)
-
-
-@triton.jit
-def owner_of(tile, total, programs):
-    programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
-    return (((tile.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
-
-
-@triton.jit
 def attend_piece(
     q, k, v, table, b, h, m0, first, last, begin, end, length,
     q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-    Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right,
+    Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right, guess,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum.
+    """Softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum; overflow.
 
     q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
     at the batch element's pages, slopes at the kv head's first query head, k_scales and v_scales
     at the kv head's scale of page 0 where pages have their own. Keys are attended below `end`, and
     from `begin` on unless that is None.
+
+    `guess` None: online, with a running maximum. Else it points at what to take for the maximum of
+    the kv head's first query head, in units of scores, and the loop neither reduces nor rescales;
+    whether a row's own maximum is so far from it that weights lose their precision comes last.
     """
     FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
     PACK: tl.constexpr = 2 if FP8 else 1
@@ -149,8 +76,13 @@ def attend_piece(
     shift = length - Sq
     steps = tl.arange(0, BLOCK_N)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    den = tl.zeros([BLOCK_M], tl.float32)
+    if guess is None:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        den = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        m = tl.load(guess + head, mask=rows, other=0.0) * LOG2E
+        den = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        highest = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
     acc_odd = acc
     v_top = 0.0  # the largest scale of values so far; acc is in its units
@@ -208,12 +140,18 @@ def attend_piece(
         if PAGE > 0 or begin is not None:
             keep = keep & there[None, :]
         s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - base[:, None])
-        alpha = tl.exp2(m - base)
-        den = den * alpha + tl.sum(p, 1)
-        m = m_new
+        if guess is None:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - base[:, None])
+            alpha = tl.exp2(m - base)
+            den = den * alpha + tl.sum(p, 1)
+            m = m_new
+        else:
+            highest = tl.maximum(highest, s)
+            p = tl.exp2(s - m[:, None])
+            den += p
+            alpha = tl.full([BLOCK_M], 1.0, tl.float32)
         if v_scales is not None:
             v_scale = tl.load(v_scales + known * Hkv, mask=there, other=0.0)
             v_top_new = tl.maximum(v_top, tl.max(tl.abs(v_scale), 0))
@@ -221,20 +159,33 @@ def attend_piece(
             alpha *= v_top / unit
             p *= (v_scale / unit)[None, :]
             v_top = v_top_new
-        acc = acc * alpha[:, None]
+        if guess is None or v_scales is not None:
+            acc = acc * alpha[:, None]
+            if FP8:
+                acc_odd = acc_odd * alpha[:, None]
         vt = kt if SHARED else load_keys(v_rows, there, cols_v, Dv, PACK, BLOCK_DV)
         if FP8:
             if SHARED:
                 v_odd = k_odd
             else:
                 vt, v_odd = unpacked(vt)
-            acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * alpha[:, None])
+            acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd)
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
     if FP8:
         acc = tl.interleave(acc, acc_odd)
     if v_scales is not None:
         acc *= v_top
-    return m, den, acc
+    overflow = tl.full([], 0, tl.int1)
+    if guess is not None:
+        # weights of half precision: the smaller ones of fp16 lose no more than 2**-17 of the whole
+        low = -8.0 if FP8 or q.dtype.element_ty == tl.float16 else -32.0
+        high = 15.0 if FP8 or q.dtype.element_ty == tl.float16 else 32.0
+        den, top_score = tl.sum(den, 1), tl.max(highest, 1)
+        some = top_score > float("-inf")
+        near = (top_score - m >= low) & (top_score - m <= high)
+        overflow = tl.max((rows & some & (near == 0)).to(tl.int32), 0) > 0
+        m = tl.where(some, m, float("-inf"))
+    return m, den, acc, overflow
 
 
 @triton.jit
@@ -337,7 +288,7 @@ def split_kernel(
     batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32, capacity: tl.int32,
     new: tl.int32, splits: tl.int32, table, table_stride: tl.int64, pages: tl.int32,
     k_scale, v_scale, scale: tl.float32, cap, slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    ranges, ranges_stride: tl.int32, window_left, window_right,
+    ranges, ranges_stride: tl.int32, guesses, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -348,7 +299,8 @@ def split_kernel(
 
     k_scale and v_scale are (B, Hkv), or with PAGE_SCALES (pages, Hkv).
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
-    (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2.
+    (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2. `guesses`
+    (Hq,) are maxima to start from, and pieces for which they are no good are computed once more.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(group * Sq, BLOCK_M)
@@ -413,14 +365,20 @@ def split_kernel(
                 begin, end = run_of(ranges, ranges_stride, b, batch, length)
             if slopes is not None:
                 slopes_at = slopes + b * slopes_stride_b + h * group
-            m, den, acc = attend_piece(
-                q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first, origin + last,
-                begin, end, length, q_stride_h, q_stride_s,
-                k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-                Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
-                window_left, window_right,
-                D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION, STAGES,
-            )  # fmt: skip
+            guess, overflow = None, None
+            if guesses is not None:
+                guess = guesses + h * group
+            for attempt in tl.static_range(1 if guesses is None else 0, 2):
+                if overflow is None or overflow:
+                    m, den, acc, overflow = attend_piece(
+                        q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first,
+                        origin + last, begin, end, length, q_stride_h, q_stride_s,
+                        k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+                        Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
+                        window_left, window_right, guess if attempt == 0 else None,
+                        D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION,
+                        STAGES,
+                    )  # fmt: skip
             if v_scale is not None and not PAGE_SCALES:
                 acc *= tl.load(v_scale + b * Hkv + h)
             if whole:
