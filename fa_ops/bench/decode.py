@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Optional
@@ -27,93 +29,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
+from fa_ops import dispatch
 from fa_ops.backends import reference
 from fa_ops.bench import report, timing
+from fa_ops.bench.decode_problems import PRESETS, Data, Problem
 from fa_ops.types import Spec
 
-COLD_BYTES = 320 * 2**20  # what a graph walks over at least: several L2s
 ROUNDS = 5
+GRAPH_BYTES = 4e9  # what a graph need not read more than
 console = Console()
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call: B rows of one query token against S cached keys. Dv = 0: as D."""
-
-    B: int
-    S: int
-    Hq: int = 32
-    Hkv: int = 8
-    D: int = 128
-    Dv: int = 0
-    page: int = 0
-    fp8: bool = False
-    ragged: bool = False  # lengths from 1 to S
-    unsplit: bool = False  # ours with a single split
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        words = [f"B{self.B} {self.S}", f"{self.Hq}/{self.Hkv} D{self.D}"]
-        words += [f"page {self.page}"] if self.page else []
-        words += [word for word in ("fp8", "ragged", "unsplit") if getattr(self, word)]
-        return " ".join(words)
-
-    @property
-    def cached(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self.fp8 else self.dtype
-
-    @property
-    def shared(self) -> bool:
-        """Whether the values are a view of the keys, as in MLA."""
-        return self.Dv not in (0, self.D)
-
-    def lengths(self) -> list[int]:
-        if not self.ragged:
-            return [self.S] * self.B
-        return [1 + (self.S - 1) * b // max(self.B - 1, 1) for b in range(self.B)]
-
-    def bytes(self) -> int:
-        """What must be read: keys and values that are there."""
-        width = self.D if self.shared else 2 * self.D
-        return sum(self.lengths()) * self.Hkv * width * self.cached.itemsize
-
-
-class Data:
-    """Queries and several caches on the device."""
-
-    def __init__(self, problem: Problem) -> None:
-        p = problem
-        g = torch.Generator("cuda").manual_seed(0)
-        numbers = p.B * p.S * p.Hkv * p.D
-        each = numbers * p.cached.itemsize * (1 if p.shared else 2)
-        self.count = max(2, min(64, -(-COLD_BYTES // each))) if each < 2**33 else 1
-        self.q = torch.randn(p.B, p.Hq, 1, p.D, device="cuda", dtype=p.dtype, generator=g)
-        self.lens = torch.tensor(p.lengths(), dtype=torch.int32, device="cuda")
-        self.caches = []
-        for _ in range(self.count):
-            k = self._draw(numbers, g, p)
-            self.caches.append((k, k if p.shared else self._draw(numbers, g, p)))
-        self.table = None
-        if p.page:
-            pages = p.B * (p.S // p.page)
-            order = torch.randperm(pages, generator=g, device="cuda", dtype=torch.int32)
-            self.table = order.view(p.B, -1)
-
-    @staticmethod
-    def _draw(numbers: int, g: torch.Generator, p: Problem) -> Tensor:
-        x = torch.empty(numbers, device="cuda", dtype=p.cached)
-        for part in x.split(2**28):
-            part.copy_(torch.randn(part.shape, device="cuda", generator=g, dtype=p.dtype))
-        return x
-
-    def view(self, x: Tensor, p: Problem, layout: str) -> Tensor:
-        """The flat memory as (B, Hkv, S, D), in either order, or as pages."""
-        if p.page:
-            return x.view(-1, p.page, p.Hkv, p.D)
-        if layout == "bhsd":
-            return x.view(p.B, p.Hkv, p.S, p.D)
-        return x.view(p.B, p.S, p.Hkv, p.D).transpose(1, 2)
-
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -129,14 +53,22 @@ class Implementation:
     context: Callable = contextlib.nullcontext
 
 
-def _ours(p: Problem, data: Data) -> Call:
-    width = p.Dv or p.D
-    splits = {"num_splits": 1} if p.unsplit else {}
+def _ours(backend: str | None) -> list[Implementation]:
+    """The operator with one backend, over both layouts of a cache."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return fa_ops.attention_with_kv_cache(q, k, v[..., :width], data.lens, data.table, **splits)
+    def build(p: Problem, data: Data) -> Call:
+        width = p.Dv or p.D
+        options = {"num_splits": 1} if p.unsplit else {}
+        if p.unified:  # scores are as if drawn from a normal distribution
+            options["unified_max"] = torch.full((p.Hq,), 4.0, device="cuda")
+        call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **options)
+        return lambda q, k, v: call(q, k, v[..., :width], data.lens, data.table)
 
-    return call
+    name = f"fa_ops {backend}" if backend else "fa_ops"
+    return [
+        Implementation(name, build, ours=True),
+        Implementation(f"{name} bshd", build, "bshd", ours=True),
+    ]
 
 
 def _plain(p: Problem) -> None:
@@ -177,45 +109,12 @@ def _flash_attn_3(p: Problem, data: Data) -> Call:
     return call
 
 
-IMPLEMENTATIONS = [
-    Implementation("fa_ops", _ours, ours=True),
-    Implementation("fa_ops bshd", _ours, "bshd", ours=True),
+PEERS = [
     _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     _sdpa("flash", SDPBackend.FLASH_ATTENTION),
     Implementation("flash-attn 3", _flash_attn_3, "bshd"),
     Implementation("flex", _flex),
 ]
-
-HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 64))
-
-
-def _grid() -> list[Problem]:
-    """Batches times lengths times heads, as far as one cache takes at most 36 GB."""
-    cells = [
-        Problem(B, S, *heads)
-        for heads in HEADS
-        for B in (1, 8, 64, 256)
-        for S in (1024, 4096, 8192, 32768, 131072)
-    ]
-    return [p for p in cells if p.bytes() <= 36e9]
-
-
-PRESETS: dict[str, Callable[[], list[Problem]]] = {
-    "issue": _grid,
-    "quick": lambda: [Problem(1, 1024), Problem(1, 8192), Problem(8, 8192), Problem(64, 4096)],
-    "paged": lambda: [
-        Problem(B, S, page=page)
-        for B, S in ((8, 8192), (64, 4096))
-        for page in (0, 256, 64, 16, 8, 1)
-    ],
-    "fp8": lambda: [Problem(B, 4096, fp8=fp8) for B in (8, 64) for fp8 in (False, True)],
-    "mla": lambda: [
-        Problem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
-    ],
-    "ragged": lambda: [Problem(64, 32768, ragged=True), Problem(64, 16384)],
-    "unsplit": lambda: [Problem(1, 131072), Problem(1, 131072, unsplit=True)],
-    "host": list,
-}
 
 
 def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
@@ -243,7 +142,7 @@ def _captured(implementation: Implementation, p: Problem, data: Data):
         error = ((found - expected).norm() / expected.norm()).item()
         if not error < 2e-2:
             raise AssertionError(f"WRONG: relative error {error:.2e}")
-        calls = data.count * max(1, -(-20 // data.count))
+        calls = data.count * max(1, -(-min(20, int(GRAPH_BYTES / p.bytes())) // data.count))
         for n in range(min(data.count, 3)):
             call(data.q, *caches[n])
         torch.cuda.synchronize()
@@ -261,54 +160,91 @@ def measure(
     data, graphs = Data(p), {}
     results: dict[str, float | str] = {}
     for implementation in implementations:
-        if p.page and implementation.name == "fa_ops bshd":
+        if p.page and implementation.ours and implementation.layout == "bshd":
             continue
         try:
             graphs[implementation.name] = _captured(implementation, p, data)
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             results[implementation.name] = f"{type(error).__name__}: {text[0][:140]}"
+    budget_ms /= ROUNDS
+    times = {n: max(1, math.ceil(budget_ms / _replay(g, 1))) for n, (g, _) in graphs.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, (graph, calls) in graphs.items():
-            samples[name].append(_time(graph, calls, budget_ms / ROUNDS))
-    return results | {name: statistics.median(times) for name, times in samples.items()}
+            samples[name].append(_replay(graph, times[name]) * 1e3 / calls)
+    return results | {name: statistics.median(us) for name, us in samples.items()}
 
 
-def _time(graph: torch.cuda.CUDAGraph, calls: int, budget_ms: float) -> float:
+def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Milliseconds of one replay of several."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay(times: int) -> float:
-        start.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    return replay(max(1, math.ceil(budget_ms / replay(1)))) * 1e3 / calls
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
 
 
 def _cell(p: Problem, us: float | str | None) -> str:
     return f"{us:.1f} {p.bytes() / us / 1e3:.0f}" if isinstance(us, float) else "-"
 
 
-def ratio(results: dict[str, float | str]) -> float | None:
-    """The best peer's time over ours in the layout of the first implementation."""
-    ours = results.get("fa_ops")
+def ratio(results: dict[str, float | str], ours: str = "fa_ops") -> float | None:
+    """The best peer's time over that of one of ours."""
+    us = results.get(ours)
     peers = [us for n, us in results.items() if not n.startswith("fa_ops") and type(us) is float]
-    return min(peers) / ours if peers and isinstance(ours, float) else None
+    return min(peers) / us if peers and isinstance(us, float) else None
+
+
+Rows = list[tuple[Problem, dict[str, float | str]]]
+
+
+def summaries(rows: Rows, ours: list[str]) -> Iterator[str]:
+    """A line for each kind of heads, and one for all of them."""
+    kinds = list(dict.fromkeys(p.heads for p, _ in rows))
+    for kind in [*kinds, None] if len(kinds) > 1 else kinds:
+        for name in ours:
+            shares = [
+                share
+                for p, results in rows
+                if kind in (None, p.heads) and (share := ratio(results, name)) is not None
+            ]
+            if shares:
+                mean = math.exp(sum(map(math.log, shares)) / len(shares))
+                yield (
+                    f"{kind or 'all heads'}: {name} is {min(shares):.2f}x to {max(shares):.2f}x of "
+                    f"the best peer, geometric mean {mean:.2f}x over {len(shares)} cells"
+                )
+
+
+def absences(rows: Rows) -> Iterator[str]:
+    """Who did not run what, and why."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for p, results in rows:
+        for name, reason in results.items():
+            if isinstance(reason, str):
+                reasons.setdefault((name, reason), []).append(str(p))
+    for (name, reason), problems in reasons.items():
+        yield f"{name} did not run {len(problems)} cells, as {problems[0]}: {reason}"
 
 
 def _rows(
-    problems: list[Problem], implementations: list[Implementation], budget: float
-) -> Iterator[tuple[Problem, dict[str, float | str]]]:
-    for p in problems:
+    problems: list[Problem], implementations: list[Implementation], budget: float, seconds: float
+) -> Rows:
+    """Results in the order of the problems, of which none is begun after so many seconds."""
+    rows, start = [], time.monotonic()
+    for n, p in enumerate(problems):
+        if seconds and time.monotonic() - start > seconds:
+            console.print(f"{len(problems) - n} cells were not begun within {seconds:.0f} seconds")
+            break
         results = measure(p, implementations, budget)
         torch.cuda.empty_cache()
         line = ", ".join(f"{n} {_cell(p, us)}" for n, us in results.items())
         Console(stderr=True, width=200).print(f"{p}: {line}", highlight=False)
-        yield p, results
+        rows.append((p, results))
+    return rows
 
 
 def host_microseconds() -> dict[str, float]:
@@ -327,47 +263,73 @@ def host_microseconds() -> dict[str, float]:
         "fa_ops.attention": lambda _: fa_ops.attention(q, k, v),
     }
     times = timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
-    return {name: time.ms * 1e3 for name, time in times.items()}
+    return {name: one.ms * 1e3 for name, one in times.items()}
 
 
 def main(
     preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
     only: Annotated[Optional[str], typer.Option(help="words in the names to run")] = None,  # noqa: UP045
-    heads: Annotated[Optional[str], typer.Option(help="only such heads, as 32/8")] = None,  # noqa: UP045
+    heads: Annotated[Optional[str], typer.Option(help="only such heads, as 32/8,64/8")] = None,  # noqa: UP045
+    backend: Annotated[Optional[str], typer.Option(help="ours side by side: triton,hopper")] = None,  # noqa: UP045
     json: Annotated[Optional[Path], typer.Option("--json", help="write every number here")] = None,  # noqa: UP045
     budget: Annotated[float, typer.Option(help="timed milliseconds of each cell")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,
 ) -> None:
     """One token against a cache, in a CUDA graph over cold caches: microseconds and GB/s."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("decoding is measured on CUDA, and torch sees no such device")
     if preset not in PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
+    problems, ours = _chosen(preset, heads), _named(backend)
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("decoding is measured on CUDA, and torch sees no such device")
     if preset == "host":
         for name, us in host_microseconds().items():
             console.print(f"host time of an eager call, {name}: {us:.1f} us")
         return
     words = only.split(",") if only else [""]
-    chosen = [i for i in IMPLEMENTATIONS if any(word in i.name for word in words)]
-    problems = [p for p in PRESETS[preset]() if heads in (None, f"{p.Hq}/{p.Hkv}")]
+    chosen = [i for i in [*ours, *PEERS] if any(word in i.name for word in words)]
     with torch.no_grad():
-        rows = list(_rows(problems, chosen, budget))
-    table = Table(title=f"decode, {torch.cuda.get_device_name()}: us and GB/s of keys and values")
-    for name in ("problem", *(i.name for i in chosen), "vs best peer"):
-        table.add_column(escape(name), justify="right", no_wrap=True)
-    for p, results in rows:
-        share = ratio(results)
-        cells = [_cell(p, results.get(i.name)) for i in chosen]
-        table.add_row(str(p), *cells, "-" if share is None else f"{share:.2f}x")
-    console.width = max(console.width, 160)
-    console.print(table)
-    shares = [share for _, results in rows if (share := ratio(results)) is not None]
-    if shares:
-        mean = math.exp(sum(map(math.log, shares)) / len(shares))
-        console.print(f"against the best peer: {min(shares):.2f}x to {max(shares):.2f}x, "
-                      f"geometric mean {mean:.2f}x over {len(shares)} cells")  # fmt: skip
+        rows = _rows(problems, chosen, budget, seconds)
+    compared = [i.name for i in chosen if i.ours and i.layout == "bhsd"]
+    _print(rows, [i.name for i in chosen], compared)
     if json is not None:
         records = [
             dataclasses.asdict(p) | {"dtype": str(p.dtype), "bytes": p.bytes(), "results": results}
             for p, results in rows
         ]
         report.write_json(json, "cuda", "decode", records)
+
+
+def _chosen(preset: str, heads: str | None) -> list[Problem]:
+    """The preset's problems with the heads asked for."""
+    problems = PRESETS[preset]()
+    known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)
+    wanted = heads.split(",") if heads else known
+    for one in wanted:
+        if one not in known:
+            raise typer.BadParameter(f"no heads of {preset!r} are {one!r}: {', '.join(known)}")
+    return [p for p in problems if f"{p.Hq}/{p.Hkv}" in wanted]
+
+
+def _named(backends: str | None) -> list[Implementation]:
+    """Ours: what is chosen by itself, or each backend that is named."""
+    names = backends.split(",") if backends else [None]
+    for name in names:
+        if name not in (None, *dispatch.AUTO["cuda"]):
+            known = ", ".join(dispatch.AUTO["cuda"])
+            raise typer.BadParameter(f"no backend that decodes on CUDA is called {name!r}: {known}")
+    return [one for name in names for one in _ours(name)]
+
+
+def _print(rows: Rows, names: list[str], compared: list[str]) -> None:
+    table = Table(title=f"decode, {torch.cuda.get_device_name()}: us and GB/s of keys and values")
+    ratios = [f"best peer / {name}" for name in compared]
+    for name in ("problem", *names, *ratios):
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    for p, results in rows:
+        shares = [ratio(results, name) for name in compared]
+        cells = [_cell(p, results.get(name)) for name in names]
+        table.add_row(str(p), *cells, *("-" if s is None else f"{s:.2f}x" for s in shares))
+    console.width = max(console.width, 160)
+    console.print(table)
+    for line in (*absences(rows), *summaries(rows, compared)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -32,6 +32,53 @@ def test_the_ratio_is_against_the_fastest_peer_that_ran():
     results = {"fa_ops": 10.0, "fa_ops bshd": 5.0, "a": 8.0, "b": 9.0, "c": "did not run"}
     assert ratio(results) == 0.8
     assert ratio({"fa_ops": 10.0, "c": "did not run"}) is None
+    assert ratio({"fa_ops triton": 10.0, "fa_ops hopper": 8.0, "a": 9.0}, "fa_ops hopper") == 1.125
+
+
+def test_backends_stand_side_by_side():
+    names = [i.name for i in decode._named("triton,hopper")]
+    assert names == ["fa_ops triton", "fa_ops triton bshd", "fa_ops hopper", "fa_ops hopper bshd"]
+    assert [i.name for i in decode._named(None)] == ["fa_ops", "fa_ops bshd"]
+
+
+def test_means_are_of_each_kind_of_heads():
+    wide, narrow = Problem(1, 1024), Problem(1, 1024, 64, 8, 64)
+    rows = [
+        (wide, {"fa_ops": 10.0, "a": 5.0}),
+        (wide, {"fa_ops": 10.0, "a": 20.0}),
+        (narrow, {"fa_ops": 10.0, "a": 40.0}),
+        (narrow, {"fa_ops": "NotImplementedError: no", "a": 40.0}),
+    ]
+    assert list(decode.summaries(rows, ["fa_ops"])) == [
+        "32/8 D128: fa_ops is 0.50x to 2.00x of the best peer, geometric mean 1.00x over 2 cells",
+        "64/8 D64: fa_ops is 4.00x to 4.00x of the best peer, geometric mean 4.00x over 1 cells",
+        "all heads: fa_ops is 0.50x to 4.00x of the best peer, geometric mean 1.59x over 3 cells",
+    ]
+    assert list(decode.absences(rows)) == [
+        "fa_ops did not run 1 cells, as B1 1024 64/8 D64: NotImplementedError: no"
+    ]
+
+
+def test_no_cell_is_begun_behind_the_time(monkeypatch, capsys):
+    clock = iter([0.0, 1.0, 2.0, 9.0])
+    monkeypatch.setattr(decode.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(decode, "measure", lambda p, implementations, budget: {"fa_ops": 1.0})
+    problems = [Problem(1, 1024)] * 4
+    assert len(decode._rows(problems, [], 60.0, 5.0)) == 2
+    assert "2 cells were not begun within 5 seconds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--backend", "cpu"], "no backend that decodes on CUDA is called 'cpu'"),
+        (["--preset", "issue", "--heads", "9/3"], "no heads of 'issue' are '9/3'"),
+        (["--preset", "all"], "no grid is called 'all'"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, message):
+    result = CliRunner().invoke(app, ["decode", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and message in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
@@ -42,4 +89,3 @@ def test_without_a_gpu_it_says_so():
 
 def test_every_preset_makes_problems():
     assert all(isinstance(p, Problem) for make in PRESETS.values() for p in make())
-    assert {i.name for i in decode.IMPLEMENTATIONS if i.ours} == {"fa_ops", "fa_ops bshd"}
