@@ -99,7 +99,7 @@ def fa_ops_attention_forward(
     if output_attentions:
         _logger.warning_once(_WEIGHTS)
         return weights.attention(query, key, value, form, sinks, **options)
-    out = _attend(query, key, value, form, sinks, options).transpose(1, 2)
+    out = _attend(module, query, key, value, form, sinks, options).transpose(1, 2)
     return (out if up_v is None else latent.project_out(out, up_v)), None
 
 
@@ -230,10 +230,19 @@ def _biased(form: forms.Form, bias: Tensor | None, query: Tensor, key: Tensor) -
     return form
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: forms.Form,
+    sinks: Tensor | None,
+    options: dict,
+) -> Tensor:
     needed = form.kv_lens is not None or query.shape[-1] > WIDE
+    needed = needed or (form.key_ranges is not None and query.is_cuda)
     if needed and _is_step(query, key, value, form, sinks, options):
-        return _step(query, key, value, form, sinks, options)
+        return _step(module, query, key, value, form, sinks, options)
     if _is_too_wide(query, value):
         width = max(query.shape[-1], value.shape[-1])
         _logger.warning_once(
@@ -257,10 +266,12 @@ def _is_too_wide(query: Tensor, value: Tensor) -> bool:
 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> bool:
     """Whether the kernel for few queries and many keys can take the call."""
-    if form.attn_mask is not None or form.key_ranges is not None or options["dropout_p"]:
+    if form.attn_mask is not None or options["dropout_p"]:
         return False
     # in this order: a prefill of any length is one graph to a compiler
     if key.shape[2] <= query.shape[2] or query.shape[2] > FEW_QUERIES:
+        return False
+    if form.key_ranges is not None and tuple(form.key_ranges.shape[1:3]) != (1, 1):
         return False
     if sinks is not None and sinks.dim() != 1:
         return False
@@ -270,9 +281,19 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks,
     return not any(t.requires_grad for t in tensors)
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> Tensor:
+def _step(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: forms.Form,
+    sinks: Tensor | None,
+    options: dict,
+) -> Tensor:
     lens, B = form.kv_lens, key.shape[0]
-    if lens is None:
+    if lens is None and form.key_ranges is not None:
+        lens = forms.ends(form.key_ranges, B, module)
+    elif lens is None:
         lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
     elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have ranges
         lens = lens[:1].expand(B)
@@ -285,6 +306,7 @@ def _step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, op
         scale=options["scale"],
         softcap=options["softcap"],
         sinks=sinks,
+        key_ranges=form.key_ranges,
     )
 
 

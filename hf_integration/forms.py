@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +135,15 @@ def _bounds_and_keys(mask: Tensor, Sk: int) -> Form:
 _latest = Latest()
 
 
-def _once(mask: Tensor, layer: nn.Module, make: Callable[[], Form]) -> Form:
+def _once(mask: Tensor, layer: nn.Module, make: Callable[[], Any]) -> Any:
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()  # a graph has to hold what it depends on
     return _latest.of(mask, layer, make)
+
+
+def ends(key_ranges: Tensor, batch_size: int, layer: nn.Module) -> Tensor:
+    """Lengths (B,) that hold every range of shape (B or 1, 1, 1, 2); contiguous."""
+    return _once(key_ranges, layer, lambda: key_ranges[:, 0, 0, 1].expand(batch_size).contiguous())
 
 
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:

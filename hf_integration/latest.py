@@ -10,21 +10,27 @@ from torch import Tensor, nn
 
 
 class Latest:
-    """Remembers one value, until another tensor comes or this one is changed in place.
+    """Remembers the values of a few tensors, each until it is changed in place.
 
-    Inference tensors do not say whether they were changed: of them a value holds until the layer
-    that had it made asks again, which is the next forward pass. Threads may share it.
+    A few, because layers of different kinds have a mask for each kind. Inference tensors do not say
+    whether they were changed: of them a value holds until the layer that had it made asks again,
+    which is the next forward pass. Threads may share it.
     """
 
+    KEPT = 4
+
     def __init__(self) -> None:
-        # tensor, version, layer's id and value: one object, so that no thread sees half of it
-        self._known: tuple = (lambda: None, None, 0, None)
+        # tensor, version, id of the layer that had it made, value; swapped whole, for threads
+        self._known: tuple[tuple, ...] = ()
 
     def of(self, tensor: Tensor, layer: nn.Module, make: Callable[[], Any]) -> Any:
-        version = None if tensor.is_inference() else tensor._version
-        known, seen, maker, value = self._known
-        if known() is tensor and seen == version and (version is not None or maker != id(layer)):
-            return value
+        version, others = None if tensor.is_inference() else tensor._version, []
+        for entry in self._known:
+            known, seen, maker, value = entry
+            if known() is not tensor:
+                others.append(entry)
+            elif seen == version and (version is not None or maker != id(layer)):
+                return value
         value = make()
-        self._known = (weakref.ref(tensor), version, id(layer), value)
+        self._known = ((weakref.ref(tensor), version, id(layer), value), *others[: self.KEPT - 1])
         return value

@@ -265,6 +265,27 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
         assert len(calls) == cached
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_with_padding_in_front_goes_to_the_cached_operator_on_a_gpu(rows, monkeypatch):
+    """Its keys are then cut over the GPU; here the condition alone is a GPU's."""
+    from hf_integration import attention
+
+    given, attend = [], fa_ops.attention_with_kv_cache
+    monkeypatch.setattr(
+        fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
+    )
+    q, k, v = inputs(make_case(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16))
+    lo, hi = torch.tensor([[3], [0]])[:rows], torch.tensor([[7], [9]])[:rows]
+    mask, module, options = forms.ranges(lo, hi), torch.nn.Module(), dict(scale=None, softcap=0.0)
+    form = forms.read(mask, 9, module)
+    with torch.no_grad():
+        assert attention._is_step(q, k, v, form, None, options | {"dropout_p": 0.0})
+        outs = [attention._step(module, q, k, v, form, None, options) for _ in range(2)]
+    check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask))
+    assert given[0] is given[1] and given[0].is_contiguous()
+    assert given[0].tolist() == [7, 9][:rows] * (2 // rows)
+
+
 def test_lengths_are_those_of_every_row_that_a_model_repeats():
     q, k, v = inputs(make_case(B=4, Hq=4, Hkv=1, Sq=1, Sk=9, D=16, Dv=16))
     mask = forms.lens(torch.tensor([[5]]), 2)

@@ -18,8 +18,12 @@ def test_layers_share_until_the_tensor_is_another_or_changed():
     assert [of(x, layer) for layer in (FIRST, SECOND, FIRST)] == [1, 1, 1]
     x += 1
     assert [of(x, layer) for layer in (SECOND, FIRST)] == [2, 2]
-    assert of(x.clone(), FIRST) == 3
+    other = x.clone()
+    assert [of(other, FIRST), of(x, SECOND), of(other, SECOND)] == [3, 2, 3]
     assert made == [[0, 0], [1, 1], [1, 1]]
+    for _ in range(Latest.KEPT):
+        of(torch.ones(1), FIRST)
+    assert of(x, FIRST) == 4 + Latest.KEPT
 
 
 def test_inference_tensors_are_looked_at_once_in_a_forward_pass():
