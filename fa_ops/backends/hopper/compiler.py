@@ -64,18 +64,23 @@ def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
 
 
 def assemble(kind: str, defines: dict[str, int]) -> str:
-    """The whole translation unit of a forward or backward kernel."""
-    dtype = "bf16" if defines["IS_BF16"] else "f16"
-    M, N, D = defines["BLOCK_M"], defines["BLOCK_N"], defines["HEAD_DIM"]
+    """The whole translation unit of a kind of kernel."""
+    products = ""
+    dtype = "bf16" if defines.get("IS_BF16") else "f16"
+    M, N, D = (defines.get(name) for name in ("BLOCK_M", "BLOCK_N", "HEAD_DIM"))
     if kind == "forward":
         products = wgmma("wgmma_scores", N, dtype, "rows", "rows")
         products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
         parts = ("scheduler.cuh", "softmax.cuh", "forward.cu")
-    else:
+    elif kind == "backward":
         products = wgmma("wgmma_scores", M, dtype, "rows", "rows")
         products += wgmma("wgmma_grads", D, dtype, "registers", "columns")
         products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
         parts = ("elements.cuh", "backward.cu")
+    elif kind == "decode":
+        parts = ("elements.cuh", "softmax.cuh", "decode.cu")
+    else:
+        parts = ("packed.cu",)
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+_TASK_BYTES = 2 * 48 + 8  # of struct Task in cuda/scheduler.cuh, two, and what aligns them
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
 
@@ -18,6 +19,7 @@ class Config:
     q_stages: int = 1  # 2: the next tile's queries arrive while this one's output leaves
     stages: int = 2
     turns: bool = True  # consumers alternate on the tensor cores
+    slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
 
     @property
     def threads(self) -> int:
@@ -26,14 +28,17 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 2 * self.q_stages * (self.block_m // 64) + 4 * self.stages + 2
-        return 2 * (self.q_stages * self.block_m * self.head_dim + keys) + 8 * barriers + 8
+        barriers = 2 * self.q_stages * (self.block_m // 64) + 4 * self.stages + 4
+        return (
+            2 * (self.q_stages * self.block_m * self.head_dim + keys) + 8 * barriers + _TASK_BYTES
+        )
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
             "Q_STAGES": self.q_stages, "STAGES": self.stages, "TURNS": int(self.turns),
+            "SLACK": self.slack,
         }  # fmt: skip
 
 
@@ -66,6 +71,45 @@ class BackwardConfig:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """One CTA on a multiprocessor, and a ring of tiles of 64 keys."""
+
+    head_dim: int
+    value_dim: int
+    rows: int  # queries of a kv head, padded
+    copy_keys: int  # that one copy brings: a page's, at most 64
+
+    threads = 32 * 5  # one warp copies, four attend
+    block_n = 64
+
+    @property
+    def stages(self) -> int:
+        """64 KB in flight. At D 128, us with 2 / 3 / 4 / 5 stages: 1 x 4096 keys 11.6 / 12.3 / 12.5
+        / 12.5, 64 x 4096 keys 243 / 240 / 240 / 239 (one H200, bf16, 32 / 8 heads)."""
+        return max(2, (64 << 10) // self._tile_bytes)
+
+    @property
+    def _tile_bytes(self) -> int:
+        return self.block_n * (self.head_dim + self.value_dim) * 2
+
+    @property
+    def _fixed_bytes(self) -> int:
+        queries = 2 * (self.rows * self.head_dim * 2 + 32)
+        return queries + 4 * self.rows * (self.value_dim * 4 + 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = self.stages * self._tile_bytes
+        return tiles + self._fixed_bytes + 4 * (self.stages + 1) + 8 * (4 + 3 * self.stages)
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
+            "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
+        }  # fmt: skip
+
+
 def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
@@ -74,17 +118,21 @@ def forward_config(D: int, Dv: int) -> Config:
     """The forward's tile. Figures: TFLOP/s, one H200, bf16, 16k tokens, S = 8192, full / causal."""
     head_dim, value_dim = padded(D), padded(Dv)
     if head_dim == 64:
-        # 520 / 483; without turns 495 / 450, and 128 x 176 with two consumers 452
-        return Config(64, 64, 192, 128, q_stages=2)
+        # with slack 508 / 462 for 521 / 467; without turns, or with two consumers, 5 % less
+        return Config(64, 64, 192, 128, q_stages=2, slack=0)
     if head_dim == 128:
-        # 620 / 613; one query buffer 619 / 591 (at S = 512: 472 against 523); 128 x 176 584
+        # 628 / 610; without slack 637 / 602; one query buffer, or 176 keys, less
         return Config(128, value_dim, 128, 128, q_stages=2)
     if head_dim == 192:
-        # what shared memory holds
+        # what shared memory holds; 713 / 651, without slack 697 / 640
         return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
-    # 691 / 639; with turns 671 / 617
+    # 716 / 662; with turns 702 / 647, without slack 671 / 607
     return Config(256, value_dim, 128, 80, turns=False)
 
 
 def backward_config(D: int) -> BackwardConfig:
     return BackwardConfig(padded(D))
+
+
+def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
+    return DecodeConfig(padded(D), padded(Dv), 8 if rows <= 8 else 16, min(page or 64, 64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from collections.abc import Callable
@@ -18,14 +17,14 @@ from fa_ops.backends.hopper.launch import (
     address,
     current_stream,
     on_device,
+    one_parameter,
     set_zero,
 )
-from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
+from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Spec
 
 # struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 640 bytes
 _WORDS, _SCALARS = struct.Struct("<6Q"), struct.Struct("<14i3f12x")
-_POINTER = ctypes.c_char_p * 1
 _NONE = (None,) * 4
 
 
@@ -103,6 +102,7 @@ class Plan:
             features=dict(
                 dtype=dtype,
                 ragged=ragged,
+                left=left < FAR,
                 kv_lens=has_lens,
                 ranges=ranges is not None,
                 softcap=softcap > 0,
@@ -151,19 +151,20 @@ class Plan:
             self.scalars,
         )  # fmt: skip
         with on_device(self.device):
-            self.kernel.launch((self.grid, 1), stream, _POINTER(b"".join(params)))
+            self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
         return out
 
 
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
-    dynamic: bool = False,
+    dynamic: bool = False, left: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What a kernel is compiled for; `ragged` has a window or is causal."""
+    """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "IS_RAGGED": int(ragged),
+        "HAS_LEFT": int(left or ranges),
         "HAS_KV_LENS": int(kv_lens),
         "HAS_RANGES": int(ranges),
         "HAS_SOFTCAP": int(softcap),

@@ -14,7 +14,8 @@ from fa_ops.backends.hopper import compiler
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLE_128B = 3
+PROMOTE_128B, PROMOTE_256B = 2, 3  # what the L2 fetches at once
 _REMEMBERED_MAPS = 256
 
 
@@ -76,11 +77,32 @@ class Module:
         return Kernel(function, threads, shared)
 
 
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+# CUlaunchAttribute: PROGRAMMATIC_STREAM_SERIALIZATION, allowed; 72 bytes
+_EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
+
+
 class Kernel:
     """An entry point with its block size and its shared memory."""
 
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
+
+    def launch_early(self, ctas: int, stream: int, pointers: ctypes.Array) -> None:
+        """As `launch`, but its CTAs may start before the stream's last kernel has ended: the kernel
+        itself waits for that before it touches memory."""
+        config = _Config(
+            (ctas, 1, 1), (self._threads, 1, 1), self._shared, stream, ctypes.addressof(_EARLY), 1
+        )
+        status = driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        if status:
+            check(status, "cuLaunchKernelEx")
 
     def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
         """`pointers` to the kernel's parameters; the driver copies them before this returns."""
@@ -100,6 +122,10 @@ def pointers_to(*params: ctypes._CData) -> ctypes.Array:
     return pointers
 
 
+# To a kernel's only parameter, a struct.
+one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
+
+
 def set_zero(word: Tensor, stream: int) -> None:
     status = driver().cuMemsetD32Async(word.data_ptr(), 0, 1, stream)
     if status:
@@ -113,11 +139,19 @@ def address(t: Tensor | None) -> int:
 class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ in their address only.
 
-    Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens. Elements
-    outside the tensor read as zero and are not written.
+    Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens of `heads`
+    heads. Elements outside the tensor read as zero and are not written.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        rows: int,
+        heads: int = 1,
+        promotion: int = PROMOTE_256B,
+    ):
         B, H, S, D = shape
         # the stride of a dimension of one element is never used, but must be legal
         steps = (
@@ -128,12 +162,12 @@ class TensorMap:
         self._arrays = (
             (ctypes.c_uint64 * 4)(D, S, H, B),
             (ctypes.c_uint64 * 3)(*steps),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(64, rows, heads, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         )
         self._buffer = (ctypes.c_uint64 * 24)()
         self._aligned = (ctypes.addressof(self._buffer) + 63) & ~63
-        self._dtype = _MAP_DTYPE[dtype]
+        self._dtype, self._promotion = _MAP_DTYPE[dtype], promotion
         self._known: dict[int, bytes] = {}
 
     def at(self, where: int) -> bytes:
@@ -146,7 +180,8 @@ class TensorMap:
 
     def _encode(self, where: int) -> bytes:
         status = driver().cuTensorMapEncodeTiled(
-            self._aligned, self._dtype, 4, where, *self._arrays, 0, _SWIZZLE_128B, _PROMOTE_256B, 0
-        )
+            self._aligned, self._dtype, 4, where, *self._arrays, 0, _SWIZZLE_128B,
+            self._promotion, 0,
+        )  # fmt: skip
         check(status, self._what)
         return ctypes.string_at(self._aligned, 128)

@@ -8,20 +8,23 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import compiler, dense_backward, dense_forward
-from fa_ops.backends.hopper.configs import backward_config, forward_config
+from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward
+from fa_ops.backends.hopper.configs import backward_config, decode_config, forward_config
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST_BACKWARD = 128
-# full, causal or with a window, and with key ranges, each with few tiles and with many
+# full, causal, with a window, and with key ranges, each with few tiles and with many
 _FORWARDS = (
     {},
     {"ragged": True},
     {"ragged": True, "dynamic": True},
+    {"ragged": True, "left": True},
+    {"ragged": True, "left": True, "dynamic": True},
     {"ranges": True},
     {"ranges": True, "dynamic": True},
 )
+_PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 _BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
 
 
@@ -35,11 +38,15 @@ class Variant(NamedTuple):
 def variants(
     head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
-    """The kernels of calls without lengths, softcap, ALiBi or sinks, forward and backward."""
+    """The kernels of calls without softcap, ALiBi or sinks: forward, backward, and decoding with up
+    to 8 queries of a kv head."""
     for D, dtype in itertools.product(head_dims, dtypes):
         config = forward_config(D, D)
         for features in _FORWARDS:
             yield Variant("forward", dense_forward.kernel_defines(config, dtype, **features))
+        for page in _PAGES:
+            config = decode_config(D, D, 8, page)
+            yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
         if D > _WIDEST_BACKWARD:
             continue
         config = backward_config(D)

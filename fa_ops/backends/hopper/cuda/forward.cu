@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS IS_DYNAMIC IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -10,12 +10,12 @@ static_assert(VALUE_DIM <= HEAD_DIM, "the output leaves through the query buffer
 constexpr u32 OUT_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 struct Smem {
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, tile;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task;
   DEVICE Smem(u32 base) {
     q = base, k = q + Q_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
     q_full = v + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
-    tile_full = v_empty + 8 * STAGES, tile_empty = tile_full + 8, tile = tile_empty + 8;
+    task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
   }
 };
 
@@ -58,19 +58,19 @@ DEVICE void produce(const Params& p, const Smem& sm) {
   const bool leader = threadIdx.x == 0;
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
-  int t = blockIdx.x;
-  for (u32 phase = 1;; phase ^= 1) {
+  Ring<2> tasks;
+  for (int t = blockIdx.x;; tasks.next()) {
+    Task task;
+    if (t < p.tiles) task = task_at(p, t); else task.tile.m0 = NO_TASK;
     if (leader) {
-      mbar_wait(sm.tile_empty, phase);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.tile), "r"(t) : "memory");
-      mbar_arrive(sm.tile_full);
+      mbar_wait(sm.task_empty + 8 * tasks.stage, tasks.phase ^ 1);
+      publish(sm.task + tasks.stage * TASK_BYTES, task);
+      mbar_arrive(sm.task_full + 8 * tasks.stage);
     }
     if (t >= p.tiles) break;
-    const Tile tile = tile_at(p, t);
-    const Blocks n = blocks_of(p, tile, keys_of(p, tile.b));
     if (leader) {
       t = next_tile(p, t);
-      load(p, sm, tile, n, q, k, v);
+      load(p, sm, task.tile, task.n, q, k, v);
     }
     q.next();
     t = __shfl_sync(~0u, t, 0);
@@ -83,14 +83,14 @@ struct Consumer {
   const Smem& sm;
   const int c, tid, lane;
   Ring<Q_STAGES> queries;
+  Ring<2> tasks;
   Ring<STAGES> k, v;
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  Tile tile;
   Run run0, run1;   // what this thread's two rows attend
   float slope;
-  int keys;
+  int diagonal;     // with ALiBi: the key that stands at the first of this thread's rows
 
   DEVICE Consumer(const Params& p, const Smem& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -138,16 +138,18 @@ struct Consumer {
     for (int i = 0; i < SCORES; i++) s[i] = tanh_exact(s[i] * p.score_scale);
 #endif
 #if HAS_ALIBI
-    const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2) + keys - p.Sq;
 #pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(row + (i & 2) * 4 - column(block, i)));
+    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + (i & 2) * 4 - column(block, i)));
 #endif
     if (block >= n.full_last || block < n.full_first) {
+      const int from = column(block, 0);  // element i is this many columns further: a constant
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
+        const int j = (i >> 2) * 8 + (i & 1);
         const Run r = i & 2 ? run1 : run0;
-        const int j = column(block, i);
-        if (j < r.lo || j >= r.hi) s[i] = -__int_as_float(0x7f800000);
+        bool keep = j < r.hi - from;
+        if (HAS_LEFT) keep = keep && j >= r.lo - from;
+        if (!keep) s[i] = -__int_as_float(0x7f800000);
       }
     }
   }
@@ -184,7 +186,8 @@ struct Consumer {
 #endif
   }
 
-  // Scores of `block` while the weights of the block after it meet their values. The wait for the next keys stands before that for
+  // Scores of `block` while the weights of the block after it meet their values. Half of the exponentials run under that product, half beside the
+  // rescaling of its output: the special-function unit is the slowest part of either. The wait for the next keys stands before that for
   // the output because it ends a basic block: without one, ptxas moves the latter above the softmax.
   DEVICE void step(int block, const Blocks& n) {
     take_turn();
@@ -196,14 +199,18 @@ struct Consumer {
     pin(s);
     release(sm.k_empty, k);
     modify_scores(block, n);
-    softmax.update(s, p.scale_log2);
+    bool raised = softmax.raise<0>(s, p.scale_log2);
+    softmax.weigh<0>(s, p.scale_log2);
+    raised |= softmax.raise<1>(s, p.scale_log2);
+    softmax.pin();
     pin(s);
     if (block > n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(o);
     release(sm.v_empty, v);
+    softmax.weigh<1>(s, p.scale_log2);
     pack_weights();
-    rescale_output();
+    if (raised) rescale_output();
   }
 
   DEVICE void attend(const Blocks& n) {
@@ -215,7 +222,8 @@ struct Consumer {
     pin(s);
     release(sm.k_empty, k);
     modify_scores(n.last - 1, n);
-    softmax.update(s, p.scale_log2);
+    softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
+    softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
     pack_weights();
     if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
 #pragma unroll 1
@@ -229,6 +237,8 @@ struct Consumer {
 
   // Normalises, writes LSE, and sends the output through this consumer's own part of the query buffer.
   DEVICE void finish() {
+    const Tile tile = published_tile(sm.task + tasks.stage * TASK_BYTES);  // again: it takes no registers until here
+    mbar_arrive(sm.task_empty + 8 * tasks.stage);
     softmax.reduce();
 #if HAS_SINKS
     const float sink = p.sinks[tile.h];
@@ -263,26 +273,19 @@ struct Consumer {
     }
   }
 
-  DEVICE int take_tile(u32 phase) {
-    int t;
-    mbar_wait(sm.tile_full, phase);
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(t) : "r"(sm.tile) : "memory");
-    mbar_arrive(sm.tile_empty);
-    return uniform(t);
-  }
-
   DEVICE void work() {
     if (c == CONSUMERS - 1) pass_turn();
-    for (u32 phase = 0;; phase ^= 1) {
-      const int t = take_tile(phase);
-      if (t >= p.tiles) break;
-      tile = tile_at(p, t);
-      keys = keys_of(p, tile.b);
-      const Blocks n = blocks_of(p, tile, keys);
+    for (;; tasks.next(), queries.next()) {
+      mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+      const Task now = published(sm.task + tasks.stage * TASK_BYTES);
+      const Tile& tile = now.tile;
+      const Blocks& n = now.n;
+      if (tile.m0 == NO_TASK) break;
       const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
-      run0 = row_run(p, tile, row, keys), run1 = row_run(p, tile, row + 8, keys);
+      run0 = row_run(p, tile, row, now.keys), run1 = row_run(p, tile, row + 8, now.keys);
 #if HAS_ALIBI
       slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
+      diagonal = row + now.keys - p.Sq;
 #endif
       softmax.reset();
 #pragma unroll
@@ -290,7 +293,6 @@ struct Consumer {
       mbar_wait(sm.q_full + 8 * slot(), queries.phase);
       if (n.last > n.first) attend(n);
       finish();
-      queries.next();
     }
     if (c == 0) take_turn();
     if (tid == 0) tma_store_wait();
@@ -302,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES * CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 1);
-    mbar_init(sm.tile_full, 1), mbar_init(sm.tile_empty, 128 * CONSUMERS);
+    for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, 128 * CONSUMERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
       mbar_init(sm.k_empty + 8 * i, CONSUMERS), mbar_init(sm.v_empty + 8 * i, CONSUMERS);

@@ -33,6 +33,20 @@ template <int N> struct Ring {
   }
 };
 
+DEVICE void store_shared(u32 at, int4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+DEVICE int4 load_shared(u32 at) {
+  int4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+  return x;
+}
+
+// Programmatic dependent launch: the next kernel of the stream comes onto the multiprocessors before this one has ended, and waits there until its
+// memory is visible. Without the launch attribute neither does anything.
+DEVICE void next_grid_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_last_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -44,6 +58,13 @@ DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
       "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b)
+      : "memory");
+}
+// The same for what nobody reads again soon: it is the first to leave the L2.
+DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
       : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {

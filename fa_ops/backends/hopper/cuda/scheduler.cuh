@@ -62,7 +62,7 @@ DEVICE Run row_run(const Params& p, const Tile& t, int row, int keys) {
   Run r = {0, keys};
 #if IS_RAGGED
   const int diagonal = row + keys - p.Sq;
-  r.lo = max(0, diagonal - p.window_left);
+  if (HAS_LEFT) r.lo = max(0, diagonal - p.window_left);
   r.hi = min(keys, diagonal + p.window_right + 1);
 #endif
 #if HAS_RANGES
@@ -102,4 +102,40 @@ DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys) {
   if (n.full_last < n.full_first) n.full_first = n.full_last = n.first;
   n.hi = any.hi;
   return n;
+}
+
+// What the producer finds out about a tile for everyone.
+struct Task {
+  Tile tile;
+  int keys;
+  Blocks n;
+};
+constexpr int NO_TASK = -1;  // as m0: the work is done
+constexpr u32 TASK_BYTES = 48;
+
+DEVICE Task task_at(const Params& p, int t) {
+  Task task;
+  task.tile = tile_at(p, t);
+  task.keys = keys_of(p, task.tile.b);
+  task.n = blocks_of(p, task.tile, task.keys);
+  return task;
+}
+
+DEVICE void publish(u32 at, const Task& t) {
+  store_shared(at, make_int4(t.tile.m0, t.tile.h, t.tile.b, t.keys));
+  store_shared(at + 16, make_int4(t.n.first, t.n.last, t.n.full_first, t.n.full_last));
+  store_shared(at + 32, make_int4(t.n.hi, 0, 0, 0));
+}
+
+DEVICE Tile published_tile(u32 at) {
+  const int4 x = load_shared(at);
+  return {uniform(x.x), uniform(x.y), uniform(x.z)};
+}
+
+DEVICE Task published(u32 at) {
+  const int4 x = load_shared(at), y = load_shared(at + 16), z = load_shared(at + 32);
+  Task t;
+  t.tile = {uniform(x.x), uniform(x.y), uniform(x.z)}, t.keys = uniform(x.w);
+  t.n = {uniform(y.x), uniform(y.y), uniform(y.z), uniform(y.w), uniform(z.x)};
+  return t;
 }

@@ -8,26 +8,39 @@ template <int R> struct Softmax {
 
   DEVICE void reset() { max0 = max1 = NEVER, sum0 = sum1 = 0.f; }
 
-  // Replaces scores by weights.
-  DEVICE void update(float (&s)[R], float scale_log2) {
-    float x0 = s[0], x1 = s[2];
+  // A row's part of a step in two halves. The first: its new maximum, and what that makes of everything so far.
+  template <int ROW> DEVICE bool raise(const float (&s)[R], float scale_log2) {
+    float& row_max = ROW ? max1 : max0;
+    float x = s[2 * ROW];
 #pragma unroll
-    for (int i = 0; i < R; i += 4) x0 = fmaxf(x0, fmaxf(s[i], s[i + 1])), x1 = fmaxf(x1, fmaxf(s[i + 2], s[i + 3]));
-    x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1)), x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2));
-    x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1)), x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
-    x0 = fmaxf(max0, x0), x1 = fmaxf(max1, x1);
-    rescale0 = exp2_fast((max0 - x0) * scale_log2), rescale1 = exp2_fast((max1 - x1) * scale_log2);
-    max0 = x0, max1 = x1;
-    const float n0 = -x0 * scale_log2, n1 = -x1 * scale_log2;
-    float t0 = 0.f, t1 = 0.f;
-#pragma unroll
-    for (int i = 0; i < R; i += 4) {
-      s[i] = exp2_fast(fmaf(s[i], scale_log2, n0)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, n0));
-      s[i + 2] = exp2_fast(fmaf(s[i + 2], scale_log2, n1)), s[i + 3] = exp2_fast(fmaf(s[i + 3], scale_log2, n1));
-      t0 += s[i] + s[i + 1], t1 += s[i + 2] + s[i + 3];
-    }
-    sum0 = sum0 * rescale0 + t0, sum1 = sum1 * rescale1 + t1;
+    for (int i = 2 * ROW; i < R; i += 4) x = fmaxf(x, fmaxf(s[i], s[i + 1]));
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)), x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+#if SLACK
+    const bool raised = __any_sync(~0u, (x - row_max) * scale_log2 > SLACK);
+    x = raised ? fmaxf(row_max, x) : row_max;
+#else
+    const bool raised = true;
+    x = fmaxf(row_max, x);
+#endif
+    (ROW ? rescale1 : rescale0) = exp2_fast((row_max - x) * scale_log2);
+    row_max = x;
+    return raised;
   }
+
+  // The second: its scores become weights.
+  template <int ROW> DEVICE void weigh(float (&s)[R], float scale_log2) {
+    const float n = -(ROW ? max1 : max0) * scale_log2;
+    float t = 0.f;
+#pragma unroll
+    for (int i = 2 * ROW; i < R; i += 4) {
+      s[i] = exp2_fast(fmaf(s[i], scale_log2, n)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, n));
+      t += s[i] + s[i + 1];
+    }
+    float& sum = ROW ? sum1 : sum0;
+    sum = sum * (ROW ? rescale1 : rescale0) + t;
+  }
+
+  DEVICE void pin() { asm volatile("" : "+f"(max0), "+f"(max1), "+f"(rescale0), "+f"(rescale1)::"memory"); }
 
   DEVICE void reduce() {
     sum0 += __shfl_xor_sync(~0u, sum0, 1), sum0 += __shfl_xor_sync(~0u, sum0, 2);
