@@ -7,7 +7,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper
-from fa_ops.testing import Case, assert_close_to_oracle, random_case
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Spec
 
 pytestmark = [
@@ -114,3 +114,21 @@ def test_two_streams_at_once():
             torch.cuda.synchronize()
             assert all(torch.equal(out, expected[which]) for which, out in results)
             results.clear()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_packed(seed):
+    D, Dv = DIMS[seed % len(DIMS)]
+    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
+    features = random_case(
+        seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, key_ranges=None, alibi=None
+    )
+    features = dataclasses.replace(features, dropout_p=0.0, deterministic=False, mask_grad=False)
+    lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (64, 64), (1,)][seed % 4]
+    keys = [(4, 9, 70, 0, 47), (300, 900, 129), (64, 64), (500,)][seed % 4]
+    case = PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features)
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert_close_to_oracle(case, "hopper", hopper.backward_error(q, k, v, spec) is None)

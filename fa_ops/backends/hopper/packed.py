@@ -1,0 +1,90 @@
+"""Packed sequences: the dense kernels over one long sequence, given the run of keys of each token.
+
+A tile visits the keys between its rows' first and last, so that sequences cost what they hold; one
+that crosses from a sequence to the next visits both and masks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.backends.hopper.launch import (
+    Kernel,
+    Module,
+    address,
+    current_stream,
+    on_device,
+    pointers_to,
+)
+from fa_ops.backends.hopper.problem import window
+from fa_ops.types import Gradients, Packing, Spec
+
+_THREADS = 256
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+    dense = _with_runs(q, k, packing, spec)
+    out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense)
+    if spec.sinks is not None:  # a token of no sequence has no sink either
+        lse.masked_fill_(_of_no_sequence(len(q), packing.cu_seqlens_q), float("-inf"))
+    return out[0].transpose(0, 1), lse[0]
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, packing: Packing, spec: Spec,
+) -> Gradients:  # fmt: skip
+    tensors = map(_one_batch, (q, k, v, out))
+    if spec.sinks is not None:  # such that their sinks' weights are 0
+        lse = lse.masked_fill(_of_no_sequence(len(q), packing.cu_seqlens_q), float("inf"))
+    grads = dense_backward.backward(
+        _one_batch(grad_out),
+        None if grad_lse is None else grad_lse[None],
+        *tensors,
+        lse[None],
+        _with_runs(q, k, packing, spec),
+    )
+    dq, dk, dv = (x[0].transpose(0, 1) for x in grads[:3])
+    return grads._replace(query=dq, key=dk, value=dv)
+
+
+def _one_batch(x: Tensor) -> Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1)[None]
+
+
+def _with_runs(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
+    """The spec with the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2)."""
+    ends_q, ends_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
+    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
+    left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
+    runs = torch.empty((1, 1, len(q), 2), dtype=torch.int32, device=q.device)
+    index = q.device.index
+    with on_device(index):
+        _kernel(index).launch(
+            (-(-len(q) // _THREADS), 1),
+            current_stream(index),
+            pointers_to(
+                *(ctypes.c_uint64(address(t)) for t in (ends_q, ends_k, lens, runs)),
+                *map(ctypes.c_int, (len(ends_q) - 1, len(q), len(k), left, right)),
+            ),
+        )
+    return spec._replace(
+        is_causal=False, window_left=-1, window_right=-1, kv_lens=None, key_ranges=runs
+    )
+
+
+def _of_no_sequence(tokens: int, ends: Tensor) -> Tensor:
+    """bool (tokens,): before the first sequence or after the last."""
+    at = torch.arange(tokens, device=ends.device)
+    return (at < ends[0]) | (at >= ends[-1])
+
+
+@functools.cache
+def _kernel(device: int) -> Kernel:
+    return Module("packed", {}, device).kernel("packed_runs", _THREADS)
