@@ -20,7 +20,8 @@ from fa_ops.types import Cache, Spec, is_decoding
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
-# The same for few queries against many keys, whose keys the triton backend cuts into pieces.
+# The same for few queries against many keys, and for caches. The hopper backend has a kernel for
+# them that is taken by name alone as long as its GPU tests have not all been seen to end.
 DECODING = AUTO | {"cuda": ("triton", "hopper")}
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
@@ -110,17 +111,33 @@ def _features(spec: Spec) -> tuple:
 
 
 def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
-    """The backend that attends a key-value cache, by the same rules."""
+    """The backend that attends a key-value cache, by the same rules.
+
+    A backend's `cache_error` may also depend on the page size, on the number of queries of a kv
+    head up to 16, and on whether every row starts at a multiple of 16 bytes.
+    """
     name = spec.backend or default or "auto"
     given = tuple(t is not None for t in cache[:7])
     shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
-    key = ("cache", name, *shape, *given, *_features(spec))
+    layout = _layout(q, k, v, cache.page_table is not None)
+    split = (cache.num_splits > 0, cache.batch_invariant, cache.unified_max is not None)
+    key = ("cache", name, *shape, *layout, *split, *given, *_features(spec))
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(
-            name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec)
+            name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec), DECODING
         )
     return backend
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> tuple[int, int, bool]:
+    """Page size, queries of a kv head, and whether all rows start at multiples of 16 bytes."""
+    rows = q.shape[1] // k.shape[2 if paged else 1] * q.shape[2]
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for t in (q, k, v):
+        for stride in t.stride()[:-1]:
+            bits |= stride * t.element_size() or 1
+    return k.shape[1] if paged else 0, min(rows, 17), bits % 16 == 0
 
 
 def cache_refusal(
@@ -142,9 +159,16 @@ def select_merge(outs: Tensor) -> ModuleType:
     if backend is None:
         rows = outs.reshape(-1, 1, outs.shape[-1])  # as packed tokens of one head
         backend = _selected[key] = _choose(
-            name, rows, lambda candidate: refusal(candidate, rows, rows, rows, Spec())
+            name, rows, lambda candidate: _merge_refusal(candidate, rows)
         )
     return backend
+
+
+def _merge_refusal(name: str, rows: Tensor) -> str | None:
+    reason = refusal(name, rows, rows, rows, Spec())
+    if reason is None and not hasattr(load(name), "merge_states"):
+        return "has no kernel that merges"
+    return reason
 
 
 def _choose(

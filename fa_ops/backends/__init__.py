@@ -17,6 +17,7 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
     merge_states(outs, lses) -> (out, lse)
+        optional
     cache_error(q, k, v, cache, spec) -> str | None
         optional, with the next: why it cannot attend such a key-value cache, and what can
     cache_forward(q, k, v, cache, spec) -> (out, lse)

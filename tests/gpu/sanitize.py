@@ -53,18 +53,25 @@ def run_packed(module) -> int:
         module.varlen_backward(*grads, q, k, v, out, lse, packing, spec)
     if hasattr(module, "cache_forward"):
         run_cached(module)
-    outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
-    module.merge_states(outs, lses)
-    return 3
+    if hasattr(module, "merge_states"):
+        outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
+        module.merge_states(outs, lses)
+    return 2
 
 
 def run_cached(module) -> None:
+    mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
+    cases = [CacheCase(device="cuda", dtype=torch.bfloat16, **mla)]
     for seed in range(24):
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
-        case = random_cache_case(seed, dtype=dtype, device="cuda")
-        module.cache_forward(*case.fresh())
-    mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
-    module.cache_forward(*CacheCase(device="cuda", dtype=torch.bfloat16, **mla).fresh())
+        cases.append(random_cache_case(seed, dtype=dtype, device="cuda"))
+        reads = {"new": 0, "rotary": 0, "fp8": False, "num_splits": 0, "batch_invariant": False}
+        pages = {"page_size": (0, 8, 64)[seed % 3], "scale": None, "Sq": 1 + seed % 2}
+        cases.append(random_cache_case(seed, dtype=dtype, device="cuda", **reads, **pages))
+    for case in cases:
+        inputs = case.fresh()
+        if not module.cache_error(*inputs):
+            module.cache_forward(*inputs)
 
 
 if __name__ == "__main__":

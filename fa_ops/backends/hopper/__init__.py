@@ -1,7 +1,8 @@
 """The sm_90a tier: CUDA C++ compiled by NVRTC on first use, launched through the driver.
 
 A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cuda/forward.cu` (or
-`cuda/backward.cu`), tiles are in `configs`.
+`cuda/backward.cu`), tiles are in `configs`. `packed` gives sequences of a packed batch to the same
+kernels; `decode` has one of its own for few queries against a long cache.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa_ops.types import Gradients, Spec, default_scale
+from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 _ELSEWHERE = "the triton backend can run it"
 
@@ -50,8 +51,8 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     if q.device.type != "cuda":
         return f"needs CUDA tensors, query is on {q.device}"
-    if q.dim() != 4:
-        return "has no kernel for packed sequences yet"
+    if q.dim() == 3 and spec.alibi_slopes is not None:
+        return "has no ALiBi for packed sequences"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {q.dtype}"
     if D % 8 or Dv % 8 or max(D, Dv) > 256:
@@ -77,14 +78,19 @@ def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    from fa_ops.backends.hopper import dense_forward
+    from fa_ops.backends.hopper import decode, dense_forward
 
+    if decode.decodes(q, k, v, spec):
+        return decode.forward(q, k, v, Cache(), spec)
     return dense_forward.forward(q, k, v, spec)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    from fa_ops.backends.hopper import dense_forward
+    from fa_ops.backends.hopper import decode, dense_forward
 
+    if decode.decodes(q, k, v, spec):
+        run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
+        return lambda q, k, v: run(q, k, v, cache, spec)[0]
     return dense_forward.prepare(q, k, v, spec)
 
 
@@ -102,3 +108,53 @@ def backward(
     from fa_ops.backends.hopper import dense_backward
 
     return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec)
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    from fa_ops.backends.hopper import packed
+
+    return packed.forward(q, k, v, packing, spec)
+
+
+def varlen_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    spec: Spec,
+) -> Gradients:
+    from fa_ops.backends.hopper import packed
+
+    return packed.backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
+
+
+def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """Why the tier cannot attend such a cache, or None."""
+    if q.device.type != "cuda":
+        return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
+    from fa_ops.backends.hopper import decode
+
+    reason = decode.cache_error(q, k, v, cache, spec)
+    return reason and f"{reason}; {_ELSEWHERE}"
+
+
+def cache_forward(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    from fa_ops.backends.hopper import decode
+
+    return decode.forward(q, k, v, cache, spec)
+
+
+def prepare_cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+    from fa_ops.backends.hopper import decode
+
+    return decode.prepare(q, k, v, cache, spec)

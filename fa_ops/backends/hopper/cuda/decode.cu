@@ -1,0 +1,446 @@
+// Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. The tiles of all
+// units stand in one line and each CTA takes an equal stretch of it. One warp copies, as far ahead as the ring allows and across units; four warps attend
+// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by the last of
+// them, after its stretch; the others say by a flag that their part is there. A flag is the call's nonce, taken back when read, so that memory which
+// held anything before needs no clearing.
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+
+constexpr int WARPS = 4, BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
+constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
+constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
+constexpr u32 ALL_BARRIER = 1;
+constexpr int FAR = 1 << 29;
+constexpr float SLACK_LOG2 = 8.f;
+static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
+
+struct Params {
+  TensorMap q, k, v;
+  Element* out;          // (B, Sq, Hq, Dv)
+  float* lse;            // (B, Hq, Sq)
+  float* partial;        // (2 * CTAs, ROWS, VALUE_DIM): sums of weighted values, relative to
+  float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
+  u64* flags;            // (2 * CTAs)
+  const int* kv_lens;    // (B,) or null
+  const int* table;      // (B, table_stride) or null
+  const float* sinks;    // (Hq,) or null
+  const float* alibi;    // (B|1, Hq) or null
+  u64 nonce;
+  int B, Hq, Hkv, group, Sq, Sk, Dv, added;  // Sk: what the cache holds; added: keys beyond kv_lens
+  int window_left, window_right, page, pages, table_stride, alibi_b;
+  float score_scale, scale_log2, alibi_unit;
+};
+
+// A unit's part in this CTA's stretch, as the copying warp found it.
+struct Task { int b, h, tile, count, keys, flags, first_cta, parts; };
+constexpr int WHOLE = 1, SECOND_SLOT = 2, MERGES = 4;
+constexpr u32 TASK_BYTES = 32;
+
+struct Smem {
+  u32 k, v, q, sums, stats, task, valid, q_full, q_empty, k_full, v_full, empty;
+  DEVICE Smem(u32 base) {
+    k = base, v = k + STAGES * K_BYTES, q = v + STAGES * V_BYTES, sums = q + UNITS * Q_BYTES;
+    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, valid = task + UNITS * TASK_BYTES;
+    q_full = valid + STAGES * 4 + STAGES % 2 * 4, q_empty = q_full + 8 * UNITS, k_full = q_empty + 8 * UNITS;
+    v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
+  }
+};
+
+DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b] + p.added, p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
+// Tiles [first, first + count) hold what some row of the unit attends. At least one, so that someone writes the result.
+struct Tiles { int first, count; };
+DEVICE Tiles tiles_of(const Params& p, int keys) {
+  const int first = max(0, keys - p.Sq - p.window_left) / BLOCK_N;
+  return {first, max(1, (keys + BLOCK_N - 1) / BLOCK_N - first)};
+}
+
+// No stretch is empty: CTAs beyond the number of tiles have none at all.
+DEVICE int ctas_for(long long total) { return (int)min(total, (long long)gridDim.x); }
+DEVICE long long stretch_start(long long total, int cta) { return min(total, total * cta / ctas_for(total)); }
+
+// The copying warp's place in the line of tiles.
+struct Walk {
+  const Params& p;
+  long long total, at, stop;
+  long long unit;  // where the current unit begins
+  int b, h, keys;
+  Tiles tiles;
+
+  DEVICE Walk(const Params& p) : p(p) {
+    const int lane = threadIdx.x & 31;
+    long long sum = 0;
+    for (int i = lane; i < p.B; i += 32) sum += tiles_of(p, keys_of(p, i)).count;
+#pragma unroll
+    for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
+    total = sum * p.Hkv;
+    at = stretch_start(total, blockIdx.x), stop = stretch_start(total, blockIdx.x + 1);
+    if (at >= stop) return;
+    // the row that holds tile `at`: the first whose tiles end behind it
+    long long before = 0;
+    for (int base = 0;; base += 32) {
+      const int i = base + lane;
+      long long upto = i < p.B ? (long long)tiles_of(p, keys_of(p, i)).count * p.Hkv : 0;
+#pragma unroll
+      for (int w = 1; w < 32; w <<= 1) {
+        const long long left = __shfl_up_sync(~0u, upto, w);
+        if (lane >= w) upto += left;
+      }
+      const u32 behind = __ballot_sync(~0u, i < p.B && before + upto > at);
+      if (behind) {
+        const int lead = __ffs(behind) - 1;
+        b = base + lead;
+        if (lead) before += __shfl_sync(~0u, upto, lead - 1);
+        break;
+      }
+      before += __shfl_sync(~0u, upto, 31);
+    }
+    keys = keys_of(p, b), tiles = tiles_of(p, keys);
+    h = (int)((at - before) / tiles.count), unit = before + (long long)h * tiles.count;
+  }
+
+  DEVICE Task task() const {
+    Task t;
+    const int offset = (int)(at - unit), left = (int)(unit + tiles.count - at), inside = (int)min((long long)left, stop - at);
+    t.b = b, t.h = h, t.tile = tiles.first + offset, t.count = inside, t.keys = keys;
+    const bool ends = inside == left, begins = offset == 0;
+    t.flags = (begins && ends ? WHOLE : 0) | (ends && !begins ? MERGES : 0);
+    if (at > stretch_start(total, blockIdx.x)) t.flags |= SECOND_SLOT;
+    // the CTA whose stretch holds the unit's first tile
+    int c = blockIdx.x;
+    if (t.flags & MERGES)
+      for (c = (int)(unit * ctas_for(total) / total); stretch_start(total, c + 1) <= unit; c++);
+    t.first_cta = c;
+    t.parts = stretch_start(total, c) < unit ? SECOND_SLOT : 0;  // of the first part: which slot
+    return t;
+  }
+
+  DEVICE void next(int count) {
+    at += count;
+    if (at < stop && at == unit + tiles.count) {
+      unit = at;
+      if (++h == p.Hkv) h = 0, b++, keys = keys_of(p, b), tiles = tiles_of(p, keys);
+    }
+  }
+};
+
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, Ring<STAGES>& ring) {
+  const int lane = threadIdx.x & 31, stage = ring.stage, key = tile * BLOCK_N;
+  const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
+  int page = t.b, token = key;
+  constexpr int COPIES = BLOCK_N / COPY_KEYS;
+#if IS_PAGED
+  token = key + lane * COPY_KEYS;
+  page = lane < COPIES && token < t.keys ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
+  const bool valid = page >= 0 && page < p.pages;
+  if (!valid) page = -1;  // beyond the map: zeros
+  token %= p.page;
+  const u32 found = __ballot_sync(~0u, valid);
+#endif
+  mbar_wait(sm.empty + 8 * stage, ring.phase ^ 1);
+  if (lane == 0) {
+#if IS_PAGED
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(found) : "memory");
+#endif
+    mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
+  }
+  __syncwarp();
+  if (lane < COPIES) {
+    const u32 row = lane * COPY_KEYS * 128;
+#pragma unroll
+    for (int x = 0; x < WIDTH; x++) tma_load_once(sm.k + stage * K_BYTES + x * BLOCK_N * 128 + row, p.k, k_full, x * 64, token, t.h, page);
+#pragma unroll
+    for (int x = 0; x < VALUE_WIDTH; x++) tma_load_once(sm.v + stage * V_BYTES + x * BLOCK_N * 128 + row, p.v, v_full, x * 64, token, t.h, page);
+  }
+  ring.next();
+}
+
+DEVICE void copy(const Params& p, const Smem& sm) {
+  const int lane = threadIdx.x & 31;
+  Ring<STAGES> ring;
+  Ring<UNITS> units;
+  for (Walk walk(p);; units.next()) {
+    Task t;
+    if (walk.at < walk.stop) t = walk.task(); else t.count = 0;
+    const u32 at = sm.task + units.stage * TASK_BYTES, full = sm.q_full + 8 * units.stage;
+    mbar_wait(sm.q_empty + 8 * units.stage, units.phase ^ 1);
+    if (lane == 0) {
+      store_shared(at, make_int4(t.b, t.h, t.tile, t.count)), store_shared(at + 16, make_int4(t.keys, t.flags, t.first_cta, t.parts));
+      if (t.count == 0) mbar_arrive(full);
+      else {
+        mbar_expect(full, p.group * p.Sq * HEAD_DIM * 2);
+        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + units.stage * Q_BYTES + x * ROWS * 128, p.q, full, x * 64, 0, t.h * p.group, t.b);
+      }
+    }
+    if (t.count == 0) break;
+    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, t.tile + i, ring);
+    walk.next(t.count);
+  }
+}
+
+template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&r)[4], u32 at) {
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+// d (16 x 8) += a (16 x 16) b (16 x 8)
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if IS_BF16
+#define MMA_TYPE "bf16"
+#else
+#define MMA_TYPE "f16"
+#endif
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The shared-memory address of 16 bytes of a row: columns of 128 swizzled bytes, `rows` rows each.
+DEVICE u32 swizzled(u32 base, int rows, int row, int unit) { return base + (unit >> 3) * rows * 128 + row * 128 + (((unit & 7) ^ (row & 7)) << 4); }
+
+struct Consumer {
+  const Params& p;
+  const Smem& sm;
+  const int warp, lane, tid;
+  Ring<STAGES> ring;
+  u32 q[HEAD_DIM / 16][4];
+  float o[VALUE_DIM / 8][4];
+  float top[2], sum[2];  // of rows lane / 4 and 8 below
+  float slope[2];
+  int lo[2], hi[2], diagonal[2];
+
+  DEVICE Consumer(const Params& p, const Smem& sm, int warp) : p(p), sm(sm), warp(warp), lane(threadIdx.x & 31), tid(threadIdx.x - 32) {}
+
+  DEVICE void begin(const Task& t, u32 q_at) {
+    const int matrix = lane >> 3, row = ((lane & 7) + (matrix & 1) * 8) % ROWS;
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++) load_matrix_x4<false>(q[d], swizzled(q_at, ROWS, row, 2 * d + (matrix >> 1)));
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+#pragma unroll
+    for (int r = 0; r < ROWS / 8; r++) {
+      const int at = (lane >> 2) + 8 * r, s = at % p.Sq;
+      top[r] = NEVER, sum[r] = 0.f;
+      diagonal[r] = s + t.keys - p.Sq;
+      lo[r] = max(0, diagonal[r] - p.window_left), hi[r] = min(t.keys, diagonal[r] + p.window_right + 1);
+#if HAS_ALIBI
+      slope[r] = at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + t.h * p.group + at / p.Sq] * p.alibi_unit : 0.f;
+#endif
+    }
+  }
+
+  DEVICE void attend(const Task& t, int tile) {
+    const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
+    float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
+    mbar_wait(sm.k_full + 8 * stage, ring.phase);
+    {
+      const int row = warp * 16 + (lane & 7) + (matrix >> 1) * 8;
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 16; d++) {
+        u32 k[4];
+        load_matrix_x4<false>(k, swizzled(sm.k + stage * K_BYTES, BLOCK_N, row, 2 * d + (matrix & 1)));
+        mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
+      }
+    }
+    u32 present = 3;  // which of the two runs of 8 keys exist
+#if IS_PAGED
+    u32 found;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(found) : "r"(sm.valid + 4 * stage) : "memory");
+    present = 0;
+#pragma unroll
+    for (int j = 0; j < 2; j++) present |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
+#endif
+    const bool edge = key + 16 > t.keys || present != 3 || p.window_right < FAR || p.window_left < FAR;
+    float x[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i >> 1, column = key + j * 8 + (lane & 3) * 2 + (i & 1);
+        if (r >= ROWS / 8) continue;
+        float y = s[j][0][i] + s[j][1][i];
+#if HAS_SOFTCAP
+        y = tanh_exact(y * p.score_scale);
+#endif
+#if HAS_ALIBI
+        y -= slope[r] * fabsf((float)(diagonal[r] - column));
+#endif
+        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -__int_as_float(0x7f800000);
+        x[j][i] = y;
+      }
+    u32 w[4] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS / 8; r++) {
+      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      if (__any_sync(~0u, (m - top[r]) * p.scale_log2 > SLACK_LOG2)) {
+        m = fmaxf(m, top[r]);
+        const float factor = exp2_fast((top[r] - m) * p.scale_log2);
+        top[r] = m, sum[r] *= factor;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
+      }
+      const float n = -top[r] * p.scale_log2;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
+        sum[r] += a + b;
+        w[2 * j + r] = pack(a, b);
+      }
+    }
+    mbar_wait(sm.v_full + 8 * stage, ring.phase);
+    {
+      // what lies behind the keys may be anything, and 0 * NaN is NaN
+      u32 keep0 = ~0u, keep1 = ~0u;
+      if (key + 16 > t.keys) keep0 = kept(t.keys - key - (lane & 3) * 2), keep1 = kept(t.keys - key - 8 - (lane & 3) * 2);
+      const int row = warp * 16 + (lane & 7) + (matrix & 1) * 8;
+#pragma unroll
+      for (int i = 0; i < VALUE_DIM / 16; i++) {
+        u32 v[4];
+        load_matrix_x4<true>(v, swizzled(sm.v + stage * V_BYTES, BLOCK_N, row, 2 * i + (matrix >> 1)));
+        mma(o[2 * i], w, v[0] & keep0, v[1] & keep1), mma(o[2 * i + 1], w, v[2] & keep0, v[3] & keep1);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(sm.empty + 8 * stage);
+    ring.next();
+  }
+
+  // Of two keys in one word, those of the next `keys`.
+  DEVICE u32 kept(int keys) { return keys <= 0 ? 0u : keys == 1 ? 0xFFFFu : ~0u; }
+
+  // The warps' sums meet in shared memory.
+  DEVICE void meet() {
+#pragma unroll
+    for (int r = 0; r < ROWS / 8; r++) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+      const int row = (lane >> 2) + 8 * r;
+      const u32 at = sm.sums + ((warp * ROWS + row) * VALUE_DIM + (lane & 3) * 2) * 4;
+      if ((lane & 3) == 0)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sm.stats + (warp * ROWS + row) * 8), "f"(top[r] * p.scale_log2), "f"(sum[r]) : "memory");
+#pragma unroll
+      for (int i = 0; i < VALUE_DIM / 8; i++)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + i * 32), "f"(o[i][2 * r]), "f"(o[i][2 * r + 1]) : "memory");
+    }
+    named_sync(ALL_BARRIER, 32 * WARPS);
+  }
+
+  // Row by row of a unit: normalised, with LSE and the sink, to where it belongs.
+  DEVICE void write(const Task& t, int row, int column, float4 x, float m2, float total) {
+    const int head = t.h * p.group + row / p.Sq, s = row % p.Sq;
+    float inverse;
+#if HAS_SINKS
+    const float sink = p.sinks[head];
+#else
+    const float sink = 0.f;
+#endif
+    const float lse = finish_row(m2, total, 1.f, HAS_SINKS, sink, inverse);
+    if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + s] = lse;
+    if (column < p.Dv)
+      *(uint2*)(p.out + (((long long)t.b * p.Sq + s) * p.Hq + head) * p.Dv + column) = make_uint2(pack(x.x * inverse, x.y * inverse), pack(x.z * inverse, x.w * inverse));
+  }
+
+  DEVICE void finish(const Task& t) {
+    meet();
+    const int slot = blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0);
+    for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
+      const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
+      float2 stats[WARPS];
+      float m2 = NEVER, total = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(stats[w].x), "=f"(stats[w].y) : "r"(sm.stats + (w * ROWS + row) * 8) : "memory");
+        if (stats[w].y > 0.f) m2 = fmaxf(m2, stats[w].x);
+      }
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - m2) : 0.f;
+        const int4 y = load_shared(sm.sums + ((w * ROWS + row) * VALUE_DIM + column) * 4);
+        total += stats[w].y * factor;
+        x.x += __int_as_float(y.x) * factor, x.y += __int_as_float(y.y) * factor, x.z += __int_as_float(y.z) * factor, x.w += __int_as_float(y.w) * factor;
+      }
+      if (t.flags & WHOLE) write(t, row, column, x, m2, total);
+      else {
+        *(float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column) = x;
+        if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
+      }
+    }
+    if (!(t.flags & WHOLE)) __threadfence();
+    named_sync(ALL_BARRIER, 32 * WARPS);  // also: what met has been read
+    if (!(t.flags & WHOLE) && tid == 0) asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(p.flags + slot), "l"(p.nonce) : "memory");
+  }
+
+  // All parts of a unit whose last one is this CTA's.
+  DEVICE void merge(const Task& t) {
+    const int parts = blockIdx.x - t.first_cta + 1;
+    auto slot_of = [&](int i) { return (t.first_cta + i) * 2 + (i == 0 && t.parts ? 1 : 0); };
+    for (int i = tid; i < parts; i += 32 * WARPS) {
+      u64* flag = p.flags + slot_of(i);
+      u64 seen;
+      do asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
+      while (seen != p.nonce);
+      *flag = 0;
+    }
+    named_sync(ALL_BARRIER, 32 * WARPS);
+    for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
+      const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
+      float m2 = NEVER, total = 0.f;
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int part = 0; part < parts; part++) {
+        const int slot = slot_of(part);
+        const float2 stats = __ldcg(p.partial_stats + slot * ROWS + row);
+        const float4 y = __ldcg((const float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column));
+        if (!(stats.y > 0.f)) continue;
+        const float m = fmaxf(m2, stats.x), old = exp2_fast(m2 - m), factor = exp2_fast(stats.x - m);
+        m2 = m, total = total * old + stats.y * factor;
+        x.x = x.x * old + y.x * factor, x.y = x.y * old + y.y * factor, x.z = x.z * old + y.z * factor, x.w = x.w * old + y.w * factor;
+      }
+      write(t, row, column, x, m2, total);
+    }
+  }
+
+  DEVICE void work() {
+    Task merges;
+    merges.flags = 0;
+    for (Ring<UNITS> units;; units.next()) {
+      mbar_wait(sm.q_full + 8 * units.stage, units.phase);
+      const u32 at = sm.task + units.stage * TASK_BYTES;
+      const int4 x = load_shared(at), y = load_shared(at + 16);
+      const Task t = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+      if (t.count == 0) break;
+      begin(t, sm.q + units.stage * Q_BYTES);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(sm.q_empty + 8 * units.stage);
+#pragma unroll 1
+      for (int i = 0; i < t.count; i++) attend(t, t.tile + i);
+      finish(t);
+      if (t.flags & MERGES) merges = t;
+    }
+    if (merges.flags) merge(merges);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Smem sm(smem_address(shared));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < UNITS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, WARPS);
+    for (int i = 0; i < STAGES; i++) mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1), mbar_init(sm.empty + 8 * i, WARPS);
+    mbar_init_fence();
+  }
+  __syncthreads();
+  next_grid_may_start(), wait_for_last_grid();
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 0) copy(p, sm);
+  else {
+    Consumer consumer(p, sm, warp - 1);
+    consumer.work();
+  }
+}

@@ -1,0 +1,212 @@
+"""Decoding on sm_90a: few queries against a long cache, in one launch that reads each key once.
+
+Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
+CUDA graph serves every length.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper.configs import DecodeConfig, decode_config
+from fa_ops.backends.hopper.launch import (
+    PROMOTE_128B,
+    Kernel,
+    Module,
+    TensorMap,
+    address,
+    current_stream,
+    on_device,
+    one_parameter,
+)
+from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
+from fa_ops.types import Cache, Spec, is_decoding
+
+_WORDS, _SCALARS = struct.Struct("<9QQ"), struct.Struct("<14i3f44x")  # after the maps in Params
+_MAX_ROWS = 16
+_nonces = itertools.count(secrets.randbits(62) | 1)
+
+
+def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """Why the kernel cannot attend such a cache, or None."""
+    D, Dv = q.shape[-1], v.shape[-1]
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
+    if D % 8 or Dv % 8 or max(D, Dv) > 256:
+        return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
+    if cache.key is not None or cache.rotary_cos is not None:
+        return "does not write to caches"
+    if cache.num_splits or cache.batch_invariant:
+        return "cuts keys as the device is filled best, without num_splits and batch_invariant"
+    if spec.key_ranges is not None:
+        return "has no key_ranges in decoding"
+    if cache.unified_max is not None:
+        return "has no unified maximum"
+    return shape_error(q, k, v, cache, spec)
+
+
+def shape_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """The part of `cache_error` that lengths, strides and numbers decide."""
+    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    rows = q.shape[1] // heads * q.shape[2]
+    if rows > _MAX_ROWS:
+        return f"attends {_MAX_ROWS} queries of a kv head at once, got {rows}"
+    if cache.page_table is not None and (k.shape[1] % 8 or (k.shape[1] % 64 and 64 % k.shape[1])):
+        return f"needs pages of 8, 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
+    scale = spec.scale
+    if scale is not None and scale <= 0:
+        return f"needs a positive scale, got {scale}"
+    for name, t in (("query", q), ("key_cache", k), ("value_cache", v)):
+        steps = (stride for size, stride in zip(t.shape[:3], t.stride()) if size > 1)
+        if t.data_ptr() % 16 or any(stride % 8 or not stride for stride in steps):
+            return f"needs rows at multiples of 16 bytes, {name} has strides {t.stride()}"
+    return None
+
+
+def decodes(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
+    """Whether a dense call is this kernel's."""
+    return is_decoding(q.shape[2], k.shape[2], spec) and cache_error(q, k, v, Cache(), spec) is None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
+    return _plan_of(q, k, v, cache, spec).run(q, k, v, cache, spec)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
+    plan = _plan_of(q, k, v, cache, spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(*map(copyable, (q, k, v)), cache, spec)
+        return plan.run(q, k, v, cache, spec)
+
+    return run
+
+
+def _plan_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Plan:
+    table, slopes = cache.page_table, spec.alibi_slopes
+    return _plan(
+        q.dtype,
+        q.device.index,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
+        None if table is None else (table.shape[1], table.stride(0)),
+        spec.kv_lens is not None,
+        None if slopes is None else slopes.dim(),
+        spec.sinks is not None,
+    )
+
+
+class Plan:
+    """All of a call that does not depend on where its tensors lie or what they hold."""
+
+    def __init__(self, dtype, device, shapes, strides, statics, table, has_lens, slopes, has_sinks):
+        (B, Hq, Sq, D), key_shape, (*_, Dv) = shapes
+        page, pages, stride = 0, 0, 0
+        k_strides, v_strides = strides[1:]
+        if table is None:
+            _, Hkv, capacity, _ = key_shape
+        else:
+            pages, page, Hkv, _ = key_shape
+            max_pages, stride = table
+            capacity = page * max_pages
+            key_shape = (pages, Hkv, page, D)
+            k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
+        group = Hq // Hkv
+        causal, scale, left, right, softcap = statics
+        left, right, _ = window(causal, left, right)
+        if Sq == 1:
+            right = FAR  # one query stands at the last key
+        units = ScoreUnits.of(D, scale, softcap)
+        config = decode_config(D, Dv, group * Sq, page)
+        self.device, self.has_lens = device, has_lens
+        self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        defines = kernel_defines(
+            config,
+            dtype,
+            paged=table is not None,
+            kv_lens=has_lens,
+            softcap=softcap > 0,
+            alibi=slopes is not None,
+            sinks=has_sinks,
+        )
+        self.kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, device)
+        # fetching 256 bytes at once costs 10 % of the bandwidth here (one H200, 64 x 4096 keys)
+        cached = functools.partial(TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B)
+        self.maps = (
+            TensorMap(dtype, shapes[0], strides[0], Sq, heads=group),
+            cached(key_shape, k_strides),
+            cached((*key_shape[:3], Dv), v_strides),
+        )
+        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
+        self.lse = (B, Hq, Sq)
+        # of each CTA's first and last unit: sums and statistics, and a flag that they are there
+        parts = 2 * self.ctas
+        self.stats_at = parts * config.rows * config.value_dim * 4
+        self.flags_at = self.stats_at + parts * config.rows * 8
+        self.workspace = self.flags_at + parts * 8
+        self.scalars = _SCALARS.pack(
+            *(B, Hq, Hkv, group, Sq, capacity, Dv, 0, left, right, page, pages, stride),
+            Hq if slopes == 2 else 0,
+            *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+        )
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty_strided(*self.out)
+        lse = q.new_empty(self.lse, dtype=torch.float32)
+        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
+        at, (of_q, of_k, of_v) = workspace.data_ptr(), self.maps
+        lens, sinks, slopes = spec.kv_lens, spec.sinks, spec.alibi_slopes
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        if slopes is not None:
+            slopes = slopes.contiguous()
+        words = _WORDS.pack(
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.flags_at,
+            address(lens), address(cache.page_table), address(sinks), address(slopes),
+            next(_nonces) & 0xFFFFFFFFFFFFFFFF,
+        )  # fmt: skip
+        params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()), words)
+        stream = current_stream(self.device)
+        with on_device(self.device):
+            self.kernel.launch_early(
+                self.ctas, stream, one_parameter(b"".join((*params, self.scalars)))
+            )
+        return out, lse
+
+
+def kernel_defines(
+    config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
+    softcap: bool = False, alibi: bool = False, sinks: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """What a kernel is compiled for."""
+    return config.defines() | {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "IS_PAGED": int(paged),
+        "HAS_KV_LENS": int(kv_lens),
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_ALIBI": int(alibi),
+        "HAS_SINKS": int(sinks),
+    }
+
+
+_plan = functools.lru_cache(maxsize=1024)(Plan)
+
+
+@functools.cache
+def _kernel(defines: tuple[tuple[str, int], ...], threads: int, shared: int, device: int) -> Kernel:
+    return Module("decode", dict(defines), device).kernel("decode", threads, shared)

@@ -1,0 +1,153 @@
+"""The Hopper decoding kernel on a GPU: the oracle's cases, and what only a GPU can show."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.backends import hopper, reference
+from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from fa_ops.types import Cache, Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU (sm_90)",
+    ),
+]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def checked(case):
+    reason = hopper.cache_error(*case.fresh())
+    if reason:
+        pytest.skip(reason)
+    assert_cache_close(case, "hopper")
+
+
+@pytest.mark.parametrize("seed", range(3000, 3160))
+def test_random(seed):
+    case = random_cache_case(
+        seed, dtype=HALVES[seed % 2], device="cuda", rotary=0, fp8=False, new=0, num_splits=0,
+        batch_invariant=False, scale=(None, 0.3)[seed // 2 % 2],
+        page_size=(0, 0, 8, 16, 32, 64, 256)[seed % 7], Sq=(1, 1, 2, 4)[seed % 4],
+    )  # fmt: skip
+    checked(dataclasses.replace(case, S=case.S * (1 + seed % 19)))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("D", [8, 40, 64, 72, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_head_dims(dtype, D, page_size):
+    checked(
+        CacheCase(
+            D=D, Dv=D, S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, page_size=page_size
+        )  # fmt: skip
+    )
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 128), (72, 64), (256, 8)])
+def test_values_of_another_width(dims):
+    D, Dv = dims
+    checked(CacheCase(D=D, Dv=Dv, S=900, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("Sq", [1, 2, 4, 16])
+@pytest.mark.parametrize("S", [600, 20000])
+def test_groups(group, Sq, S):
+    checked(
+        CacheCase(
+            Hq=2 * group,
+            Sq=Sq,
+            S=S,
+            D=64,
+            Dv=64,
+            dtype=torch.bfloat16,
+            device="cuda",
+            is_causal=True,
+            lens=(S, 20),
+        )  # fmt: skip
+    )
+
+
+@pytest.mark.parametrize("B", [1, 3, 33, 200, 1000])
+@pytest.mark.parametrize("Hkv", [1, 8])
+@pytest.mark.parametrize("window", [(-1, -1), (100, -1)])
+def test_batches(B, Hkv, window):
+    lens = tuple((b * 7919 + 100) % 331 for b in range(B))
+    checked(
+        CacheCase(
+            B=B,
+            Hq=4 * Hkv,
+            Hkv=Hkv,
+            S=331,
+            D=64,
+            Dv=64,
+            dtype=torch.bfloat16,
+            device="cuda",
+            lens=lens,
+            window=window,
+        )  # fmt: skip
+    )
+
+
+def test_one_graph_serves_every_length():
+    case = CacheCase(B=4, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
+                     lens=(8999, 0, 500, 3), page_size=16)  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    pages = torch.arange(cache.page_table.numel(), device="cuda", dtype=torch.int32)
+    cache = cache._replace(page_table=pages.view_as(cache.page_table))
+    k, v = k.nan_to_num(0.3), v.nan_to_num(0.2)
+    hopper.cache_forward(q, k, v, cache, spec)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hopper.cache_forward(q, k, v, cache, spec)
+        again = hopper.cache_forward(q, k, v, cache, spec)
+    for step in range(8):
+        q.normal_()
+        spec.kv_lens.random_(0, 9000)
+        expected = reference.cache_forward(q, k, v, cache, spec)[0]
+        graph.replay()
+        assert relative_error(captured[0], expected) < 1e-2, step
+        assert torch.equal(captured[0], again[0])
+
+
+def test_repeatable_on_two_streams_at_once():
+    q, k, v, _, spec = CacheCase(
+        B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
+        lens=(9000, 1, 0, 5000, 4097),
+    ).fresh()  # fmt: skip
+    expected = hopper.cache_forward(q, k, v, Cache(), spec)
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for step in range(200):
+        with torch.cuda.stream(streams[step % 2]):
+            results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+    torch.cuda.synchronize()
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_attention_takes_it_by_name():
+    q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert dispatch.explain(q, k, v).backend == "triton"
+    expected = reference.dense(q.double(), k.double(), v.double(), Spec())[0]
+    for _ in range(3):
+        assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2
+    lens = torch.full((2,), 4000, device="cuda", dtype=torch.int32)
+    odd = torch.randn(2, 2, 4000, 129, device="cuda", dtype=torch.bfloat16)[..., :128]
+    with pytest.raises(NotImplementedError, match="key_cache has strides"):
+        fa_ops.attention_with_kv_cache(q, odd, v, lens, backend="hopper")
+    out = fa_ops.attention_with_kv_cache(q, k, v, lens, backend="hopper")
+    assert relative_error(out, expected) < 1e-2
