@@ -97,6 +97,15 @@ def test_the_memo_tells_features_and_dtypes_apart(monkeypatch):
     assert len(asked) == len(specs) + 2
 
 
+def test_few_queries_are_decoding_if_a_row_sees_one_run_of_keys():
+    q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 600, 8)
+    for shape, decodes in (((2, 1, 1), True), ((1, 1, 1), True), ((1, 4, 1), False),
+                           ((2, 1, 3), False)):  # fmt: skip
+        ranges = torch.zeros(*shape, 2, dtype=torch.int32)
+        assert dispatch._decodes(q, k, Spec(key_ranges=ranges)) == decodes
+    assert not dispatch._decodes(q, k[:, :, :100], Spec())
+
+
 def test_backends_lists_every_backend_with_its_reason():
     listed = dict(dispatch.backends())
     assert tuple(listed) == dispatch.BACKENDS

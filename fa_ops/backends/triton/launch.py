@@ -49,7 +49,7 @@ except ImportError:  # a CPU build of torch
 
 def empty(size: tuple, stride: tuple, dtype: torch.dtype, device: int) -> Tensor:
     """torch.empty_strided on the CUDA device of that index, or on the CPU for -1, in a hurry."""
-    if _empty_strided_cuda is not None and device == _cuda_getDevice():
+    if device >= 0 and _empty_strided_cuda is not None and device == _cuda_getDevice():
         return _empty_strided_cuda(size, stride, dtype)
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
