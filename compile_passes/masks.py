@@ -37,6 +37,7 @@ from compile_passes.ranges import Run, attends_itself, run
 from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
 Term = Bias | Fill
+NEAR = 1e3  # a bias made of greater constants may be a mask
 FLOOR_OF_SCORES = -64.0  # over eps: real scores vanish beside anything below
 
 
@@ -253,11 +254,12 @@ def _fallback(
     finites = [t for t in fills if t not in exact]
     if plan.trains and not plan.sunk and any(_may_fill_rows(t, meanings[t]) for t in biases):
         return _levels(plan, window, terms)
-    if not plan.trains and _vanishes_in(dense, finites, plan):
+    if not plan.trains and _vanishes_in(terms, finites, plan):
         rest = tuple(t for t in biases if t is not finites[0])
         keeps = tuple(_keep_of(t) for t in dense if t in exact)
         return Masks(*window, rest, keeps, added=finites[0])
-    if _tangled(dense, finites, len(terms) > len(dense) or len(exact) > 0):
+    others = len(terms) > len(dense) or len(exact) > 0
+    if _tangled(dense, finites, others or any(_is_mask(t, meanings[t]) for t in biases)):
         return _levels(plan, window, terms)
     keeps = tuple(_keep_of(t) for t in dense if t in exact or t in fills)
     if not finites:
@@ -267,11 +269,13 @@ def _fallback(
 
 def _levels(plan: Plan, window: Window, terms: list[Term]) -> Masks:
     """Several masks with finite fills, or masks of unknown content. The window, which hides keys
-    with -inf, is among the terms and a flag as well.
+    with -inf, is among the terms and a flag as well, unless a fill then replaces that -inf.
     """
     near = [t for t in terms if isinstance(t, Fill) and not _far(t, plan)]
     if near or any(isinstance(t, Floor) for t in plan.scores.terms) or plan.sunk:
         raise Refused("several masks with different fill values: rows without keys would differ")
+    if any(isinstance(t, Fill) and t.value != -math.inf for t in terms[1:]):
+        window = (None, None)
     replaced = [i for i, t in enumerate(terms) if isinstance(t, Fill) and t.value != -math.inf]
     for term in terms[replaced[0] :] if replaced and plan.trains else []:
         if isinstance(term, Bias) and term.leaf.value.tensor.requires_grad:
@@ -284,25 +288,28 @@ def _far(fill: Fill, plan: Plan) -> bool:
 
 
 def _may_fill_rows(term: Bias, meaning: Meaning | None) -> bool:
-    """Whether a bias may leave a row nothing but finite fills."""
-    if meaning is not None:
-        return meaning.keep is not True and _absorbs(term, meaning)
+    """Whether a bias may leave a row nothing but fills beside which real scores vanish."""
+    return _is_mask(term, meaning) and (meaning is None or _absorbs(term, meaning))
+
+
+def _is_mask(term: Bias, meaning: Meaning | None) -> bool:
+    """Whether a bias hides keys, as far as is known."""
     x = term.leaf.value
-    return isinstance(x, Value) and not finite(x, limit=-FAR / 10)
+    return meaning is not None or (isinstance(x, Value) and not finite(x, limit=NEAR))
 
 
 def _keep_of(term: Term) -> Keep:
     return Keep(term.leaf, 0.0) if isinstance(term, Bias) else Keep(term.mask, not term.where)
 
 
-def _vanishes_in(dense: list[Term], fills: list[Fill], plan: Plan) -> bool:
+def _vanishes_in(terms: list[Term], fills: list[Fill], plan: Plan) -> bool:
     """Whether a fill before biases can be added instead: what it replaces is absorbed by it."""
-    if len(fills) != 1 or len(dense) < 2:
+    if len(fills) != 1 or len(terms) < 2:
         return False
-    (fill,), before = fills, dense[: dense.index(fills[0])]
-    later = any(isinstance(t, Bias) for t in dense[len(before) + 1 :])
+    (fill,), before = fills, terms[: terms.index(fills[0])]
+    later = any(isinstance(t, Bias) for t in terms[len(before) + 1 :])
     far = _far(fill, plan)
-    known = all(isinstance(t, Bias) and finite(t.leaf.value) for t in before)
+    known = all(isinstance(t, Bias) and finite(t.leaf.value, limit=NEAR) for t in before)
     return later and far and known and math.isfinite(fill.value)
 
 

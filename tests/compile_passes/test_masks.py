@@ -326,7 +326,20 @@ def bias_and_lowest_of_unknown_content(s, keep, bias):
     return s + bias + torch.where(keep, 0.0, LOWEST)
 
 
+def a_fill_after_minus_infinity(s, keep, _):
+    """Uncovers what it covers: such a row averages keys of its future."""
+    future = torch.arange(12) > torch.arange(12)[:, None]
+    return s.masked_fill(future, -INF).masked_fill(~padding() | ~keep, LOWEST)
+
+
+def a_mask_then_a_fill_then_a_bias(s, keep, bias):
+    s = s + torch.where(keep, 0.0, LOWEST)
+    return s.masked_fill(padding().logical_not(), LOWEST) + bias.detach()
+
+
 LEVELS = [
+    a_fill_after_minus_infinity,
+    a_mask_then_a_fill_then_a_bias,
     causal_fill_then_padding,
     padding_then_causal_fill,
     two_fills,
@@ -352,6 +365,9 @@ def test_several_masks_make_rows_without_keys(change, dynamic):
     if not dynamic:
         (finding,) = verified(function, inputs)
         assert finding.fused, finding
+        fusion = fuse(function)
+        assert_same(function, inputs, fusion, train=False)
+        assert fusion.fused == 1
 
 
 @pytest.mark.parametrize("kind", ["added", "added a little", "filled"])
@@ -393,6 +409,10 @@ REFUSED = {
     ),
     "a bias after a near fill": (
         lambda s, m: s.masked_fill(m, -1e4) + m.mT.float(),
+        "several masks with different fill values: rows without keys would differ",
+    ),
+    "a near fill over a near mask": (
+        lambda s, m: (s + torch.where(m.mT, 0.0, -1e4)).masked_fill(m, -1e4),
         "several masks with different fill values: rows without keys would differ",
     ),
     "a mask from the scores": (
