@@ -22,8 +22,7 @@ read to use them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ def read(mask: Tensor, Sk: int, layer: nn.Module) -> Form:
         if columns == 1:
             if rows == 1:
                 return Form(kv_lens=mask.flatten())
-            return _once(mask, layer, lambda: _bounds_and_keys(mask, Sk))
+            return _latest.of(mask, layer, lambda: _bounds_and_keys(mask, Sk))
         if columns == 2:
             return Form(key_ranges=mask)
         if columns == 3:
@@ -135,12 +134,6 @@ def _bounds_and_keys(mask: Tensor, Sk: int) -> Form:
 _latest = Latest()
 
 
-def _once(mask: Tensor, layer: nn.Module, make: Callable[[], Any]) -> Any:
-    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return make()  # a graph has to hold what it depends on
-    return _latest.of(mask, layer, make)
-
-
 def ends(key_ranges: Tensor, batch_size: int, layer: nn.Module) -> Tensor:
     """Lengths (B,) that hold every range of shape (B or 1, 1, 1, 2); contiguous."""
     return _once(key_ranges, layer, lambda: key_ranges[:, 0, 0, 1].expand(batch_size).contiguous())
@@ -152,7 +145,7 @@ def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:
     So a kernel reads the filled part of a cache, and nothing is read by the host. Inside the run
     the mask is added, in `dtype`: padding in decoding may have holes.
     """
-    form = _once(mask, layer, lambda: _bound(mask, dtype))
+    form = _latest.of(mask, layer, lambda: _bound(mask, dtype))
     return form._replace(attn_mask=form.attn_mask.to(dtype))
 
 

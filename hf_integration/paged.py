@@ -13,6 +13,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 import fa_ops
+from hf_integration.latest import Latest
+
+_latest = Latest()  # how many keys each sequence has before the step
 
 
 class Pages(NamedTuple):
@@ -47,7 +50,7 @@ def attention(
         step = _update(layer, key, value, cache, keywords)
     k_ends, longest_k, pages, key, value = step
     if pages is not None:
-        return _decode(query, key, value, pages, k_ends, options)
+        return _decode(layer, query, key, value, pages, k_ends, options)
     longest_q = keywords.get("max_length_q", keywords.get("max_seqlen_q"))
     tokens = (t[0].transpose(0, 1) for t in (query, key, value))
     out = fa_ops.attention_varlen(
@@ -91,11 +94,13 @@ def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) ->
     return k_ends.int(), longest_k, Pages(*views, table[group]), key, value
 
 
-def _decode(query, key, value, pages: Pages, k_ends: Tensor, options: dict) -> Tensor:
+def _decode(
+    layer: nn.Module, query, key, value, pages: Pages, k_ends: Tensor, options: dict
+) -> Tensor:
     """One token of each sequence; its key goes to the page where the sequence ends."""
     query, key, value = (t[0].transpose(0, 1).unsqueeze(2) for t in (query, key, value))
     N = query.shape[0]
-    before = (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0)
+    before = _latest.of(k_ends, layer, lambda: (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0))
     out = fa_ops.attention_with_kv_cache(
         query,
         pages.key,
