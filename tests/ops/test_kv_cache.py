@@ -19,7 +19,7 @@ CASES = {
     "paged": CacheCase(S=20, page_size=4, Sq=3, is_causal=True, sinks=True, alibi="heads"),
     "append": CacheCase(S=20, new=2, Sq=2, is_causal=True),
     "append to pages": CacheCase(S=20, new=2, Sq=2, page_size=4, rotary=8),
-    "ranges": CacheCase(S=20, new=2, Sq=2, is_causal=True, ranges=True),
+    "ranges": CacheCase(S=20, new=2, Sq=2, is_causal=True, ranges=True, unified_max=2.0),
     "fp8, scales of pages": CacheCase(
         S=20, new=1, fp8=True, dtype=torch.bfloat16, page_size=4, page_scales=True
     ),
