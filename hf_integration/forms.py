@@ -136,7 +136,9 @@ _latest = Latest()
 
 def ends(key_ranges: Tensor, batch_size: int, layer: nn.Module) -> Tensor:
     """Lengths (B,) that hold every range of shape (B or 1, 1, 1, 2); contiguous."""
-    return _once(key_ranges, layer, lambda: key_ranges[:, 0, 0, 1].expand(batch_size).contiguous())
+    return _latest.of(
+        key_ranges, layer, lambda: key_ranges[:, 0, 0, 1].expand(batch_size).contiguous()
+    )
 
 
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> Form:
