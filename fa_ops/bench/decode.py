@@ -59,6 +59,7 @@ def _ours(backend: str | None) -> list[Implementation]:
     def build(p: Problem, data: Data) -> Call:
         width = p.Dv or p.D
         options = {"num_splits": 1} if p.unsplit else {}
+        options |= {"key_ranges": data.ranges} if p.padding else {}
         if p.unified:  # scores are as if drawn from a normal distribution
             options["unified_max"] = torch.full((p.Hq,), 4.0, device="cuda")
         call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **options)
@@ -72,8 +73,8 @@ def _ours(backend: str | None) -> list[Implementation]:
 
 
 def _plain(p: Problem) -> None:
-    if p.page or p.fp8 or p.ragged or p.shared or p.unsplit:
-        raise NotImplementedError("takes neither pages nor fp8, lengths or shared values")
+    if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
+        raise NotImplementedError("takes neither pages nor fp8, lengths, padding or shared values")
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:
@@ -97,8 +98,8 @@ def _flash_attn_3(p: Problem, data: Data) -> Call:
     names = ("flash_attn_interface", "fa3_fwd_interface", "tokenspeed_fa3.flash_attn_interface")
     found = [name for name in names if importlib.util.find_spec(name.split(".")[0])]
     function = importlib.import_module((found or names)[0]).flash_attn_with_kvcache
-    if p.fp8 or p.shared or p.unsplit:
-        raise NotImplementedError("takes neither fp8 beside half precision nor shared values")
+    if p.fp8 or p.padding or p.shared or p.unsplit:
+        raise NotImplementedError("measured with neither fp8, padding nor shared values")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x if p.page else x.transpose(1, 2) for x in (k, v))
@@ -125,7 +126,7 @@ def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.view(torch.uint8)[pages].view(x.dtype) if p.fp8 else x[pages] for x in (k, v))
         k, v = (x.flatten(0, 1)[:length, -1] for x in (k, v))
     else:
-        k, v = (x[-1, -1, :length] for x in (k, v))
+        k, v = (x[-1, -1, p.padding : length] for x in (k, v))
     k, v = (x.double()[None, None] for x in (k, v))
     q = data.q[-1:, -(p.Hq // p.Hkv) :].double()
     return reference.dense(q, k, v[..., : p.Dv or p.D], Spec())[0]

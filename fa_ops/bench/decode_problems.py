@@ -24,6 +24,7 @@ class Problem:
     page: int = 0
     fp8: bool = False
     ragged: bool = False  # lengths from 1 to S
+    padding: int = 0  # keys in front of every row that nobody attends
     unsplit: bool = False  # ours with a single split
     unified: bool = False  # ours with a guess of the largest scores
     dtype: torch.dtype = torch.bfloat16
@@ -31,6 +32,7 @@ class Problem:
     def __str__(self) -> str:
         words = [f"B{self.B} {self.S}", self.heads]
         words += [f"page {self.page}"] if self.page else []
+        words += [f"behind {self.padding}"] if self.padding else []
         words += [word for word in ("fp8", "ragged", "unsplit", "unified") if getattr(self, word)]
         return " ".join(words)
 
@@ -55,7 +57,8 @@ class Problem:
     def bytes(self) -> int:
         """What must be read: keys and values that are there."""
         width = self.D if self.shared else 2 * self.D
-        return sum(self.lengths()) * self.Hkv * width * self.cached.itemsize
+        keys = sum(self.lengths()) - self.B * self.padding
+        return keys * self.Hkv * width * self.cached.itemsize
 
 
 class Data:
@@ -69,6 +72,10 @@ class Data:
         self.count = max(2, min(64, -(-COLD_BYTES // each))) if each < 2**33 else 1
         self.q = torch.randn(p.B, p.Hq, 1, p.D, device="cuda", dtype=p.dtype, generator=g)
         self.lens = torch.tensor(p.lengths(), dtype=torch.int32, device="cuda")
+        self.ranges = None
+        if p.padding:
+            runs = [[p.padding, length] for length in p.lengths()]
+            self.ranges = torch.tensor(runs, dtype=torch.int32, device="cuda")[:, None, None]
         self.caches = []
         for _ in range(self.count):
             k = self._draw(numbers, g, p)
@@ -122,6 +129,7 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
         Problem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
     ],
     "ragged": lambda: [Problem(64, 32768, ragged=True), Problem(64, 16384)],
+    "padded": lambda: [Problem(8, 32768, padding=28672), Problem(8, 4096)],
     "unsplit": lambda: [Problem(1, 131072), Problem(1, 131072, unsplit=True)],
     "unified": lambda: [
         Problem(B, S, unified=unified)

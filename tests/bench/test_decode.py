@@ -13,6 +13,7 @@ def test_bytes_are_what_must_be_read():
     assert Problem(2, 1024).bytes() == 2 * 1024 * 8 * 128 * 2 * 2
     assert Problem(2, 1024, fp8=True).bytes() * 2 == Problem(2, 1024).bytes()
     mla = Problem(3, 64, 128, 1, 576, 512, page=64)
+    assert Problem(8, 32768, padding=28672).bytes() == Problem(8, 4096).bytes()
     assert mla.shared and mla.bytes() == 3 * 64 * 576 * 2
 
 
