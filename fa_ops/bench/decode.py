@@ -60,8 +60,7 @@ def _ours(backend: str | None) -> list[Implementation]:
         width = p.Dv or p.D
         options = {"num_splits": 1} if p.unsplit else {}
         options |= {"key_ranges": data.ranges} if p.padding else {}
-        if p.unified:  # scores are as if drawn from a normal distribution
-            options["unified_max"] = torch.full((p.Hq,), 4.0, device="cuda")
+        options |= {"unified_max": data.guesses} if p.unified else {}
         call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **options)
         return lambda q, k, v: call(q, k, v[..., :width], data.lens, data.table)
 

@@ -62,7 +62,7 @@ class Problem:
 
 
 class Data:
-    """Queries and several caches on the device."""
+    """Queries, several caches and what else captured graphs read, on the device."""
 
     def __init__(self, problem: Problem) -> None:
         p = problem
@@ -76,6 +76,8 @@ class Data:
         if p.padding:
             runs = [[p.padding, length] for length in p.lengths()]
             self.ranges = torch.tensor(runs, dtype=torch.int32, device="cuda")[:, None, None]
+        # scores are as if drawn from a normal distribution
+        self.guesses = torch.full((p.Hq,), 4.0, device="cuda") if p.unified else None
         self.caches = []
         for _ in range(self.count):
             k = self._draw(numbers, g, p)
