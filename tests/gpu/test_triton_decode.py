@@ -185,6 +185,16 @@ def test_attention_with_few_queries_is_decoding():
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("page_size", [5, 16, 64])
+def test_scales_of_pages(page_size, dtype):
+    case = CacheCase(
+        Hq=8, S=2000, D=128, Dv=128, dtype=dtype, device="cuda", fp8=True, page_scales=True,
+        page_size=page_size, new=3, Sq=3, is_causal=True, lens=(1997, 70),
+    )  # fmt: skip
+    assert_cache_close(case, "triton")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("guess", [3.0, -100.0, 1e4, float("nan"), float("inf")])
 @pytest.mark.parametrize("magnitude", [1.0, 3e3])  # the second: scores up to 1e4
