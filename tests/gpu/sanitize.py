@@ -65,7 +65,15 @@ def run_cached(module) -> None:
     for seed in range(24):
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
         cases.append(random_cache_case(seed, dtype=dtype, device="cuda"))
-        reads = {"new": 0, "rotary": 0, "fp8": False, "num_splits": 0, "batch_invariant": False}
+        reads = {
+            "ranges": False,
+            "unified_max": None,
+            "new": 0,
+            "rotary": 0,
+            "fp8": False,
+            "num_splits": 0,
+            "batch_invariant": False,
+        }
         pages = {"page_size": (0, 8, 64)[seed % 3], "scale": None, "Sq": 1 + seed % 2}
         cases.append(random_cache_case(seed, dtype=dtype, device="cuda", **reads, **pages))
     for case in cases:
