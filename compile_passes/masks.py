@@ -110,7 +110,7 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     meanings = {t: _read(t, reader) for t in terms}
     _check_floor(plan, meanings)
     terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
-    zeroed = _zeroed_alike(plan, terms)
+    zeroed = _zeroed_alike(plan, terms, meanings)
     if zeroed and meanings[zeroed]:
         exact = dataclasses.replace(zeroed, value=-math.inf)
         meanings[exact] = meanings[zeroed]
@@ -191,8 +191,10 @@ def _share(plan: Plan, term: Bias, meanings: dict[Term, Meaning | None]) -> floa
     return floors[0].share if fill == floors[0].value else 1.0
 
 
-def _zeroed_alike(plan: Plan, terms: list[Term]) -> Term | None:
-    """The mask of the scores with which the weights are masked again after the softmax."""
+def _zeroed_alike(plan: Plan, terms: list[Term], meanings: dict) -> Term | None:
+    """The mask of the scores with which the weights are masked again after the softmax. Keys that
+    another mask hides further down would come up beside a finite fill.
+    """
     zeroed = plan.core.weights.zeroed
     if zeroed is None:
         return None
@@ -200,7 +202,9 @@ def _zeroed_alike(plan: Plan, terms: list[Term]) -> Term | None:
     for fill in masked:
         same = alike(fill.mask.value, zeroed.mask.value) and fill.where == zeroed.where
         same = same and resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
-        if same and fill.value <= FAR and len(masked) == 1:
+        beside = any(_is_mask(t, meanings[t]) for t in terms if isinstance(t, Bias))
+        lowest = fill.value == -math.inf or (fill.value <= FAR and not beside)
+        if same and lowest and len(masked) == 1:
             return fill
     raise Refused("the attention weights are masked after the softmax, not as the scores were")
 

@@ -237,6 +237,20 @@ def test_the_second_mask_may_be_computed_again():
     check(function, (*qkv(), mask.long(), torch.randn(4, 12, 12)))
 
 
+def test_weights_masked_again_beside_another_mask_are_refused():
+    """Where the other hides all that is left, the masked weights are not those of the rest."""
+
+    def function(q, k, v, drop):
+        scores = (q @ k.mT + torch.where(padding(), 0.0, LOWEST)).masked_fill(drop, -1e9)
+        return scores.softmax(-1).masked_fill(drop, 0.0) @ v
+
+    fusion = fuse(function)
+    results(fusion.run, (*qkv(), torch.ones(12, 12, dtype=torch.bool).triu(1)), True)
+    assert fusion.reasons == [
+        "the attention weights are masked after the softmax, not as the scores were"
+    ]
+
+
 @pytest.mark.parametrize("again", ["another tensor", "another comparison", "another number"])
 def test_weights_under_another_mask_are_refused(again):
     def function(q, k, v, mask, other):

@@ -1,0 +1,70 @@
+"""Masks of several kinds one on another, drawn at random: fused or refused, never another result."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.compile_passes.helpers import assert_same, fuse, qkv
+
+LOWEST = torch.finfo(torch.float32).min
+SIZE = 8
+FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, float("-inf")]
+KINDS = ["fill", "fill", "bias", "bias", "learned", "number"]
+MASKS = ["causal", "window", "opaque", "padding"]
+
+
+def drawn(rng: random.Random):
+    """A function of query, key, value, an opaque mask, a padding mask and a learned bias."""
+    terms = [
+        (rng.choice(KINDS), rng.choice(MASKS), rng.choice(FILLS)) for _ in range(rng.randint(1, 4))
+    ]
+    cap, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.35, -0.35])
+    end = rng.choice(["plain", "plain", "lse", "sink", "again"])
+
+    def function(q, k, v, opaque, padding, bias):
+        i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)[None]
+        masks = {"causal": j <= i, "window": (i - j).abs() <= 2, "opaque": opaque}
+        masks["padding"] = padding
+        scores = q @ k.mT * scale
+        scores = torch.tanh(scores / cap) * cap if cap else scores
+        for kind, name, fill in terms:
+            if kind == "fill":
+                scores = scores.masked_fill(~masks[name], fill)
+            elif kind == "bias":
+                scores = scores + torch.where(masks[name], 0.0, fill)
+            else:
+                scores = scores + (bias if kind == "learned" else 0.5)
+        if end == "sink":
+            column = bias[..., :1].expand(2, 2, SIZE, 1)
+            return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+        weights = scores.softmax(-1)
+        if end == "again":
+            weights = weights.masked_fill(~masks[terms[-1][1]], 0.0)
+        out = weights @ v
+        return out * (scores.logsumexp(-1) - 0.3).sigmoid()[..., None] if end == "lse" else out
+
+    return function
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_combinations(start, train):
+    fused = 0
+    for seed in range(start, start + 20):
+        rng = random.Random(seed)
+        function = drawn(rng)
+        generator = torch.Generator().manual_seed(seed)
+        opaque = torch.rand(SIZE, SIZE, generator=generator) > 0.5
+        opaque[rng.randrange(SIZE)] = False
+        padding = torch.ones(2, 1, 1, SIZE, dtype=torch.bool)
+        padding[0, ..., : rng.choice([0, 3, SIZE])] = False
+        bias = torch.randn(2, SIZE, SIZE, generator=generator)
+        fusion = fuse(function)
+        inputs = (*qkv(Hq=2, Hkv=2, Sq=SIZE, Sk=SIZE), opaque, padding, bias)
+        if function(*inputs).isfinite().all():
+            assert_same(function, inputs, fusion, train)
+            fused += fusion.fused
+    assert fused > 3  # most of what is not refused
