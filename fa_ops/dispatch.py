@@ -113,15 +113,15 @@ def _features(spec: Spec) -> tuple:
 def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
     """The backend that attends a key-value cache, by the same rules.
 
-    A backend's `cache_error` may also depend on the page size, on the number of queries of a kv
-    head up to 16, and on whether every row starts at a multiple of 16 bytes.
+    The `cache_error` of the hopper backend, which is only taken by name, may also depend on what
+    `_layout` says.
     """
     name = spec.backend or default or "auto"
     given = tuple(t is not None for t in cache[:7])
     shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
-    layout = _layout(q, k, v, cache.page_table is not None)
     split = (cache.num_splits > 0, cache.batch_invariant, cache.unified_max is not None)
-    key = ("cache", name, *shape, *layout, *split, *given, *_features(spec))
+    layout = _layout(q, k, v, cache.page_table is not None) if name == "hopper" else None
+    key = ("cache", name, *shape, layout, *split, *given, *_features(spec))
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(

@@ -1,4 +1,4 @@
-"""Tile shapes of the Hopper tier, each with the measured reason."""
+"""Tile shapes of the Hopper tier, each with the reason that measuring gave (`bench forward`)."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ class DecodeConfig:
 
     @property
     def stages(self) -> int:
-        """64 KB in flight. At D 128, us with 2 / 3 / 4 / 5 stages: 1 x 4096 keys 11.6 / 12.3 / 12.5
-        / 12.5, 64 x 4096 keys 243 / 240 / 240 / 239 (one H200, bf16, 32 / 8 heads)."""
+        """64 KB in flight: with more, short calls are slower and long ones hardly faster."""
         return max(2, (64 << 10) // self._tile_bytes)
 
     @property
@@ -115,18 +114,18 @@ def padded(dim: int) -> int:
 
 
 def forward_config(D: int, Dv: int) -> Config:
-    """The forward's tile. Figures: TFLOP/s, one H200, bf16, 16k tokens, S = 8192, full / causal."""
+    """The forward's tile."""
     head_dim, value_dim = padded(D), padded(Dv)
     if head_dim == 64:
-        # with slack 508 / 462 for 521 / 467; without turns, or with two consumers, 5 % less
+        # slower with slack, without turns, and with two consumers
         return Config(64, 64, 192, 128, q_stages=2, slack=0)
     if head_dim == 128:
-        # 628 / 610; without slack 637 / 602; one query buffer, or 176 keys, less
+        # slack helps causal calls, costs others as much; 176 keys, or one query buffer, are slower
         return Config(128, value_dim, 128, 128, q_stages=2)
     if head_dim == 192:
-        # what shared memory holds; 713 / 651, without slack 697 / 640
+        # what shared memory holds
         return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
-    # 716 / 662; with turns 702 / 647, without slack 671 / 607
+    # slower with turns, and without slack, as rescaling 256 columns is dear
     return Config(256, value_dim, 128, 80, turns=False)
 
 

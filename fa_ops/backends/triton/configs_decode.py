@@ -51,9 +51,8 @@ def decode_tile(
 
 
 # By the larger head dimension: (the tile, the tile of light calls). Bytes in flight decide, some
-# 64 to 96 KB per multiprocessor. H200, bf16, 32/8 heads of 128, microseconds with two programs of 3
-# stages against one of 4: 8 rows of 1k keys 15.9 / 16.7, 8 of 4k 38.9 / 40.1, one of 32k 39.0 /
-# 39.9, one of 8k 15.4 / 15.3, 64 of 4k 250 / 276; so heads of 128 have no tile for light calls.
+# 64 to 96 KB per multiprocessor. With heads of 128, two programs of 3 stages are faster than one of
+# 4 for light calls too (`bench decode`), but for one row of 8k keys, where they are equal.
 _ROOMY = {
     64: (DecodeTile(16, 128, 4, 3, 2), DecodeTile(16, 128, 4, 4, 1)),
     128: (DecodeTile(16, 64, 4, 3, 2), DecodeTile(16, 64, 4, 3, 2)),
