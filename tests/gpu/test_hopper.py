@@ -132,3 +132,21 @@ def test_packed(seed):
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", hopper.backward_error(q, k, v, spec) is None)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_bool_masks(seed):
+    D, Dv = DIMS[seed % len(DIMS)]
+    shape = tuple(seed >> bit & 1 for bit in range(4))
+    case = random_case(
+        seed, D=D, Dv=Dv, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3],
+        dtype=(torch.bfloat16, torch.float16)[seed % 2], device="cuda", mask="bool",
+        mask_shape=shape, mask_grad=False, dropout_p=0.0, deterministic=False,
+        scale=None, key_ranges=None,
+    )  # fmt: skip
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert hopper.backward_error(q, k, v, spec)
+    assert_close_to_oracle(case, "hopper", False)

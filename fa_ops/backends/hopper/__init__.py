@@ -59,8 +59,10 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if spec.attn_mask is not None:
-        return "has no dense masks yet (key_ranges it has)"
+    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
+        return (
+            f"has no float masks yet (bool masks and key_ranges it has), got {spec.attn_mask.dtype}"
+        )
     if spec.dropout_p > 0:
         return "has no dropout yet"
     if default_scale(spec, D) <= 0:
@@ -72,6 +74,8 @@ def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D or D > 128:
         return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
+    if spec.attn_mask is not None:
+        return "has no backward for dense masks yet"
     if spec.deterministic:
         return "adds dQ in no fixed order, so it has no deterministic backward yet"
     return None

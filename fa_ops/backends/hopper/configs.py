@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+_MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TASK_BYTES = 2 * 48 + 8  # of struct Task in cuda/scheduler.cuh, two, and what aligns them
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
@@ -25,13 +26,12 @@ class Config:
     def threads(self) -> int:
         return self.block_m * 2 + 128
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, has_mask: bool = False) -> int:
+        consumers = self.block_m // 64
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 2 * self.q_stages * (self.block_m // 64) + 4 * self.stages + 4
-        return (
-            2 * (self.q_stages * self.block_m * self.head_dim + keys) + 8 * barriers + _TASK_BYTES
-        )
+        barriers = 2 * self.q_stages * consumers + 4 * self.stages + 4
+        tiles = 2 * (self.q_stages * self.block_m * self.head_dim + keys)
+        return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
         return {

@@ -23,14 +23,15 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Spec
 
-# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 640 bytes
-_WORDS, _SCALARS = struct.Struct("<6Q"), struct.Struct("<14i3f12x")
-_NONE = (None,) * 4
+# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 704 bytes
+_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3f44x")
+_NONE = (None,) * 5
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     q, k, v = copyable(q), copyable(k), copyable(v)
-    optional = lens, ranges, sinks, slopes = _as_read(spec)
+    mask = _mask_as_read(spec.attn_mask, k.shape[2])
+    optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), mask
     plan = _plan(
         q.dtype,
         q.device.index,
@@ -41,6 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         _strides(ranges),
         sinks is not None,
         _strides(slopes),
+        _strides(mask),
     )
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return plan.run(q, k, v, lse, optional), lse
@@ -52,7 +54,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
-    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None)
+    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
@@ -76,6 +78,22 @@ def _as_read(spec: Spec) -> tuple[Tensor | None, ...]:
     return lens, ranges, sinks, slopes
 
 
+def _mask_as_read(mask: Tensor | None, Sk: int) -> Tensor | None:
+    """A bool mask as (B|1, Hq|1, Sq|1, Sk), rows at multiples of 16 bytes, copied if need be."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    steps = (stride for size, stride in zip(mask.shape[:3], mask.stride()) if size > 1)
+    if (
+        mask.shape[3] == Sk
+        and mask.stride(3) == 1
+        and not (Sk % 16 or mask.data_ptr() % 16 or any(stride % 16 for stride in steps))
+    ):
+        return mask
+    padded = mask.new_empty((*mask.shape[:3], -(-Sk // 16) * 16))[..., :Sk]
+    return padded.copy_(mask)
+
+
 def _strides(t: Tensor | None) -> tuple[int, ...] | None:
     """All strides but the last, 0 for broadcast dimensions."""
     if t is None:
@@ -87,7 +105,7 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes
+        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask
     ):
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = statics
@@ -108,6 +126,7 @@ class Plan:
                 softcap=softcap > 0,
                 alibi=slopes is not None,
                 sinks=has_sinks,
+                mask=mask is not None,
             ),
         )
         self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
@@ -116,6 +135,7 @@ class Plan:
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = min(B * Hq, group * heads_in_l2(Sk * 2 * (D + Dv)))
+        self.mask = mask or (0, 0, 0)
         self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
@@ -128,7 +148,8 @@ class Plan:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         dynamic = varied and tiles > sms
         defines = tuple(kernel_defines(config, **features, dynamic=dynamic).items())
-        kernel = _kernel(defines, config.threads, config.shared_bytes, self.device)
+        shared = config.shared_bytes(features["mask"])
+        kernel = _kernel(defines, config.threads, shared, self.device)
         return kernel, min(tiles, sms), dynamic, tiles
 
     def run(
@@ -147,7 +168,8 @@ class Plan:
         of_q, of_k, of_v, of_out = self.maps
         params = (
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
-            of_out.at(out.data_ptr()), _WORDS.pack(*map(address, (lse, *optional, counter))),
+            of_out.at(out.data_ptr()),
+            _WORDS.pack(*map(address, (lse, *optional)), *self.mask, address(counter)),
             self.scalars,
         )  # fmt: skip
         with on_device(self.device):
@@ -158,7 +180,7 @@ class Plan:
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
-    dynamic: bool = False, left: bool = False,
+    dynamic: bool = False, left: bool = False, mask: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
@@ -170,6 +192,7 @@ def kernel_defines(
         "HAS_SOFTCAP": int(softcap),
         "HAS_ALIBI": int(alibi),
         "HAS_SINKS": int(sinks),
+        "HAS_MASK": int(mask),
         "IS_DYNAMIC": int(dynamic),
     }
 

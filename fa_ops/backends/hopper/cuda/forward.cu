@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -9,13 +9,17 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_B
 static_assert(VALUE_DIM <= HEAD_DIM, "the output leaves through the query buffer");
 constexpr u32 OUT_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
+constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
+constexpr int READERS = 128 * CONSUMERS + (HAS_MASK ? CONSUMERS : 0);  // of a task
+
 struct Smem {
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
     q = base, k = q + Q_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
     q_full = v + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
+    mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
   }
 };
 
@@ -77,6 +81,54 @@ DEVICE void produce(const Params& p, const Smem& sm) {
   }
 }
 
+#if HAS_MASK
+// Sixteen bools as bits.
+DEVICE u32 bits_of(int4 x) {
+  constexpr u32 GATHER = 0x01020408;  // bytes of 0 and 1, times this: their bits side by side from bit 24 on
+  auto four = [](int y) { return (u32)y * GATHER >> 24 & 15; };
+  return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
+}
+
+// One warp for each consumer: the mask of its rows and every block that it visits, one block ahead. Eight lanes a row.
+DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
+  const int lane = threadIdx.x & 31, chunk = lane & 7;
+  Ring<2> tasks;
+  Ring<1> blocks;
+  for (;; tasks.next()) {
+    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
+    __syncwarp();
+    if (lane == 0) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    if (task.tile.m0 == NO_TASK) break;
+    const int row = task.tile.m0 + c * 64 + (lane >> 3), rows = p.mask_q ? p.Sq - row : 1;  // this lane's are every fourth
+    const unsigned char* from = p.mask + task.tile.b * p.mask_b + task.tile.h * p.mask_h + row * p.mask_q + chunk * 16;
+    for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
+      const unsigned char* at = from + j * BLOCK_N;
+      const int there = chunk < BLOCK_N / 16 && j * BLOCK_N + chunk * 16 < p.Sk ? rows : 0;
+      u32 found[8];  // of 16 groups of four rows, two in a word
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {
+        int4 x[4];
+#pragma unroll
+        for (int g = 0; g < 4; g++, at += 4 * p.mask_q) x[g] = (i + g) * 4 < there ? *(const int4*)at : make_int4(0, 0, 0, 0);
+        found[i / 2] = bits_of(x[0]) | bits_of(x[1]) << 16, found[i / 2 + 1] = bits_of(x[2]) | bits_of(x[3]) << 16;
+      }
+      if (!p.mask_q) {
+        found[0] = (found[0] & 0xFFFF) * 0x10001;
+#pragma unroll
+        for (int i = 1; i < 8; i++) found[i] = found[0];
+      }
+      mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(sm.mask + c * MASK_BYTES + (i * 4 + (lane >> 3)) * 16 + chunk * 2),
+                     "h"((unsigned short)(found[i / 2] >> i % 2 * 16)) : "memory");
+      mbar_arrive(sm.mask_full + 8 * c);
+    }
+  }
+}
+#endif
+
 // What a consumer warpgroup holds: one tile's running state, in registers.
 struct Consumer {
   const Params& p;
@@ -85,6 +137,7 @@ struct Consumer {
   Ring<Q_STAGES> queries;
   Ring<2> tasks;
   Ring<STAGES> k, v;
+  Ring<1> mask;
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
@@ -132,6 +185,28 @@ struct Consumer {
 
   DEVICE int column(int block, int i) const { return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1); }
 
+#if HAS_MASK
+  // A bit of a row's 128 for each key; this thread's are two of every eight.
+  DEVICE void apply_mask() {
+    const u32 at = sm.mask + c * MASK_BYTES + ((tid >> 5) * 16 + (lane >> 2)) * 16;
+    mbar_wait(sm.mask_full + 8 * c, mask.phase);
+    int4 x[2] = {load_shared(at), load_shared(at + 8 * 16)};
+    mbar_arrive(sm.mask_empty + 8 * c);
+    mask.next();
+    const u32 words[2][4] = {{(u32)x[0].x, (u32)x[0].y, (u32)x[0].z, (u32)x[0].w}, {(u32)x[1].x, (u32)x[1].y, (u32)x[1].z, (u32)x[1].w}};
+    constexpr int WORDS = (BLOCK_N + 31) / 32;
+    bool all = true;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) all = all && (words[0][w] & words[1][w]) == (w * 32 + 32 <= BLOCK_N ? ~0u : (1u << BLOCK_N % 32) - 1);
+    if (__all_sync(~0u, all)) return;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const u32 mine = words[i >> 1 & 1][i >> 4] >> (lane & 3) * 2;
+      if (!(mine & 1u << ((i >> 2 & 3) * 8 + (i & 1)))) s[i] = -__int_as_float(0x7f800000);
+    }
+  }
+#endif
+
   DEVICE void modify_scores(int block, const Blocks& n) {
 #if HAS_SOFTCAP
 #pragma unroll
@@ -140,6 +215,9 @@ struct Consumer {
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + (i & 2) * 4 - column(block, i)));
+#endif
+#if HAS_MASK
+    apply_mask();
 #endif
     if (block >= n.full_last || block < n.full_first) {
       const int from = column(block, 0);  // element i is this many columns further: a constant
@@ -304,11 +382,13 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES * CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 1);
-    for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, 128 * CONSUMERS);
+    for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, READERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
       mbar_init(sm.k_empty + 8 * i, CONSUMERS), mbar_init(sm.v_empty + 8 * i, CONSUMERS);
     }
+    if (HAS_MASK)
+      for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 32), mbar_init(sm.mask_empty + 8 * c, 128);
     mbar_init_fence();
   }
   __syncthreads();
@@ -316,6 +396,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   if (warpgroup == 0) {
     register_release<(CONSUMERS == 2 ? 40 : 32)>();
     if (threadIdx.x < 32) produce(p, sm);
+#if HAS_MASK
+    else if (threadIdx.x < 32 + 32 * CONSUMERS) fill_mask(p, sm, uniform(threadIdx.x / 32) - 1);
+#endif
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();
     Consumer consumer(p, sm, warpgroup - 1);
