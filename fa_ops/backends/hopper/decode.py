@@ -31,7 +31,7 @@ from fa_ops.types import Cache, Spec, is_decoding
 
 _WORDS, _SCALARS = struct.Struct("<9QQ"), struct.Struct("<14i3f44x")  # after the maps in Params
 _MAX_ROWS = 16
-_nonces = itertools.count(secrets.randbits(62) | 1)
+_calls = itertools.count(secrets.randbits(47))
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
@@ -152,11 +152,11 @@ class Plan:
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         self.lse = (B, Hq, Sq)
-        # of each CTA's first and last unit: sums and statistics, and a flag that they are there
+        # of each CTA's first and last unit: sums and statistics, and how many are there
         parts = 2 * self.ctas
         self.stats_at = parts * config.rows * config.value_dim * 4
-        self.flags_at = self.stats_at + parts * config.rows * 8
-        self.workspace = self.flags_at + parts * 8
+        self.arrivals_at = self.stats_at + parts * config.rows * 8
+        self.workspace = self.arrivals_at + parts * 8
         self.scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, capacity, Dv, 0, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
@@ -176,9 +176,9 @@ class Plan:
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.flags_at,
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
             address(lens), address(cache.page_table), address(sinks), address(slopes),
-            next(_nonces) & 0xFFFFFFFFFFFFFFFF,
+            1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip
         params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()), words)
         stream = current_stream(self.device)

@@ -1,8 +1,8 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. The tiles of all
 // units stand in one line and each CTA takes an equal stretch of it. One warp copies, as far ahead as the ring allows and across units; four warps attend
-// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by the last of
-// them, after its stretch; the others say by a flag that their part is there. A flag is the call's nonce, taken back when read, so that memory which
-// held anything before needs no clearing.
+// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
+// them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
+// needs to clear it.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int WARPS = 4, BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
@@ -19,12 +19,12 @@ struct Params {
   float* lse;            // (B, Hq, Sq)
   float* partial;        // (2 * CTAs, ROWS, VALUE_DIM): sums of weighted values, relative to
   float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
-  u64* flags;            // (2 * CTAs)
+  u64* arrivals;         // (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's slot
   const int* kv_lens;    // (B,) or null
   const int* table;      // (B, table_stride) or null
   const float* sinks;    // (Hq,) or null
   const float* alibi;    // (B|1, Hq) or null
-  u64 nonce;
+  u64 call;              // not zero
   int B, Hq, Hkv, group, Sq, Sk, Dv, added;  // Sk: what the cache holds; added: keys beyond kv_lens
   int window_left, window_right, page, pages, table_stride, alibi_b;
   float score_scale, scale_log2, alibi_unit;
@@ -32,7 +32,7 @@ struct Params {
 
 // A unit's part in this CTA's stretch, as the copying warp found it.
 struct Task { int b, h, tile, count, keys, flags, first_cta, parts; };
-constexpr int WHOLE = 1, SECOND_SLOT = 2, MERGES = 4;
+constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;  // this part's place of this CTA's two, and that of the unit's first part
 constexpr u32 TASK_BYTES = 32;
 
 struct Smem {
@@ -63,6 +63,12 @@ DEVICE Tiles tiles_of(const Params& p, int keys) {
 // No stretch is empty: CTAs beyond the number of tiles have none at all.
 DEVICE int ctas_for(long long total) { return (int)min(total, (long long)gridDim.x); }
 DEVICE long long stretch_start(long long total, int cta) { return min(total, total * cta / ctas_for(total)); }
+
+DEVICE int cta_of(long long total, long long tile) {
+  int c = (int)(tile * ctas_for(total) / total);
+  while (stretch_start(total, c + 1) <= tile) c++;
+  return c;
+}
 
 // The copying warp's place in the line of tiles.
 struct Walk {
@@ -108,15 +114,9 @@ struct Walk {
     Task t;
     const int offset = (int)(at - unit), left = (int)(unit + tiles.count - at), inside = (int)min((long long)left, stop - at);
     t.b = b, t.h = h, t.tile = tiles.first + offset, t.count = inside, t.keys = keys;
-    const bool ends = inside == left, begins = offset == 0;
-    t.flags = (begins && ends ? WHOLE : 0) | (ends && !begins ? MERGES : 0);
-    if (at > stretch_start(total, blockIdx.x)) t.flags |= SECOND_SLOT;
-    // the CTA whose stretch holds the unit's first tile
-    int c = blockIdx.x;
-    if (t.flags & MERGES)
-      for (c = (int)(unit * ctas_for(total) / total); stretch_start(total, c + 1) <= unit; c++);
-    t.first_cta = c;
-    t.parts = stretch_start(total, c) < unit ? SECOND_SLOT : 0;  // of the first part: which slot
+    t.first_cta = cta_of(total, unit), t.parts = cta_of(total, unit + tiles.count - 1) - t.first_cta + 1;
+    t.flags = at > stretch_start(total, blockIdx.x) ? SECOND_SLOT : 0;
+    if (stretch_start(total, t.first_cta) < unit) t.flags |= FIRST_IN_SECOND_SLOT;
     return t;
   }
 
@@ -366,35 +366,49 @@ struct Consumer {
         total += stats[w].y * factor;
         x.x += __int_as_float(y.x) * factor, x.y += __int_as_float(y.y) * factor, x.z += __int_as_float(y.z) * factor, x.w += __int_as_float(y.w) * factor;
       }
-      if (t.flags & WHOLE) write(t, row, column, x, m2, total);
+      if (t.parts == 1) write(t, row, column, x, m2, total);
       else {
         *(float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column) = x;
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
       }
     }
-    if (!(t.flags & WHOLE)) __threadfence();
+    if (t.parts > 1) __threadfence();
     named_sync(ALL_BARRIER, 32 * WARPS);  // also: what met has been read
-    if (!(t.flags & WHOLE) && tid == 0) asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(p.flags + slot), "l"(p.nonce) : "memory");
+    if (t.parts > 1 && comes_last(t)) merge(t);
   }
 
-  // All parts of a unit whose last one is this CTA's.
-  DEVICE void merge(const Task& t) {
-    const int parts = blockIdx.x - t.first_cta + 1;
-    auto slot_of = [&](int i) { return (t.first_cta + i) * 2 + (i == 0 && t.parts ? 1 : 0); };
-    for (int i = tid; i < parts; i += 32 * WARPS) {
-      u64* flag = p.flags + slot_of(i);
-      u64 seen;
-      do asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
-      while (seen != p.nonce);
-      *flag = 0;
+  // Whether all other parts of the unit are there. The same answer for all threads.
+  DEVICE bool comes_last(const Task& t) {
+    u64* const counter = p.arrivals + slot_of(t, 0);
+    if (tid == 0) {
+      u64 seen = *(volatile u64*)counter, before;
+      do {
+        before = seen;
+        const u64 now = before >> 16 == p.call ? before + 1 : p.call << 16 | 1;
+        seen = atomicCAS(counter, before, now);
+      } while (seen != before);
+      const int arrived = before >> 16 == p.call ? (int)(before & 0xFFFF) + 1 : 1;
+      if (arrived == t.parts) *counter = 0;  // a captured graph will be this call again
+      __threadfence();
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.stats), "r"(arrived) : "memory");
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
+    int arrived;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(arrived) : "r"(sm.stats) : "memory");
+    named_sync(ALL_BARRIER, 32 * WARPS);  // before the next unit's statistics
+    return arrived == t.parts;
+  }
+
+  // Only a unit's first part can be its CTA's second.
+  DEVICE int slot_of(const Task& t, int part) { return (t.first_cta + part) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0); }
+
+  DEVICE void merge(const Task& t) {
     for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
       const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
       float m2 = NEVER, total = 0.f;
       float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int part = 0; part < parts; part++) {
-        const int slot = slot_of(part);
+      for (int part = 0; part < t.parts; part++) {
+        const int slot = slot_of(t, part);
         const float2 stats = __ldcg(p.partial_stats + slot * ROWS + row);
         const float4 y = __ldcg((const float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column));
         if (!(stats.y > 0.f)) continue;
@@ -407,8 +421,6 @@ struct Consumer {
   }
 
   DEVICE void work() {
-    Task merges;
-    merges.flags = 0;
     for (Ring<UNITS> units;; units.next()) {
       mbar_wait(sm.q_full + 8 * units.stage, units.phase);
       const u32 at = sm.task + units.stage * TASK_BYTES;
@@ -421,9 +433,7 @@ struct Consumer {
 #pragma unroll 1
       for (int i = 0; i < t.count; i++) attend(t, t.tile + i);
       finish(t);
-      if (t.flags & MERGES) merges = t;
     }
-    if (merges.flags) merge(merges);
   }
 };
 
