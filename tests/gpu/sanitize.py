@@ -66,7 +66,6 @@ def run_cached(module) -> None:
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
         cases.append(random_cache_case(seed, dtype=dtype, device="cuda"))
         reads = {
-            "ranges": False,
             "unified_max": None,
             "new": 0,
             "rotary": 0,

@@ -94,7 +94,7 @@ class DecodeConfig:
 
     @property
     def _fixed_bytes(self) -> int:
-        queries = 2 * (self.rows * self.head_dim * 2 + 32)
+        queries = 2 * (self.rows * self.head_dim * 2 + 48)
         return queries + 4 * self.rows * (self.value_dim * 4 + 8)
 
     @property

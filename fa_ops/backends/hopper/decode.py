@@ -29,7 +29,7 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
 from fa_ops.types import Cache, Spec, is_decoding
 
-_WORDS, _SCALARS = struct.Struct("<9QQ"), struct.Struct("<14i3f44x")  # after the maps in Params
+_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3f32x")  # after the maps in Params
 _MAX_ROWS = 16
 _calls = itertools.count(secrets.randbits(47))
 
@@ -45,8 +45,6 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return "does not write to caches"
     if cache.num_splits or cache.batch_invariant:
         return "cuts keys as the device is filled best, without num_splits and batch_invariant"
-    if spec.key_ranges is not None:
-        return "has no key_ranges in decoding"
     if cache.unified_max is not None:
         return "has no unified maximum"
     return shape_error(q, k, v, cache, spec)
@@ -106,13 +104,16 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Plan:
         spec.kv_lens is not None,
         None if slopes is None else slopes.dim(),
         spec.sinks is not None,
+        None if spec.key_ranges is None else spec.key_ranges.shape[0],
     )
 
 
 class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
-    def __init__(self, dtype, device, shapes, strides, statics, table, has_lens, slopes, has_sinks):
+    def __init__(
+        self, dtype, device, shapes, strides, statics, table, has_lens, slopes, has_sinks, ranges
+    ):
         (B, Hq, Sq, D), key_shape, (*_, Dv) = shapes
         page, pages, stride = 0, 0, 0
         k_strides, v_strides = strides[1:]
@@ -138,6 +139,7 @@ class Plan:
             dtype,
             paged=table is not None,
             kv_lens=has_lens,
+            ranges=ranges is not None,
             softcap=softcap > 0,
             alibi=slopes is not None,
             sinks=has_sinks,
@@ -160,6 +162,7 @@ class Plan:
         self.scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, capacity, Dv, 0, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
+            2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
         )
 
@@ -170,15 +173,17 @@ class Plan:
         lse = q.new_empty(self.lse, dtype=torch.float32)
         workspace = q.new_empty(self.workspace, dtype=torch.uint8)
         at, (of_q, of_k, of_v) = workspace.data_ptr(), self.maps
-        lens, sinks, slopes = spec.kv_lens, spec.sinks, spec.alibi_slopes
+        lens, sinks, slopes, ranges = spec.kv_lens, spec.sinks, spec.alibi_slopes, spec.key_ranges
+        if ranges is not None:
+            ranges = ranges.contiguous()
         if sinks is not None:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
             out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
-            address(lens), address(cache.page_table), address(sinks), address(slopes),
-            1 + next(_calls) % (2**48 - 1),
+            address(lens), address(ranges), address(cache.page_table), address(sinks),
+            address(slopes), 1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip
         params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()), words)
         stream = current_stream(self.device)
@@ -191,13 +196,14 @@ class Plan:
 
 def kernel_defines(
     config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
-    softcap: bool = False, alibi: bool = False, sinks: bool = False,
+    ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "IS_PAGED": int(paged),
         "HAS_KV_LENS": int(kv_lens),
+        "HAS_RANGES": int(ranges),
         "HAS_SOFTCAP": int(softcap),
         "HAS_ALIBI": int(alibi),
         "HAS_SINKS": int(sinks),

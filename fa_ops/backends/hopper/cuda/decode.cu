@@ -3,7 +3,7 @@
 // 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
 // them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
 // needs to clear it.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int WARPS = 4, BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
@@ -21,19 +21,20 @@ struct Params {
   float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
   u64* arrivals;         // (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's slot
   const int* kv_lens;    // (B,) or null
+  const int* ranges;     // (B|1, ranges_b) or null: first key and end of a row's run
   const int* table;      // (B, table_stride) or null
   const float* sinks;    // (Hq,) or null
   const float* alibi;    // (B|1, Hq) or null
   u64 call;              // not zero
   int B, Hq, Hkv, group, Sq, Sk, Dv, added;  // Sk: what the cache holds; added: keys beyond kv_lens
-  int window_left, window_right, page, pages, table_stride, alibi_b;
+  int window_left, window_right, page, pages, table_stride, alibi_b, ranges_b;
   float score_scale, scale_log2, alibi_unit;
 };
 
 // A unit's part in this CTA's stretch, as the copying warp found it.
-struct Task { int b, h, tile, count, keys, flags, first_cta, parts; };
+struct Task { int b, h, tile, count, keys, flags, first_cta, parts, lo, hi; };
 constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;  // this part's place of this CTA's two, and that of the unit's first part
-constexpr u32 TASK_BYTES = 32;
+constexpr u32 TASK_BYTES = 48;
 
 struct Smem {
   u32 k, v, q, sums, stats, task, valid, q_full, q_empty, k_full, v_full, empty;
@@ -53,11 +54,17 @@ DEVICE int keys_of(const Params& p, int b) {
 #endif
 }
 
-// Tiles [first, first + count) hold what some row of the unit attends. At least one, so that someone writes the result.
-struct Tiles { int first, count; };
-DEVICE Tiles tiles_of(const Params& p, int keys) {
-  const int first = max(0, keys - p.Sq - p.window_left) / BLOCK_N;
-  return {first, max(1, (keys + BLOCK_N - 1) / BLOCK_N - first)};
+// What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
+struct Row { int keys, lo, hi, first, count; };
+DEVICE Row row_of(const Params& p, int b) {
+  Row r;
+  r.keys = keys_of(p, b), r.lo = max(0, r.keys - p.Sq - p.window_left), r.hi = r.keys;
+#if HAS_RANGES
+  r.lo = max(r.lo, p.ranges[b * p.ranges_b]), r.hi = min(r.hi, p.ranges[b * p.ranges_b + 1]);
+#endif
+  r.lo = min(r.lo, max(r.hi, 0)), r.first = r.lo / BLOCK_N;
+  r.count = max(1, (r.hi + BLOCK_N - 1) / BLOCK_N - r.first);
+  return r;
 }
 
 // No stretch is empty: CTAs beyond the number of tiles have none at all.
@@ -75,13 +82,13 @@ struct Walk {
   const Params& p;
   long long total, at, stop;
   long long unit;  // where the current unit begins
-  int b, h, keys;
-  Tiles tiles;
+  int b, h;
+  Row row;
 
   DEVICE Walk(const Params& p) : p(p) {
     const int lane = threadIdx.x & 31;
     long long sum = 0;
-    for (int i = lane; i < p.B; i += 32) sum += tiles_of(p, keys_of(p, i)).count;
+    for (int i = lane; i < p.B; i += 32) sum += row_of(p, i).count;
 #pragma unroll
     for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
     total = sum * p.Hkv;
@@ -91,7 +98,7 @@ struct Walk {
     long long before = 0;
     for (int base = 0;; base += 32) {
       const int i = base + lane;
-      long long upto = i < p.B ? (long long)tiles_of(p, keys_of(p, i)).count * p.Hkv : 0;
+      long long upto = i < p.B ? (long long)row_of(p, i).count * p.Hkv : 0;
 #pragma unroll
       for (int w = 1; w < 32; w <<= 1) {
         const long long left = __shfl_up_sync(~0u, upto, w);
@@ -106,15 +113,15 @@ struct Walk {
       }
       before += __shfl_sync(~0u, upto, 31);
     }
-    keys = keys_of(p, b), tiles = tiles_of(p, keys);
-    h = (int)((at - before) / tiles.count), unit = before + (long long)h * tiles.count;
+    row = row_of(p, b);
+    h = (int)((at - before) / row.count), unit = before + (long long)h * row.count;
   }
 
   DEVICE Task task() const {
     Task t;
-    const int offset = (int)(at - unit), left = (int)(unit + tiles.count - at), inside = (int)min((long long)left, stop - at);
-    t.b = b, t.h = h, t.tile = tiles.first + offset, t.count = inside, t.keys = keys;
-    t.first_cta = cta_of(total, unit), t.parts = cta_of(total, unit + tiles.count - 1) - t.first_cta + 1;
+    const int offset = (int)(at - unit), left = (int)(unit + row.count - at), inside = (int)min((long long)left, stop - at);
+    t.b = b, t.h = h, t.tile = row.first + offset, t.count = inside, t.keys = row.keys, t.lo = row.lo, t.hi = row.hi;
+    t.first_cta = cta_of(total, unit), t.parts = cta_of(total, unit + row.count - 1) - t.first_cta + 1;
     t.flags = at > stretch_start(total, blockIdx.x) ? SECOND_SLOT : 0;
     if (stretch_start(total, t.first_cta) < unit) t.flags |= FIRST_IN_SECOND_SLOT;
     return t;
@@ -122,9 +129,9 @@ struct Walk {
 
   DEVICE void next(int count) {
     at += count;
-    if (at < stop && at == unit + tiles.count) {
+    if (at < stop && at == unit + row.count) {
       unit = at;
-      if (++h == p.Hkv) h = 0, b++, keys = keys_of(p, b), tiles = tiles_of(p, keys);
+      if (++h == p.Hkv) h = 0, b++, row = row_of(p, b);
     }
   }
 };
@@ -136,7 +143,7 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, 
   constexpr int COPIES = BLOCK_N / COPY_KEYS;
 #if IS_PAGED
   token = key + lane * COPY_KEYS;
-  page = lane < COPIES && token < t.keys ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
+  page = lane < COPIES && token < t.hi ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
   const bool valid = page >= 0 && page < p.pages;
   if (!valid) page = -1;  // beyond the map: zeros
   token %= p.page;
@@ -171,6 +178,7 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     mbar_wait(sm.q_empty + 8 * units.stage, units.phase ^ 1);
     if (lane == 0) {
       store_shared(at, make_int4(t.b, t.h, t.tile, t.count)), store_shared(at + 16, make_int4(t.keys, t.flags, t.first_cta, t.parts));
+      store_shared(at + 32, make_int4(t.lo, t.hi, 0, 0));
       if (t.count == 0) mbar_arrive(full);
       else {
         mbar_expect(full, p.group * p.Sq * HEAD_DIM * 2);
@@ -228,7 +236,7 @@ struct Consumer {
       const int at = (lane >> 2) + 8 * r, s = at % p.Sq;
       top[r] = NEVER, sum[r] = 0.f;
       diagonal[r] = s + t.keys - p.Sq;
-      lo[r] = max(0, diagonal[r] - p.window_left), hi[r] = min(t.keys, diagonal[r] + p.window_right + 1);
+      lo[r] = max(t.lo, diagonal[r] - p.window_left), hi[r] = min(t.hi, diagonal[r] + p.window_right + 1);
 #if HAS_ALIBI
       slope[r] = at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + t.h * p.group + at / p.Sq] * p.alibi_unit : 0.f;
 #endif
@@ -256,7 +264,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < 2; j++) present |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
 #endif
-    const bool edge = key + 16 > t.keys || present != 3 || p.window_right < FAR || p.window_left < FAR;
+    const bool edge = key < t.lo || key + 16 > t.hi || present != 3 || p.window_right < FAR || p.window_left < FAR;
     float x[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -296,9 +304,11 @@ struct Consumer {
     }
     mbar_wait(sm.v_full + 8 * stage, ring.phase);
     {
-      // what lies behind the keys may be anything, and 0 * NaN is NaN
+      // what lies outside the row's keys may be anything, and 0 * NaN is NaN
       u32 keep0 = ~0u, keep1 = ~0u;
-      if (key + 16 > t.keys) keep0 = kept(t.keys - key - (lane & 3) * 2), keep1 = kept(t.keys - key - 8 - (lane & 3) * 2);
+      const int mine = key + (lane & 3) * 2;
+      if (key + 16 > t.hi) keep0 = below(t.hi - mine), keep1 = below(t.hi - mine - 8);
+      if (key < t.lo) keep0 &= ~below(t.lo - mine), keep1 &= ~below(t.lo - mine - 8);
       const int row = warp * 16 + (lane & 7) + (matrix & 1) * 8;
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 16; i++) {
@@ -312,8 +322,8 @@ struct Consumer {
     ring.next();
   }
 
-  // Of two keys in one word, those of the next `keys`.
-  DEVICE u32 kept(int keys) { return keys <= 0 ? 0u : keys == 1 ? 0xFFFFu : ~0u; }
+  // Of two keys in one word, those among the first `keys`.
+  DEVICE u32 below(int keys) { return keys <= 0 ? 0u : keys == 1 ? 0xFFFFu : ~0u; }
 
   // The warps' sums meet in shared memory.
   DEVICE void meet() {
@@ -424,8 +434,8 @@ struct Consumer {
     for (Ring<UNITS> units;; units.next()) {
       mbar_wait(sm.q_full + 8 * units.stage, units.phase);
       const u32 at = sm.task + units.stage * TASK_BYTES;
-      const int4 x = load_shared(at), y = load_shared(at + 16);
-      const Task t = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+      const int4 x = load_shared(at), y = load_shared(at + 16), z = load_shared(at + 32);
+      const Task t = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w, z.x, z.y};
       if (t.count == 0) break;
       begin(t, sm.q + units.stage * Q_BYTES);
       __syncwarp();
