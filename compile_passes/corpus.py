@@ -1,7 +1,7 @@
-"""`python -m compile_passes.corpus FILE`: run the pass over a file of attention spellings and print
-what was fused.
+"""`python -m compile_passes.corpus FILE ...`: run the pass over files of attention spellings and
+print what was fused.
 
-The file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
+A file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
 ("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and in training, with
 static and dynamic shapes; outputs and gradients are compared with an eager run in fp64. Inductor's
 own pass is counted beside ours.
@@ -33,6 +33,7 @@ from compile_passes.install import install, uninstall
 from fa_ops.testing import assert_within_budget
 
 TRAIN, DYNAMIC = "train", "dynamic"
+MODES = ("eval", TRAIN, DYNAMIC, f"{DYNAMIC} {TRAIN}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,13 @@ class Outcome:
     wrong: str = ""
 
 
-def load(path: str) -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+def load(path: str) -> dict[str, Any] | None:
+    """The file's CASES, if it has any."""
+    spec = importlib.util.spec_from_file_location(f"corpus_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return module.CASES
+    return getattr(module, "CASES", None)
 
 
 def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -> Outcome:
@@ -179,24 +181,34 @@ def _verdict(case: Any, outcome: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m compile_passes.corpus", description=__doc__)
-    parser.add_argument("file")
+    parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("-k", default="", help="only cases whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="leave Inductor's own pass out")
-    parser.add_argument("--modes", default="eval,train,dynamic,dynamic train")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     arguments = parser.parse_args()
-    if not Path(arguments.file).is_file():
-        parser.error(f"no such file: {arguments.file}")
     modes = arguments.modes.split(",")
-    table = Table("case", "expected", *modes, *(f"Inductor {m}" for m in modes), "problem")
+    for mode in modes:
+        if mode not in MODES:
+            parser.error(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+    cases = {}
+    for file in arguments.files:
+        if not Path(file).is_file():
+            parser.error(f"no such file: {file}")
+        found = load(file)
+        if found is None:
+            parser.error(f"{file} has no CASES")
+        cases |= {name: case for name, case in found.items() if arguments.k in name}
+    peer = not arguments.no_peer
+    alone = [f"Inductor {mode}" for mode in modes] if peer else []
+    table = Table("case", "expected", *modes, *alone, "problem")
     totals = {mode: [0, 0] for mode in modes}
     wrong = 0
-    cases = {n: c for n, c in load(arguments.file).items() if arguments.k in n}
     functorch_config.enable_autograd_cache = False
     for name, case in cases.items():
         outcomes = {}
         for mode in modes:
             train = TRAIN in mode and "infer" not in case.tags
-            outcomes[mode] = run(case, train, DYNAMIC in mode, not arguments.no_peer)
+            outcomes[mode] = run(case, train, DYNAMIC in mode, peer)
         for mode, outcome in outcomes.items():
             wrong += bool(outcome.wrong) or (case.expected == "no_fuse" and outcome.fused > 0)
             if case.expected == "fuse":
@@ -205,12 +217,14 @@ def main() -> int:
         problem = next((f"{m}: {o.wrong}" for m, o in outcomes.items() if o.wrong), "")
         ours = [_verdict(case, o) for o in outcomes.values()]
         theirs = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
+        theirs = theirs if peer else []
         table.add_row(name, case.expected, *ours, *theirs, problem)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     fusable = sum(c.expected == "fuse" for c in cases.values())
     for mode, (ours, theirs) in totals.items():
-        console.print(f"{mode}: {ours} of {fusable} fused, Inductor alone {theirs}")
+        beside = f", Inductor alone {theirs}" if peer else ""
+        console.print(f"{mode}: {ours} of {fusable} fused{beside}")
     console.print(f"{wrong} wrong")
     return 1 if wrong else 0
 

@@ -12,6 +12,8 @@ from compile_passes import bench, corpus, sweep
     "command, arguments, message",
     [
         (corpus, ["nowhere.py"], "no such file: nowhere.py"),
+        (corpus, [__file__], "test_commands.py has no CASES"),
+        (corpus, [__file__, "--modes", "eval,fast"], "'fast' is none of eval, train, dynamic"),
         (sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
         (bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (bench, ["cost", "--device", "cuda"], "torch sees no such device"),

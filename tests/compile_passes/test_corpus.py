@@ -1,4 +1,4 @@
-"""Every spelling of spellings.py: fused where it is attention, left where it is not, same numbers."""
+"""Every spelling in spellings/: fused where it is attention, left where it is not, same numbers."""
 
 from __future__ import annotations
 

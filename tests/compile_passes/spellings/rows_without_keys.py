@@ -1,0 +1,92 @@
+"""Rows without keys: the first text is padded on the left, so its first queries see nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from tests.compile_passes.cases import (
+    INF,
+    MIN,
+    B,
+    H,
+    S,
+    bsc,
+    join,
+    randn,
+    registry,
+    split,
+    triangle,
+)
+
+CASES, case = registry()
+
+
+def left_padded():
+    mask = torch.ones(B, S)
+    mask[0, :4] = 0
+    return mask
+
+
+@case("fuse", lambda: (*bsc(), left_padded(), randn(1, H, S, S)))
+def learned_bias_beside_mask(q, k, v, mask, bias):
+    keep = triangle() & mask.bool()[:, None, None]
+    w = split(q) @ split(k).mT * 0.3 + bias
+    w = w + torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
+    return join(w.softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded(), randn(1, H, S, S)))
+def learned_bias_with_mask_in_it(q, k, v, mask, bias):
+    keep = triangle() & mask.bool()[:, None, None]
+    bias = bias + torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
+    return join((split(q) @ split(k).mT * 0.3 + bias).softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()), tags="infer")
+def causal_infinite_padding_finite(q, k, v, mask):
+    bias = torch.zeros(B, 1, S, S).masked_fill(mask[:, None, None] == 0, MIN)
+    bias = bias.masked_fill(~triangle(), -INF)
+    return join((split(q) @ split(k).mT * 0.3 + bias).softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()), tags="infer")
+def two_finite_masks_added(q, k, v, mask):
+    causal = torch.full((S, S), MIN).triu(1)
+    padding = (1 - mask[:, None, None]) * MIN
+    return join((split(q) @ split(k).mT * 0.3 + (causal + padding)).softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()), tags="infer")
+def filled_then_added(q, k, v, mask):
+    w = torch.where(triangle(), split(q) @ split(k).mT * 0.3, MIN)
+    return join((w + (1 - mask[:, None, None]) * MIN).softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()))
+def opt_with_rows_without_keys(q, k, v, mask):
+    keep = triangle() & mask.bool()[:, None, None]
+    w = split(q) @ split(k).mT * 0.3 + torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
+    return join(torch.max(w, torch.tensor(MIN)).softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()))
+def minus_ten_thousand(q, k, v, mask):
+    keep = triangle() & mask.bool()[:, None, None]
+    w = split(q) @ split(k).mT * 0.3 + (~keep) * -10000.0
+    return join(w.softmax(-1) @ split(v))
+
+
+@case("fuse", lambda: (*bsc(), left_padded()))
+class mask_from_another_graph(nn.Module):
+    """A float mask of unknown content with rows that are finfo.min throughout."""
+
+    def forward(self, q, k, v, mask):
+        mask = mask.detach()  # as an attention mask, it learns nothing
+        keep = triangle() & mask.bool()[:, None, None]
+        bias = self.outside(keep)
+        return join((split(q) @ split(k).mT * 0.3 + bias).softmax(-1) @ split(v))
+
+    @torch.compiler.disable
+    def outside(self, keep):
+        return torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
