@@ -34,7 +34,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compile_passes import tiny
 from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
 from fa_ops.testing import assert_within_budget
 
@@ -44,6 +43,7 @@ NOTHING = {
     **dict.fromkeys(("softmaxes", "cores", "fused", "inductor", "seconds"), 0),
     **{"output": None, "gradient": None, "wrong": "", "misses": [], "calls": []},
 }
+_DROPOUTS = "dropout pdrop drop_rate drop_path layerdrop mask_time_prob mask_feature_prob".split()
 CLOSE = 1e-4  # relative; beyond it the fp64 oracle decides
 
 
@@ -57,9 +57,7 @@ def architectures() -> list[str]:
 def examine(name: str) -> dict[str, Any]:
     """Both modes of one architecture; {"skipped": why} where it does not run in eager mode."""
     try:
-        model = tiny.build(name)
-        model.config.return_dict = True
-        given = _runnable(model)
+        model, given = _eager(name)
     except TimeoutError:
         raise
     except Exception as error:
@@ -67,20 +65,33 @@ def examine(name: str) -> dict[str, Any]:
     return {mode: _mode(model, given, mode == "train") for mode in ("eval", "train")}
 
 
-def _runnable(model: nn.Module) -> dict[str, Tensor]:
-    failure: Exception = ValueError("no known input fits its forward")
-    for given in tiny.inputs(model.eval()):
-        try:
-            with torch.no_grad():
-                results = _floats(model(**given))
-            if not all(torch.isfinite(t).all() for t in results):
-                raise ValueError("its result is not finite")
-            return given
-        except TimeoutError:
-            raise
-        except Exception as error:
-            failure = error
-    raise failure
+def _eager(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny model with eager attention and without dropout, and what it runs on; texts are padded,
+    one of them on the left.
+    """
+    from hf_integration.sweep import inputs, run, tiny
+
+    base = run.Base(name)
+    _quiet(base.config)
+    model, given = tiny.build(base.config, "eager"), dict(base.inputs)
+    if "input_ids" in given and "attention_mask" in inputs.names(model):
+        given["attention_mask"] = inputs.padding("left")
+    with torch.no_grad():
+        results = _floats(model(**given))
+    if not all(torch.isfinite(t).all() for t in results):
+        raise ValueError("its result is not finite")
+    return model, given
+
+
+def _quiet(config: Any) -> None:
+    """No dropout of any kind and no cache, in a config and its parts."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "sub_configs"):
+            _quiet(value)
+        elif isinstance(value, float) and any(word in name for word in _DROPOUTS):
+            setattr(config, name, 0.0)
+        elif name == "use_cache":
+            config.use_cache = False
 
 
 def _floats(output: object) -> list[Tensor]:

@@ -29,7 +29,7 @@ def sections(model: str) -> Iterator[tuple[str, Rows]]:
     base = run.Base(model_type)
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        ours = tiny.build(model_type, "fa_ops", base.config)
+        ours = tiny.build(base.config, "fa_ops")
     refusals = [str(w.message) for w in raised if "cannot serve" in str(w.message)]
     yield f"model {model_type}, tiny", [(name, text) for name, text in _layers(ours)]
     if refusals:

@@ -29,7 +29,13 @@ TOP = {
     "hf_integration": ("hf_integration", "fa_ops"),
 }
 # Commands for people may use everything that is public.
-COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli", "compile_passes.bench")
+COMMANDS = (
+    "fa_ops.__main__",
+    "fa_ops.bench",
+    "fa_ops.cli",
+    "compile_passes.bench",
+    "compile_passes.sweep",
+)
 # Public to the other two packages: what users may import.
 PUBLIC = ("fa_ops", "fa_ops.api", "fa_ops.dispatch", "fa_ops.testing", "fa_ops.types")
 

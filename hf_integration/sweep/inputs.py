@@ -29,8 +29,8 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def padding(side: str) -> Tensor:
-    mask = torch.ones((B, S), dtype=torch.long)
+def padding(side: str, length: int = S) -> Tensor:
+    mask = torch.ones((B, length), dtype=torch.long)
     mask[0, :4] = 0
     return mask if side == "left" else mask.flip(-1)
 

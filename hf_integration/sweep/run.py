@@ -42,7 +42,7 @@ class Base:
             model = self.model
             try:
                 if self.config_for(scenario) is not self.config:
-                    model = tiny.build(self.model_type, "eager", self.config_for(scenario))
+                    model = tiny.build(self.config_for(scenario), "eager")
                 torch.manual_seed(0)  # some draw in every forward pass
                 self.answers[scenario] = SCENARIOS[scenario](model, self.inputs)
             except Skip as reason:
@@ -56,7 +56,7 @@ def _first_that_runs(model_type: str) -> tuple[object, PreTrainedModel, dict]:
     last: Exception = LookupError("no config")
     for config in tiny.configs(model_type):
         try:
-            model = tiny.build(model_type, "eager", config)
+            model = tiny.build(config, "eager")
         except Exception as error:
             last = error
             continue
@@ -87,7 +87,7 @@ def compare(base: Base, implementation: str, scenarios: list[str]) -> Results:
             config = base.config_for(scenario)
             own = config is not base.config
             if own or model is None:
-                made = tiny.build(base.model_type, implementation, config)
+                made = tiny.build(config, implementation)
                 model = model if own else made
         except Exception as error:
             results[scenario] = ["unsupported", _line(error)]

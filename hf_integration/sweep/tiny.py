@@ -206,8 +206,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     raise LookupError(f"no model class for {type(config).__name__}")
 
 
-def build(model_type: str, implementation: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model in eval mode whose weights depend on nothing but their names and shapes.
+def build(config: PreTrainedConfig, implementation: str, seed: int = 0) -> PreTrainedModel:
+    """A model in eval mode whose weights depend on nothing but the seed, their names and shapes.
 
     Raises MemoryError for one of more than `MOST_PARAMETERS`.
     """
@@ -216,9 +216,9 @@ def build(model_type: str, implementation: str, config: PreTrainedConfig) -> Pre
         size = sum(p.numel() for p in made._from_config(_copy(config)).parameters())
     if size > MOST_PARAMETERS:
         raise MemoryError(f"{size} parameters, even from a tiny config")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = made._from_config(_copy(config), attn_implementation=implementation)
-    fill(model)
+    fill(model, seed)
     return model.float().eval()
 
 
@@ -226,9 +226,9 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(config.to_dict())
 
 
-def fill(model: nn.Module) -> None:
+def fill(model: nn.Module, seed: int = 0) -> None:
     """Weights large enough that attention is not uniform, and sinks that matter."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:

@@ -19,7 +19,7 @@ MODELS = ["llama", "gpt_oss", "gemma2", "deepseek_v3"]
 
 def build(model_type: str, implementation: str, dtype=torch.float32):
     config = next(tiny.configs(model_type, **scenarios.WINDOW))
-    return tiny.build(model_type, implementation, config).to("cuda", dtype)
+    return tiny.build(config, implementation).to("cuda", dtype)
 
 
 def prompt(side: str | None):

@@ -25,7 +25,7 @@ def prompts() -> list[list[int]]:
 
 def alone(model) -> list[list[int]]:
     switch(model, "eager")
-    options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts()]
 
 

@@ -10,7 +10,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
-    AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedModel,
 )
@@ -59,7 +58,7 @@ def test_a_model_with_attention_of_its_own_keeps_its_default_and_is_named(model_
 
 
 def test_a_model_forced_past_the_gate_gets_the_float_mask_that_its_code_adds():
-    model = tiny_models.build("bloom", AutoModelForCausalLM)
+    model = tiny_models.build("bloom")
     ids, mask = tiny_models.tokens(), tiny_models.padding()
     with torch.no_grad():
         eager = model(ids, attention_mask=mask).logits
@@ -80,8 +79,7 @@ def test_a_config_class_from_elsewhere_gets_dense_masks():
     class Unknown(LlamaConfig):
         model_type = "unknown_llama"
 
-    sizes = {name: size for name, size in tiny_models.SIZES.items() if hasattr(LlamaConfig(), name)}
-    config = Unknown(**sizes)
+    config = Unknown.from_dict(tiny_models.config("llama").to_dict())
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM._from_config(config, attn_implementation="fa_ops").eval()

@@ -1,22 +1,12 @@
 """Multi-head latent attention: decoding on the latents themselves."""
 
 import pytest
-import tiny_models
 import torch
 from tiny_models import build, padding, switch, tokens
 
 from hf_integration import latent
 
 MODELS = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
-
-
-def tiny(model_type: str):
-    from transformers import AutoModelForCausalLM
-
-    known = tiny_models.config(model_type)
-    sizes = {"num_key_value_heads": 4}
-    sizes |= {"head_dim": 8} if hasattr(known, "head_dim") else {}
-    return build(model_type, AutoModelForCausalLM, **sizes)
 
 
 def count(monkeypatch) -> list[int]:
@@ -35,7 +25,7 @@ def count(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_decoding_absorbs(model_type, cache, monkeypatch):
-    model, calls, results = tiny(model_type), count(monkeypatch), []
+    model, calls, results = build(model_type), count(monkeypatch), []
     for mask in (torch.ones_like(padding()), padding()):
         for name in ("eager", "fa_ops"):
             switch(model, name)
@@ -64,7 +54,7 @@ def test_a_projection_that_cannot_be_read_expands(monkeypatch):
     class Other(torch.nn.Linear):
         pass
 
-    model, calls = tiny("deepseek_v3"), count(monkeypatch)
+    model, calls = build("deepseek_v3"), count(monkeypatch)
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.__class__ = Other
     options = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
@@ -75,7 +65,7 @@ def test_a_projection_that_cannot_be_read_expands(monkeypatch):
 
 
 def test_other_implementations_still_expand():
-    model = tiny("deepseek_v3")
+    model = build("deepseek_v3")
     with torch.no_grad():
         eager, sdpa = (switch(model, n) or model(tokens()).logits for n in ("eager", "sdpa"))
     torch.testing.assert_close(sdpa, eager, atol=1e-4, rtol=1e-4)

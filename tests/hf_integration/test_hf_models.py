@@ -131,13 +131,13 @@ def test_encoder_decoders(model_type):
 
 def test_whisper():
     model = build("whisper")
-    features = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
     assert_same(model, input_features=features, decoder_input_ids=tokens(S=7))
 
 
 @pytest.mark.parametrize("model_type", VISION)
 def test_vision_towers(model_type):
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert_same(build(model_type), pixel_values=pixels)
 
 

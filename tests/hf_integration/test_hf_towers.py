@@ -29,7 +29,7 @@ def test_two_images_are_one_call_per_layer(model_type, monkeypatch):
         pytest.skip("this transformers release does not have it")
     base = run.Base(model_type)
     found = calls(monkeypatch)
-    ours = tiny.build(model_type, "fa_ops", base.config)
+    ours = tiny.build(base.config, "fa_ops")
     with torch.no_grad():
         with run.calls("fa_ops") as count:
             out = ours(**base.inputs)[0]
