@@ -98,13 +98,16 @@ def attention(
     """
     call = None
     if not (torch.compiler.is_compiling() or dropout_p or return_lse) and (
-        attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is None
+        attn_mask is alibi_slopes is sinks is None
     ):
         sides = tuple(window) if isinstance(window, list) else window
         call = prepared.key_of(query, key, value, is_causal, scale, sides, softcap, backend)
+        bounds = () if kv_lens is key_ranges is None else (kv_lens, key_ranges)
+        if bounds:
+            call = call and prepared.with_bounds(call, *bounds)
         run = call and prepared.find(call)
         if run is not None:
-            return run(query, key, value)
+            return run(query, key, value, *bounds)
     options = spec_options(
         query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, deterministic, backend,

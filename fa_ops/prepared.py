@@ -3,8 +3,9 @@
 The checks, the dispatcher and the choice of a backend are most of the host time of a small call.
 None of them can decide anything new for a call with the same shapes, strides, dtypes, devices and
 options, so such a call is remembered with the function its backend prepared for it. That holds for
-calls without gradients and without tensor options that nothing watches: torch.compile, functorch,
-autocast, dispatch modes and the profiler get to see the operator itself.
+calls without gradients whose only tensor options are kv_lens and key_ranges and that nothing
+watches: torch.compile, functorch, autocast, dispatch modes and the profiler get to see the operator
+itself.
 """
 
 from __future__ import annotations
@@ -29,6 +30,18 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
     )  # fmt: skip
+
+
+def with_bounds(key: tuple, *bounds: Tensor | None) -> tuple | None:
+    """The key of a call with kv_lens or key_ranges; what they hold makes no other call of it."""
+    for t in bounds:
+        if t is None:
+            key += (None,)
+        elif type(t) is Tensor and t.is_contiguous():
+            key += (t.shape, t.dtype, t.device)
+        else:
+            return None
+    return key
 
 
 def find(key: tuple) -> Callable[..., Tensor] | None:
@@ -61,5 +74,7 @@ def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
         return
     if len(_runs) >= _LIMIT:
         _runs.clear()
-    prepare = getattr(dispatch.select(q, k, v, spec), "prepare", None)
+    plain = spec.kv_lens is spec.key_ranges is None
+    name = "prepare" if plain else "prepare_bounded"
+    prepare = getattr(dispatch.select(q, k, v, spec), name, None)
     _runs[key] = prepare and prepare(q, k, v, spec)

@@ -15,6 +15,8 @@ FAST = torch.tensor(7.0)
 def preparing_backend(monkeypatch):
     monkeypatch.setattr(prepared, "_runs", {})
     monkeypatch.setattr(cpu, "prepare", lambda q, k, v, spec: lambda q, k, v: FAST, raising=False)
+    bounded = lambda q, k, v, spec: lambda q, k, v, kv_lens, key_ranges: FAST  # noqa: E731
+    monkeypatch.setattr(cpu, "prepare_bounded", bounded, raising=False)
 
 
 def qkv(**options):
@@ -51,15 +53,52 @@ def test_gradients_and_tensor_options_need_the_operator():
     assert not is_fast(q, k, v)
     with torch.no_grad():
         assert is_fast(q, k, v)
-        lens = torch.tensor([3], dtype=torch.int32)
         for options in (
-            {"kv_lens": lens},
             {"sinks": torch.zeros(2)},
             {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
             {"return_lse": True},
             {"dropout_p": 0.5},
         ):
             assert not is_fast(q, k, v, **options)
+
+
+LENS = torch.tensor([3], dtype=torch.int32)
+RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"kv_lens": LENS}, {"key_ranges": RANGES}, {"kv_lens": LENS, "key_ranges": RANGES}],
+    ids=lambda bounds: " and ".join(bounds),
+)
+def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
+    def prepare(q, k, v, spec):
+        return lambda q, k, v, kv_lens, key_ranges: (kv_lens, key_ranges)
+
+    monkeypatch.setattr(cpu, "prepare_bounded", prepare)
+    q, k, v = qkv()
+    fa_ops.attention(q, k, v, **bounds)
+    others = {name: t + 1 for name, t in bounds.items()}
+    given = fa_ops.attention(q, k, v, **others)
+    assert given[0] is others.get("kv_lens") and given[1] is others.get("key_ranges")
+    assert fa_ops.attention(q, k, v) is not FAST  # a call of another kind
+    assert isinstance(fa_ops.attention(q, k, v, **bounds, is_causal=True), torch.Tensor)
+
+
+def test_ranges_laid_out_otherwise_go_the_long_way():
+    assert not is_fast(*qkv(), key_ranges=RANGES.expand(1, 1, 5, 2))
+
+
+def test_bad_lengths_and_ranges_are_checked_every_time():
+    q, k, v = qkv()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="kv_lens must be int32"):
+            fa_ops.attention(q, k, v, kv_lens=LENS.long())
+        with pytest.raises(ValueError, match="key_ranges must have shape"):
+            fa_ops.attention(q, k, v, key_ranges=RANGES[0])
+        with pytest.raises(TypeError, match="kv_lens must be a Tensor"):
+            fa_ops.attention(q, k, v, kv_lens=[3])
+    assert not prepared._runs
 
 
 def test_watchers_see_the_operator():

@@ -13,6 +13,8 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     forward(q, k, v, spec) -> (out, lse)
     prepare(q, k, v, spec) -> (q, k, v) -> out
         optional: calls like this one again, at the least host cost; None where it cannot
+    prepare_bounded(q, k, v, spec) -> (q, k, v, kv_lens, key_ranges) -> out
+        optional: the same for calls with either of the two
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients

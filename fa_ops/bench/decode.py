@@ -256,11 +256,14 @@ def host_microseconds() -> dict[str, float]:
     kp, vp = (pages.view(x, paged, "") for x in pages.caches[0])
     new = torch.randn(p.B, p.Hkv, 1, p.D, device="cuda", dtype=p.dtype)
     some, q, call = data.lens - 8, data.q, fa_ops.attention_with_kv_cache
+    ranges = torch.stack([some // 2, some], -1)[:, None, None]
     runs = {
         "contiguous": lambda _: call(q, k, v, some),
         "paged": lambda _: call(q, kp, vp, some, pages.table),
         "paged, append": lambda _: call(q, kp, vp, some, pages.table, key=new, value=new),
         "fa_ops.attention": lambda _: fa_ops.attention(q, k, v),
+        "fa_ops.attention, kv_lens": lambda _: fa_ops.attention(q, k, v, kv_lens=some),
+        "fa_ops.attention, key_ranges": lambda _: fa_ops.attention(q, k, v, key_ranges=ranges),
     }
     times = timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
     return {name: one.ms * 1e3 for name, one in times.items()}

@@ -250,3 +250,18 @@ def test_a_prepared_dense_call():
     expected = reference.forward(2 * q, k, v, Spec(is_causal=True))[0]
     torch.testing.assert_close(run(2 * q, k, v), expected, atol=1e-5, rtol=1e-5)
     assert decode.prepare(q, k[:, :, :100], v[:, :, :100], Spec()) is None
+
+
+@pytest.mark.parametrize("names", [("kv_lens",), ("key_ranges",), ("kv_lens", "key_ranges")])
+def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
+    q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
+    run = None
+    for last in (519, 30):
+        lens = torch.tensor([last, 7], dtype=torch.int32)
+        bounds = {"kv_lens": lens, "key_ranges": torch.stack([lens // 2, lens], -1)[:, None, None]}
+        spec = Spec(is_causal=True, **{name: bounds[name] for name in names})
+        run = run or decode.prepare_bounded(q, k, v, spec)
+        expected = reference.forward(q, k, v, spec)[0]
+        found = run(q, k, v, spec.kv_lens, spec.key_ranges)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert decode.prepare_bounded(q, k[:, :, :100], v[:, :, :100], spec) is None
