@@ -65,21 +65,50 @@ def test_forward(dims, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-@pytest.mark.parametrize("features", [*FEATURES[:2], FEATURES[3]], ids=["full", "causal", "all"])
+BACKWARD_FEATURES = pytest.mark.parametrize(
+    "features", [*FEATURES[:2], FEATURES[3]], ids=["full", "causal", "all"]
+)
+
+
+@BACKWARD_FEATURES
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_backward(head_dim, features, tmp_path):
-    config = configs.backward_config(head_dim)
+def test_backward_in_one_pass(head_dim, features, tmp_path):
+    config = configs.backward_config(head_dim, head_dim)
     cubin, log = compiled("backward", config, **features)
     # the copying warp has 24 registers and keeps up to three words aside; a softcap keeps its
     # derivative beside everything else
     assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 12)
-    assert not unwritten_uniform_registers(disassembled(cubin, tmp_path))
     sass = disassembled(cubin, tmp_path)
+    assert not unwritten_uniform_registers(sass)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys
     assert sass.count("HGMMA") == (
         2 * (head_dim // 16) + 2 * (config.block_m // 16) + config.block_n // 16
     )
     assert sass.count("WARPGROUP.DEPBAR") == 4
+
+
+@BACKWARD_FEATURES
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256)]
+)
+def test_backward_in_two_passes(dims, features, tmp_path):
+    config = configs.backward_config(*dims, deterministic=True)
+    cubin, log = compiled("backward", config, **features)
+    assert_clean(log, spilled_bytes=100 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 12)
+    sass = disassembled(cubin, tmp_path)
+    assert not unwritten_uniform_registers(sass)
+    products = kernel_counts(sass, "HGMMA")
+    scores = sum(dims) // 16  # S and dP
+    assert products["backward"] == scores + 2 * (config.block_m // 16)
+    assert products["backward_queries"] == scores + config.query_block_n // 16
+    # of the consumers that own one gradient each, three; of those that own both
+    waits = kernel_counts(sass, "WARPGROUP.DEPBAR")
+    assert waits == {"backward": 6 if config.is_wide else 3, "backward_queries": 4}
+
+
+def kernel_counts(sass, instruction):
+    bodies = (part.partition("\n") for part in sass.split("Function : ")[1:])
+    return {n: body.count(instruction) for n, _, body in bodies if n.startswith("backward")}
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -105,7 +134,7 @@ def test_packed_runs_compile():
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_float16_compiles(kind):
-    config = getattr(configs, f"{kind}_config")(*(64, 64)[: 2 if kind == "forward" else 1])
+    config = getattr(configs, f"{kind}_config")(64, 64)
     assert compiled(kind, config, bf16=0)[0].startswith(b"\x7fELF")
 
 
@@ -116,8 +145,10 @@ DIMS = (8, 64, 72, 96, 128, 160, 192, 200, 256)
 def test_shared_memory_fits(dims):
     if configs.padded(dims[1]) <= configs.padded(dims[0]):
         assert configs.forward_config(*dims).shared_bytes(has_mask=True) <= configs.SHARED_LIMIT
-    if dims[0] <= 128:
-        assert configs.backward_config(dims[0]).shared_bytes <= configs.SHARED_LIMIT
+        for deterministic in (False, True):
+            config = configs.backward_config(*dims, deterministic)
+            assert config.shared_bytes <= configs.SHARED_LIMIT
+            assert config.adds_dq or config.query_shared_bytes <= configs.SHARED_LIMIT
 
 
 class TestCache:

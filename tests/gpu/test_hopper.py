@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Spec
@@ -150,3 +151,63 @@ def test_bool_masks(seed):
         pytest.skip(reason)
     assert hopper.backward_error(q, k, v, spec)
     assert_close_to_oracle(case, "hopper", False)
+
+
+@pytest.fixture
+def two_passes(monkeypatch):
+    """Gradients of wide heads and deterministic ones, also where calls do not yet get them."""
+    monkeypatch.setattr(dispatch, "_selected", {})
+    for kind in ("WIDE_BACKWARD", "DETERMINISTIC_BACKWARD"):
+        monkeypatch.setattr(hopper, kind, True)
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_gradients_in_two_passes(seed, two_passes):
+    D, Dv = DIMS[seed % len(DIMS)]
+    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
+    case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
+    case = dataclasses.replace(case, mask_grad=False, dropout_p=0.0, deterministic=True)
+    check(dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7)))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 4000), (129, 129), (1300, 700), (2048, 2048)])
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
+def test_lengths_in_two_passes(dims, changes, lengths, two_passes):
+    D, Dv = dims
+    Sq, Sk = lengths
+    case = Case(
+        B=1, Hq=4, Hkv=2, Sq=Sq, Sk=Sk, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda",
+        deterministic=True, **changes,
+    )  # fmt: skip
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_packed_in_two_passes(seed, two_passes):
+    D, Dv = DIMS[seed % len(DIMS)]
+    features = random_case(
+        seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
+        alibi=None, dropout_p=0.0, deterministic=True, mask_grad=False,
+    )  # fmt: skip
+    case = PackedCase((700, 3, 129), (300, 900, 129), (0, 65)[seed // 8 % 2], features)
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert_close_to_oracle(case, "hopper", True)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_deterministic_gradients_repeat_their_bits(D, two_passes):
+    shapes = (2, 8, 3000, D), (2, 2, 3000, D), (2, 2, 3000, D)
+    q, k, v = (
+        torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    )
+    options = {"is_causal": True, "deterministic": True, "backend": "hopper"}
+    grad = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    first, *others = (
+        torch.autograd.grad(fa_ops.attention(q, k, v, **options), (q, k, v), grad) for _ in range(5)
+    )
+    for grads in others:
+        assert all(map(torch.equal, grads, first))

@@ -67,16 +67,12 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     """The whole translation unit of a kind of kernel."""
     products = ""
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
-    M, N, D = (defines.get(name) for name in ("BLOCK_M", "BLOCK_N", "HEAD_DIM"))
     if kind == "forward":
-        products = wgmma("wgmma_scores", N, dtype, "rows", "rows")
+        products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
         parts = ("scheduler.cuh", "softmax.cuh", "forward.cu")
     elif kind == "backward":
-        products = wgmma("wgmma_scores", M, dtype, "rows", "rows")
-        products += wgmma("wgmma_grads", D, dtype, "registers", "columns")
-        products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
-        parts = ("elements.cuh", "backward.cu")
+        products, parts = _backward(defines, dtype)
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "decode.cu")
     else:
@@ -84,6 +80,22 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))
+
+
+def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]]:
+    """Products and sources of a backward pass in one kernel, or with a second for dQ."""
+    D, wide = defines["HEAD_DIM"], defines["IS_WIDE"]
+    products = wgmma("wgmma_scores", defines["BLOCK_M"], dtype, "rows", "rows")
+    products += wgmma("wgmma_grads", D, dtype, "registers", "columns")
+    if wide:
+        products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
+    else:
+        products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
+    parts = ("elements.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
+    if defines["ADDS_DQ"]:
+        return products, parts
+    products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")
+    return products, (*parts, "backward_queries.cu")
 
 
 @functools.cache

@@ -44,31 +44,53 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """A CTA owns `block_n` keys, 64 a consumer, and passes over blocks of `block_m` queries."""
+    """A CTA owns `block_n` keys and passes over blocks of `block_m` queries.
+
+    It keeps dK and dV, 64 keys a consumer; or, where it is wide, one consumer keeps dK and one dV
+    of 64 keys. It adds up dQ too, or a kernel with 128 queries a CTA makes that in a pass over
+    `query_block_n` keys at a time, each block of K or V in one of `query_stages` slots.
+    """
 
     head_dim: int
+    value_dim: int
+    is_wide: bool = False
+    adds_dq: bool = True
     block_m: int = 64
     block_n: int = 128
     stages: int = 2
+    query_block_n: int = 64
+    query_stages: int = 3
 
-    @property
-    def threads(self) -> int:
-        return self.block_n * 2 + 128
+    threads = 384  # a warpgroup copies, two compute
 
     @property
     def shared_bytes(self) -> int:
-        keys = 2 * self.block_n * self.head_dim * 2
-        queries = self.stages * self.block_m * (2 * self.head_dim * 2 + 2 * 4 + 8)
-        exchange = 2 * self.block_m * self.block_n * 2 + self.block_m * self.head_dim * 4
-        return keys + queries + exchange + 8 * (1 + 4 * self.stages)
+        dims = self.head_dim + self.value_dim
+        keys = self.block_n * dims * 2
+        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8)
+        return keys + queries + self._exchange_bytes + 8 * (5 + 4 * self.stages)
+
+    @property
+    def _exchange_bytes(self) -> int:
+        scores = 2 * self.block_m * self.block_n
+        if self.is_wide:
+            return scores * 4
+        return scores * 2 + self.block_m * self.head_dim * 4 if self.adds_dq else 0
+
+    @property
+    def query_shared_bytes(self) -> int:
+        queries = 128 * (self.head_dim + self.value_dim) * 2
+        slots = self.query_stages * self.query_block_n * self.head_dim * 2
+        return queries + slots + 8 * (2 + 2 * self.query_stages)
 
     def defines(self) -> dict[str, int]:
         return {
-            "HEAD_DIM": self.head_dim,
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "STAGES": self.stages,
-        }
+            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
+            "EXCHANGE_BYTES": self._exchange_bytes,
+            "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
+            "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +151,20 @@ def forward_config(D: int, Dv: int) -> Config:
     return Config(256, value_dim, 128, 80, turns=False)
 
 
-def backward_config(D: int) -> BackwardConfig:
-    return BackwardConfig(padded(D))
+def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardConfig:
+    """The backward's tiles."""
+    head_dim, value_dim = padded(D), padded(Dv)
+    if head_dim == value_dim <= 128:
+        # registers hold dK and dV of 64 keys, and dQ
+        config = BackwardConfig(head_dim, value_dim, adds_dq=not deterministic)
+        if head_dim == 64:
+            return dataclasses.replace(config, query_block_n=128, query_stages=4)
+        return dataclasses.replace(config, query_block_n=64, query_stages=6)
+    # what shared memory holds
+    slots = 3 if head_dim == 256 else 5
+    return BackwardConfig(
+        head_dim, value_dim, is_wide=True, adds_dq=False, block_n=64, query_stages=slots
+    )
 
 
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:

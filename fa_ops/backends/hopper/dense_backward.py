@@ -1,4 +1,5 @@
-"""Dense backward on sm_90a in three launches: row sums, the products, dQ to the input type."""
+"""Dense backward on sm_90a in three launches: row sums, the products, and dQ: its sums to the input
+type, or, for wide heads and where its bits must repeat, its products as well."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
 from fa_ops.types import Gradients, Spec
 
-_PARAMS = struct.Struct("<768s7Q13i4f")  # struct Params in cuda/backward.cu
-_PARAMS_BYTES = 896  # its size there
+_PARAMS = struct.Struct("<896s7Q14i4f")  # struct Params in cuda/backward.cuh
+_PARAMS_BYTES = 1024  # its size there
+_ROWS = 64  # tokens that one copy brings
 
 
 def backward(
@@ -39,11 +41,13 @@ def backward(
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
     B, Hq, Sq, D = q.shape
-    config = backward_config(D)
+    config = backward_config(D, v.shape[-1], spec.deterministic)
     m_blocks = -(-Sq // config.block_m)
     rows = m_blocks * config.block_m
     lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
-    sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
+    sums = None
+    if config.adds_dq:
+        sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
     kernels = _kernels_for(q, spec, config)
     with on_device(q.device.index):
         stream = current_stream(q.device.index)
@@ -56,18 +60,21 @@ def backward(
             pointers_to(
                 *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
                 *(_strides(out), _strides(grad_out)),
-                *_ints(Hq, Sq, D, rows),
+                *_ints(Hq, Sq, v.shape[-1], rows),
             ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
         kernels.products.launch((blocks, 1), stream, pointers_to(params))
-        scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
         dq = grads[0]
-        kernels.finish.launch(
-            (m_blocks, B * Hq),
-            stream,
-            pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
-        )
+        if sums is None:
+            kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
+        else:
+            scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
+            kernels.finish.launch(
+                (m_blocks, B * Hq),
+                stream,
+                pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
+            )
     return Gradients(*grads, None, _sink_gradient(spec, lse, delta))
 
 
@@ -78,24 +85,23 @@ def _params(
     m_blocks, n_blocks = -(-Sq // config.block_m), -(-Sk // config.block_n)
     left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
     units = ScoreUnits.of(D, spec.scale, spec.softcap)
-    boxes = (
-        (q, config.block_m),
-        (k, config.block_n),
-        (v, config.block_n),
-        (grad_out, config.block_m),
+    maps = (
+        TensorMap(t.dtype, t.shape, t.stride(), _ROWS).at(t.data_ptr())
+        for t in (q, k, v, grad_out, *grads)
     )
-    boxes += (grads[1], 64), (grads[2], 64)
-    maps = (TensorMap(t.dtype, t.shape, t.stride(), rows).at(t.data_ptr()) for t, rows in boxes)
     lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
-    section = min(B * Hkv, heads_in_l2(Sq * 4 * D * group))
+    dims = D + v.shape[-1]
+    section = min(B * Hkv, heads_in_l2(Sq * 2 * dims * group))
+    query_section = min(B * Hq, heads_in_l2(Sk * 2 * dims) * group)
     params = ctypes.create_string_buffer(_PARAMS_BYTES)
     _PARAMS.pack_into(
         params,
         0,
         b"".join(maps),
         *(address(t) for t in (*workspace[:3], lens, slopes, *workspace[3:])),
-        *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks, section),
+        *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
+        *(section, query_section),
         Hq if slopes is not None and slopes.dim() == 2 else 0,
         1 if spec.key_ranges is None else spec.key_ranges.shape[1],
         *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
@@ -154,7 +160,11 @@ class _Kernels:
         module = Module("backward", dict(defines), device)
         self.prepare: Kernel = module.kernel("prepare", 256)
         self.products: Kernel = module.kernel("backward", config.threads, config.shared_bytes)
-        self.finish: Kernel = module.kernel("finish", 256)
+        if config.adds_dq:
+            self.finish: Kernel = module.kernel("finish", 256)
+        else:
+            shared = config.query_shared_bytes
+            self.queries: Kernel = module.kernel("backward_queries", config.threads, shared)
         if dict(defines)["HAS_RANGES"]:
             self.keep_runs: Kernel = module.kernel("keep_runs", config.block_m)
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward
 from fa_ops.backends.hopper.configs import backward_config, decode_config, forward_config
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
-_WIDEST_BACKWARD = 128
 # full, causal, with a window, and with key ranges, each with few tiles and with many
 _FORWARDS = (
     {},
@@ -47,9 +47,9 @@ def variants(
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
             yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
-        if D > _WIDEST_BACKWARD:
+        if D > 128 and not hopper.WIDE_BACKWARD:
             continue
-        config = backward_config(D)
+        config = backward_config(D, D)
         for features in _BACKWARDS:
             yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
 

@@ -1,0 +1,305 @@
+// What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
+// weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI
+
+constexpr int SCORES = BLOCK_M / 2;
+constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
+constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
+constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
+constexpr int CONSUMERS = 2;
+static_assert(BLOCK_M == 64, "one swizzle atom of queries");
+
+struct Params {
+  TensorMap q, k, v, grad_out, dq, dk, dv;
+  const float* lse;      // (B * Hq, padded Sq), in units of log2, +inf where a row has no keys or does not exist
+  const float* delta;    // the same shape
+  float* sums;           // of dQ in one pass: (B * Hq, blocks of queries, BLOCK_M * HEAD_DIM), each block in accumulator order; or null
+  const int* kv_lens;    // (B,) or null
+  const float* alibi;    // (B|1, Hq) or null
+  const int2* runs;      // with key ranges: (B, Hq|1, padded Sq), the keys that each query attends after every mask
+  const int4* bounds;    // with key ranges: (B, Hq|1, blocks of queries), see `keep_runs`
+  int B, Hq, Hkv, group, Sq, Sk;
+  int window_left, window_right;
+  int m_blocks, n_blocks, section, query_section, alibi_b, run_heads;
+  float scale;           // of the gradients of q and k
+  float score_scale;     // with a softcap: scale / softcap, inside the tanh
+  float scale_log2;      // from score units to log2 units
+  float alibi_unit;
+};
+
+// `exchange`: what consumers tell each other; `own`: barriers that a kernel has beside those of the copies.
+struct Smem {
+  u32 k, v, q, grad_out, exchange, lse, delta, runs, kv_full, q_full, q_empty, do_full, do_empty, own;
+  DEVICE Smem(u32 base) {
+    k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
+    lse = exchange + EXCHANGE_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES, kv_full = runs + STAGES * RUN_BYTES;
+    q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES;
+  }
+  DEVICE void init() const {
+    mbar_init(kv_full, 1);
+    for (int i = 0; i < STAGES; i++) {
+      mbar_init(q_full + 8 * i, 1), mbar_init(do_full + 8 * i, 1);
+      // by thread: racecheck does not follow one thread's arrival for its warp, at the same speed
+      mbar_init(q_empty + 8 * i, 128 * CONSUMERS), mbar_init(do_empty + 8 * i, 128 * CONSUMERS);
+    }
+  }
+};
+
+// A block of keys of one key head, and the blocks of queries [first, last) that attend some of it.
+struct Tile { int n0, h, b, keys, first, last; };
+
+DEVICE Tile tile_of(const Params& p) {
+  const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
+  const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
+  const int inside = min(p.section, heads - sec * p.section);
+  const int head = sec * p.section + r % inside;
+  Tile t;
+  t.n0 = (r / inside) * BLOCK_N;
+  t.b = head / p.Hkv;
+  t.h = head - t.b * p.Hkv;
+#if HAS_KV_LENS
+  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
+#else
+  t.keys = p.Sk;
+#endif
+  int lo = 0, hi = p.Sq;
+#if IS_RAGGED
+  const int shift = t.keys - p.Sq;
+  lo = max(0, t.n0 - shift - p.window_right);
+  hi = min(p.Sq, min(t.n0 + BLOCK_N, t.keys) - shift + p.window_left);
+#endif
+  if (t.n0 >= t.keys || lo >= hi) lo = hi = 0;
+  t.first = lo / BLOCK_M;
+  t.last = (hi + BLOCK_M - 1) / BLOCK_M;
+  return t;
+}
+
+DEVICE void load_rows(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
+DEVICE long long runs_of(const Params& p, int h, int b) { return b * p.run_heads + (p.run_heads > 1 ? h : 0); }
+
+// Of the 32 blocks of queries from `base` on, a bit each: which attend some key of the tile, and which do not attend them all.
+struct Visits { u32 some, edge; };
+
+DEVICE Visits visits(const Params& p, const Tile& t, int h, int base) {
+  const int m = base + (threadIdx.x & 31);
+  bool some = m < t.last, edge = t.n0 + BLOCK_N > t.keys;
+#if IS_RAGGED
+  const int diagonal = m * BLOCK_M + t.keys - p.Sq;
+  edge = edge || t.n0 + BLOCK_N - 1 > diagonal + p.window_right || t.n0 < diagonal + BLOCK_M - 1 - p.window_left;
+#endif
+#if HAS_RANGES
+  if (some) {
+    const int4 b = p.bounds[runs_of(p, h, t.b) * p.m_blocks + m];
+    some = b.x < t.n0 + BLOCK_N && b.y > t.n0;
+    edge = edge || b.z > t.n0 || b.w < t.n0 + BLOCK_N;
+  }
+#endif
+  return {__ballot_sync(~0u, some), __ballot_sync(~0u, edge)};
+}
+
+DEVICE void load_tile(u32 dst, const TensorMap& map, u32 bar, int width, int rows, int row, int h, int b) {
+  for (int x = 0; x < width; x += 64)
+    for (int r = 0; r < rows; r += 64) tma_load(dst + (x * rows + r * 64) * 2, map, bar, x, row + r, h, b);
+}
+
+DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, int m, const Ring<STAGES>& ring) {
+  const u32 i = ring.stage, q_full = sm.q_full + 8 * i, do_full = sm.do_full + 8 * i;
+  const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
+  mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
+  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES);
+  load_tile(sm.q + i * Q_BYTES, p.q, q_full, HEAD_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
+  load_rows(sm.lse + i * ROW_BYTES, p.lse + row, ROW_BYTES, q_full);
+  if (HAS_RANGES) load_rows(sm.runs + i * RUN_BYTES, p.runs + (runs_of(p, h, t.b) * p.m_blocks + m) * BLOCK_M, RUN_BYTES, q_full);
+  mbar_wait(sm.do_empty + 8 * i, ring.phase ^ 1);
+  mbar_expect(do_full, DO_BYTES + ROW_BYTES);
+  load_tile(sm.grad_out + i * DO_BYTES, p.grad_out, do_full, VALUE_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
+  load_rows(sm.delta + i * ROW_BYTES, p.delta + row, ROW_BYTES, do_full);
+}
+
+// One warp; its first lane issues copies.
+DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
+  const bool leader = threadIdx.x == 0;
+  if (t.first == t.last) return;
+  if (leader) {
+    mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
+    load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
+    load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
+  }
+  Ring<STAGES> ring;
+  for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
+    for (int base = t.first; base < t.last; base += 32) {
+      Visits n = visits(p, t, h, base);
+      for (; n.some; n.some &= n.some - 1, ring.next())
+        if (leader) load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring);
+    }
+}
+
+DEVICE float2 shared_pair(u32 address) {
+  float2 y;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
+  return y;
+}
+
+DEVICE int2 shared_run(u32 address) {
+  int2 y;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
+  return y;
+}
+
+template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
+}
+
+// A warpgroup's accumulator, as 16-bit fragments, into 64 rows of 128 swizzled bytes per column of the tile at `at`.
+template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], u32 column_bytes) {
+  const int lane = threadIdx.x & 31, r = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const int col = i * 4 + ((lane >> 4) & 1) * 8;
+    store_matrix_x4(at + (col >> 6) * column_bytes + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4), x[i], x[i + 1], x[i + 2], x[i + 3]);
+  }
+}
+
+// A warpgroup's gradients of 64 tokens, through shared memory to the tensor.
+template <int COUNT>
+DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h, int b) {
+  u32 x[COUNT / 2];
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; i++) x[i] = pack(grads[2 * i] * factor, grads[2 * i + 1] * factor);
+  store_fragments(at, x, column_bytes);
+  fence_async_smem();
+  named_sync(barrier, 128);
+  if ((threadIdx.x & 127) == 0) {
+    for (int x = 0; x < COUNT / 32; x++) tma_store(map, at + x * column_bytes, x * 64, row, h, b);
+    tma_store_commit();
+  }
+}
+
+// 64 keys of the block, a row each.
+struct KeyRows {
+  const Params& p;
+  const Smem& sm;
+  const Tile t;
+  const int first, tid, lane, key;  // `key`: this thread's first row of the block; the second is 8 below
+  Ring<STAGES> ring;
+  float slope;
+
+  DEVICE KeyRows(const Params& p, const Smem& sm, const Tile& t, int first)
+      : p(p), sm(sm), t(t), first(first), tid(threadIdx.x & 127), lane(threadIdx.x & 31), key(first + (tid >> 5) * 16 + (lane >> 2)) {}
+
+  // keys x queries, from these rows of K or V and a block of Q or dO
+  template <int FEATURES> DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
+    const u32 from_rows = descriptor_base(rows + first * 128, 16), from_queries = descriptor_base(queries, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int f = 0; f < FEATURES / 16; f++) {
+      const u64 a = descriptor(from_rows, (f >> 2) * BLOCK_N * 128 + (f & 3) * 32);
+      const u64 b = descriptor(from_queries, (f >> 2) * BLOCK_M * 128 + (f & 3) * 32);
+      if (f == 0) wgmma_scores_start(d, a, b); else wgmma_scores(d, a, b);
+    }
+    wgmma_commit();
+  }
+
+  // Scores to weights, in place.
+  DEVICE void weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 runs) {
+    [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
+#if HAS_ALIBI
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
+#endif
+    if (edge) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) {
+        const int j = t.n0 + key + (i & 2) * 4;
+#if HAS_RANGES
+        const int2 run = shared_run(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const bool keep = j >= run.x && j < run.y;
+#else
+        bool keep = j < t.keys;
+#if IS_RAGGED
+        const int diagonal = i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq;
+        keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
+#endif
+#endif
+        if (!keep) s[i] = -__int_as_float(0x7f800000);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const float2 l = shared_pair(lse + (i * 2 + (lane & 3) * 2) * 4);
+      s[i] = exp2_fast(fmaf(s[i], p.scale_log2, -l.x)), s[i + 1] = exp2_fast(fmaf(s[i + 1], p.scale_log2, -l.y));
+      s[i + 2] = exp2_fast(fmaf(s[i + 2], p.scale_log2, -l.x)), s[i + 3] = exp2_fast(fmaf(s[i + 3], p.scale_log2, -l.y));
+    }
+  }
+
+  // Calls `self.step` for every block of queries that attends some key, in the order in which `produce` brings them.
+  template <class Self> DEVICE void meet_queries(Self& self) {
+    for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++) {
+#if HAS_ALIBI
+      slope = p.alibi[t.b * p.alibi_b + h] * p.alibi_unit;
+#endif
+      for (int base = t.first; base < t.last; base += 32) {
+        Visits n = visits(p, t, h, base);
+#pragma unroll 1
+        for (; n.some; n.some &= n.some - 1) {
+          const int bit = __ffs(n.some) - 1;
+          self.step(h, base + bit, n.edge >> bit & 1);
+        }
+      }
+    }
+  }
+};
+
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
+extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
+                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
+  const long long at = (long long)bh * rows + row;
+  float sum = 0.f;
+  if (row < Sq) {
+    const Element* x = out + b * o.b + h * o.h + row * o.s;
+    const Element* y = grad_out + b * d.b + h * d.h + row * d.s;
+    for (int i = lane * 8; i < Dv; i += 256) sum += dot8(x + i, y + i);
+  }
+#pragma unroll
+  for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
+  if (lane == 0) {
+    const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
+    lse_log2[at] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * 1.4426950408889634f;
+    delta[at] = row < Sq ? sum - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+  }
+  if (sums)
+    for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
+#if HAS_RANGES
+// Before: every query's run of keys after every mask, and of each block of queries the bounds of what some (x, y) and what all (z, w) of
+// them attend. One thread a query. Queries that do not exist attend nothing and bound nothing.
+extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* ranges, const int* kv_lens, int2* runs, int4* bounds, Strides r,
+                                                               int heads, int Sq, int Sk, int left, int right) {
+  const int i = blockIdx.x * BLOCK_M + threadIdx.x, b = blockIdx.y / heads, h = blockIdx.y - b * heads;
+  int2 run = make_int2(0, 0);
+  if (i < Sq) {
+    const int keys = kv_lens ? max(0, min(kv_lens[b], Sk)) : Sk, diagonal = i + keys - Sq;
+    const int* range = ranges + b * r.b + h * r.h + i * r.s;
+    run.x = max(max(0, range[0]), diagonal - left);
+    run.y = min(min(keys, range[1]), diagonal + right + 1);
+  }
+  runs[(long long)blockIdx.y * gridDim.x * BLOCK_M + i] = run;
+  const bool any = run.y > run.x;
+  int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
+  x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
+  __shared__ int4 halves[2];
+  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = x;
+  __syncthreads();
+  const int4 y = halves[1];
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+}
+#endif

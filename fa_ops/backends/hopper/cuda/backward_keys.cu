@@ -1,0 +1,149 @@
+// dK and dV of head dims for which registers hold neither both nor dQ beside them: one CTA per block of 64 keys, and two consumers that share the
+// block by product. One computes the scores and keeps dV, the other the gradients of the weights and keeps dK; the weights, in fp32, go from the first
+// to the second through two buffers of shared memory. Both leave the accumulators as the register operand of the next product.
+// Compile-time: what backward.cuh has
+
+constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
+static_assert(BLOCK_N == 64 && EXCHANGE_BYTES == 2 * WEIGHTS_BYTES, "one warpgroup's rows, two buffers");
+
+DEVICE u32 weights_full(const Smem& sm, int i) { return sm.own + 8 * i; }
+DEVICE u32 weights_empty(const Smem& sm, int i) { return sm.own + 16 + 8 * i; }
+
+// Where a thread's `i`-th accumulator elements and the three after them lie in a buffer: both consumers hold the same ones.
+DEVICE u32 weights_at(const Smem& sm, int buffer, int i) { return sm.exchange + buffer * WEIGHTS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16; }
+
+struct ValueConsumer : KeyRows {
+  Ring<2> exchange;
+  u32 held = 0;  // the barrier that frees what the product in flight reads
+  float s[SCORES], dv[VALUE_DIM / 2];
+  u32 w[SCORES / 2];
+
+  DEVICE ValueConsumer(const Params& p, const Smem& sm, const Tile& t) : KeyRows(p, sm, t, 0) {}
+
+  DEVICE void step(int h, int m, bool edge) {
+    const u32 i = ring.stage;
+    mbar_wait(sm.q_full + 8 * i, ring.phase);
+    score_product<HEAD_DIM>(s, sm.k, sm.q + i * Q_BYTES);
+    wgmma_wait<1>();
+    if (held) mbar_arrive(held);
+    wgmma_wait<0>();
+    pin(s);
+#if HAS_SOFTCAP
+    float slack[SCORES];
+#pragma unroll
+    for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
+#endif
+    weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
+    mbar_arrive(sm.q_empty + 8 * i);
+    pack_all(w, s);
+#if HAS_SOFTCAP
+#pragma unroll
+    for (int e = 0; e < SCORES; e++) s[e] *= slack[e];
+#endif
+    mbar_wait(weights_empty(sm, exchange.stage), exchange.phase ^ 1);
+#pragma unroll
+    for (int e = 0; e < SCORES; e += 4)
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(weights_at(sm, exchange.stage, e)), "f"(s[e]), "f"(s[e + 1]), "f"(s[e + 2]),
+                   "f"(s[e + 3])
+                   : "memory");
+    mbar_arrive(weights_full(sm, exchange.stage));
+    exchange.next();
+    mbar_wait(sm.do_full + 8 * i, ring.phase);
+    const u32 from = descriptor_base(sm.grad_out + i * DO_BYTES, BLOCK_M * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_M / 16; j++) wgmma_value_grads(dv, w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_commit();
+    held = sm.do_empty + 8 * i;
+    ring.next();
+  }
+
+  DEVICE void work() {
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 2; i++) dv[i] = 0.f;
+    if (t.first < t.last) mbar_wait(sm.kv_full, 0);
+    meet_queries(*this);
+    wgmma_wait<0>();
+    pin(dv);
+    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of V
+    store_gradients(dv, 1.f, sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
+    if (tid == 0) tma_store_wait();
+  }
+};
+
+struct KeyConsumer : KeyRows {
+  Ring<2> exchange;
+  u32 held = 0;
+  float dp[SCORES], dk[HEAD_DIM / 2];
+  u32 ds[SCORES / 2];
+
+  DEVICE KeyConsumer(const Params& p, const Smem& sm, const Tile& t) : KeyRows(p, sm, t, 0) {}
+
+  DEVICE void step(int h, int m, bool edge) {
+    const u32 i = ring.stage, delta = sm.delta + i * ROW_BYTES;
+    mbar_wait(sm.do_full + 8 * i, ring.phase);
+    score_product<VALUE_DIM>(dp, sm.v, sm.grad_out + i * DO_BYTES);
+    wgmma_wait<1>();
+    if (held) mbar_arrive(held);
+    wgmma_wait<0>();
+    pin(dp);
+    mbar_wait(weights_full(sm, exchange.stage), exchange.phase);
+#pragma unroll
+    for (int e = 0; e < SCORES; e += 4) {
+      float4 w;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(weights_at(sm, exchange.stage, e)));
+      const float2 d = shared_pair(delta + (e * 2 + (lane & 3) * 2) * 4);
+      dp[e] = w.x * (dp[e] - d.x), dp[e + 1] = w.y * (dp[e + 1] - d.y);
+      dp[e + 2] = w.z * (dp[e + 2] - d.x), dp[e + 3] = w.w * (dp[e + 3] - d.y);
+    }
+    mbar_arrive(weights_empty(sm, exchange.stage));
+    mbar_arrive(sm.do_empty + 8 * i);
+    exchange.next();
+    pack_all(ds, dp);
+    mbar_wait(sm.q_full + 8 * i, ring.phase);
+    const u32 from = descriptor_base(sm.q + i * Q_BYTES, BLOCK_M * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_M / 16; j++) wgmma_grads(dk, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_commit();
+    held = sm.q_empty + 8 * i;
+    ring.next();
+  }
+
+  DEVICE void work() {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = 0.f;
+    if (t.first < t.last) mbar_wait(sm.kv_full, 0);
+    meet_queries(*this);
+    wgmma_wait<0>();
+    pin(dk);
+    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of K
+    store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, OWN_BARRIER + 1, p.dk, t.n0, t.h, t.b);
+    if (tid == 0) tma_store_wait();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Smem sm(smem_address(shared));
+  if (threadIdx.x == 0) {
+    sm.init();
+    for (int i = 0; i < 2; i++) mbar_init(weights_full(sm, i), 128), mbar_init(weights_empty(sm, i), 128);
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const Tile t = tile_of(p);
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    register_release<24>();
+    if (threadIdx.x < 32) produce(p, sm, t);
+  } else if (warpgroup == 1) {
+    register_claim<240>();
+    ValueConsumer consumer(p, sm, t);
+    consumer.work();
+  } else {
+    register_claim<240>();
+    KeyConsumer consumer(p, sm, t);
+    consumer.work();
+  }
+}

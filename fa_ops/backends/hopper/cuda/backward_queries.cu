@@ -1,0 +1,251 @@
+// dQ as a pass of its own: nothing is added to memory, so its bits do not depend on who comes first. One CTA per 128 queries, 64 a consumer, over the
+// keys that they attend; scores and their gradients are computed again, a row a query, and the gradients are the register operand of dQ's product.
+// V and K come in turns through one ring of slots, V first: its slot is free after one product, early enough for the next block's K.
+// Compile-time: QUERY_BLOCK_N QUERY_STAGES, beside what backward.cuh has
+
+constexpr int ROW_SCORES = QUERY_BLOCK_N / 2, ROWS = 64;
+constexpr u32 OWN_Q_BYTES = ROWS * HEAD_DIM * 2, OWN_DO_BYTES = ROWS * VALUE_DIM * 2;
+constexpr u32 KEYS_BYTES = QUERY_BLOCK_N * HEAD_DIM * 2;
+static_assert(VALUE_DIM <= HEAD_DIM, "a slot holds either");
+
+struct QuerySmem {
+  u32 q, grad_out, slots, own_full, full, empty;
+  DEVICE QuerySmem(u32 base) {
+    q = base, grad_out = q + CONSUMERS * OWN_Q_BYTES, slots = grad_out + CONSUMERS * OWN_DO_BYTES, own_full = slots + QUERY_STAGES * KEYS_BYTES;
+    full = own_full + 8 * CONSUMERS, empty = full + 8 * QUERY_STAGES;
+  }
+};
+
+// Keys that some query of a block of 64 attends, and those that all of them do.
+struct Span { int lo, hi, all_lo, all_hi; };
+
+// A block of 64 queries: its index among the head's.
+struct QueryBlock { int m, h, b, keys; };
+
+DEVICE Span span_of(const Params& p, const QueryBlock& t) {
+  Span s = {0, 0, 0, 0};
+  if (t.m >= p.m_blocks) return s;
+#if HAS_RANGES
+  const int4 x = p.bounds[runs_of(p, t.h, t.b) * p.m_blocks + t.m];
+  s = {x.x, x.y, x.z, x.w};
+#else
+  s = {0, t.keys, 0, t.keys};
+#if IS_RAGGED
+  const int first = t.m * ROWS + t.keys - p.Sq, last = min((t.m + 1) * ROWS, p.Sq) - 1 + t.keys - p.Sq;
+  s.lo = max(0, first - p.window_left), s.hi = min(t.keys, last + p.window_right + 1);
+  s.all_lo = max(0, last - p.window_left), s.all_hi = min(t.keys, first + p.window_right + 1);
+#endif
+#endif
+  if (s.hi <= s.lo) s.lo = s.hi = 0;
+  return s;
+}
+
+// The first of the CTA's blocks. Sections of heads whose K and V share the L2; inside one, the longest come first over all its heads.
+DEVICE QueryBlock first_block(const Params& p) {
+  const int heads = p.B * p.Hq, tiles = (p.m_blocks + CONSUMERS - 1) / CONSUMERS, per = p.query_section * tiles;
+  const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
+  const int inside = min(p.query_section, heads - sec * p.query_section);
+  const int head = sec * p.query_section + r % inside;
+  QueryBlock t;
+  t.m = (IS_RAGGED ? tiles - 1 - r / inside : r / inside) * CONSUMERS;
+  t.b = head / p.Hq;
+  t.h = head - t.b * p.Hq;
+#if HAS_KV_LENS
+  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
+#else
+  t.keys = p.Sk;
+#endif
+  return t;
+}
+
+// Blocks of keys: [first, end).
+struct Keys { int first, end; };
+
+DEVICE Keys keys_of(const Span& s) { return {s.lo / QUERY_BLOCK_N, (s.hi + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N}; }
+
+// What lies between the first and the last that some consumer visits; `t` is the CTA's first block of queries.
+DEVICE Keys all_keys_of(const Params& p, QueryBlock t) {
+  Keys all = {0, 0};
+  for (int c = 0; c < CONSUMERS; c++, t.m++) {
+    const Keys n = keys_of(span_of(p, t));
+    if (n.first == n.end) continue;
+    all.first = all.first == all.end ? n.first : min(all.first, n.first), all.end = max(all.end, n.end);
+  }
+  return all;
+}
+
+DEVICE void load_slot(const QuerySmem& sm, Ring<QUERY_STAGES>& ring, const TensorMap& map, int width, int row, int h, int b) {
+  const u32 full = sm.full + 8 * ring.stage;
+  mbar_wait(sm.empty + 8 * ring.stage, ring.phase ^ 1);
+  mbar_expect(full, QUERY_BLOCK_N * width * 2);
+  load_tile(sm.slots + ring.stage * KEYS_BYTES, map, full, width, QUERY_BLOCK_N, row, h, b);
+  ring.next();
+}
+
+// One thread.
+DEVICE void produce_keys(const Params& p, const QuerySmem& sm, const QueryBlock& t, const Keys& n) {
+  if (n.first == n.end) return;
+  for (int c = 0; c < CONSUMERS; c++) {
+    const u32 full = sm.own_full + 8 * c;
+    mbar_expect(full, OWN_Q_BYTES + OWN_DO_BYTES);
+    load_tile(sm.grad_out + c * OWN_DO_BYTES, p.grad_out, full, VALUE_DIM, ROWS, (t.m + c) * ROWS, t.h, t.b);
+    load_tile(sm.q + c * OWN_Q_BYTES, p.q, full, HEAD_DIM, ROWS, (t.m + c) * ROWS, t.h, t.b);
+  }
+  Ring<QUERY_STAGES> ring;
+  const int h = t.h / p.group;
+  for (int j = n.first; j < n.end; j++) {
+    load_slot(sm, ring, p.v, VALUE_DIM, j * QUERY_BLOCK_N, h, t.b);
+    load_slot(sm, ring, p.k, HEAD_DIM, j * QUERY_BLOCK_N, h, t.b);
+  }
+}
+
+struct QueryConsumer {
+  const Params& p;
+  const QuerySmem& sm;
+  const QueryBlock t;
+  const Span span;
+  const int c, tid, lane;
+  Ring<QUERY_STAGES> ring;
+  u32 held = 0;  // the barrier that frees what the product in flight reads
+  float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_DIM / 2];
+  u32 ds[ROW_SCORES / 2];
+  float lse[2], delta[2], slope;
+  int2 run[2];      // of keys, for this thread's two rows
+  int diagonal[2];  // the key at the same position
+
+  DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
+      : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
+
+  // What belongs to a thread's rows; those that do not exist have a weight of 0 for every key.
+  DEVICE void read_rows() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r;
+      const long long at = (long long)(t.b * p.Hq + t.h) * p.m_blocks * ROWS + i;
+      const bool exists = t.m < p.m_blocks;
+      lse[r] = exists ? p.lse[at] : __int_as_float(0x7f800000);
+      delta[r] = exists ? p.delta[at] : 0.f;
+      diagonal[r] = i + t.keys - p.Sq;
+      run[r] = make_int2(0, t.keys);
+#if HAS_RANGES
+      if (exists) run[r] = p.runs[runs_of(p, t.h, t.b) * p.m_blocks * ROWS + i];
+#elif IS_RAGGED
+      run[r] = make_int2(diagonal[r] - p.window_left, min(t.keys, diagonal[r] + p.window_right + 1));
+#endif
+    }
+#if HAS_ALIBI
+    slope = p.alibi[t.b * p.alibi_b + t.h] * p.alibi_unit;
+#endif
+  }
+
+  // queries x keys, from this consumer's rows of Q or dO and a slot
+  template <int FEATURES> DEVICE void score_product(float (&d)[ROW_SCORES], u32 rows, u32 slot) {
+    const u32 from_rows = descriptor_base(rows, 16), from_keys = descriptor_base(slot, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int f = 0; f < FEATURES / 16; f++) {
+      const u64 a = descriptor(from_rows, (f >> 2) * ROWS * 128 + (f & 3) * 32);
+      const u64 b = descriptor(from_keys, (f >> 2) * QUERY_BLOCK_N * 128 + (f & 3) * 32);
+      if (f == 0) wgmma_row_scores_start(d, a, b); else wgmma_row_scores(d, a, b);
+    }
+    wgmma_commit();
+  }
+
+  // The gradients of the scores, in dp.
+  template <bool EDGE> DEVICE void score_gradients(int n0) {
+#pragma unroll
+    for (int i = 0; i < ROW_SCORES; i++) {
+      const int r = i >> 1 & 1, j = n0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+      float x = s[i];
+#if HAS_SOFTCAP
+      x = tanh_exact(x * p.score_scale);
+      const float slack = 1.f - x * x;
+#endif
+#if HAS_ALIBI
+      x -= slope * fabsf((float)(diagonal[r] - j));
+#endif
+      if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
+      dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
+#if HAS_SOFTCAP
+      dp[i] *= slack;
+#endif
+    }
+  }
+
+  DEVICE u32 arrived() const {
+    mbar_wait(sm.full + 8 * ring.stage, ring.phase);
+    return sm.slots + ring.stage * KEYS_BYTES;
+  }
+
+  DEVICE void step(int n0) {
+    const u32 values = arrived(), values_empty = sm.empty + 8 * ring.stage;
+    score_product<VALUE_DIM>(dp, sm.grad_out + c * OWN_DO_BYTES, values);
+    wgmma_wait<1>();
+    if (held) mbar_arrive(held);
+    ring.next();
+    const u32 keys = arrived();
+    score_product<HEAD_DIM>(s, sm.q + c * OWN_Q_BYTES, keys);
+    wgmma_wait<1>();
+    mbar_arrive(values_empty);
+    wgmma_wait<0>();
+    pin(dp);
+    pin(s);
+    if (n0 < span.all_lo || n0 + QUERY_BLOCK_N > span.all_hi) score_gradients<true>(n0); else score_gradients<false>(n0);
+#pragma unroll
+    for (int i = 0; i < ROW_SCORES / 2; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
+    const u32 from = descriptor_base(keys, QUERY_BLOCK_N * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < QUERY_BLOCK_N / 16; j++) wgmma_grads(dq, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_commit();
+    held = sm.empty + 8 * ring.stage;
+    ring.next();
+  }
+
+  // Blocks of keys that only the other consumer visits.
+  DEVICE void pass(int blocks) {
+    for (int i = 0; i < 2 * blocks; i++, ring.next()) arrived(), mbar_arrive(sm.empty + 8 * ring.stage);
+  }
+
+  DEVICE void work(const Keys& all) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) dq[i] = 0.f;
+    read_rows();
+    Keys n = keys_of(span);
+    if (n.first == n.end) n = {all.end, all.end};
+    if (all.first < all.end) mbar_wait(sm.own_full + 8 * c, 0);
+    pass(n.first - all.first);
+#pragma unroll 1
+    for (int j = n.first; j < n.end; j++) step(j * QUERY_BLOCK_N);
+    wgmma_wait<0>();
+    pin(dq);
+    if (held) mbar_arrive(held);
+    pass(all.end - n.end);
+    if (t.m >= p.m_blocks) return;
+    named_sync(OWN_BARRIER + c, 128);  // every warp has read its rows of Q
+    store_gradients(dq, p.scale, sm.q + c * OWN_Q_BYTES, ROWS * 128, OWN_BARRIER + c, p.dq, t.m * ROWS, t.h, t.b);
+    if (tid == 0) tma_store_wait();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward_queries(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const QuerySmem sm(smem_address(shared));
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.own_full + 8 * c, 1);
+    for (int i = 0; i < QUERY_STAGES; i++) mbar_init(sm.full + 8 * i, 1), mbar_init(sm.empty + 8 * i, 128 * CONSUMERS);
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const QueryBlock first = first_block(p);
+  const Keys all = all_keys_of(p, first);
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    register_release<24>();
+    if (threadIdx.x == 0) produce_keys(p, sm, first, all);
+  } else {
+    register_claim<240>();
+    QueryConsumer consumer(p, sm, first, warpgroup - 1);
+    consumer.work(all);
+  }
+}
