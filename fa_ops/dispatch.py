@@ -15,14 +15,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.types import Cache, Spec, is_decoding
+from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
-# The same for few queries against many keys, and for caches. The hopper backend has a kernel for
-# them that is taken by name alone as long as its GPU tests have not all been seen to end.
-DECODING = AUTO | {"cuda": ("triton", "hopper")}
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -69,7 +66,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head
     dimensions, dtype and device of the inputs and on which features are used, on nothing else.
-    Lengths decide one thing alone: whether a forward pass counts as decoding.
+    Lengths decide one thing alone: whether a forward pass counts as decoding, which the hopper
+    backend is asked about as `select_cache` does.
 
     Raises:
         ValueError: no backend has the name asked for.
@@ -77,13 +75,15 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
             says why.
     """
     name = spec[13] or default or "auto"
-    auto = DECODING if not backward and _decodes(q, k, spec) else AUTO
+    decoding = not backward and _decodes(q, k, spec)
+    layout = _layout(q, k, v, False) if decoding and _hopper_asked(name) else decoding
     shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device)
-    key = (*_features(spec), *shape, name, backward, auto is AUTO)
+    key = (*_features(spec), *shape, name, backward, layout)
     backend = _selected.get(key)
     if backend is None:
+        ask = _decoding_refusal if decoding and name == "auto" else refusal
         backend = _selected[key] = _choose(
-            name, q, lambda candidate: refusal(candidate, q, k, v, spec, backward), auto
+            name, q, lambda candidate: ask(candidate, q, k, v, spec, backward)
         )
     return backend
 
@@ -113,31 +113,31 @@ def _features(spec: Spec) -> tuple:
 def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
     """The backend that attends a key-value cache, by the same rules.
 
-    The `cache_error` of the hopper backend, which is only taken by name, may also depend on what
-    `_layout` says.
+    A `cache_error` may depend on dtypes, head dimensions and features; that of the hopper backend
+    also on what `_layout` says.
     """
     name = spec.backend or default or "auto"
     given = tuple(t is not None for t in cache[:7])
     shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
     split = (cache.num_splits > 0, cache.batch_invariant, cache.unified_max is not None)
-    layout = _layout(q, k, v, cache.page_table is not None) if name == "hopper" else None
+    layout = _layout(q, k, v, cache.page_table is not None) if _hopper_asked(name) else None
     key = ("cache", name, *shape, layout, *split, *given, *_features(spec))
     backend = _selected.get(key)
     if backend is None:
         backend = _selected[key] = _choose(
-            name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec), DECODING
+            name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec)
         )
     return backend
+
+
+def _hopper_asked(name: str) -> bool:
+    return name in ("auto", "hopper") and available_error("hopper") is None
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> tuple[int, int, bool]:
     """Page size, queries of a kv head, and whether all rows start at multiples of 16 bytes."""
     rows = q.shape[1] // k.shape[2 if paged else 1] * q.shape[2]
-    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    for t in (q, k, v):
-        for stride in t.stride()[:-1]:
-            bits |= stride * t.element_size() or 1
-    return k.shape[1] if paged else 0, min(rows, 17), bits % 16 == 0
+    return k.shape[1] if paged else 0, min(rows, 17), rows_are_aligned(q, k, v)
 
 
 def cache_refusal(
@@ -171,12 +171,10 @@ def _merge_refusal(name: str, rows: Tensor) -> str | None:
     return reason
 
 
-def _choose(
-    name: str, q: Tensor, ask: Callable[[str], str | None], auto: dict = AUTO
-) -> ModuleType:
+def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleType:
     check_name(name)
     reasons = {}
-    for candidate in _candidates(name, q, auto):
+    for candidate in _candidates(name, q):
         reasons[candidate] = ask(candidate)
         if reasons[candidate] is None:
             return load(candidate)
@@ -186,8 +184,8 @@ def _choose(
     raise NotImplementedError(f"no backend can run this call on {q.device}:{lines}")
 
 
-def _candidates(name: str, q: Tensor, auto: dict = AUTO) -> tuple[str, ...]:
-    return auto.get(q.device.type, ()) if name == "auto" else (name,)
+def _candidates(name: str, q: Tensor) -> tuple[str, ...]:
+    return AUTO.get(q.device.type, ()) if name == "auto" else (name,)
 
 
 def load(name: str) -> ModuleType:
@@ -213,6 +211,15 @@ def refusal(
         own = getattr(load(name), "backward_error", None)
         reason = own and own(q, k, v, spec)
     return reason
+
+
+def _decoding_refusal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
+) -> str | None:
+    """The same for few queries against many keys: a kernel that cuts the keys, or another tier."""
+    if name == "hopper":
+        return cache_refusal(name, q, k, v, Cache(), spec)
+    return refusal(name, q, k, v, spec, backward)
 
 
 def backends() -> list[tuple[str, str | None]]:
@@ -247,7 +254,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     spec = Spec(**options)
     name = spec.backend or default or "auto"
     check_name(name)
-    reasons = {candidate: refusal(candidate, q, k, v, spec) for candidate in BACKENDS}
-    order = _candidates(name, q, DECODING if _decodes(q, k, spec) else AUTO)
-    chosen = next((one for one in order if reasons[one] is None), None)
+    ask = _decoding_refusal if name == "auto" and _decodes(q, k, spec) else refusal
+    reasons = {candidate: ask(candidate, q, k, v, spec) for candidate in BACKENDS}
+    chosen = next((one for one in _candidates(name, q) if reasons[one] is None), None)
     return Explanation(chosen, reasons)

@@ -88,6 +88,25 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
     )
 
 
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
+
+    No two rows may be one: expanded tensors are not what copy engines read.
+    """
+    for t in tensors:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % 16:
+            return False
+        bits, unit = 0, 16 // t.element_size()
+        for stride in strides:
+            bits |= stride
+        if bits % unit or 0 in strides:
+            pairs = zip(t.shape, strides)
+            if any(size > 1 and (stride % unit or not stride) for size, stride in pairs):
+                return False
+    return True
+
+
 def keywords(spec: Spec) -> dict:
     """What an operator call needs after its first six arguments: options not at their default."""
     return {

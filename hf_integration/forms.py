@@ -116,7 +116,7 @@ def read(mask: Tensor, Sk: int, layer: nn.Module) -> Form:
         if columns == 3:
             return Form(key_ranges=mask[..., :2], causal_documents=True)
     if dtype == torch.int8 and tuple(shape[1:-1]) == (1, 1):
-        return Form(visible=shape[3], is_causal=True, attn_mask=mask.view(torch.bool))
+        return Form(visible=shape[3], is_causal=True, attn_mask=mask.bool())
     if dtype != torch.bool and not dtype.is_floating_point:
         raise ValueError(
             "attention_mask must be bool, floating point or a mask made by fa_ops, "

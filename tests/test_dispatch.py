@@ -12,7 +12,7 @@ import torch
 
 import fa_ops
 from fa_ops import dispatch
-from fa_ops.types import Spec
+from fa_ops.types import Spec, rows_are_aligned
 
 
 def qkv(**options):
@@ -181,3 +181,12 @@ def test_environment_variable_with_an_unknown_name():
     result = run(CALL, FA_OPS_BACKEND="fast")
     assert "ValueError: backend must be 'auto' or one of" in result.stderr
     assert "got 'fast'" in result.stderr
+
+
+def test_rows_that_copy_engines_read():
+    q = torch.randn(4, 8, 16, 128)
+    one = q[:1, :1, :1].as_strided((1, 1, 1, 128), (3, 5, 7, 1))  # strides of nothing
+    assert rows_are_aligned(q) and rows_are_aligned(q.transpose(1, 2), one)
+    odd = torch.randn(4, 8, 16, 130)[..., :128]
+    for other in (odd, q.mT, q[..., 1:], q[:, :1].expand(4, 8, 16, 128), odd.half()[..., 2:]):
+        assert not rows_are_aligned(q, other)

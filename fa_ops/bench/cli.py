@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, decode, host, masks, cpu."""
+"""`python -m fa_ops bench`: forward, backward, decode, host, features, cpu."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.progress import track
 
 from fa_ops.bench import cpu as cpu_calls
 from fa_ops.bench import decode as decode_calls
+from fa_ops.bench import features as feature_costs
 from fa_ops.bench import host as host_calls
-from fa_ops.bench import masks as mask_forms
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 
@@ -77,20 +77,27 @@ def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> No
 
 
 @app.command()
-def masks(
+def features(
     device: Device = "auto",
     tokens: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="tokens of a sequence; 8192 on a GPU, 512 on the CPU unless told"),
+        typer.Option(help="tokens of the sequence; 16384 on a GPU, 512 on the CPU unless told"),
     ] = None,
+    heads: Annotated[int, typer.Option(help="query and key heads")] = 16,
+    only: Annotated[str, typer.Option(help="comma-separated words of the features' names")] = "",
+    flex: Annotated[bool, typer.Option(help="FlexAttention, compiled, beside ours")] = False,
     budget: Budget = 200.0,
+    json: Json = None,
 ) -> None:
-    """The same mask in each form, and packed documents: 2 sequences, 16 heads of 128."""
+    """Softcap, window, masks in each form, packed documents: over plain causal attention."""
     device = _device(device)
-    tokens = tokens or (8192 if device == "cuda" else 512)
-    measured = mask_forms.times(2, 16, tokens, 128, device, budget)
+    tokens = tokens or (16384 if device == "cuda" else 512)
+    words = [word for word in only.split(",") if word]
+    measured = feature_costs.times(heads, tokens, device, budget, flex, words)
     name = report.environment(device)["device"]
-    console.print(mask_forms.table(f"masks at {tokens} tokens, {name}", measured))
+    console.print(feature_costs.table(f"{heads} heads, {tokens} tokens, {name}", measured))
+    if json is not None:
+        report.write_json(json, device, "features", feature_costs.records(measured))
 
 
 app.command("cpu")(cpu_calls.main)

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from typer.testing import CliRunner
 
+from fa_ops.bench import features
 from fa_ops.bench.cli import app
 
 
@@ -60,11 +63,26 @@ def test_bad_options_are_refused_with_the_choices(arguments, message):
     assert message in words
 
 
-def test_masks_compares_the_forms_of_one_mask():
-    result = run("masks", "--device", "cpu", "--tokens", 32, "--budget", 1)
+def test_features_stand_beside_plain_causal_attention(tmp_path):
+    path = tmp_path / "features.json"
+    options = ("--device", "cpu", "--tokens", 64, "--heads", 2, "--budget", 1, "--json", path)
+    result = run("features", *options)
     assert result.exit_code == 0, result.output
-    for name in ("is_causal", "causal as key_ranges", "bool mask", "documents of 1024"):
+    for name in ("causal", "causal as key_ranges", "causal, softcap 30", "16 packed documents"):
         assert name in result.output
+    rows = json.loads(path.read_text())["records"]
+    assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 10
+
+
+def test_features_are_what_flex_attention_computes():
+    S, H = 64, 2
+    q, k, v = (torch.randn(1, H, S, features.DIM, dtype=torch.float64) for _ in range(3))
+    for feature in features.features(H, S, "cpu"):
+        ours = features._ours(feature, "cpu")(q, k, v)
+        if feature.keep is not None:
+            mask = create_block_mask(feature.keep, None, None, S, S, device="cpu")
+            flex = flex_attention(q, k, v, block_mask=mask, score_mod=feature.score)
+            torch.testing.assert_close(ours, flex, msg=lambda m, f=feature: f"{f.name}: {m}")
 
 
 def test_cpu_compares_with_atens_kernel():

@@ -95,20 +95,26 @@ class BackwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """One CTA on a multiprocessor, and a ring of tiles of 64 keys."""
+    """One CTA on a multiprocessor, and a ring of tiles of 16 keys for each attending warp."""
 
     head_dim: int
     value_dim: int
     rows: int  # queries of a kv head, padded
-    copy_keys: int  # that one copy brings: a page's, at most 64
+    copy_keys: int  # that one copy brings
+    warps: int  # that attend
 
-    threads = 32 * 5  # one warp copies, four attend
-    block_n = 64
+    @property
+    def threads(self) -> int:
+        return 32 * (1 + self.warps)
+
+    @property
+    def block_n(self) -> int:
+        return 16 * self.warps
 
     @property
     def stages(self) -> int:
-        """64 KB in flight: with more, short calls are slower and long ones hardly faster."""
-        return max(2, (64 << 10) // self._tile_bytes)
+        """About 100 KB in flight."""
+        return max(2, (96 << 10) // self._tile_bytes)
 
     @property
     def _tile_bytes(self) -> int:
@@ -117,7 +123,7 @@ class DecodeConfig:
     @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + 4 * self.rows * (self.value_dim * 4 + 8)
+        return queries + 2 * 48 + self.warps * self.rows * (self.value_dim * 4 + 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -127,7 +133,7 @@ class DecodeConfig:
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
-            "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
+            "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
         }  # fmt: skip
 
 
@@ -168,4 +174,6 @@ def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardCon
 
 
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
-    return DecodeConfig(padded(D), padded(Dv), 8 if rows <= 8 else 16, min(page or 64, 64))
+    head_dim, value_dim = padded(D), padded(Dv)
+    warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
+    return DecodeConfig(head_dim, value_dim, 8 if rows <= 8 else 16, min(page or 64, 64), warps)

@@ -27,9 +27,9 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
 )
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
-from fa_ops.types import Cache, Spec, is_decoding
+from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
-_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3f32x")  # after the maps in Params
+_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<14i3f36x")  # after the maps in Params
 _MAX_ROWS = 16
 _calls = itertools.count(secrets.randbits(47))
 
@@ -56,14 +56,13 @@ def shape_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     rows = q.shape[1] // heads * q.shape[2]
     if rows > _MAX_ROWS:
         return f"attends {_MAX_ROWS} queries of a kv head at once, got {rows}"
-    if cache.page_table is not None and (k.shape[1] % 8 or (k.shape[1] % 64 and 64 % k.shape[1])):
-        return f"needs pages of 8, 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
+    if cache.page_table is not None and (k.shape[1] % 16 or (k.shape[1] % 64 and 64 % k.shape[1])):
+        return f"needs pages of 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
     scale = spec.scale
     if scale is not None and scale <= 0:
         return f"needs a positive scale, got {scale}"
     for name, t in (("query", q), ("key_cache", k), ("value_cache", v)):
-        steps = (stride for size, stride in zip(t.shape[:3], t.stride()) if size > 1)
-        if t.data_ptr() % 16 or any(stride % 8 or not stride for stride in steps):
+        if not rows_are_aligned(t):
             return f"needs rows at multiples of 16 bytes, {name} has strides {t.stride()}"
     return None
 
@@ -125,6 +124,8 @@ class Plan:
             capacity = page * max_pages
             key_shape = (pages, Hkv, page, D)
             k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
+        if B * Hkv * capacity >= 2**37:
+            raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
         group = Hq // Hkv
         causal, scale, left, right, softcap = statics
         left, right, _ = window(causal, left, right)
@@ -160,7 +161,7 @@ class Plan:
         self.arrivals_at = self.stats_at + parts * config.rows * 8
         self.workspace = self.arrivals_at + parts * 8
         self.scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, capacity, Dv, 0, left, right, page, pages, stride),
+            *(B, Hq, Hkv, group, Sq, capacity, Dv, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),

@@ -1,11 +1,11 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. The tiles of all
-// units stand in one line and each CTA takes an equal stretch of it. One warp copies, as far ahead as the ring allows and across units; four warps attend
+// units stand in one line and each CTA takes an equal stretch of it. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
 // 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
 // them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
 // needs to clear it.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
-constexpr int WARPS = 4, BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
+constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
 constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr u32 ALL_BARRIER = 1;
@@ -26,7 +26,7 @@ struct Params {
   const float* sinks;    // (Hq,) or null
   const float* alibi;    // (B|1, Hq) or null
   u64 call;              // not zero
-  int B, Hq, Hkv, group, Sq, Sk, Dv, added;  // Sk: what the cache holds; added: keys beyond kv_lens
+  int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: what the cache holds
   int window_left, window_right, page, pages, table_stride, alibi_b, ranges_b;
   float score_scale, scale_log2, alibi_unit;
 };
@@ -37,10 +37,11 @@ constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;  // this part's place o
 constexpr u32 TASK_BYTES = 48;
 
 struct Smem {
-  u32 k, v, q, sums, stats, task, valid, q_full, q_empty, k_full, v_full, empty;
+  u32 k, v, q, sums, stats, task, pending, valid, q_full, q_empty, k_full, v_full, empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + STAGES * K_BYTES, q = v + STAGES * V_BYTES, sums = q + UNITS * Q_BYTES;
-    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, valid = task + UNITS * TASK_BYTES;
+    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, pending = task + UNITS * TASK_BYTES;
+    valid = pending + 2 * TASK_BYTES;
     q_full = valid + STAGES * 4 + STAGES % 2 * 4, q_empty = q_full + 8 * UNITS, k_full = q_empty + 8 * UNITS;
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
@@ -48,7 +49,7 @@ struct Smem {
 
 DEVICE int keys_of(const Params& p, int b) {
 #if HAS_KV_LENS
-  return max(0, min(p.kv_lens[b] + p.added, p.Sk));
+  return max(0, min(p.kv_lens[b], p.Sk));
 #else
   return p.Sk;
 #endif
@@ -67,41 +68,42 @@ DEVICE Row row_of(const Params& p, int b) {
   return r;
 }
 
-// No stretch is empty: CTAs beyond the number of tiles have none at all.
-DEVICE int ctas_for(long long total) { return (int)min(total, (long long)gridDim.x); }
-DEVICE long long stretch_start(long long total, int cta) { return min(total, total * cta / ctas_for(total)); }
+// All units' tiles in one line, and each CTA's stretch of it: as equal as can be, empty only for CTAs beyond the number of tiles.
+struct Line {
+  int total, base, longer;  // `longer` stretches have base + 1 tiles
 
-DEVICE int cta_of(long long total, long long tile) {
-  int c = (int)(tile * ctas_for(total) / total);
-  while (stretch_start(total, c + 1) <= tile) c++;
-  return c;
-}
+  DEVICE Line() {}
+  DEVICE Line(int total) : total(total), base(total / (int)gridDim.x), longer(total % (int)gridDim.x) {}
+  DEVICE int start(int cta) const { return cta * base + min(cta, longer); }
+  DEVICE int cta_of(int tile) const {
+    const int split = longer * (base + 1);
+    return tile < split ? tile / (base + 1) : longer + (tile - split) / base;
+  }
+};
 
 // The copying warp's place in the line of tiles.
 struct Walk {
   const Params& p;
-  long long total, at, stop;
-  long long unit;  // where the current unit begins
+  Line line;
+  int at, stop, unit;  // unit: where the current one begins
   int b, h;
   Row row;
 
   DEVICE Walk(const Params& p) : p(p) {
     const int lane = threadIdx.x & 31;
-    long long sum = 0;
+    int sum = 0;
     for (int i = lane; i < p.B; i += 32) sum += row_of(p, i).count;
-#pragma unroll
-    for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
-    total = sum * p.Hkv;
-    at = stretch_start(total, blockIdx.x), stop = stretch_start(total, blockIdx.x + 1);
+    line = Line((int)__reduce_add_sync(~0u, (u32)sum) * p.Hkv);
+    at = line.start(blockIdx.x), stop = line.start(blockIdx.x + 1);
     if (at >= stop) return;
     // the row that holds tile `at`: the first whose tiles end behind it
-    long long before = 0;
+    int before = 0;
     for (int base = 0;; base += 32) {
       const int i = base + lane;
-      long long upto = i < p.B ? (long long)row_of(p, i).count * p.Hkv : 0;
+      int upto = i < p.B ? row_of(p, i).count * p.Hkv : 0;
 #pragma unroll
       for (int w = 1; w < 32; w <<= 1) {
-        const long long left = __shfl_up_sync(~0u, upto, w);
+        const int left = __shfl_up_sync(~0u, upto, w);
         if (lane >= w) upto += left;
       }
       const u32 behind = __ballot_sync(~0u, i < p.B && before + upto > at);
@@ -114,16 +116,16 @@ struct Walk {
       before += __shfl_sync(~0u, upto, 31);
     }
     row = row_of(p, b);
-    h = (int)((at - before) / row.count), unit = before + (long long)h * row.count;
+    h = (at - before) / row.count, unit = before + h * row.count;
   }
 
   DEVICE Task task() const {
     Task t;
-    const int offset = (int)(at - unit), left = (int)(unit + row.count - at), inside = (int)min((long long)left, stop - at);
-    t.b = b, t.h = h, t.tile = row.first + offset, t.count = inside, t.keys = row.keys, t.lo = row.lo, t.hi = row.hi;
-    t.first_cta = cta_of(total, unit), t.parts = cta_of(total, unit + row.count - 1) - t.first_cta + 1;
-    t.flags = at > stretch_start(total, blockIdx.x) ? SECOND_SLOT : 0;
-    if (stretch_start(total, t.first_cta) < unit) t.flags |= FIRST_IN_SECOND_SLOT;
+    const int offset = at - unit;
+    t.b = b, t.h = h, t.tile = row.first + offset, t.count = min(row.count - offset, stop - at), t.keys = row.keys, t.lo = row.lo, t.hi = row.hi;
+    t.first_cta = line.cta_of(unit), t.parts = line.cta_of(unit + row.count - 1) - t.first_cta + 1;
+    t.flags = at > line.start(blockIdx.x) ? SECOND_SLOT : 0;
+    if (line.start(t.first_cta) < unit) t.flags |= FIRST_IN_SECOND_SLOT;
     return t;
   }
 
@@ -136,16 +138,28 @@ struct Walk {
   }
 };
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, Ring<STAGES>& ring) {
-  const int lane = threadIdx.x & 31, stage = ring.stage, key = tile * BLOCK_N;
-  const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
-  int page = t.b, token = key;
-  constexpr int COPIES = BLOCK_N / COPY_KEYS;
+// Columns of 128 bytes by COPY_KEYS keys, a lane each, in the order of the memory. Beyond the map lie zeros.
+template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int token, int end, int h, int page) {
+  const int lane = threadIdx.x & 31, part = lane / WIDE, x = lane % WIDE;
+  static_assert(BLOCK_N / COPY_KEYS * WIDE <= 32, "a lane for each");
 #if IS_PAGED
-  token = key + lane * COPY_KEYS;
-  page = lane < COPIES && token < t.hi ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
+  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
+#else
+  token += part * COPY_KEYS;
+  if (token >= end) page = -1;
+#endif
+  if (part < BLOCK_N / COPY_KEYS) tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
+}
+
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, Ring<STAGES>& ring) {
+  const int lane = threadIdx.x & 31, stage = ring.stage;
+  const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
+  int page = t.b, token = tile * BLOCK_N;
+#if IS_PAGED
+  token += lane * COPY_KEYS;
+  page = lane < BLOCK_N / COPY_KEYS && token < t.hi ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
   const bool valid = page >= 0 && page < p.pages;
-  if (!valid) page = -1;  // beyond the map: zeros
+  if (!valid) page = -1;
   token %= p.page;
   const u32 found = __ballot_sync(~0u, valid);
 #endif
@@ -157,13 +171,8 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, 
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
   }
   __syncwarp();
-  if (lane < COPIES) {
-    const u32 row = lane * COPY_KEYS * 128;
-#pragma unroll
-    for (int x = 0; x < WIDTH; x++) tma_load_once(sm.k + stage * K_BYTES + x * BLOCK_N * 128 + row, p.k, k_full, x * 64, token, t.h, page);
-#pragma unroll
-    for (int x = 0; x < VALUE_WIDTH; x++) tma_load_once(sm.v + stage * V_BYTES + x * BLOCK_N * 128 + row, p.v, v_full, x * 64, token, t.h, page);
-  }
+  copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, token, t.hi, t.h, page);
+  copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, token, t.hi, t.h, page);
   ring.next();
 }
 
@@ -325,18 +334,19 @@ struct Consumer {
   // Of two keys in one word, those among the first `keys`.
   DEVICE u32 below(int keys) { return keys <= 0 ? 0u : keys == 1 ? 0xFFFFu : ~0u; }
 
-  // The warps' sums meet in shared memory.
+  // The warps' sums meet in shared memory. Rows are a multiple of all banks apart: swizzled by 8 columns.
+  DEVICE u32 sums_at(int w, int row, int column) { return sm.sums + ((w * ROWS + row) * VALUE_DIM + (column ^ (row & 7) * 8)) * 4; }
+
   DEVICE void meet() {
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
-      const u32 at = sm.sums + ((warp * ROWS + row) * VALUE_DIM + (lane & 3) * 2) * 4;
       if ((lane & 3) == 0)
         asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sm.stats + (warp * ROWS + row) * 8), "f"(top[r] * p.scale_log2), "f"(sum[r]) : "memory");
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 8; i++)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + i * 32), "f"(o[i][2 * r]), "f"(o[i][2 * r + 1]) : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums_at(warp, row, i * 8 + (lane & 3) * 2)), "f"(o[i][2 * r]), "f"(o[i][2 * r + 1]) : "memory");
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
   }
@@ -372,7 +382,7 @@ struct Consumer {
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - m2) : 0.f;
-        const int4 y = load_shared(sm.sums + ((w * ROWS + row) * VALUE_DIM + column) * 4);
+        const int4 y = load_shared(sums_at(w, row, column));
         total += stats[w].y * factor;
         x.x += __int_as_float(y.x) * factor, x.y += __int_as_float(y.y) * factor, x.z += __int_as_float(y.z) * factor, x.w += __int_as_float(y.w) * factor;
       }
@@ -382,49 +392,71 @@ struct Consumer {
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
       }
     }
-    if (t.parts > 1) __threadfence();
-    named_sync(ALL_BARRIER, 32 * WARPS);  // also: what met has been read
-    if (t.parts > 1 && comes_last(t)) merge(t);
+    named_sync(ALL_BARRIER, 32 * WARPS);  // what met has been read
   }
 
-  // Whether all other parts of the unit are there. The same answer for all threads.
-  DEVICE bool comes_last(const Task& t) {
-    u64* const counter = p.arrivals + slot_of(t, 0);
-    if (tid == 0) {
-      u64 seen = *(volatile u64*)counter, before;
-      do {
-        before = seen;
-        const u64 now = before >> 16 == p.call ? before + 1 : p.call << 16 | 1;
-        seen = atomicCAS(counter, before, now);
-      } while (seen != before);
-      const int arrived = before >> 16 == p.call ? (int)(before & 0xFFFF) + 1 : 1;
-      if (arrived == t.parts) *counter = 0;  // a captured graph will be this call again
-      __threadfence();
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.stats), "r"(arrived) : "memory");
+  // A unit's counter, set to this call's number before anyone counts in it: of those who find something else the first one's exchange succeeds.
+  DEVICE u64* counter(const Task& t) { return p.arrivals + slot_of(t, 0); }
+  DEVICE u64 look(const Task& t) { return tid == 0 && t.parts > 1 ? *(volatile u64*)counter(t) : 0; }
+  DEVICE void open(const Task& t, u64 seen) {
+    if (tid != 0 || t.parts == 1) return;
+    if (seen >> 16 != p.call) atomicCAS(counter(t), seen, p.call << 16);
+    const u32 at = sm.pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0);
+    store_shared(at, make_int4(t.b, t.h, 0, 1)), store_shared(at + 16, make_int4(0, t.flags, t.first_cta, t.parts));
+  }
+
+  // At the end of the stretch, so that no copy waits for it: this CTA's parts of units that others share are there. Merges those where it comes last.
+  DEVICE void arrive() {
+    named_sync(ALL_BARRIER, 32 * WARPS);
+    const u32 mine = sm.pending + warp * TASK_BYTES;
+    if (warp < 2 && lane == 0 && load_shared(mine).w) {
+      const int4 y = load_shared(mine + 16);
+      const Task t = {0, 0, 0, 0, 0, y.y, y.z, y.w};
+      u64 before;
+      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter(t)) : "memory");
+      const bool last = (int)(before & 0xFFFF) + 1 == t.parts;
+      if (last) *counter(t) = 0;  // a captured graph will be this call again
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(mine + 8), "r"((int)last) : "memory");
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
-    int arrived;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(arrived) : "r"(sm.stats) : "memory");
-    named_sync(ALL_BARRIER, 32 * WARPS);  // before the next unit's statistics
-    return arrived == t.parts;
+    for (int i = 0; i < 2; i++) {
+      const int4 x = load_shared(sm.pending + i * TASK_BYTES), y = load_shared(sm.pending + i * TASK_BYTES + 16);
+      if (x.w && x.z) merge({x.x, x.y, 0, 0, 0, y.y, y.z, y.w});
+    }
   }
 
   // Only a unit's first part can be its CTA's second.
   DEVICE int slot_of(const Task& t, int part) { return (t.first_cta + part) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0); }
 
   DEVICE void merge(const Task& t) {
+    constexpr int BATCH = 16;  // parts read at once
     for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
       const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
       float m2 = NEVER, total = 0.f;
       float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int part = 0; part < t.parts; part++) {
-        const int slot = slot_of(t, part);
-        const float2 stats = __ldcg(p.partial_stats + slot * ROWS + row);
-        const float4 y = __ldcg((const float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column));
-        if (!(stats.y > 0.f)) continue;
-        const float m = fmaxf(m2, stats.x), old = exp2_fast(m2 - m), factor = exp2_fast(stats.x - m);
-        m2 = m, total = total * old + stats.y * factor;
-        x.x = x.x * old + y.x * factor, x.y = x.y * old + y.y * factor, x.z = x.z * old + y.z * factor, x.w = x.w * old + y.w * factor;
+#pragma unroll 1
+      for (int part = 0; part < t.parts; part += BATCH) {
+        float2 stats[BATCH];
+        float4 y[BATCH];
+        float m = m2;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+          stats[j] = make_float2(NEVER, 0.f), y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (part + j >= t.parts) continue;
+          const long long slot = (long long)slot_of(t, part + j) * ROWS + row;
+          stats[j] = __ldcg(p.partial_stats + slot), y[j] = __ldcg((const float4*)(p.partial + slot * VALUE_DIM + column));
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+          if (stats[j].y > 0.f) m = fmaxf(m, stats[j].x);
+        const float old = exp2_fast(m2 - m);
+        m2 = m, total *= old, x.x *= old, x.y *= old, x.z *= old, x.w *= old;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+          const float factor = stats[j].y > 0.f ? exp2_fast(stats[j].x - m) : 0.f;
+          total += stats[j].y * factor;
+          x.x += y[j].x * factor, x.y += y[j].y * factor, x.z += y[j].z * factor, x.w += y[j].w * factor;
+        }
       }
       write(t, row, column, x, m2, total);
     }
@@ -440,10 +472,13 @@ struct Consumer {
       begin(t, sm.q + units.stage * Q_BYTES);
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.q_empty + 8 * units.stage);
+      const u64 seen = look(t);
 #pragma unroll 1
       for (int i = 0; i < t.count; i++) attend(t, t.tile + i);
+      open(t, seen);
       finish(t);
     }
+    arrive();
   }
 };
 
@@ -453,8 +488,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
   if (threadIdx.x == 0) {
     for (int i = 0; i < UNITS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, WARPS);
     for (int i = 0; i < STAGES; i++) mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1), mbar_init(sm.empty + 8 * i, WARPS);
+    for (int i = 0; i < 2; i++) store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
     mbar_init_fence();
   }
+  if (threadIdx.x == 32) prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
   __syncthreads();
   next_grid_may_start(), wait_for_last_grid();
   const int warp = uniform(threadIdx.x / 32);

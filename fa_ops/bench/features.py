@@ -1,0 +1,170 @@
+"""What each feature costs: as a ratio to the plain causal kernel, FlexAttention's beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import fa_ops
+from fa_ops.bench.timing import Run, Time, device_times
+
+WINDOW, DOCUMENT, SOFTCAP, DIM = 1024, 1024, 30.0, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A call of (1, H, S, D) tensors: our options, and what FlexAttention is given instead.
+
+    `lengths`: documents packed one after the other, for `attention_varlen`. `keep` and `score` are
+    FlexAttention's mask_mod and score_mod; without `keep` it has no such feature.
+    """
+
+    name: str
+    options: dict
+    keep: Callable | None = None
+    score: Callable | None = None
+    lengths: tuple[int, ...] = ()
+
+
+def mixed_lengths(S: int) -> tuple[int, ...]:
+    """Documents of S / 16 tokens on average, the longest 15 times the shortest."""
+    unit = max(S // 256, 1)
+    lengths = [unit * (2 + 7 * i % 29) for i in range(15)]
+    return (*lengths, max(S - sum(lengths), 1))
+
+
+def features(H: int, S: int, device: str) -> list[Feature]:
+    i = torch.arange(S, device=device, dtype=torch.int32)
+    zeros, causal = torch.zeros_like(i), {"is_causal": True}
+    slopes = torch.logspace(-1, -8, H, base=2.0, device=device)
+    sinks = torch.linspace(-1, 1, H, device=device)
+    left = torch.where(i >= S // 8, S // 8, i)  # the rows of padding attend themselves
+    lengths = mixed_lengths(S)
+    document = torch.arange(len(lengths), device=device).repeat_interleave(
+        torch.tensor(lengths, device=device)
+    )[:S]
+    past = lambda b, h, q, k: q >= k  # noqa: E731
+    return [
+        Feature("causal", causal, past),
+        Feature(
+            f"causal, softcap {SOFTCAP:g}", causal | {"softcap": SOFTCAP}, past,
+            lambda s, b, h, q, k: SOFTCAP * torch.tanh(s / SOFTCAP),
+        ),
+        Feature(
+            "causal, ALiBi", causal | {"alibi_slopes": slopes}, past,
+            lambda s, b, h, q, k: s - slopes[h] * (q - k),
+        ),
+        Feature("causal, sinks", causal | {"sinks": sinks}),
+        Feature(
+            f"causal, window {WINDOW}", causal | {"window": (WINDOW - 1, 0)},
+            lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
+        ),
+        Feature(
+            "causal as key_ranges", {"key_ranges": torch.stack([zeros, i + 1], -1)[None, None]},
+            past,
+        ),
+        Feature(
+            f"documents of {DOCUMENT} as key_ranges",
+            {"key_ranges": torch.stack([i // DOCUMENT * DOCUMENT, i + 1], -1)[None, None]},
+            lambda b, h, q, k: (q >= k) & (q // DOCUMENT == k // DOCUMENT),
+        ),
+        Feature(
+            "left padding as key_ranges",
+            {"key_ranges": torch.stack([left, i + 1], -1)[None, None]},
+            lambda b, h, q, k: (q >= k) & (k >= left[q]),
+        ),
+        Feature("causal as a bool mask", {"attn_mask": i[None] <= i[:, None]}, past),
+        Feature(
+            f"{len(lengths)} packed documents", causal,
+            lambda b, h, q, k: (q >= k) & (document[q] == document[k]), lengths=lengths,
+        ),
+    ]  # fmt: skip
+
+
+Measured = dict[str, dict[str, Time]]  # by feature; "forward", "backward", "flex ..." inside
+
+
+def times(
+    H: int, S: int, device: str, budget: float, flex: bool = False, only: list[str] | None = None
+) -> Measured:
+    """Forward and backward of each feature; the first row is the plain causal kernel."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v, grad_out = (
+        torch.randn(1, S, H, DIM, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
+    )
+    first, *others = features(H, S, device)
+    chosen = [first, *(f for f in others if not only or any(word in f.name for word in only))]
+    measured: Measured = {}
+    for feature in chosen:
+        calls = {"": _ours(feature, device)}
+        if flex and feature.keep is not None:
+            calls["flex "] = _flex(feature, S, device)
+        forward = {f"{name}forward": Run(lambda _, c=c: c(q, k, v)) for name, c in calls.items()}
+        with torch.no_grad():
+            measured[feature.name] = device_times(forward, device, budget)
+        backward = {f"{n}backward": _backward(c, q, k, v, grad_out) for n, c in calls.items()}
+        measured[feature.name] |= device_times(backward, device, budget)
+    return measured
+
+
+def _ours(feature: Feature, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    options = feature.options
+    if not feature.lengths:
+        return lambda q, k, v: fa_ops.attention(q, k, v, **options)
+    ends = torch.tensor((0, *feature.lengths), device=device, dtype=torch.int32).cumsum(0).int()
+    longest = max(feature.lengths)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tokens = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = fa_ops.attention_varlen(*tokens, ends, ends, longest, longest, **options)
+        return out.transpose(0, 1)[None]
+
+    return packed
+
+
+def _flex(feature: Feature, S: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past dynamo's limit on specialisations it would run uncompiled
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mask = create_block_mask(feature.keep, None, None, S, S, device=device)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=feature.score)
+
+
+def _backward(call: Callable, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Run:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    return Run(lambda out: torch.autograd.grad(out, leaves, grad_out), lambda: call(*leaves))
+
+
+def table(title: str, measured: Measured) -> Table:
+    columns = list(next(iter(measured.values())))
+    result = Table(title=title, caption="ms, median; in brackets: over the first row")
+    result.add_column("feature")
+    for column in columns:
+        result.add_column(column, justify="right")
+    base = next(iter(measured.values()))
+    for name, row in measured.items():
+        cells = (
+            f"{row[c].ms:.3f} ({row[c].ms / base[c].ms:.2f}x)" if c in row else "-" for c in columns
+        )
+        result.add_row(name, *cells)
+    for one in ("forward", "backward"):
+        other = f"flex {one}"
+        ratios = [row[other].ms / row[one].ms for row in measured.values() if other in row]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            result.caption += f"\nFlexAttention takes {mean:.2f}x our {one}, geometric mean"
+    return result
+
+
+def records(measured: Measured) -> list[dict]:
+    """What the JSON holds."""
+    return [
+        {"feature": name, "ms": {column: time.ms for column, time in row.items()}}
+        for name, row in measured.items()
+    ]
