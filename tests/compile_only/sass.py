@@ -7,11 +7,22 @@ import subprocess
 from pathlib import Path
 
 import triton
+from triton.compiler import CompiledKernel
 
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\S*)\s+(.*?);", re.M)
 _UNIFORM = re.compile(r"(?<![\w\[])-?\|?UR(\d+)\b")
+
+
+def assert_fits(kernel: CompiledKernel, arch: int, folder: Path, spills: int = 0) -> None:
+    """Shared memory, registers but for `spills` bytes of stack, and what ptxas 12.8 gets wrong."""
+    cubin = kernel.asm["cubin"]
+    assert stack_bytes(cubin, folder) <= spills
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+    if arch == 90:
+        assert not unwritten_uniform_registers(disassembled(cubin, folder))
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:

@@ -15,7 +15,7 @@ from fa_ops.backends.triton.backward_kernels import ROW_UNIT  # noqa: E402
 from fa_ops.backends.triton.configs_backward import backward_tiles  # noqa: E402
 from fa_ops.testing import random_case  # noqa: E402
 from fa_ops.types import Packing, Spec  # noqa: E402
-from tests.compile_only.sass import disassembled, stack_bytes, unwritten_uniform_registers  # noqa: E402
+from tests.compile_only.sass import SHARED, assert_fits, disassembled  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.backward")
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
 )
 
-SHARED = {80: 163, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 B, HQ, HKV, S = 2, 4, 2, 256
 
 
@@ -62,15 +61,6 @@ def dense(D, spec, S=S, dtype=torch.bfloat16, mask_grad=False):
         host.backward(grad, None, q, k, v, out, lse, spec, mask_grad)
 
     return run
-
-
-def assert_fits(kernel, arch, folder, spills=0):
-    """`spills`: bytes of stack."""
-    cubin = kernel.asm["cubin"]
-    assert stack_bytes(cubin, folder) <= spills
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
-    if arch == 90:
-        assert not unwritten_uniform_registers(disassembled(cubin, folder))
 
 
 def hot_loop(code):

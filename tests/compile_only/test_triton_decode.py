@@ -11,12 +11,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fa_ops.backends.triton import launch  # noqa: E402
 from fa_ops.backends.triton.configs_decode import decode_tile  # noqa: E402
-from tests.compile_only.sass import (  # noqa: E402
-    disassembled,
-    innermost_loop,
-    registers,
-    stack_bytes,
-)
+from tests.compile_only import sass  # noqa: E402
+from tests.compile_only.sass import SHARED, disassembled, innermost_loop, registers  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.decode")
 kernels = importlib.import_module("fa_ops.backends.triton.decode_kernels")
@@ -26,7 +22,6 @@ pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
 )
 
-SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 B, Hkv, S = 2, 2, 256
 FP8, PAIRS = torch.float8_e4m3fn, torch.int16  # an fp8 cache is read as pairs
 
@@ -37,11 +32,9 @@ def meta(*shape, dtype=torch.float32):
 
 def assert_fits(kernel, arch, folder, spills=32):
     """Nothing is spilled in the loop over keys, and next to nothing around it."""
-    cubin = kernel.asm["cubin"]
-    assert stack_bytes(cubin, folder) <= spills
-    loop = innermost_loop(disassembled(cubin, folder), "HMMA")
+    sass.assert_fits(kernel, arch, folder, spills)
+    loop = innermost_loop(disassembled(kernel.asm["cubin"], folder), "HMMA")
     assert not [name for name in loop if name.startswith(("LDL", "STL"))]
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
 
 
 def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0, mode="stream",

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from fa_ops.backends.triton import arguments, launch  # noqa: E402
 from fa_ops.backends.triton.configs import forward_tile  # noqa: E402
 from fa_ops.types import Spec  # noqa: E402
-from tests.compile_only.sass import disassembled, stack_bytes, unwritten_uniform_registers  # noqa: E402
+from tests.compile_only.sass import SHARED, assert_fits, disassembled  # noqa: E402
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
 )
 
-SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that one block may have
 B, Hq, S = 2, 4, 256
 
 
@@ -56,14 +55,6 @@ def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None):
         host.forward_kernel, args, host.constants(tile, D, Dv or D, kind, dtype), tile.options(),
         GPUTarget("cuda", arch, 32), divisors=divisors, fixed=kind.fixed(),
     )  # fmt: skip
-
-
-def assert_fits(kernel, arch, folder, spills=0):
-    cubin = kernel.asm["cubin"]
-    assert stack_bytes(cubin, folder) <= spills
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
-    if arch == 90:
-        assert not unwritten_uniform_registers(disassembled(cubin, folder))
 
 
 @pytest.mark.parametrize("kind", ["causal", "everything"])

@@ -5,6 +5,7 @@ import torch
 
 import compile_passes
 from fa_ops.testing import assert_within_budget
+from tests.kernels import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +14,6 @@ pytestmark = [
 
 LOWEST = torch.finfo(torch.float32).min
 KINDS = ("plain", "softcap", "two masks", "bias", "softcap bias", "log-sum-exp")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def spelled(kind):

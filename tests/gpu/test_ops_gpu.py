@@ -13,7 +13,7 @@ from fa_ops import dispatch
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import assert_close_to_oracle, make_case
 from tests.ops.cases import CASES as SMALL
-from tests.ops.cases import dense_call, packed_call, packed_case
+from tests.ops.cases import dense_call, packed_call, packed_case, saved_by
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +41,7 @@ def test_opcheck(name):
     opcheck(dense.WITH_LSE, args, options)
     detach = lambda x: x.detach() if torch.is_tensor(x) else x  # noqa: E731
     args, options = tuple(map(detach, args)), {n: detach(x) for n, x in options.items()}
-    out, lse = dense.WITH_LSE(*args, **options)
-    saved = (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
+    saved = saved_by(dense.WITH_LSE, args, options)
     opcheck(dense.BACKWARD, saved, options | {"mask_grad": CASES[name].mask_grad})
 
 
@@ -50,9 +49,7 @@ def test_opcheck(name):
 def test_opcheck_varlen(name):
     args, options = packed_on_gpu(name)
     opcheck(varlen.VARLEN, args, options)
-    out, lse = varlen.VARLEN(*args, **options)
-    saved = (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
-    opcheck(varlen.BACKWARD, saved, options)
+    opcheck(varlen.BACKWARD, saved_by(varlen.VARLEN, args, options), options)
 
 
 def test_opcheck_merge():

@@ -12,6 +12,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Packing, Spec
+from tests.kernels import DTYPES, assert_merges, relative_error
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -19,8 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +32,6 @@ def tensors(B=2, H=4, S=256, D=64, dtype=torch.bfloat16, seed=0):
     g = torch.Generator("cuda").manual_seed(seed)
     shape = (B, H, S, D)
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=g) for _ in range(3)]
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("seed", range(2000, 2150))
@@ -198,9 +193,4 @@ def test_unknown_launch_convention_is_loud_and_right(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states(dtype):
     outs = torch.randn(5, 2, 3, 777, 128, device="cuda").to(dtype)
-    lses = torch.randn(5, 2, 3, 777, device="cuda") * 4
-    lses[:, 0, 0, 5] = float("-inf")
-    out, lse = backend.merge_states(outs, lses)
-    expected, expected_lse = reference.merge_states(outs, lses)
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
+    assert_merges(backend, outs, torch.randn(5, 2, 3, 777, device="cuda") * 4)

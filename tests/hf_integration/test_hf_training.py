@@ -27,20 +27,6 @@ def alone(model) -> torch.Tensor:
         return torch.cat([model(torch.tensor([row])).logits for row in documents()], 1)
 
 
-@pytest.fixture
-def packed_calls(monkeypatch) -> list[int]:
-    """Sequences of every packed call."""
-    found = []
-    varlen = fa_ops.attention_varlen
-
-    def counted(q, k, v, ends, *args, **options):
-        found.append(ends.numel() - 1)
-        return varlen(q, k, v, ends, *args, **options)
-
-    monkeypatch.setattr(fa_ops, "attention_varlen", counted)
-    return found
-
-
 WAYS = {
     "cu_seq_lens": ({"return_flash_attn_kwargs": True}, {}),
     "positions, no cache": ({}, {"use_cache": False}),
@@ -103,11 +89,12 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("packed, reentrant", [(False, False), (True, False), (True, True)])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-def test_checkpointing_repeats_dropout_and_packing(reentrant):
+def test_checkpointing_repeats_dropout_and_packing(packed, reentrant):
     model = build("llama", attention_dropout=0.2).train()
-    batch = collate(return_flash_attn_kwargs=True)
+    ids = tokens()
+    batch = collate(return_flash_attn_kwargs=True) if packed else dict(input_ids=ids, labels=ids)
     results = []
     for checkpointing in (False, True):
         if checkpointing:

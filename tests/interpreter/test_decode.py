@@ -11,6 +11,7 @@ from fa_ops.backends.triton import launch
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
+from tests.kernels import assert_batch_invariant
 
 decode = importlib.import_module("fa_ops.backends.triton.decode")
 forward = importlib.import_module("fa_ops.backends.triton.forward")
@@ -119,13 +120,7 @@ def test_lengths_beyond_the_cache_are_cut():
 
 
 def test_batch_invariance():
-    q, k, v, _, spec = CacheCase(B=3, S=1100, D=8, Dv=8, lens=(1100, 30, 700)).fresh()
-    cache = Cache(batch_invariant=True)
-    together = decode.cache_forward(q, k, v, cache, spec)
-    for b in range(3):
-        one = (x[b : b + 1] for x in (q, k, v))
-        alone = decode.cache_forward(*one, cache, spec._replace(kv_lens=spec.kv_lens[b : b + 1]))
-        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
+    assert_batch_invariant(decode, CacheCase(B=3, S=1100, D=8, Dv=8, lens=(1100, 30, 700)))
 
 
 def test_lengths_compile_nothing_new():
@@ -144,23 +139,7 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
         "lengths": {"kv_lens": True, "is_causal": True},
         "ranges": {"key_ranges": (1, 0, 0), "is_causal": True, "kv_lens": True},
         "one range": {"key_ranges": (0, 0, 0), "window": (300, 0)},
-        "fp8, scales of pages": {
-        "fp8": True, "dtype": torch.float16, "page_size": 8, "page_scales": True, "S": 300,
-    },
-    "fp8, shared, scales of pages": {
-        "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
-        "Hkv": 1, "Sq": 2, "ranges": True,
-    },
-    "a maximum that is near": {"unified_max": 2.0, "S": 300, "sinks": True, "Sq": 2},
-    "a maximum that is too low": {"unified_max": -90.0, "S": 300, "lens": (300, 0)},
-    "a maximum that is too high": {"unified_max": 1e4, "num_splits": 2, "S": 100},
-    "a maximum that is not a number": {"unified_max": float("nan"), "S": 100},
-    "scores of 1e4": {"unified_max": 3.0, "magnitude": 1e4, "S": 300},
-    "fp8 with a maximum": {
-        "unified_max": 3.0, "fp8": True, "dtype": torch.float16, "page_size": 64, "S": 300,
-        "page_scales": True, "magnitude": 4.0,
-    },
-    "everything": {
+        "everything": {
             "kv_lens": True, "is_causal": True, "window": (300, 0), "softcap": 3.0, "sinks": True,
             "alibi": "batch_heads",
         },

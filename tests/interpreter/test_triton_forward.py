@@ -14,6 +14,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from fa_ops.types import Packing, Spec
+from tests.kernels import assert_merges
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -145,13 +146,7 @@ def test_lengths_scales_and_windows_compile_nothing_new():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("shape", [(1, 3, 16), (5, 2, 3, 7, 24), (3, 33, 128), (2, 17, 1)], ids=str)
 def test_merge_states(shape, dtype):
-    outs, lses = torch.randn(shape).to(dtype), torch.randn(shape[:-1]) * 4
-    lses[0, ..., 0] = float("-inf")
-    lses[:, ..., 1:2] = float("-inf")
-    out, lse = backend.merge_states(outs, lses)
-    expected, expected_lse = reference.merge_states(outs, lses)
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-3 if dtype == torch.half else 1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
+    assert_merges(backend, torch.randn(shape).to(dtype), torch.randn(shape[:-1]) * 4)
 
 
 def test_what_it_refuses():

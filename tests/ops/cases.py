@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fa_ops.testing import Case, make_case
 from fa_ops.types import Packing, keywords
@@ -37,6 +38,12 @@ def packed_call(case: Case, requires_grad: bool = False) -> tuple[tuple, dict]:
         spec = spec._replace(sinks=spec.sinks.requires_grad_(requires_grad))
     packing = packing_of(case)
     return (q, k, v, *packing, *spec[1:3]), keywords(spec)
+
+
+def saved_by(operator: OpOverload, args: tuple, options: dict) -> tuple:
+    """The arguments of an operator's backward after a call of it, with random gradients."""
+    out, lse = operator(*args, **options)
+    return (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
 
 
 def packing_of(case: Case) -> Packing:

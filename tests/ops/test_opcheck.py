@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from fa_ops.ops import dense, merge, varlen
-from tests.ops.cases import CASES, dense_call, packed_call, packed_case
+from tests.ops.cases import CASES, dense_call, packed_call, packed_case, saved_by
 
 PACKED = {name: case for name, case in CASES.items() if packed_case(name)}
 
@@ -29,12 +29,10 @@ def test_attention_with_lse(name, requires_grad):
 @pytest.mark.parametrize("name", CASES)
 def test_attention_backward(name):
     args, options = dense_call(CASES[name])
-    out, lse = dense.WITH_LSE(*args, **options)
+    grad_out, grad_lse, *saved = saved_by(dense.WITH_LSE, args, options)
     if CASES[name].mask_grad:
         options["mask_grad"] = True
-    grad_lse = None if name == "causal" else torch.randn_like(lse)
-    saved = (torch.randn_like(out), grad_lse, *args[:3], out, lse, *args[3:])
-    opcheck(dense.BACKWARD, saved, options)
+    opcheck(dense.BACKWARD, (grad_out, None if name == "causal" else grad_lse, *saved), options)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -47,9 +45,7 @@ def test_attention_varlen(name, requires_grad):
 @pytest.mark.parametrize("name", PACKED)
 def test_attention_varlen_backward(name):
     args, options = packed_call(PACKED[name])
-    out, lse = varlen.VARLEN(*args, **options)
-    saved = (torch.randn_like(out), torch.randn_like(lse), *args[:3], out, lse, *args[3:])
-    opcheck(varlen.BACKWARD, saved, options)
+    opcheck(varlen.BACKWARD, saved_by(varlen.VARLEN, args, options), options)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
