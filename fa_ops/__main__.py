@@ -1,4 +1,4 @@
-"""`python -m fa_ops`: demo, doctor and bench."""
+"""`python -m fa_ops`: demo, doctor, warm, fuzz and bench."""
 
 from fa_ops.cli import main
 

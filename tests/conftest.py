@@ -5,30 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-_ALLOCATORS = [
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (torch, "empty_permuted"),
-    (torch.Tensor, "new_empty"),
-    (torch.Tensor, "new_empty_strided"),
-]
-
-
-def _poisoned(allocate):
-    def wrapper(*args, **options):
-        x = allocate(*args, **options)
-        if x.dtype.is_floating_point and x.device.type != "meta":
-            with torch.no_grad():
-                x.fill_(float("nan"))
-        return x
-
-    return wrapper
+from fa_ops.testing.poison import poisoned_memory
 
 
 @pytest.fixture(autouse=True)
-def nan_poisoned_memory(monkeypatch):
-    for owner, name in _ALLOCATORS:
-        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
-    yield
+def nan_poisoned_memory():
+    with poisoned_memory():
+        yield
     torch._dynamo.reset()

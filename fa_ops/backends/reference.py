@@ -233,12 +233,15 @@ def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
     return x
 
 
-def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> list[Tensor]:
-    """Views (Hkv, D) of the keys first ... last - 1 of sequence b in a cache."""
+def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tensor, tuple]:
+    """A view of a cache and the index into it that gives keys first ... last - 1 of sequence b.
+
+    (S, Hkv, D).
+    """
     if cache.page_table is None:
-        return [x[b, :, j] for j in range(first, last)]
-    size = x.shape[1]
-    return [x[cache.page_table[b, j // size], j % size] for j in range(first, last)]
+        return x.transpose(1, 2), (b, slice(first, last))
+    keys = torch.arange(first, last, device=x.device)
+    return x, (cache.page_table[b, keys // x.shape[1]].long(), keys % x.shape[1])
 
 
 def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: int) -> Tensor:
@@ -247,8 +250,8 @@ def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: i
         return torch.ones(1, 1, 1, dtype=torch.float64)
     if scale.dim() == 2:
         return scale[b].double().view(-1, 1, 1)
-    pages = [int(cache.page_table[b, j // page_size]) for j in keys]
-    return scale[pages, 0].double().t().unsqueeze(-1)
+    pages = cache.page_table[b, torch.tensor(keys, dtype=torch.int64) // page_size]
+    return scale[pages.long(), 0].double().t().unsqueeze(-1)
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -278,15 +281,14 @@ def cached(
             for memory, x, scale in pairs:
                 factor = scales(scale, cache, b, range(length, last), memory.shape[1])
                 x = quantised(x.double(), factor.to(x.device), memory.dtype)
-                for n, slot in enumerate(slots(memory, cache, b, length, last)):
-                    slot.copy_(x[:, n])
+                view, index = slots(memory, cache, b, length, last)
+                view[index] = x.transpose(0, 1)
         positions = torch.arange(last - q.shape[2], last, device=q.device).clamp(min=0)
         rows = rotate(q[b].double(), cache, positions).to(q.dtype)
         one = [rows.double().unsqueeze(0)]
         for memory, scale in ((k, cache.k_scale), (v, cache.v_scale)):
-            found = [slot.double() for slot in slots(memory, cache, b, 0, last)]
-            width = (memory.shape[1 if cache.page_table is None else 2], 0, memory.shape[3])
-            x = torch.stack(found, 1) if found else one[0].new_zeros(width)
+            view, index = slots(memory, cache, b, 0, last)
+            x = view[index].transpose(0, 1).double()
             factor = scales(scale, cache, b, range(last), memory.shape[1])
             one.append((x * factor.to(x.device)).unsqueeze(0))
         o, m = attend(*one, sequence_spec(spec, b)._replace(kv_lens=None))

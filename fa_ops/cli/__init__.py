@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -68,6 +69,36 @@ def _warm(
 ) -> None:
     """Compile the Hopper kernels of ordinary calls into the cache, with or without a GPU."""
     import_module("fa_ops.cli.warm").run(head_dim, dtype)
+
+
+@app.command("fuzz")
+def _fuzz(
+    backend: Annotated[
+        str | None, typer.Option(help="comma-separated; unless told, the device's that can run")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu")] = "auto",
+    cases: Annotated[int, typer.Option(min=1, help="how many, over all backends")] = 1000,
+    each: Annotated[
+        int, typer.Option(min=1, help="cases of each specialisation, which is compiled for once")
+    ] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="the first specialisation's number")] = 0,
+    case: Annotated[
+        int | None, typer.Option(min=0, help="this one case of specialisation --seed alone")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="comma-separated: bfloat16, float16, float32, float64")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="processes; 0 for this one; unless told, the cores")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="stop after so many")] = None,
+    json: Annotated[Path | None, typer.Option(help="write all counts and failures here")] = None,
+) -> None:
+    """Random calls, forward and backward, against the fp64 oracle; fails if one is off."""
+    import_module("fa_ops.cli.fuzz").run(
+        backend.split(",") if backend else None, device, cases, each, seed, case,
+        dtype.split(",") if dtype else None, workers, seconds, json,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -51,28 +51,32 @@ def assert_within_budget(
     actual, oracle, baseline = (x.detach().double() for x in (actual, oracle, baseline))
     expected = f"expected {tuple(oracle.shape)}"
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, {expected}"
-    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-        differs = kind(actual) != kind(oracle)
-        assert not differs.any(), (
-            f"{name}: {kind.__name__} differs at {differs.nonzero()[0].tolist()}"
-        )
-    finite = torch.isfinite(oracle)
-    if not finite.any():
+    if actual.numel() == 0:
         return
-    error = _largest((actual - oracle)[finite])
-    largest = _largest(oracle[finite])
-    known = _largest((baseline - oracle)[finite & torch.isfinite(baseline)])
+    kinds = (torch.isnan, torch.isposinf, torch.isneginf)
+    differs = torch.stack([kind(actual) != kind(oracle) for kind in kinds])
+    finite = torch.isfinite(oracle)
+    sizes = [
+        _largest(actual - oracle, finite),
+        _largest(oracle, finite),
+        _largest(baseline - oracle, finite & torch.isfinite(baseline)),
+    ]
     if noise is not None:
-        known = max(known, _largest(noise))
-    known = max(known, half_ulp * largest)
+        sizes.append(noise.abs().max().to(oracle))
+    # one copy from the device: calls on a GPU that others share wait long for each
+    wrong, error, largest, *known = torch.stack([differs.any().to(oracle), *sizes]).tolist()
+    if wrong:
+        kind, *index = differs.nonzero()[0].tolist()
+        raise AssertionError(f"{name}: {kinds[kind].__name__} differs at {index}")
+    known = max(*known, half_ulp * largest)
     budget = 2 * known + floor * max(1.0, largest)
     assert error <= budget, (
         f"{name}: error {error:.3e} over the budget {budget:.3e} (naive: {known:.3e})"
     )
 
 
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+def _largest(x: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, x.abs(), 0.0).max()
 
 
 def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: bool = True) -> None:
@@ -82,8 +86,14 @@ def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: boo
         AssertionError: out, lse or a gradient is outside the budget; the message is the case's
             repr, the result's name and the error.
     """
-    solutions = {kind: _Solution(kind, case, backend, gradients) for kind in _Solution.KINDS}
-    actual, oracle, baseline = solutions.values()
+    inputs = case.fresh(requires_grad=gradients)
+    others = {"oracle": _copies(*inputs, torch.float64), "naive": _copies(*inputs, inputs[0].dtype)}
+    actual = _Solution("actual", case, inputs, backend)
+    seeds = case.grad_outputs(actual.results["out"], actual.results["lse"]) if gradients else None
+    actual.differentiate(seeds)
+    oracle, baseline = (_Solution(kind, case, copies) for kind, copies in others.items())
+    oracle.differentiate(seeds)
+    baseline.differentiate(seeds)
     for name, value in actual.results.items():
         noise = None
         if name in oracle.terms:
@@ -93,37 +103,57 @@ def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: boo
         assert_within_budget(f"{case}: {name}", value, expected, known, noise)
 
 
+def _copies(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Spec]:
+    """The same problem in other memory, as `case.fresh(dtype)` gives it."""
+
+    def copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
+
+    dtypes = {"attn_mask": dtype, "sinks": reference.lse_dtype(dtype)}
+    tensors = {name: x for name, x in spec._asdict().items() if isinstance(x, Tensor)}
+    for name, x in tensors.items():
+        tensors[name] = copy(x, dtypes.get(name, x.dtype) if x.is_floating_point() else x.dtype)
+    return *(copy(x, dtype) for x in (q, k, v)), spec._replace(**tensors)
+
+
 class _Solution:
     """One way to solve a case: its results by name, and the terms of those that are long sums."""
 
-    KINDS = ("actual", "oracle", "naive")
-
-    def __init__(self, kind: str, case: Case | PackedCase, backend: str, gradients: bool) -> None:
+    def __init__(
+        self, kind: str, case: Case | PackedCase, inputs: tuple, backend: str | None = None
+    ) -> None:
         self.kind, self.case, self.backend = kind, case, backend
         self.terms: dict[str, Tensor] = {}
-        dtype = torch.float64 if kind == "oracle" else None
-        q, k, v, spec = case.fresh(dtype, requires_grad=gradients)
-        mask = spec.attn_mask
-        differentiable_mask = mask is not None and mask.requires_grad
-        if differentiable_mask and kind != "actual":
+        q, k, v, spec = inputs
+        self.mask = mask = spec.attn_mask
+        self.differentiable_mask = mask is not None and mask.requires_grad
+        if self.differentiable_mask and kind != "actual":
             # the gradient of every score, to see what the mask's own is a sum of
             wide = mask.to(reference.lse_dtype(q.dtype))
             shape = (*q.shape[:3], k.shape[2])
             spec = spec._replace(attn_mask=wide.expand(shape))
+        self.inputs = q, k, v, spec
         out, lse = self._attend(q, k, v, spec)
         self.results = {"out": out, "lse": lse}
-        if not gradients:
+
+    def differentiate(self, seeds: tuple[Tensor, Tensor] | None) -> None:
+        """Add the gradients, given those of out and lse."""
+        if seeds is None:
             return
+        q, k, v, spec = self.inputs
         wanted = {"q": q, "k": k, "v": v}
-        if differentiable_mask:
+        if self.differentiable_mask:
             wanted["attn_mask"] = spec.attn_mask
         if spec.sinks is not None:
             wanted["sinks"] = spec.sinks
-        for name, grad in self._gradients(wanted, out, lse, spec).items():
+        for name, grad in self._gradients(wanted, *seeds).items():
             self.results[f"grad_{name}"] = grad
-        if differentiable_mask and kind != "actual":
+        if self.differentiable_mask and self.kind != "actual":
             grad = self.terms["grad_attn_mask"] = self.results["grad_attn_mask"]
-            self.results["grad_attn_mask"] = grad.sum_to_size(mask.shape).to(mask.dtype)
+            grad = grad.sum_to_size(self.mask.shape).to(self.mask.dtype)
+            self.results["grad_attn_mask"] = grad
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         packing = (self.case.packing(),) if isinstance(self.case, PackedCase) else ()
@@ -137,9 +167,10 @@ class _Solution:
             return reference.varlen(q, k, v, *packing, spec, attend)
         return attend(q, k, v, spec)
 
-    def _gradients(self, wanted: dict, out: Tensor, lse: Tensor, spec: Spec) -> dict[str, Tensor]:
+    def _gradients(self, wanted: dict, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
         features = getattr(self.case, "features", self.case)
-        grad_out, grad_lse = self.case.grad_outputs(out, lse)
+        out, lse, spec = self.results["out"], self.results["lse"], self.inputs[3]
+        grad_out, grad_lse = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
         if not features.lse_grad:
             grad_lse = torch.zeros_like(grad_lse)
         if self.kind == "naive":

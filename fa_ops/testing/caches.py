@@ -131,8 +131,8 @@ class CacheCase:
             x = draw(pages, self.page_size, self.Hkv, width)
             used = torch.zeros(pages, self.page_size, dtype=torch.bool)
             for b, (lo, hi) in enumerate(runs):
-                for j in range(lo, hi):
-                    used[table[b, j // self.page_size], j % self.page_size] = True
+                keys = torch.arange(lo, max(lo, hi))
+                used[table[b, keys // self.page_size].long(), keys % self.page_size] = True
             x[~used] = float("nan")
             return x.to(FP8) if self.fp8 else x
         x = draw(self.B, self.S, self.Hkv, width)

@@ -30,7 +30,7 @@ def masked(text: str) -> str:
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "doctor", "warm", "bench"):
+    for command in ("demo", "doctor", "warm", "fuzz", "bench"):
         assert command in result.output
 
 

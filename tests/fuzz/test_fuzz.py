@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fa_ops import dispatch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle
-from tests.fuzz.strategies import cases, packed_cases
+from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
 DEVICE = os.environ.get("FA_OPS_FUZZ_DEVICE", "cpu")
@@ -56,11 +56,11 @@ def fuzz(strategy: st.SearchStrategy, share: float) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dense(dtype):
-    fuzz(cases(dtype, DEVICE), share=0.8)
+    fuzz(cases("dense", dtype, DEVICE), share=0.8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed(dtype):
-    fuzz(packed_cases(dtype, DEVICE), share=0.2)
+    fuzz(cases("packed", dtype, DEVICE), share=0.2)

@@ -1,0 +1,178 @@
+"""`python -m fa_ops fuzz`: random calls, forward and backward, against the fp64 oracle."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fa_ops import dispatch
+from fa_ops.bench.report import environment, write_json
+from fa_ops.cli.fuzz_cases import Outcome, Run, Target
+from fa_ops.cli.fuzz_workers import fuzz
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHOWN = 20  # failures that are printed; all of them go into the JSON file
+COLUMNS = ("specialisations", "cases", "dense", "packed", "cached", "gradients", "failed")
+
+
+def run(
+    backends: Sequence[str] | None,
+    device: str,
+    cases: int,
+    each: int,
+    seed: int,
+    case: int | None,
+    dtypes: Sequence[str] | None,
+    workers: int | None,
+    seconds: float | None,
+    json: Path | None,
+) -> None:
+    """Raises SystemExit(1) for a case that failed, or if time was up before all were tried."""
+    targets = _targets(backends, device, dtypes)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100
+    if case is not None:
+        runs = [Run(target, seed, case, case + 1) for target in targets]
+        cases, workers = len(targets), 0
+    else:
+        runs = list(plan(targets, cases, each, seed))
+    if workers is None:
+        workers = max(1, (os.cpu_count() or 1) - (targets[0].device == "cuda"))
+    start, tally = time.monotonic(), Tally()
+    steps = fuzz(runs, workers, seconds)
+    for outcome in track(steps, "cases", cases, console=Console(stderr=True), transient=True):
+        tally.add(outcome)
+    spent = time.monotonic() - start
+    facts = environment(targets[0].device)
+    title = f"random calls against the oracle, {facts['device']}, torch {facts['torch']}"
+    console.print(tally.summary(title, targets))
+    console.print(tally.table_of_features(targets))
+    given = f" --dtype {','.join(dtypes)}" if dtypes else ""
+    for failure in tally.failures[:SHOWN]:
+        console.print(f"[bold red]failed[/]: {again(failure)}{given}", soft_wrap=True)
+        console.print(f"  {failure.error}", markup=False, soft_wrap=True)
+    tried = tally.cases
+    console.print(
+        f"{tried} of {cases} cases of {len(tally.families)} specialisations in {spent:.0f} s with "
+        f"{max(1, workers)} processes: {len(tally.failures)} failed"
+    )
+    if json is not None:
+        write_json(json, targets[0].device, "fuzz", tally.records(targets, given))
+    if tally.failures or tried < cases:
+        raise SystemExit(1)
+
+
+def _targets(
+    backends: Sequence[str] | None, device: str, dtypes: Sequence[str] | None
+) -> list[Target]:
+    """Raises SystemExit for a name that is not known, or a backend that cannot run here."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cuda", "cpu"):
+        raise SystemExit(f"--device must be auto, cuda or cpu, got {device!r}")
+    known = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
+    for name in dtypes or ():
+        if name not in known:
+            raise SystemExit(f"--dtype must be of {', '.join(known)}, got {name!r}")
+    chosen = tuple(known[name] for name in dtypes or known)
+    if not backends:
+        own = dispatch.AUTO[device]
+        backends = [name for name in own if dispatch.available_error(name) is None] or own
+    for name in backends:
+        if name not in dispatch.BACKENDS:
+            raise SystemExit(f"--backend must be of {', '.join(dispatch.BACKENDS)}, got {name!r}")
+        reason = dispatch.available_error(name)
+        if reason is not None:
+            raise SystemExit(f"--backend {name}: {reason}")
+    return [Target(name, device, chosen) for name in backends]
+
+
+def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[Run]:
+    """The cases, shared out among the targets; family `seed` first, `each` cases of a family."""
+    left = [cases // len(targets) + (i < cases % len(targets)) for i in range(len(targets))]
+    for family in itertools.count(seed):
+        for i, target in enumerate(targets):
+            count = min(each, left[i])
+            left[i] -= count
+            if count:
+                yield Run(target, family, 0, count)
+        if not any(left):
+            return
+
+
+def again(outcome: Outcome) -> str:
+    """The command that runs a case again, alone and in its own process."""
+    target = outcome.target
+    options = f"--backend {target.backend} --device {target.device}"
+    return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
+
+
+class Tally:
+    """Counts by backend, and the cases that failed."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter] = {}
+        self.features: dict[str, Counter] = {}
+        self.families: set[tuple[str, int]] = set()
+        self.failures: list[Outcome] = []
+        self.cases = 0
+
+    def add(self, outcome: Outcome) -> None:
+        name = outcome.target.backend
+        self.cases += 1
+        counts = self.counts.setdefault(name, Counter())
+        if (name, outcome.family) not in self.families:
+            self.families.add((name, outcome.family))
+            counts["specialisations"] += 1
+        counts["cases"] += 1
+        counts[outcome.kind] += 1
+        counts["gradients"] += outcome.gradients
+        counts["failed"] += outcome.error is not None
+        self.features.setdefault(name, Counter()).update(outcome.features)
+        if outcome.error is not None:
+            self.failures.append(outcome)
+
+    def summary(self, title: str, targets: Sequence[Target]) -> Table:
+        table = Table(title=title, title_justify="left")
+        table.add_column("backend")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for target in targets:
+            counts = self.counts.get(target.backend, Counter())
+            table.add_row(target.backend, *(str(counts[column]) for column in COLUMNS))
+        return table
+
+    def table_of_features(self, targets: Sequence[Target]) -> Table:
+        table = Table(title="cases by feature", title_justify="left")
+        table.add_column("feature")
+        for target in targets:
+            table.add_column(target.backend, justify="right")
+        for word in sum(self.features.values(), Counter()):
+            counts = (self.features.get(t.backend, Counter())[word] for t in targets)
+            table.add_row(word, *(str(count) for count in counts))
+        return table
+
+    def records(self, targets: Sequence[Target], given: str) -> list[dict]:
+        return [
+            {
+                "backend": target.backend,
+                "counts": dict(self.counts.get(target.backend, {})),
+                "features": dict(self.features.get(target.backend, {})),
+                "failures": [
+                    {"again": again(one) + given, "error": one.error}
+                    for one in self.failures
+                    if one.target == target
+                ],
+            }
+            for target in targets
+        ]

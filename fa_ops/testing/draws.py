@@ -1,0 +1,199 @@
+"""Random attention calls: first what kernels are compiled for, then any number of calls of it.
+
+`pick` chooses one of a sequence: `random.Random(seed).choice`, or Hypothesis's `sampled_from`,
+which shrinks to what stands first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fa_ops.testing.caches import CacheCase
+from fa_ops.testing.inputs import Case, PackedCase
+
+Pick = Callable[[Sequence], Any]
+AnyCase = Case | PackedCase | CacheCase
+
+KINDS = ("dense", "packed", "cached")
+HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256)
+CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256)
+# one side or the other of the CPU loop's and the GPU kernels' tile edges
+EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+LENGTHS = (range(1, 10), range(1, 151), EDGES)
+KEYS = (*LENGTHS, (511, 513, 600))
+SCORES = 2**19  # of an ordinary problem, to keep the fp64 oracle quick
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A kind of call: `fields` are the same in all its cases, sizes, strides and values differ."""
+
+    kind: str  # of KINDS
+    fields: dict[str, Any]
+    sides: tuple[bool, bool] = (False, False)  # of a window
+    sizes: str = "ordinary"  # or "decoding": few queries, many keys; "many": heads and batches
+
+    def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
+        """One of its calls."""
+        fields = self.fields | {"device": device, "seed": pick(range(2**16))}
+        fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
+        if self.kind == "cached":
+            return _cached(pick, fields)
+        fields["layout"] = pick(("bhsd", "bshd", "packed", "expanded"))
+        # much larger, rounding alone makes weights of one row or another wrong by chance
+        fields["magnitude"] = rarely(pick, (0.0, 8.0), 1.0, 5)
+        fields["Hkv"] = pick((2, 3) if self.sizes == "many" else (1, 2, 3))
+        fields["Hq"] = fields["Hkv"] * pick((3, 4) if self.sizes == "many" else (1, 2, 3, 4))
+        return (self._packed if self.kind == "packed" else self._dense)(pick, fields)
+
+    def _dense(self, pick: Pick, fields: dict) -> Case:
+        if fields.pop("ranges", False):
+            fields["key_ranges"] = bits(pick, 3)
+        if fields.get("mask"):
+            fields["mask_holes"] = pick((False, True))
+        if self.sizes == "many":
+            B = pick((24, 40))
+            room = max(1, SCORES // (B * fields["Hq"] * max(fields["D"], fields["Dv"])))
+            Sq, Sk = pick(range(1, min(room, 30) + 1)), pick(range(1, min(room, 30) * 4))
+            return Case(**fields, B=B, Sq=Sq, Sk=Sk)
+        if self.sizes == "decoding":
+            Sq, Sk = pick((1, 2, 5, 16)), pick(range(512, 1600))
+        else:
+            Sq, Sk = pick(pick(LENGTHS)), pick(pick(KEYS))
+        room = max(1, SCORES // (fields["Hq"] * Sq * Sk))
+        return Case(**fields, B=pick(range(1, min(3, room) + 1)), Sq=Sq, Sk=Sk)
+
+    def _packed(self, pick: Pick, fields: dict) -> PackedCase:
+        count = pick((16, 24)) if self.sizes == "many" else pick(range(1, 6))
+        lengths = ((0,), range(10), range(10 if self.sizes == "many" else 151))
+        pairs = [(pick(pick(lengths)), pick(pick(lengths))) for _ in range(count)]
+        if pick((False, True)):
+            pairs = pairs[:1] * count
+        lengths_q, lengths_k = zip(*pairs)
+        margin = pick((0, 0, 3))
+        if margin == 0 and not (sum(lengths_q) and sum(lengths_k)):
+            margin = 1  # calls without tokens are the operators' own, and the oracle takes none
+        return PackedCase(lengths_q, lengths_k, margin, Case(**fields))
+
+
+def family(pick: Pick, kind: str, dtypes: Sequence[torch.dtype]) -> Family:
+    """What all calls of a kind have in common, drawn from the whole space of features."""
+    dtype = pick(dtypes)
+    dims = CACHED_DIMS if kind == "cached" else HEAD_DIMS
+    D = pick(dims)
+    fields = {
+        "dtype": dtype,
+        "D": D,
+        "Dv": rarely(pick, dims, D),
+        "is_causal": pick((False, True)),
+        "softcap": rarely(pick, (1.5, 20.0), 0.0),
+        "scale": rarely(pick, (0.3, 1.0, 0.0, -0.5), None, 4),
+        "alibi": rarely(pick, ("heads", "batch_heads"), None, 4),
+        "sinks": rarely(pick, (True,), False),
+    }
+    sides = rarely(pick, ((True, False), (False, True), (True, True)), (False, False))
+    if kind == "cached":
+        return Family(kind, fields | _cache_features(pick, dtype, D), sides)
+    fields |= {
+        "kv_lens": rarely(pick, (True,), False),
+        "dropout_p": rarely(pick, (0.1, 0.5, 0.9), 0.0, 5),
+        "deterministic": rarely(pick, (True,), False, 4),
+        "lse_grad": pick((False, True)),
+    }
+    if kind == "dense":
+        fields |= _mask_features(pick)
+    sizes = ("many",) if kind == "packed" else ("decoding", "many")
+    return Family(kind, fields, sides, rarely(pick, sizes, "ordinary", 4))
+
+
+def _mask_features(pick: Pick) -> dict:
+    """`ranges` says that a case has key_ranges, which exclude a bool mask."""
+    ranges = rarely(pick, (True,), False)
+    mask = rarely(pick, ("float",) if ranges else ("float", "bool"), None)
+    if mask is None:
+        return {"ranges": ranges}
+    grad = mask == "float" and pick((False, True))
+    return {"ranges": ranges, "mask": mask, "mask_shape": bits(pick, 4), "mask_grad": grad}
+
+
+def _cache_features(pick: Pick, dtype: torch.dtype, D: int) -> dict:
+    fp8 = dtype.itemsize == 2 and rarely(pick, (True,), False)
+    page_size = pick((0, 0, 1, 5, 8, 16, 64, 256))
+    splits = rarely(pick, (1, 3), 0, 4)
+    rotary = rarely(pick, (8, 16), 0, 4)
+    return {
+        "fp8": fp8,
+        "page_size": page_size,
+        "page_scales": fp8 and page_size > 0 and pick((False, True)),
+        "Sq": pick((1, 1, 2, 5, 16)),
+        "new": rarely(pick, (1, 3), 0),
+        "rotary": rotary if rotary <= D else 0,
+        "interleaved": rotary > 0 and pick((False, True)),
+        "num_splits": splits,
+        "batch_invariant": splits == 0 and rarely(pick, (True,), False, 5),
+        "unified_max": rarely(pick, (0.0, 2.0, -30.0), None, 4),
+        "ranges": rarely(pick, (True,), False, 4),
+    }
+
+
+def _cached(pick: Pick, fields: dict) -> CacheCase:
+    B, Hkv, group = pick((1, 2, 3, 5)), pick((1, 2, 3)), pick((1, 2, 4, 8))
+    S = max(fields["new"], pick((1, 20, 130, 300, 700)))
+    return CacheCase(**fields, B=B, Hkv=Hkv, Hq=Hkv * group, S=S, bshd=pick((False, True)))
+
+
+def rarely(pick: Pick, options: Sequence, default: Any, weight: int = 3) -> Any:
+    """`default` in all but one of `weight` draws."""
+    return pick(options) if pick(range(weight)) == weight - 1 else default
+
+
+def bits(pick: Pick, n: int) -> tuple[int, ...]:
+    return tuple(pick((0, 1)) for _ in range(n))
+
+
+def features(case: AnyCase) -> list[str]:
+    """What a call has, in words, for counts of what was tried."""
+    plain = case.features if isinstance(case, PackedCase) else case
+    cached = isinstance(case, CacheCase)
+    words = {
+        str(plain.dtype).removeprefix("torch."): True,
+        f"head dim {plain.D}": True,
+        "grouped heads": plain.Hq > plain.Hkv,
+        "values of another width": plain.Dv != plain.D,
+        "causal": plain.is_causal,
+        "window": plain.window != (-1, -1),
+        "softcap": plain.softcap > 0,
+        "scale given": plain.scale is not None,
+        "ALiBi": plain.alibi is not None,
+        "sinks": plain.sinks,
+    }
+    if cached:
+        words |= {
+            "pages": case.page_size > 0,
+            "fp8 cache": case.fp8,
+            "fp8 scales of pages": case.page_scales,
+            "keys appended": case.new > 0,
+            "rotary": case.rotary > 0,
+            "splits given": case.num_splits > 0,
+            "batch invariant": case.batch_invariant,
+            "unified maximum": case.unified_max is not None,
+            "key ranges": case.ranges,
+        }
+    else:
+        words |= {
+            "kv_lens": plain.kv_lens,
+            "key ranges": plain.key_ranges is not None,
+            "bool mask": plain.mask == "bool",
+            "float mask": plain.mask == "float",
+            "gradient of the mask": plain.mask_grad,
+            "dropout": plain.dropout_p > 0,
+            "deterministic": plain.deterministic,
+            "gradient of lse": plain.lse_grad,
+            "strided": plain.layout != "bhsd",
+            "few queries, many keys": isinstance(case, Case) and case.Sq <= 16 and case.Sk >= 512,
+        }
+    return [word for word, there in words.items() if there]

@@ -1,0 +1,148 @@
+"""`python -m fa_ops fuzz`: what it counts, what it finds, and what it makes of crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fa_ops.backends import cpu
+from fa_ops.cli import app, fuzz_cases, fuzz_workers
+from fa_ops.cli.fuzz import plan
+from fa_ops.cli.fuzz_cases import Run, Target, family_of, outcomes
+from fa_ops.testing import draws
+
+CPU = Target("cpu", "cpu", (torch.float32, torch.float16))
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["fuzz", *arguments])
+
+
+def test_counts(tmp_path):
+    path = tmp_path / "fuzz.json"
+    options = "--backend cpu,reference --device cpu --cases 42 --each 4 --workers 1 --json"
+    result = invoke(*options.split(), str(path))
+    assert result.exit_code == 0, result.output
+    assert "42 of 42 cases of 12 specialisations" in result.output
+    assert "1 processes: 0 failed" in result.output
+    for record in json.loads(path.read_text())["records"]:
+        counts, features = record["counts"], record["features"]
+        assert counts["cases"] == 21 == sum(counts[kind] for kind in draws.KINDS)
+        assert counts["specialisations"] == 6 and counts["failed"] == 0
+        assert counts["gradients"] == counts["dense"] + counts["packed"] > 0
+        assert sum(features[dtype] for dtype in features if "float" in dtype) >= 21
+        assert not record["failures"]
+
+
+def planted(forward):
+    """`forward` with a wrong last row of few, but only with sinks."""
+
+    def wrong(q, k, v, spec):
+        out, lse = forward(q, k, v, spec)
+        if spec.sinks is not None:
+            out[..., -1:, :] += 0.5
+        return out, lse
+
+    return wrong
+
+
+def test_a_failure_is_found_and_its_line_runs_it_again(monkeypatch):
+    right = cpu.forward
+    monkeypatch.setattr(cpu, "forward", planted(right))
+    result = invoke(*"--backend cpu --device cpu --cases 60 --each 3 --workers 0".split())
+    assert result.exit_code == 1
+    lines = re.findall(r"^failed: python -m fa_ops fuzz (.*)$", result.output, re.M)
+    assert lines and re.search(r"  Case\(.*sinks=True.*: out: error", result.output)
+    again = invoke(*lines[0].split())
+    assert again.exit_code == 1 and "1 of 1 cases of 1 specialisations" in again.output
+    message = re.compile(r"^  Case\(.*$", re.M)
+    assert message.search(again.output)[0] in result.output
+    monkeypatch.setattr(cpu, "forward", right)
+    assert invoke(*lines[0].split()).exit_code == 0
+
+
+def test_numbers_mean_the_same_cases_every_time():
+    first, second = ([(o.kind, o.features) for o in outcomes(Run(CPU, 3, 0, 4))] for _ in range(2))
+    assert first == second
+    assert family_of(CPU, 3) == family_of(CPU, 3) != family_of(CPU, 8)
+
+
+def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
+    monkeypatch.setattr(fuzz_cases, "TRIES", 20)
+    (outcome,) = outcomes(Run(CPU._replace(backend="hopper"), 0, 0, 4))
+    assert outcome.error.startswith("LookupError: hopper took none of")
+
+
+class Bomb(str):
+    """Ends the process that reads it."""
+
+    def __reduce__(self):
+        return os._exit, (7,)
+
+
+def test_a_crash_and_a_silence_fail_the_case_and_the_rest_goes_on(monkeypatch):
+    runs = [Run(CPU._replace(backend=Bomb("cpu")), 0, 1, 2), Run(CPU, 1, 0, 2)]
+    crash, *rest = fuzz_workers.fuzz(runs, 1, None)
+    assert (crash.error, crash.family, crash.case) == ("the process ended with status 7", 0, 1)
+    assert [(o.family, o.case, o.error) for o in rest] == [(1, 0, None), (1, 1, None)]
+    monkeypatch.setattr(fuzz_workers, "PATIENCE", 0.0)
+    (silence,) = fuzz_workers.fuzz([Run(CPU, 1, 0, 1)], 1, None)
+    assert silence.error == "no result after 0 s"
+
+
+def test_time_that_is_up_is_no_success(monkeypatch):
+    assert len(list(fuzz_workers.fuzz([Run(CPU, 0, 0, 3)], 0, 1e-9))) == 1
+    assert not list(fuzz_workers.fuzz([Run(CPU, 0, 0, 3)], 1, 1e-9))
+    monkeypatch.setattr("fa_ops.cli.fuzz.fuzz", lambda *_: iter(()))
+    assert invoke("--device", "cpu", "--cases", "5").exit_code == 1
+
+
+def test_plan():
+    runs = list(plan([CPU, CPU._replace(backend="reference")], 25, 5, seed=7))
+    assert sum(run.last for run in runs) == 25
+    assert [run.last for run in runs if run.target == CPU] == [5, 5, 3]
+    assert [run.family for run in runs if run.target == CPU] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--backend nothing", "--backend must be of hopper, triton, cpu, reference"),
+        ("--device tpu", "--device must be auto, cuda or cpu"),
+        ("--device cpu --dtype int8", "--dtype must be of bfloat16, float16, float32, float64"),
+        ("--device cpu --backend hopper", "--backend hopper: "),
+    ],
+)
+def test_refusals(options, message):
+    if "hopper" in options and torch.cuda.is_available():
+        pytest.skip("pins a machine without a GPU")
+    result = invoke(*options.split())
+    assert result.exit_code != 0 and message in f"{result.output} {result.exception}"
+
+
+def test_draws_reach_every_feature():
+    seen: dict[str, set] = {kind: set() for kind in draws.KINDS}
+    sizes = set()
+    for kind in draws.KINDS:
+        for seed in range(150):
+            pick = random.Random(seed).choice
+            family = draws.family(pick, kind, (torch.bfloat16, torch.float16, torch.float32))
+            sizes.add(family.sizes)
+            for _ in range(3):
+                seen[kind].update(draws.features(family.case(pick)))
+    everywhere = {"grouped heads", "causal", "window", "softcap", "ALiBi", "sinks", "scale given"}
+    everywhere |= {"values of another width", "bfloat16", "float16", "float32"}
+    ours = {"kv_lens", "dropout", "deterministic", "gradient of lse", "strided"}
+    masks = {"key ranges", "bool mask", "float mask", "gradient of the mask"}
+    caches = {"pages", "fp8 cache", "fp8 scales of pages", "keys appended", "rotary"}
+    caches |= {"splits given", "batch invariant", "unified maximum", "key ranges"}
+    assert everywhere | ours | masks | {"few queries, many keys"} <= seen["dense"]
+    assert everywhere | ours <= seen["packed"]
+    assert everywhere | caches <= seen["cached"]
+    assert sizes == {"ordinary", "decoding", "many"}
