@@ -90,4 +90,6 @@ def _short(result: dict) -> str:
 
 
 assert hf_integration.NAME  # the import registers the implementation
-typer.run(main)
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -191,8 +191,7 @@ def padded(kind, keep):
     return change
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("Hkv", [4, 2])
+@pytest.mark.parametrize("Hkv, dynamic", [(4, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["filled", "filled a little", "added", "added a little"])
 def test_rows_without_keys_are_what_eager_makes_them(kind, Hkv, dynamic):
     def function(q, k, v, keep):

@@ -13,20 +13,13 @@ from tiny_models import build, padding, tokens
 import fa_ops
 from hf_integration import bench, peers
 
-TINY = ("--tiny", "--modes", "eager", "--repeats", "1", "--device", "cpu")
-
-
-def command(*args: str) -> None:
-    run = [sys.executable, "-m", "hf_integration.bench", *args]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     file = tmp_path / "bench.json"
     names = "sdpa,flash_attention_3,fa_ops"
-    command(*TINY, "--implementations", names, "--json", str(file))
+    options = {"implementations": names, "device": "cpu", "modes": "eager", "repeats": 1}
+    bench.main(file, **options, tiny=True)
     rows = json.loads(file.read_text())["rows"]
     measured = {
         (row["implementation"], row["part"])
@@ -39,8 +32,9 @@ def test_the_benchmark_runs(tmp_path):
 
 def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
     file = tmp_path / "bench.json"
-    options = ("--parts", "prefill", "--implementations", "sdpa", "--budget", "0")
-    command(*TINY, *options, "--case", "4 x 32", "--json", str(file))
+    options = "--tiny --modes eager --device cpu --parts prefill --implementations sdpa --budget 0"
+    command = [sys.executable, "-m", "hf_integration.bench", *options.split(), "--case", "4 x 32"]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=200)
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
     assert {row["error"] for row in rows} == {"TimeoutError: left out: the time budget is spent"}

@@ -19,9 +19,9 @@ def test_a_real_model_says_what_it_says_with_eager_attention():
     found = {}
     for name in ("eager", hf_integration.NAME):
         model.set_attn_implementation(name)
-        found[name] = check.answers(model, rows, 8, "static", tokenizer.pad_token_id)
+        found[name] = check.answers(model, rows, 5, "static", tokenizer.pad_token_id)
     assert check.differing(found["eager"], found["fa_ops"], 0.0) == (0, 0)
-    assert len(found["eager"].tokens.unique()) > 4
+    assert len(found["eager"].tokens.unique()) > 3
 
 
 def test_differences_count_where_the_choice_was_clear():

@@ -1,31 +1,26 @@
-"""The sweep and the benchmark as commands, on little."""
+"""The sweep as a command, on little."""
 
 import json
 import subprocess
 import sys
 
-import pytest
-
 from hf_integration.sweep import scenarios
+from hf_integration.sweep.__main__ import main
 
 
-def command(module: str, *args: str) -> str:
-    run = [sys.executable, "-m", module, *args]
-    return subprocess.run(run, capture_output=True, text=True, check=True, timeout=200).stdout
-
-
-@pytest.mark.slow
-def test_the_sweep_runs_continues_and_counts(tmp_path):
+def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
     file = tmp_path / "sweep.json"
     types = ["gemma2", "bloom", "vit"]
-    out = command("hf_integration.sweep", *types, "--against", "fa_ops,sdpa", "--json", str(file))
+    main(types, file, "fa_ops,sdpa")
+    out = capsys.readouterr().out
     found = json.loads(file.read_text())["types"]
     assert {r[0] for r in found["gemma2"]["fa_ops"].values()} == {"pass", "skip"}
     assert found["gemma2"]["sdpa"].keys() == found["gemma2"]["fa_ops"].keys()
     assert found["bloom"]["fa_ops"]["nopad"][0] == "unrouted"
     # what sdpa makes of Gemma 2's softcap depends on transformers' version
     assert ["nopad", "2/0/0/1/0"] in [line.split()[:2] for line in out.splitlines()]
-    again = command("hf_integration.sweep", *types, "--json", str(file), "--only-report")
+    command = [sys.executable, "-m", "hf_integration.sweep", *types, "--json", str(file)]
+    again = subprocess.check_output([*command, "--only-report"], text=True, timeout=200)
     assert again.splitlines() == out.splitlines()[-len(again.splitlines()) :]
 
 

@@ -1,8 +1,6 @@
 """transformers' own tests as a command, on a source distribution of three tests."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -62,12 +60,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path):
+def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path, capsys):
     pytest.importorskip("parameterized")
     file = tmp_path / "results.json"
-    line = [sys.executable, "-m", "hf_integration.upstream", str(folder()), "--models", "llama"]
-    done = subprocess.run([*line, "--json", str(file)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1, done.stderr
+    with pytest.raises(typer.Exit) as end:
+        main(folder(), "llama", file, 200)
+    assert end.value.exit_code == 1
     runs = json.loads(file.read_text())["llama"]
     outcomes = {name: [test[0] for test in found.values()] for name, found in runs.items()}
     passed = ["passed", "skipped", "passed", "skipped"]  # in the order of their names
@@ -81,8 +79,9 @@ def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path):
     assert calls == [layers, 0, layers, 0]
     assert runs["fa_ops for flash_attention_2"]["test_flash_attn_2_runs"][1] == layers
     row = "| llama | 2 / 0 / 2 | 1 / 1 / 2 | 1 / 0 / 0 | 1 | 4 |"
-    assert row in done.stdout
-    assert "llama: test_with_sdpa_alone: AssertionError" in done.stdout
+    printed = capsys.readouterr().out
+    assert row in printed
+    assert "llama: test_with_sdpa_alone: AssertionError" in printed
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
