@@ -117,6 +117,12 @@ def again(outcome: Outcome) -> str:
     return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
 
 
+def _place(word: str) -> tuple:
+    """Alphabetical, but for head dims, which stand behind in their own order."""
+    is_dim = word.startswith("head dim ")
+    return is_dim, int(word.split()[-1]) if is_dim else word.lower()
+
+
 class Tally:
     """Counts by backend, and the cases that failed."""
 
@@ -157,7 +163,8 @@ class Tally:
         table.add_column("feature")
         for target in targets:
             table.add_column(target.backend, justify="right")
-        for word in sum(self.features.values(), Counter()):
+        words = {word for counts in self.features.values() for word in counts}
+        for word in sorted(words, key=_place):
             counts = (self.features.get(t.backend, Counter())[word] for t in targets)
             table.add_row(word, *(str(count) for count in counts))
         return table

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.testing.budget import assert_within_budget, naive
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Spec, default_scale
 
 FP8 = torch.float8_e4m3fn
 
@@ -204,9 +204,23 @@ def assert_cache_close(case: CacheCase, backend: str) -> None:
         return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
 
     known = reference.cached(q2, k2, v2, cache2._replace(key=None), _longer(spec2, cache2), narrow)
-    noise = torch.tensor(loose * 2 if case.rotary else 0.0)
+    noise = torch.tensor(
+        max(loose * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
+    )
     for name, x, y, z in zip(("out", "lse"), results, expected, known):
         assert_within_budget(f"{case}: {name}", x, y, z, noise)
+
+
+def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
+    """The standard deviation of a score whose fp8 key was multiplied by its scale and rounded.
+
+    The naive computation does that too, but a decoding step is so few rows that another rounding,
+    of the scores, may cancel it.
+    """
+    if not case.fp8:
+        return 0.0
+    product = case.magnitude * abs(default_scale(spec, case.D)) * case.D**0.5
+    return product * cache.k_scale.max().item() * torch.finfo(case.dtype).eps / 12**0.5
 
 
 def _longer(spec: Spec, cache: Cache) -> Spec:
