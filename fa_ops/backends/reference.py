@@ -236,8 +236,10 @@ def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
 def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tensor, tuple]:
     """A view of a cache and the index into it that gives keys first ... last - 1 of sequence b.
 
-    (S, Hkv, D).
+    (S, Hkv, D), of fp8 its bytes: torch does not index those numbers everywhere.
     """
+    if x.dtype.itemsize == 1:
+        x = x.view(torch.uint8)
     if cache.page_table is None:
         return x.transpose(1, 2), (b, slice(first, last))
     keys = torch.arange(first, last, device=x.device)
@@ -282,13 +284,13 @@ def cached(
                 factor = scales(scale, cache, b, range(length, last), memory.shape[1])
                 x = quantised(x.double(), factor.to(x.device), memory.dtype)
                 view, index = slots(memory, cache, b, length, last)
-                view[index] = x.transpose(0, 1)
+                view[index] = x.transpose(0, 1).view(view.dtype)
         positions = torch.arange(last - q.shape[2], last, device=q.device).clamp(min=0)
         rows = rotate(q[b].double(), cache, positions).to(q.dtype)
         one = [rows.double().unsqueeze(0)]
         for memory, scale in ((k, cache.k_scale), (v, cache.v_scale)):
             view, index = slots(memory, cache, b, 0, last)
-            x = view[index].transpose(0, 1).double()
+            x = view[index].view(memory.dtype).transpose(0, 1).double()
             factor = scales(scale, cache, b, range(last), memory.shape[1])
             one.append((x * factor.to(x.device)).unsqueeze(0))
         o, m = attend(*one, sequence_spec(spec, b)._replace(kv_lens=None))
