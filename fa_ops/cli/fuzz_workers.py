@@ -12,7 +12,7 @@ import torch
 
 from fa_ops.cli.fuzz_cases import Outcome, Run, outcomes, strict
 
-PATIENCE = 150.0  # seconds for a case, compilation and the start of the process included
+PATIENCE = 100.0  # seconds for a case, compilation and the start of the process included
 
 
 def fuzz(runs: Iterable[Run], workers: int, seconds: float | None) -> Iterator[Outcome]:
