@@ -311,12 +311,19 @@ def need_tensor(name: str, value: object) -> Tensor:
 def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(states, Tensor):
         return states
-    states = list(states)
+    if not isinstance(states, Sequence):
+        kind = type(states).__name__
+        raise TypeError(f"{name} must be a Tensor or a sequence of Tensors, got {kind}")
     if not states:
         raise ValueError(f"{name} must hold at least one state")
+    first = need_tensor(name, states[0])
     for state in states:
-        need_tensor(name, state)
-    return torch.stack(states)
+        if need_tensor(name, state).shape != first.shape:
+            shapes = f"{tuple(first.shape)} and {tuple(state.shape)}"
+            raise ValueError(f"{name} must hold states of one shape, got {shapes}")
+        if state.dtype != first.dtype:
+            raise TypeError(f"{name} must hold one dtype, got {first.dtype} and {state.dtype}")
+    return torch.stack(tuple(states))
 
 
 INT = (int, torch.SymInt)

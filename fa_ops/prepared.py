@@ -70,7 +70,7 @@ def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, s
 
 def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
     """Keep what the call's backend prepares for it, if it does. The call has passed its checks."""
-    if key in _runs or not (q.numel() and k.numel() and v.numel()):
+    if key in _runs or q.is_meta or not (q.numel() and k.numel() and v.numel()):
         return
     if len(_runs) >= _LIMIT:
         _runs.clear()

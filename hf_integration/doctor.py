@@ -23,7 +23,10 @@ def sections(model: str) -> Iterator[tuple[str, Rows]]:
     """
     model_type = model
     if Path(model).is_dir():
-        model_type = AutoConfig.from_pretrained(model, local_files_only=True).model_type
+        try:
+            model_type = AutoConfig.from_pretrained(model, local_files_only=True).model_type
+        except (OSError, ValueError) as error:
+            raise LookupError(f"no model's config can be read from {model}: {error}") from None
     if model_type not in tiny.CONFIG_MAPPING:
         raise LookupError(f"{model!r} is neither a folder nor a model type that transformers knows")
     base = run.Base(model_type)

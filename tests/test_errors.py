@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import expecttest
@@ -452,6 +453,20 @@ def test_merge(bad):
     check(bad, merge.MERGE, bad.change)
     if "fake" in bad.doors:
         check(bad, merge.MERGE, to_meta(bad.change))
+
+
+@pytest.mark.parametrize(
+    "outs, error, message",
+    [
+        (3, T, "outs must be a Tensor or a sequence of Tensors, got int"),
+        (["a", "b"], T, "outs must be a Tensor, got str"),
+        ([torch.ones(2, 8), torch.ones(1, 8)], V, "outs must hold states of one shape, got (2, 8)"),
+        ([torch.ones(8), torch.ones(8).half()], T, "outs must hold one dtype, got torch.float32"),
+    ],
+)
+def test_states_to_merge_are_alike(outs, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        fa_ops.merge_states(outs, torch.ones(2))
 
 
 def test_merge_door_types():

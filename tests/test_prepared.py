@@ -138,6 +138,12 @@ def test_empty_calls_and_many_calls(monkeypatch):
     assert len(prepared._runs) <= 2
 
 
+def test_meta_tensors_have_a_result_and_no_backend():
+    for _ in range(2):
+        assert fa_ops.attention(*qkv(device="meta")).shape == (1, 2, 5, 8)
+    assert not prepared._runs
+
+
 def test_a_backend_without_prepare_is_asked_once(monkeypatch):
     monkeypatch.delattr(cpu, "prepare")
     q, k, v = qkv()

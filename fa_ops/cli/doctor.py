@@ -77,6 +77,10 @@ def backends() -> list[tuple[str, str]]:
     chosen = dispatch.default or "auto"
     rows = [(name, why or "available") for name, why in dispatch.backends()]
     origin = "from FA_OPS_BACKEND" if os.environ.get("FA_OPS_BACKEND") else "the default"
+    try:
+        dispatch.check_name(chosen)
+    except ValueError as error:
+        origin += f"; every call will fail: {error}"
     return [*rows, ("in use", f"{chosen} ({origin})")]
 
 

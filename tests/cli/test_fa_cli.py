@@ -84,6 +84,12 @@ def test_doctor_says_which_backend_the_environment_chose(monkeypatch):
     assert "in use     reference (from FA_OPS_BACKEND)" in invoke("doctor").output
 
 
+def test_doctor_says_that_the_environment_chose_nothing_known(monkeypatch):
+    monkeypatch.setenv("FA_OPS_BACKEND", "flash")
+    monkeypatch.setattr("fa_ops.dispatch.default", "flash")
+    assert "every call will fail: backend must be 'auto' or one of" in invoke("doctor").output
+
+
 def test_the_state_of_the_cache_folder(tmp_path):
     assert doctor.state(tmp_path / "none").startswith("does not exist yet")
     (tmp_path / "kernel.cubin").write_bytes(bytes(3 * 2**19))

@@ -72,6 +72,12 @@ def test_doctor_reads_a_folder(tmp_path):
     assert "model llama, tiny" in doctor("--model", str(tmp_path)).stdout
 
 
+def test_doctor_refuses_a_folder_without_a_model(tmp_path):
+    result = doctor("--model", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"no model's config can be read from {tmp_path}" in str(result.exception)
+
+
 def test_doctor_refuses_what_is_no_model():
     result = doctor("--model", "nosuch")
     assert result.exit_code == 1
