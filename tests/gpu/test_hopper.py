@@ -79,7 +79,7 @@ def test_refusals_name_what_can():
     q = torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16)
     for spec in (
         Spec(dropout_p=0.1),
-        Spec(attn_mask=torch.ones(64, 64, dtype=torch.bool, device="cuda")),
+        Spec(attn_mask=torch.ones(64, 64, device="cuda")),
     ):
         assert "triton" in hopper.support_error(q, q, q, spec)
     with pytest.raises(NotImplementedError, match="float32"):
@@ -135,22 +135,71 @@ def test_packed(seed):
     assert_close_to_oracle(case, "hopper", hopper.backward_error(q, k, v, spec) is None)
 
 
-@pytest.mark.parametrize("seed", range(80))
-def test_bool_masks(seed):
+def _inside(mask, *margins):
+    """As a part of a larger tensor, which is true around it."""
+    size = [n + before + after for n, (before, after) in zip(mask.shape, margins)]
+    part = mask.new_ones(size)
+    for dim, (before, _) in enumerate(margins):
+        part = part.narrow(dim, before, mask.shape[dim])
+    return part.copy_(mask)
+
+
+def _in_rows_of_16(mask):
+    return _inside(mask, (0, 0), (0, 0), (0, 2), (0, -mask.shape[3] % 16))
+
+
+MASK_LAYOUTS = {
+    "contiguous": lambda mask: mask,
+    "transposed": lambda mask: mask.mT.contiguous().mT,
+    "heads before batches": lambda mask: mask.transpose(0, 1).contiguous().transpose(0, 1),
+    "odd rows": lambda mask: _inside(mask, (0, 1), (1, 0), (1, 2), (3, 8)),
+    "rows of 16 bytes": _in_rows_of_16,
+    "transposed rows of 16 bytes": lambda mask: _in_rows_of_16(mask.mT).mT,
+    "every second": lambda mask: mask.repeat_interleave(2, -1)[..., ::2],
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MaskedCase(Case):
+    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides."""
+
+    mask: str | None = "bool"
+    mask_layout: str = "contiguous"
+    expanded: bool = False
+
+    def fresh(self, dtype=None, requires_grad=False):
+        q, k, v, spec = super().fresh(dtype, requires_grad)
+        mask = MASK_LAYOUTS[self.mask_layout](spec.attn_mask)
+        if self.expanded:
+            mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
+        return q, k, v, spec._replace(attn_mask=mask)
+
+
+def masked_case(seed):
+    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
+    dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
+    is_causal = bool((dims + shape + deterministic) % 2)
+    return MaskedCase(
+        B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
+        Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
+        dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
+        mask_shape=tuple(shape >> bit & 1 for bit in range(4)), mask_holes=seed % 7 == 0,
+        mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)], expanded=seed % 11 < 3,
+        is_causal=is_causal, deterministic=bool(deterministic),
+        window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
+    )  # fmt: skip
+
+
+def random_masked_case(seed):
     D, Dv = DIMS[seed % len(DIMS)]
-    shape = tuple(seed >> bit & 1 for bit in range(4))
     case = random_case(
         seed, D=D, Dv=Dv, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3],
         dtype=(torch.bfloat16, torch.float16)[seed % 2], device="cuda", mask="bool",
-        mask_shape=shape, mask_grad=False, dropout_p=0.0, deterministic=False,
-        scale=None, key_ranges=None,
+        mask_shape=tuple(seed >> bit & 1 for bit in range(4)), mask_grad=False, dropout_p=0.0,
+        deterministic=False, scale=None, key_ranges=None,
     )  # fmt: skip
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert hopper.backward_error(q, k, v, spec)
-    assert_close_to_oracle(case, "hopper", False)
+    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
+    return MaskedCase(**vars(case), mask_layout=layout, expanded=seed % 11 < 3)
 
 
 @pytest.fixture
@@ -159,6 +208,43 @@ def two_passes(monkeypatch):
     monkeypatch.setattr(dispatch, "_selected", {})
     for kind in ("WIDE_BACKWARD", "DETERMINISTIC_BACKWARD"):
         monkeypatch.setattr(hopper, kind, True)
+
+
+@pytest.fixture
+def under_masks(two_passes, monkeypatch):
+    """Gradients of calls with bool masks too."""
+    monkeypatch.setattr(hopper, "MASKED_BACKWARD", True)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_bool_masks(seed):
+    case = random_masked_case(seed)
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert_close_to_oracle(case, "hopper", gradients=False)
+
+
+@pytest.mark.parametrize("seed", range(256))
+def test_gradients_under_bool_masks(seed, under_masks):
+    check(masked_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_gradients_under_bool_masks(seed, under_masks):
+    check(random_masked_case(seed))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_causal": True}, {"mask_shape": (1, 0, 0, 1)}], ids=str
+)
+def test_long_gradients_under_bool_masks(changes, under_masks):
+    base = MaskedCase(
+        B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
+    )
+    for deterministic in (False, True):
+        check(dataclasses.replace(base, deterministic=deterministic, **changes))
 
 
 @pytest.mark.parametrize("seed", range(240))

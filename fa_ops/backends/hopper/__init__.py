@@ -16,9 +16,10 @@ from torch import Tensor
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 _ELSEWHERE = "the triton backend can run it"
-# Gradients made in two passes, each kind until it has run on a GPU.
+# Gradients made in two passes, and under bool masks, each kind until it has run on a GPU.
 WIDE_BACKWARD = False  # head dims above 128, or value head dims of their own
 DETERMINISTIC_BACKWARD = False
+MASKED_BACKWARD = False
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     if (Dv != D or D > 128) and not WIDE_BACKWARD:
         return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
-    if spec.attn_mask is not None:
+    if spec.attn_mask is not None and not MASKED_BACKWARD:
         return "has no backward for dense masks yet"
     if spec.deterministic and not DETERMINISTIC_BACKWARD:
         return "adds dQ in no fixed order, so it has no deterministic backward yet"

@@ -75,8 +75,8 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products, parts = _backward(defines, dtype)
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "decode.cu")
-    else:
-        parts = ("packed.cu",)
+    else:  # "packed", "mask": what other kernels need, written before they run
+        parts = (f"{kind}.cu",)
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))

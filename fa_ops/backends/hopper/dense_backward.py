@@ -20,11 +20,19 @@ from fa_ops.backends.hopper.launch import (
     on_device,
     pointers_to,
 )
-from fa_ops.backends.hopper.problem import LOG2E, ScoreUnits, copyable, heads_in_l2, window
+from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share
+from fa_ops.backends.hopper.problem import (
+    LOG2E,
+    ScoreUnits,
+    copyable,
+    heads_in_l2,
+    shared_strides,
+    window,
+)
 from fa_ops.types import Gradients, Spec
 
-_PARAMS = struct.Struct("<896s7Q14i4f")  # struct Params in cuda/backward.cuh
-_PARAMS_BYTES = 1024  # its size there
+_PARAMS = struct.Struct("<896s7Q14i4f8Qi")  # struct Params in cuda/backward.cuh
+_PARAMS_BYTES = 1152  # its size there
 _ROWS = 64  # tokens that one copy brings
 
 
@@ -91,6 +99,7 @@ def _params(
     )
     lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
+    by_key, by_query = _mask_bits(spec, Sk, config)
     dims = D + v.shape[-1]
     section = min(B * Hkv, heads_in_l2(Sq * 2 * dims * group))
     query_section = min(B * Hq, heads_in_l2(Sk * 2 * dims) * group)
@@ -105,9 +114,20 @@ def _params(
         Hq if slopes is not None and slopes.dim() == 2 else 0,
         1 if spec.key_ranges is None else spec.key_ranges.shape[1],
         *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+        *(address(by_key), *(shared_strides(by_key) or (0, 0, 0))),
+        *(address(by_query), *(shared_strides(by_query) or (0, 0, 0))),
+        0 if by_key is None or queries_share(spec.attn_mask) else config.block_m // 8,
     )
-    params.keep = (lens, slopes)  # until the launch has read their addresses
+    params.keep = (lens, slopes, by_key, by_query)  # until the launch has read their addresses
     return params
+
+
+def _mask_bits(spec: Spec, Sk: int, config) -> tuple[Tensor | None, Tensor | None]:
+    """A mask's bits for the scores that have a row a key, and for those that have one a query."""
+    mask = spec.attn_mask
+    if mask is None:
+        return None, None
+    return bits_by_key(mask), None if config.adds_dq else bits_by_query(mask, Sk)
 
 
 def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Tensor | None, ...]:
@@ -117,7 +137,6 @@ def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Ten
         return None, None
     ranges = ranges if ranges.stride(3) == 1 else ranges.contiguous()
     (B, _, Sq, _), heads = q.shape, ranges.shape[1]
-    steps = (stride if size > 1 else 0 for size, stride in zip(ranges.shape, ranges.stride()[:3]))
     lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
     left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
@@ -127,7 +146,7 @@ def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Ten
         stream,
         pointers_to(
             *_words(ranges, lens, runs, bounds),
-            (ctypes.c_int64 * 3)(*steps),
+            (ctypes.c_int64 * 3)(*shared_strides(ranges)),
             *_ints(heads, Sq, k.shape[2], left, right),
         ),
     )
@@ -181,13 +200,14 @@ def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
         ranges=spec.key_ranges is not None,
         softcap=spec.softcap > 0,
         alibi=spec.alibi_slopes is not None,
+        mask=spec.attn_mask is not None,
     )
     return _kernels(tuple(defines.items()), config, q.device.index)
 
 
 def kernel_defines(
     config: BackwardConfig, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: bool = False, alibi: bool = False,
+    ranges: bool = False, softcap: bool = False, alibi: bool = False, mask: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What the kernels are compiled for; `ragged` has a window or is causal."""
     return config.defines() | {
@@ -197,4 +217,5 @@ def kernel_defines(
         "HAS_RANGES": int(ranges),
         "HAS_SOFTCAP": int(softcap),
         "HAS_ALIBI": int(alibi),
+        "HAS_MASK": int(mask),
     }

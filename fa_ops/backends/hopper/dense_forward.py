@@ -20,7 +20,16 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
     set_zero,
 )
-from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, heads_in_l2, window
+from fa_ops.backends.hopper.mask import bits_by_query
+from fa_ops.backends.hopper.problem import (
+    FAR,
+    LOG2E,
+    ScoreUnits,
+    copyable,
+    heads_in_l2,
+    shared_strides,
+    window,
+)
 from fa_ops.types import Spec
 
 # struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 704 bytes
@@ -30,8 +39,8 @@ _NONE = (None,) * 5
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     q, k, v = copyable(q), copyable(k), copyable(v)
-    mask = _mask_as_read(spec.attn_mask, k.shape[2])
-    optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), mask
+    bits = None if spec.attn_mask is None else bits_by_query(spec.attn_mask, k.shape[2])
+    optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
     plan = _plan(
         q.dtype,
         q.device.index,
@@ -39,10 +48,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         (q.stride(), k.stride(), v.stride()),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         lens is not None,
-        _strides(ranges),
+        shared_strides(ranges),
         sinks is not None,
-        _strides(slopes),
-        _strides(mask),
+        shared_strides(slopes),
+        shared_strides(bits),
     )
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return plan.run(q, k, v, lse, optional), lse
@@ -76,29 +85,6 @@ def _as_read(spec: Spec) -> tuple[Tensor | None, ...]:
     if slopes is not None and slopes.stride(-1) != 1:
         slopes = slopes.contiguous()
     return lens, ranges, sinks, slopes
-
-
-def _mask_as_read(mask: Tensor | None, Sk: int) -> Tensor | None:
-    """A bool mask as (B|1, Hq|1, Sq|1, Sk), rows at multiples of 16 bytes, copied if need be."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    steps = (stride for size, stride in zip(mask.shape[:3], mask.stride()) if size > 1)
-    if (
-        mask.shape[3] == Sk
-        and mask.stride(3) == 1
-        and not (Sk % 16 or mask.data_ptr() % 16 or any(stride % 16 for stride in steps))
-    ):
-        return mask
-    padded = mask.new_empty((*mask.shape[:3], -(-Sk // 16) * 16))[..., :Sk]
-    return padded.copy_(mask)
-
-
-def _strides(t: Tensor | None) -> tuple[int, ...] | None:
-    """All strides but the last, 0 for broadcast dimensions."""
-    if t is None:
-        return None
-    return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()))
 
 
 class Plan:

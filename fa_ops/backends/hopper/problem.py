@@ -38,6 +38,13 @@ def heads_in_l2(bytes_per_head: int) -> int:
     return max(1, _L2_BYTES // bytes_per_head)
 
 
+def shared_strides(t: Tensor | None) -> tuple[int, ...] | None:
+    """All strides but the last, 0 for dimensions of one element, which stands for all."""
+    if t is None:
+        return None
+    return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()))
+
+
 def copyable(t: Tensor) -> Tensor:
     """As it is where the copy engine reads its rows (aligned to 16 bytes), else a copy."""
     b, h, s, _ = strides = t.stride()

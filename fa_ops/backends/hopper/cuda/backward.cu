@@ -69,6 +69,7 @@ struct Consumer : KeyRows {
 
   DEVICE void step(int h, int m, bool edge) {
     const u32 i = ring.stage, queries = sm.q + i * Q_BYTES, grads = sm.grad_out + i * DO_BYTES;
+    read_mask(h, m);
     mbar_wait(sm.q_full + 8 * i, ring.phase);
     score_product<HEAD_DIM>(s, sm.k, queries);
     mbar_wait(sm.do_full + 8 * i, ring.phase);

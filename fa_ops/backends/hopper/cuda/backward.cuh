@@ -1,6 +1,6 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
@@ -8,6 +8,9 @@ constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
 static_assert(BLOCK_M == 64, "one swizzle atom of queries");
+
+// A mask's bits from mask.cu: `row` and the steps between batches and heads in bytes, 0 where they share bits.
+struct Bits { const unsigned char* at; long long b, h, row; };
 
 struct Params {
   TensorMap q, k, v, grad_out, dq, dk, dv;
@@ -25,6 +28,8 @@ struct Params {
   float score_scale;     // with a softcap: scale / softcap, inside the tanh
   float scale_log2;      // from score units to log2 units
   float alibi_unit;
+  Bits by_key, by_query; // with a mask: each key's queries; in two passes, each query's keys too
+  int mask_block;        // bytes from a block of queries to the next in `by_key`, 0 where they share bits
 };
 
 // `exchange`: what consumers tell each other; `own`: barriers that a kernel has beside those of the copies.
@@ -150,6 +155,10 @@ DEVICE int2 shared_run(u32 address) {
   return y;
 }
 
+// Of 64 of a row's bits, moved down by `first_bit`, the one for a thread's `i`-th accumulator element: two of every eight are its own.
+DEVICE int first_bit() { return (threadIdx.x & 3) * 2; }
+DEVICE bool bit_of(u64 row, int i) { return row >> ((i >> 2 & 7) * 8 + (i & 1)) & 1; }
+
 template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
@@ -188,6 +197,9 @@ struct KeyRows {
   const int first, tid, lane, key;  // `key`: this thread's first row of the block; the second is 8 below
   Ring<STAGES> ring;
   float slope;
+#if HAS_MASK
+  u64 kept[2];  // a bit for each query of a block, for this thread's two rows
+#endif
 
   DEVICE KeyRows(const Params& p, const Smem& sm, const Tile& t, int first)
       : p(p), sm(sm), t(t), first(first), tid(threadIdx.x & 127), lane(threadIdx.x & 31), key(first + (tid >> 5) * 16 + (lane >> 2)) {}
@@ -203,6 +215,15 @@ struct KeyRows {
       if (f == 0) wgmma_scores_start(d, a, b); else wgmma_scores(d, a, b);
     }
     wgmma_commit();
+  }
+
+  // The mask, early: it comes from the L2 while scores are computed.
+  DEVICE void read_mask(int h, int m) {
+#if HAS_MASK
+    const unsigned char* from = p.by_key.at + t.b * p.by_key.b + h * p.by_key.h + m * p.mask_block;
+#pragma unroll
+    for (int r = 0; r < 2; r++) kept[r] = *(const u64*)(from + min(t.n0 + key + 8 * r, p.Sk - 1) * p.by_key.row);
+#endif
   }
 
   // Scores to weights, in place.
@@ -230,6 +251,14 @@ struct KeyRows {
         if (!keep) s[i] = -__int_as_float(0x7f800000);
       }
     }
+#if HAS_MASK
+    if (!__all_sync(~0u, (kept[0] & kept[1]) == ~0ull)) {
+      const u64 rows[2] = {kept[0] >> first_bit(), kept[1] >> first_bit()};
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
       const float2 l = shared_pair(lse + (i * 2 + (lane & 3) * 2) * 4);

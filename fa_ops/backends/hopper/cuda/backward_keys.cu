@@ -22,6 +22,7 @@ struct ValueConsumer : KeyRows {
 
   DEVICE void step(int h, int m, bool edge) {
     const u32 i = ring.stage;
+    read_mask(h, m);
     mbar_wait(sm.q_full + 8 * i, ring.phase);
     score_product<HEAD_DIM>(s, sm.k, sm.q + i * Q_BYTES);
     wgmma_wait<1>();

@@ -112,6 +112,9 @@ struct QueryConsumer {
   float lse[2], delta[2], slope;
   int2 run[2];      // of keys, for this thread's two rows
   int diagonal[2];  // the key at the same position
+#if HAS_MASK
+  u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
+#endif
 
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -151,8 +154,25 @@ struct QueryConsumer {
     wgmma_commit();
   }
 
+  // The mask, early: it comes from the L2 while scores are computed.
+  DEVICE void read_mask(int n0) {
+#if HAS_MASK
+    const unsigned char* from = p.by_query.at + t.b * p.by_query.b + t.h * p.by_query.h + n0 / 8;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
+        kept[r][w] = *(const u64*)(from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.by_query.row + w * 8);
+#endif
+  }
+
   // The gradients of the scores, in dp.
   template <bool EDGE> DEVICE void score_gradients(int n0) {
+#if HAS_MASK
+    u64 rows[2][QUERY_BLOCK_N / 64];
+#pragma unroll
+    for (int w = 0; w < QUERY_BLOCK_N / 64; w++) rows[0][w] = kept[0][w] >> first_bit(), rows[1][w] = kept[1][w] >> first_bit();
+#endif
 #pragma unroll
     for (int i = 0; i < ROW_SCORES; i++) {
       const int r = i >> 1 & 1, j = n0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
@@ -163,6 +183,9 @@ struct QueryConsumer {
 #endif
 #if HAS_ALIBI
       x -= slope * fabsf((float)(diagonal[r] - j));
+#endif
+#if HAS_MASK
+      if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
 #endif
       if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
       dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
@@ -178,6 +201,7 @@ struct QueryConsumer {
   }
 
   DEVICE void step(int n0) {
+    read_mask(n0);
     const u32 values = arrived(), values_empty = sm.empty + 8 * ring.stage;
     score_product<VALUE_DIM>(dp, sm.grad_out + c * OWN_DO_BYTES, values);
     wgmma_wait<1>();

@@ -82,16 +82,10 @@ DEVICE void produce(const Params& p, const Smem& sm) {
 }
 
 #if HAS_MASK
-// Sixteen bools as bits.
-DEVICE u32 bits_of(int4 x) {
-  constexpr u32 GATHER = 0x01020408;  // bytes of 0 and 1, times this: their bits side by side from bit 24 on
-  auto four = [](int y) { return (u32)y * GATHER >> 24 & 15; };
-  return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
-}
-
-// One warp for each consumer: the mask of its rows and every block that it visits, one block ahead. Eight lanes a row.
+// One warp for each consumer: the mask of its rows and every block that it visits, one block ahead. Eight lanes a row, 16 keys each.
 DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
-  const int lane = threadIdx.x & 31, chunk = lane & 7;
+  const int lane = threadIdx.x & 31, chunk = lane & 7, first = lane >> 3;  // of its rows, every fourth
+  const u32 to = sm.mask + c * MASK_BYTES + first * 16 + chunk * 2;
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
@@ -100,29 +94,17 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
     __syncwarp();
     if (lane == 0) mbar_arrive(sm.task_empty + 8 * tasks.stage);
     if (task.tile.m0 == NO_TASK) break;
-    const int row = task.tile.m0 + c * 64 + (lane >> 3), rows = p.mask_q ? p.Sq - row : 1;  // this lane's are every fourth
-    const unsigned char* from = p.mask + task.tile.b * p.mask_b + task.tile.h * p.mask_h + row * p.mask_q + chunk * 16;
+    const int row = task.tile.m0 + c * 64 + first;
+    const int there = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
+    const unsigned char* from = p.mask + task.tile.b * p.mask_b + task.tile.h * p.mask_h + row * p.mask_q + chunk * 2;
     for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
-      const unsigned char* at = from + j * BLOCK_N;
-      const int there = chunk < BLOCK_N / 16 && j * BLOCK_N + chunk * 16 < p.Sk ? rows : 0;
-      u32 found[8];  // of 16 groups of four rows, two in a word
+      const unsigned char* at = from + j * (BLOCK_N / 8);
+      unsigned short found[16];
 #pragma unroll
-      for (int i = 0; i < 16; i += 4) {
-        int4 x[4];
-#pragma unroll
-        for (int g = 0; g < 4; g++, at += 4 * p.mask_q) x[g] = (i + g) * 4 < there ? *(const int4*)at : make_int4(0, 0, 0, 0);
-        found[i / 2] = bits_of(x[0]) | bits_of(x[1]) << 16, found[i / 2 + 1] = bits_of(x[2]) | bits_of(x[3]) << 16;
-      }
-      if (!p.mask_q) {
-        found[0] = (found[0] & 0xFFFF) * 0x10001;
-#pragma unroll
-        for (int i = 1; i < 8; i++) found[i] = found[0];
-      }
+      for (int i = 0; i < 16; i++, at += 4 * p.mask_q) found[i] = i * 4 < there ? *(const unsigned short*)at : 0;
       mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < 16; i++)
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(sm.mask + c * MASK_BYTES + (i * 4 + (lane >> 3)) * 16 + chunk * 2),
-                     "h"((unsigned short)(found[i / 2] >> i % 2 * 16)) : "memory");
+      for (int i = 0; i < 16; i++) asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + i * 64), "h"(found[i]) : "memory");
       mbar_arrive(sm.mask_full + 8 * c);
     }
   }

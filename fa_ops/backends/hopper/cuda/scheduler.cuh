@@ -7,8 +7,8 @@ struct Params {
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
   const float* sinks;     // (Hq,) or null
   const float* alibi;     // (B|1, Hq) or null
-  const unsigned char* mask;            // bools by the strides below, rows at multiples of 16 bytes; or null
-  long long mask_b, mask_h, mask_q;     // 0 where it is the same for all
+  const unsigned char* mask;            // bits of each query's keys, from mask.cu, with the strides below; or null
+  long long mask_b, mask_h, mask_q;     // in bytes, 0 where it is the same for all
   int* counter;           // tiles handed out beyond the first of each CTA; zero at launch
   int B, Hq, group, Sq, Sk;
   int window_left, window_right;  // FAR: unbounded; causal is window_right = 0

@@ -1,0 +1,61 @@
+// A bool mask to bits, one CTA row of the grid for each of its heads: a row's bits stand in the order of its columns and are zero from `columns` on.
+// A head of the mask has `rows` x `columns` bytes at the steps given, in bytes; of the bits, as many rows of `pitch` bytes, a multiple of 16.
+
+struct Steps { long long b, h, row, column; };
+
+DEVICE const unsigned char* head_of(const unsigned char* mask, const Steps& s, int heads, int i) { return mask + i / heads * s.b + i % heads * s.h; }
+
+// Sixteen bytes that are not 0, a bit each.
+DEVICE u32 bits_of(uint4 x) {
+  constexpr u32 LOW = 0x7F7F7F7F, GATHER = 0x01020408;  // bytes of 0 and 1, times this: their bits side by side from bit 24 on
+  auto four = [](u32 y) { return ((((y & LOW) + LOW) | y) & ~LOW) / 128 * GATHER >> 24 & 15; };
+  return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
+}
+
+// Columns side by side, rows at multiples of 16 bytes: a thread reads 16 columns at once.
+extern "C" __global__ void __launch_bounds__(256) pack_rows(const unsigned char* mask, unsigned char* bits, Steps s, int heads, int all_heads,
+                                                            int rows, int columns, int pitch) {
+  const u32 groups = pitch / 2, i = blockIdx.x * 256 + threadIdx.x, row = i / groups, group = i - row * groups;
+  if (row >= rows) return;
+  const int left = columns - (int)group * 16;
+  for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
+    const unsigned char* from = head_of(mask, s, heads, head) + row * s.row + group * 16;
+    u32 found = 0;
+    if (left >= 16)
+      found = bits_of(*(const uint4*)from);
+    else
+      for (int j = 0; j < left; j++) found |= (u32)(from[j] != 0) << j;
+    *(unsigned short*)(bits + ((long long)head * rows + row) * pitch + group * 2) = found;
+  }
+}
+
+// Any steps: a warp has 32 rows of 32 columns, its lanes along the shorter step, and in the end a word for each row. A CTA is four warps by two.
+extern "C" __global__ void __launch_bounds__(256) pack_words(const unsigned char* mask, unsigned char* bits, Steps s, int heads, int all_heads,
+                                                             int rows, int columns, int pitch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, across = pitch / 8;
+  const int column = (blockIdx.x % across * 2 + warp % 2) * 32, row = (blockIdx.x / across * 4 + warp / 2) * 32;
+  if (row >= rows) return;
+  const bool lanes_are_columns = s.column <= s.row || rows == 1;
+  for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
+    const unsigned char* from = head_of(mask, s, heads, head) + row * s.row + column * s.column;
+    unsigned char x[32];
+    u32 word = 0;
+    if (lanes_are_columns) {
+      const int there = column + lane < columns ? rows - row : 0;
+#pragma unroll
+      for (int j = 0; j < 32; j++) x[j] = j < there ? from[j * s.row + lane * s.column] : 0;
+#pragma unroll
+      for (int j = 0; j < 32; j++) {
+        const u32 found = __ballot_sync(~0u, x[j] != 0);
+        if (j == lane) word = found;
+      }
+    } else {
+      const int there = row + lane < rows ? columns - column : 0;
+#pragma unroll
+      for (int j = 0; j < 32; j++) x[j] = j < there ? from[lane * s.row + j * s.column] : 0;
+#pragma unroll
+      for (int j = 0; j < 32; j++) word |= (u32)(x[j] != 0) << j;
+    }
+    if (row + lane < rows) *(u32*)(bits + ((long long)head * rows + row + lane) * pitch + column / 8) = word;
+  }
+}

@@ -1,0 +1,99 @@
+"""Bool masks as bits, packed once a call: every head and every block of a kernel reads them again.
+
+A row has 2 bytes for 16 columns, in order, and is zero past its columns, to a multiple of 16 bytes
+with room for the last block that a kernel reads. What a mask shares between batches, heads or rows
+its bits share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper.launch import Kernel, Module, current_stream, on_device, pointers_to
+
+_WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
+_QUERIES = 64  # of a block of the backward's; so many stand for all in a mask that all share
+_THREADS = 256
+_MOST_HEADS = 65535  # in the grid's second dimension; a CTA takes the heads beyond in turn
+
+
+def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
+    """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sq|1, bytes): the keys of each query."""
+    mask = _without_repetition(mask)
+    return _packed(mask.expand(*mask.shape[:3], Sk))
+
+
+def bits_by_key(mask: Tensor) -> Tensor:
+    """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sk|1, bytes): the queries of each key.
+
+    Where queries share the mask, its one block of 64 queries is every block.
+    """
+    mask = _without_repetition(mask).mT
+    return _packed(mask.expand(*mask.shape[:3], _QUERIES) if mask.shape[3] == 1 else mask)
+
+
+def queries_share(mask: Tensor) -> bool:
+    """Whether `bits_by_key` has one block of queries."""
+    return _without_repetition(mask).shape[2] == 1
+
+
+def _row_bytes(columns: int) -> int:
+    return (columns + _WIDEST_BLOCK - 1 + 127) // 128 * 16
+
+
+class Geometry(NamedTuple):
+    """A launch of cuda/mask.cu: the kernel, its grid, and its arguments past the addresses.
+
+    `sizes`: heads of a batch, heads of all batches, rows, columns, bytes of a row of bits.
+    """
+
+    kernel: str
+    grid: tuple[int, int]
+    steps: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Geometry:
+        B, H, rows, columns = mask.shape
+        strides, pitch = mask.stride(), _row_bytes(columns)
+        used = (stride for size, stride in zip(mask.shape[:3], strides) if size > 1)
+        if strides[3] == 1 and not any(x % 16 for x in (mask.data_ptr(), *used)):
+            kernel, ctas = "pack_rows", -(-rows * (pitch // 2) // _THREADS)
+        else:
+            kernel, ctas = "pack_words", pitch // 8 * -(-rows // 128)
+        sizes = H, B * H, rows, columns, pitch
+        return cls(kernel, (ctas, min(B * H, _MOST_HEADS)), strides, sizes)
+
+
+def _without_repetition(mask: Tensor) -> Tensor:
+    """Four dimensions, each of one element where all its elements are the same memory."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim, stride in enumerate(mask.stride()):
+        mask = mask if stride else mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _packed(mask: Tensor) -> Tensor:
+    geometry, index = Geometry.of(mask), mask.device.index
+    bits = mask.new_empty((*mask.shape[:3], geometry.sizes[-1]), dtype=torch.uint8)
+    with on_device(index):
+        _kernel(geometry.kernel, index).launch(
+            geometry.grid,
+            current_stream(index),
+            pointers_to(
+                *(ctypes.c_uint64(t.data_ptr()) for t in (mask, bits)),
+                (ctypes.c_int64 * 4)(*geometry.steps),
+                *map(ctypes.c_int, geometry.sizes),
+            ),
+        )
+    return bits
+
+
+@functools.cache
+def _kernel(name: str, device: int) -> Kernel:
+    return Module("mask", {}, device).kernel(name, _THREADS)
