@@ -288,13 +288,20 @@ def main() -> int:
 
     logging.set_verbosity_error()
     path = arguments.json
-    results = json.loads(path.read_text()) if path.exists() else {}
-    first, step = map(int, arguments.slice.split("/"))
+    try:
+        results = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        parser.error(f"{path} holds no results: {error}")
+    first, _, step = arguments.slice.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
+        parser.error(f"--slice must be i/n with i below n, got {arguments.slice!r}")
+    if arguments.seconds < 1:
+        parser.error(f"--seconds must be at least 1, got {arguments.seconds}")
     known = architectures()
     for name in arguments.names:
         if name not in known:
             parser.error(f"transformers has no architecture {name!r} to build")
-    names = arguments.names or known[first::step]
+    names = arguments.names or known[int(first) :: int(step)]
     functorch_config.enable_autograd_cache = False
     inductor_config.fallback_random = True  # the numbers that eager mode draws
     for name in [] if arguments.show else names:

@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.utils import logging
 
 import hf_integration
@@ -350,7 +350,12 @@ def main(
 ) -> None:
     """Prefill, training, decoding with a static cache and peak memory, in bf16; JSON rows."""
     start = time.monotonic()
-    for name, given, known in (("part", parts, RUN), ("mode", modes, MODES)):
+    chosen = (
+        ("part", parts, RUN),
+        ("mode", modes, MODES),
+        ("implementation", implementations, (*IMPLEMENTATIONS, *AttentionInterface())),
+    )
+    for name, given, known in chosen:
         for word in given.split(","):
             if word not in known:
                 raise typer.BadParameter(f"no {name} is called {word!r}: {', '.join(known)}")

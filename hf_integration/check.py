@@ -46,6 +46,9 @@ PROMPTS = (
 )
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 class Answers(NamedTuple):
     """Tokens (N, new) of each prompt and the margins between eager's two best logits."""
 
@@ -132,13 +135,17 @@ def noise(model, rows: list[list[int]], pad: int) -> float:
 
 def main(
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; by device")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + "; by device")] = "",
     count: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="prompts")] = len(PROMPTS),
     new: Annotated[int, typer.Option(min=1, help="tokens for each")] = 64,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Exit status 1 if a token differs that must not."""
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no such device")
     try:
         model, tokenizer = load(device, getattr(torch, dtype))
     except LookupError as error:

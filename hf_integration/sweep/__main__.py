@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 import transformers
 import typer
+from transformers import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -42,9 +43,15 @@ def main(
     for name in scenarios.split(","):
         if name not in SCENARIOS:
             raise typer.BadParameter(f"no scenario is called {name!r}: {', '.join(SCENARIOS)}")
+    for name in against.split(","):
+        if name not in AttentionInterface():
+            raise typer.BadParameter(f"no implementation is called {name!r}")
+    try:
+        results = json.loads(json_file.read_text()) if json_file.exists() else {}
+    except ValueError as error:
+        raise typer.BadParameter(f"{json_file} holds no results: {error}") from None
     warnings.simplefilter("ignore")
     logging.set_verbosity(50)
-    results = json.loads(json_file.read_text()) if json_file.exists() else {}
     known = results.setdefault("types", {})
     results["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
     wanted = [] if only_report else types or list(CONFIG_MAPPING_NAMES)

@@ -45,6 +45,7 @@ def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
     [
         ({"parts": "prefil"}, "no part is called 'prefil': prefill,"),
         ({"modes": "fast"}, "no mode is called 'fast': eager, compiled"),
+        ({"implementations": "sdpa,fast"}, "no implementation is called 'fast': sdpa,"),
         ({"device": "cpu"}, "a model of 8B shape needs CUDA"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import typer
 from torch import tensor
 
 import hf_integration
@@ -22,6 +23,14 @@ def test_a_real_model_says_what_it_says_with_eager_attention():
         found[name] = check.answers(model, rows, 5, "static", tokenizer.pad_token_id)
     assert check.differing(found["eager"], found["fa_ops"], 0.0) == (0, 0)
     assert len(found["eager"].tokens.unique()) > 3
+
+
+def test_bad_arguments_are_named(monkeypatch):
+    with pytest.raises(typer.BadParameter, match="dtype must be float32, .*got 'half'"):
+        check.main("cpu", "half")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(typer.BadParameter, match="torch sees no such device"):
+        check.main("cuda:1", "")
 
 
 def test_differences_count_where_the_choice_was_clear():

@@ -3,6 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import typer
 
 from hf_integration.sweep import scenarios
 from hf_integration.sweep.__main__ import main
@@ -22,6 +26,20 @@ def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
     command = [sys.executable, "-m", "hf_integration.sweep", *types, "--json", str(file)]
     again = subprocess.check_output([*command, "--only-report"], text=True, timeout=200)
     assert again.splitlines() == out.splitlines()[-len(again.splitlines()) :]
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"types": ["nosuch"]}, "'nosuch' is no model type"),
+        ({"scenarios": "nopad,fast"}, "no scenario is called 'fast'"),
+        ({"against": "fast"}, "no implementation is called 'fast'"),
+        ({"json_file": Path(__file__)}, "test_hf_sweep.py holds no results"),
+    ],
+)
+def test_bad_arguments_are_named(wrong, says):
+    with pytest.raises(typer.BadParameter, match=says):
+        main(**wrong)
 
 
 def test_a_broken_feature_fails_its_scenario(monkeypatch):
