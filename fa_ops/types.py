@@ -107,6 +107,11 @@ def rows_are_aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def values_in_keys(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the keys' first features, in the same memory."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+
+
 def keywords(spec: Spec) -> dict:
     """What an operator call needs after its first six arguments: options not at their default."""
     return {

@@ -12,7 +12,7 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import compiler, configs, decode  # noqa: E402
+from fa_ops.backends.hopper import compiler, configs, decode, mla  # noqa: E402
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
 OFF = dict.fromkeys(
@@ -130,6 +130,21 @@ def test_decode(head_dim, page, rows, tmp_path):
 @pytest.mark.parametrize("kind", ["packed", "mask"])
 def test_what_other_kernels_need(kind):
     assert_clean(compiler.compile_source(compiler.assemble(kind, {}), "--ptxas-options=-v")[1])
+
+
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_mla(page, tmp_path):
+    config = configs.mla_config(page)
+    assert config.shared_bytes <= configs.SHARED_LIMIT
+    defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
+    cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
+    assert_clean(log, spilled_bytes=4)
+    sass = disassembled(cubin, tmp_path)
+    # of either warpgroup one product per 16 features, and one per 16 keys of its tiles and of the
+    # other's, with and without scores of its own for the second
+    assert sass.count("HGMMA") == 2 * (576 // 16) + 5 * (64 // 16)
+    assert sass.count("WARPGROUP.DEPBAR") == 7
+    assert not unwritten_uniform_registers(sass)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])

@@ -2,7 +2,7 @@
 
 A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cuda/forward.cu` (or
 `cuda/backward.cu`), tiles are in `configs`. `packed` gives sequences of a packed batch to the same
-kernels; `decode` has one of its own for few queries against a long cache.
+kernels; `decode` has one of its own for few queries against a long cache, `mla` for a latent cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _ELSEWHERE = "the triton backend can run it"
 # Gradients made in two passes, and under bool masks, each kind until it has run on a GPU.
 WIDE_BACKWARD = False  # head dims above 128, or value head dims of their own
 DETERMINISTIC_BACKWARD = False
+MLA_DECODE = False  # latent caches, until it has run on a GPU
 MASKED_BACKWARD = False
 
 
@@ -86,16 +87,20 @@ def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    from fa_ops.backends.hopper import decode, dense_forward
+    from fa_ops.backends.hopper import decode, dense_forward, mla
 
+    if mla.has_dims(q, v):
+        return mla.forward(q, k, Cache(), spec)
     if decode.decodes(q, k, v, spec):
         return decode.forward(q, k, v, Cache(), spec)
     return dense_forward.forward(q, k, v, spec)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    from fa_ops.backends.hopper import decode, dense_forward
+    from fa_ops.backends.hopper import decode, dense_forward, mla
 
+    if mla.has_dims(q, v):
+        return None  # where the values lie is no part of what is prepared
     if decode.decodes(q, k, v, spec):
         run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
         return lambda q, k, v: run(q, k, v, cache, spec)[0]
@@ -146,23 +151,28 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     """Why the tier cannot attend such a cache, or None."""
     if q.device.type != "cuda":
         return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
-    from fa_ops.backends.hopper import decode
+    from fa_ops.backends.hopper import decode, mla
 
-    reason = decode.cache_error(q, k, v, cache, spec)
+    own = mla if MLA_DECODE and mla.has_dims(q, v) else decode
+    reason = own.cache_error(q, k, v, cache, spec)
     return reason and f"{reason}; {_ELSEWHERE}"
 
 
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    from fa_ops.backends.hopper import decode
+    from fa_ops.backends.hopper import decode, mla
 
+    if mla.has_dims(q, v):
+        return mla.forward(q, k, cache, spec)
     return decode.forward(q, k, v, cache, spec)
 
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
-    from fa_ops.backends.hopper import decode
+) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]] | None:
+    from fa_ops.backends.hopper import decode, mla
 
+    if mla.has_dims(q, v):
+        return None  # as in `prepare`
     return decode.prepare(q, k, v, cache, spec)

@@ -137,6 +137,32 @@ class DecodeConfig:
         }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class MlaConfig:
+    """Two warpgroups attend 64 rows, in two buffers of 64 keys that hold their values too."""
+
+    copy_keys: int  # that one copy brings
+    head_dim: int = 576
+    value_dim: int = 512
+    slack: int = 8  # as the forward's
+
+    threads = 384
+    rows = 64
+    block_n = 64
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
+        barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
+        return tiles + 6 * self.rows * 4 + 4 * 32 + 8 + 8 * barriers
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
+            "COPY_KEYS": self.copy_keys, "SLACK": self.slack,
+        }  # fmt: skip
+
+
 def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
@@ -177,3 +203,7 @@ def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
     head_dim, value_dim = padded(D), padded(Dv)
     warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
     return DecodeConfig(head_dim, value_dim, 8 if rows <= 8 else 16, min(page or 64, 64), warps)
+
+
+def mla_config(page: int) -> MlaConfig:
+    return MlaConfig(min(page or 64, 64))

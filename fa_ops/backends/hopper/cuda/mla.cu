@@ -1,0 +1,454 @@
+// Few queries of many heads against a cache of one latent head, whose values are the first VALUE_DIM features of its keys, for sm_90a. A CTA attends 64
+// rows: `heads` heads of `tokens` queries. Two warpgroups hold half the columns of the output each. Tiles of 64 keys lie in two buffers; warpgroup 0
+// computes the scores of those in the first, warpgroup 1 of those in the second, and each tells the other the weights, which take the place of the
+// features that no value has. Rows of scores have one reference, which goes from tile to tile, so that sums on both sides agree. A buffer's halves
+// are freed and filled one by one, and read column by column as they come.
+// Which tiles a CTA takes: stretches.cuh. A unit that several share is merged by whichever comes last, so nobody waits. Its counter carries the
+// call's number: whatever else the memory holds counts as nobody yet, and nobody needs to clear it.
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK
+
+constexpr int ROWS = 64, WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
+constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
+constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
+constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
+static_assert(BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
+
+struct Params {
+  TensorMap q, k;
+  unsigned short* out;   // (B, Sq, Hq, VALUE_DIM)
+  float* lse;            // (B, Hq, Sq)
+  float* partial;        // (2 * CTAs, 2, OUTPUTS / 4, 128, 4): sums of weighted values as the threads hold them, relative to
+  float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
+  u64* arrivals;         // (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's slot
+  const int* kv_lens;    // (B,) or null
+  const int* table;      // (B, table_stride) or null
+  u64 call;              // not zero
+  int B, Hq, Sq, Sk;     // Sk: what the cache holds
+  int tokens, heads, head_blocks, width, units;  // blocks of rows: width * units or a few less
+  int window_right, page, pages, table_stride;
+  float scale_log2, merge_cost;
+};
+
+struct Smem {
+  u32 q, k, reference, sums, task, pending, valid, q_full, q_empty, full, empty, weights;
+  DEVICE Smem(u32 base) {
+    q = base, k = q + TILE_BYTES, reference = k + 2 * TILE_BYTES, sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4;
+    pending = task + 2 * TASK_BYTES, valid = pending + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
+    full = q_empty + 8, empty = full + 2 * WIDTH * 8, weights = empty + 4 * 8;
+  }
+  DEVICE u32 tile(int stage) const { return k + stage * TILE_BYTES; }
+  DEVICE u32 column_full(int stage, int x) const { return full + 8 * (stage * WIDTH + x); }
+  DEVICE u32 half_empty(int stage, int half) const { return empty + 8 * (stage * 2 + half); }
+  DEVICE u32 weights_full(int stage) const { return weights + 8 * stage; }
+  DEVICE u32 weights_at(int stage) const { return tile(stage) + 2 * HALF * COLUMN_BYTES; }
+};
+
+// Which queries a block of rows has: row r is query token + r % tokens of head + r / tokens.
+struct Block { int token, head; };
+DEVICE Block block_of(const Params& p, const Task& t) {
+  const int m = t.unit * p.width + blockIdx.x % p.width;
+  return {m / p.head_blocks * p.tokens, m % p.head_blocks * p.heads};
+}
+
+// Where a part of a unit lies. Only the first can be its CTA's second.
+DEVICE long long slot_of(const Params& p, const Task& t, int part) {
+  return ((long long)(t.first_team + part) * p.width + blockIdx.x % p.width) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0);
+}
+
+// A shared unit's counter, set to this call's number before anyone counts in it: of those who find something else the first one's exchange succeeds.
+DEVICE void open(const Params& p, const Smem& sm, Task t) {
+  u64* counter = p.arrivals + slot_of(p, t, 0);
+  const u64 seen = *(volatile u64*)counter;
+  if (seen >> 16 != p.call) atomicCAS(counter, seen, p.call << 16);
+  t.tile = 0, t.count = 1;
+  store_task(sm.pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0), t);
+}
+
+// Half of a tile into its buffer, with the weights' column after the half that the warpgroup frees which reads the weights last.
+DEVICE void copy_half(const Params& p, const Smem& sm, int stage, int half, u32 phase, int token, int page, u32 valid) {
+  const int lane = threadIdx.x & 31, count = HALF + (half != stage), part = lane / count, i = lane % count, x = i == HALF ? 2 * HALF : half * HALF + i;
+  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
+  mbar_wait(sm.half_empty(stage, half), phase ^ 1);
+  if (lane == 0 && half == stage) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(valid) : "memory");
+  __syncwarp();
+  if (part == 0) mbar_expect(sm.column_full(stage, x), COLUMN_BYTES);
+  __syncwarp();
+  if (part >= BLOCK_N / COPY_KEYS) return;
+  const u32 to = sm.tile(stage) + x * COLUMN_BYTES + part * COPY_KEYS * 128, full = sm.column_full(stage, x);
+  if (p.width == 1) tma_load_once(to, p.k, full, x * 64, token, 0, page);
+  else tma_load(to, p.k, full, x * 64, token, 0, page);
+}
+
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int i, u32& phase) {
+  const int lane = threadIdx.x & 31, stage = i & 1;
+  int token = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, page = -1;  // nothing lies there: zeros
+  if (lane < BLOCK_N / COPY_KEYS && token < t.keys) {
+#if IS_PAGED
+    page = p.table[(long long)t.b * p.table_stride + token / p.page], token %= p.page;
+    if (page >= p.pages) page = -1;
+#else
+    page = t.b;
+#endif
+  }
+  const u32 valid = __ballot_sync(~0u, page >= 0);
+  copy_half(p, sm, stage, stage, phase, token, page, valid);
+  copy_half(p, sm, stage, 1 - stage, phase, token, page, valid);
+  phase ^= 1;
+}
+
+DEVICE void copy(const Params& p, const Smem& sm) {
+  const int lane = threadIdx.x & 31;
+  u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
+  Ring<2> units;
+  u32 q_phase = 0;
+  for (Walk walk(p);; units.next(), q_phase ^= 1) {
+    Task t;
+    if (walk.at < walk.stop) t = walk.task(); else t.count = 0;
+    mbar_wait(sm.q_empty, q_phase ^ 1);
+    if (lane == 0) {
+      store_task(sm.task + units.stage * TASK_BYTES, t);
+      if (t.count == 0) mbar_arrive(sm.q_full);
+      else {
+        const Block block = block_of(p, t);
+        mbar_expect(sm.q_full, p.tokens * p.heads * HEAD_DIM * 2);
+        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
+      }
+    }
+    __syncwarp();
+    if (t.count == 0) break;
+#pragma unroll 1
+    for (int i = 0; i < t.count; i += 2) {
+      copy_tile(p, sm, t, i, phases[0]);
+      if (i + 1 < t.count) copy_tile(p, sm, t, i + 1, phases[1]);
+    }
+    if (lane == 0 && t.parts > 1) open(p, sm, t);  // nobody looks before the next task, or the word that there is none
+    walk.next(t.count);
+  }
+}
+
+// Warpgroup W: scores of the tiles in buffer W, columns W * VALUE_DIM / 2 and on of the output.
+template <int W> struct Consumer {
+  const Params& p;
+  const Smem& sm;
+  const int tid, warp, lane, row;  // row: of the block, this thread's first; the second is 8 below
+  u32 phase = 0, other_phase = 0;  // of buffer W and of the other
+  float s[SCORES], o[OUTPUTS];
+  u32 weights[SCORES / 2];
+  Softmax<SCORES> softmax;
+  int hi0, hi1, full;              // keys that this thread's rows attend, and that all rows do
+
+  DEVICE Consumer(const Params& p, const Smem& sm)
+      : p(p), sm(sm), tid(threadIdx.x & 127), warp(tid >> 5), lane(threadIdx.x & 31), row(warp * 16 + (lane >> 2)) {}
+
+  DEVICE void begin(const Task& t) {
+    const Block block = block_of(p, t);
+    const int diagonal = t.keys - p.Sq + block.token + p.window_right + 1;
+    full = min(t.keys, diagonal), hi0 = min(t.keys, diagonal + row % p.tokens), hi1 = min(t.keys, diagonal + (row + 8) % p.tokens);
+    softmax.reset();
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
+  }
+
+  // This warp is done with what a barrier guards.
+  DEVICE void leave(u32 barrier) {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(barrier);
+  }
+
+  // The own half first: it is the first to come.
+  DEVICE void score_product() {
+    const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(W), 16);
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+      const int x = i == 2 * HALF ? i : (i + W * HALF) % (2 * HALF);
+      mbar_wait(sm.column_full(W, x), phase);
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < 4; d++) {
+        const u64 a = descriptor(queries, x * COLUMN_BYTES + d * 32), b = descriptor(keys, x * COLUMN_BYTES + d * 32);
+        if (i == 0 && d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
+      }
+    }
+    wgmma_commit();
+  }
+
+  DEVICE void own_product() {
+    const u32 values = descriptor_base(sm.tile(W) + W * HALF * COLUMN_BYTES, COLUMN_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 16; j++)
+      wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3], descriptor(values, j * 2048));
+    wgmma_commit();
+  }
+
+  DEVICE void other_product() {
+    const u32 values = descriptor_base(sm.tile(1 - W) + W * HALF * COLUMN_BYTES, COLUMN_BYTES), from = descriptor_base(sm.weights_at(1 - W), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 16; j++) wgmma_other(o, descriptor(from, j * 32), descriptor(values, j * 2048));
+    wgmma_commit();
+  }
+
+  DEVICE void rescale_output() {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 4) {
+      o[i] *= softmax.rescale0, o[i + 1] *= softmax.rescale0;
+      o[i + 2] *= softmax.rescale1, o[i + 3] *= softmax.rescale1;
+    }
+  }
+
+  // Scores to weights, relative to the reference that they may raise: whether they do.
+  DEVICE bool weigh(int tile) {
+    const int first = tile * BLOCK_N;
+    u32 valid = ~0u;
+#if IS_PAGED
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(valid) : "r"(sm.valid + 4 * W) : "memory");
+#endif
+    if (first + BLOCK_N > full || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
+      const int from = first + (lane & 3) * 2;
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) {
+        const int j = (i >> 2) * 8 + (i & 1);
+        if (!(j < (i & 2 ? hi1 : hi0) - from && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -__int_as_float(0x7f800000);
+      }
+    }
+    bool raised = softmax.raise<0>(s, p.scale_log2);
+    raised |= softmax.raise<1>(s, p.scale_log2);
+    softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
+    return raised;
+  }
+
+  // The weights and their reference, for the other warpgroup. Only this one has read the column that they overwrite.
+  DEVICE void tell() {
+    const int r = warp * 16 + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i += 4)
+      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
+    if ((lane & 3) == 0) {
+      const u32 at = sm.reference + (W * ROWS + row) * 4;
+      asm volatile("st.shared.f32 [%0], %2; st.shared.f32 [%1], %3;" ::"r"(at), "r"(at + 32), "f"(softmax.max0), "f"(softmax.max1) : "memory");
+    }
+    fence_async_smem();
+    mbar_arrive(sm.weights_full(W));
+  }
+
+  // Until the other's weights are there: its reference becomes this one's.
+  DEVICE void hear() {
+    mbar_wait(sm.weights_full(1 - W), other_phase);
+#pragma unroll
+    for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - W, W * HALF + x), other_phase);
+    const u32 at = sm.reference + ((1 - W) * ROWS + row) * 4;
+    float top0, top1;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(top0) : "r"(at) : "memory");
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(top1) : "r"(at + 32) : "memory");
+    if (!__any_sync(~0u, top0 != softmax.max0 || top1 != softmax.max1)) return;
+    softmax.rescale0 = exp2_fast((softmax.max0 - top0) * p.scale_log2), softmax.rescale1 = exp2_fast((softmax.max1 - top1) * p.scale_log2);
+    softmax.max0 = top0, softmax.max1 = top1, softmax.sum0 *= softmax.rescale0, softmax.sum1 *= softmax.rescale1;
+    rescale_output();
+  }
+
+  // Values past the row's last key may hold anything, and 0 * NaN is NaN: they become zeros, in this warpgroup's half of the buffer.
+  DEVICE void clear_values(const Task& t, int stage, int tile) {
+    const int from = t.keys - tile * BLOCK_N;
+    if (from >= BLOCK_N) return;
+    for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
+#pragma unroll
+      for (int x = 0; x < HALF; x++) store_shared(sm.tile(stage) + (W * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
+    fence_async_smem();
+    named_sync(OWN_BARRIER + W, 128);
+  }
+
+  // A tile whose scores are the other's.
+  DEVICE void follow(const Task& t, int tile) {
+    hear();
+    clear_values(t, 1 - W, tile);
+    other_product();
+    wgmma_wait<0>();
+    pin(o);
+    leave(sm.half_empty(1 - W, W));
+    other_phase ^= 1;
+  }
+
+  // The rest of a tile whose scores are this warpgroup's.
+  DEVICE void conclude(const Task& t, int tile, bool raised) {
+    if (raised) rescale_output();
+    clear_values(t, W, tile);
+    own_product();
+    wgmma_wait<0>();
+    pin(o);
+    leave(sm.half_empty(W, W));
+    phase ^= 1;
+  }
+
+  // Scores first, then what the other does with them and with its own.
+  DEVICE void attend_first(const Task& t, int i) {
+    score_product();
+    wgmma_wait<0>();
+    pin(s);
+    if (i + 2 >= t.count) leave(sm.q_empty);
+    const bool raised = weigh(t.tile + i);
+    tell();
+    conclude(t, t.tile + i, raised);
+    if (i + 1 < t.count) follow(t, t.tile + i + 1);
+  }
+
+  // The other's weights meet their values while this one's scores become weights.
+  DEVICE void attend_second(const Task& t, int i) {
+    if (i + 1 >= t.count) {
+      leave(sm.q_empty);
+      follow(t, t.tile + i);
+      return;
+    }
+    score_product();
+    hear();
+    other_product();
+    wgmma_wait<1>();
+    pin(s);
+    if (i + 2 >= t.count) leave(sm.q_empty);
+    const bool raised = weigh(t.tile + i + 1);
+    tell();
+    softmax.pin();
+    wgmma_wait<0>();
+    pin(o);
+    leave(sm.half_empty(1 - W, W));
+    other_phase ^= 1;
+    conclude(t, t.tile + i + 1, raised);
+  }
+
+  // Normalised, with LSE, to where it belongs; maxima in log2 units.
+  DEVICE void write(const Task& t, float max0, float max1, float sum0, float sum1) {
+    const Block block = block_of(p, t);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int at = row + 8 * r, head = block.head + at / p.tokens, token = block.token + at % p.tokens;
+      if (at >= p.tokens * p.heads || token >= p.Sq || head >= p.Hq) continue;
+      float inverse;
+      const float lse = finish_row(r ? max1 : max0, r ? sum1 : sum0, 1.f, false, 0.f, inverse);
+      if (W == 0 && (lane & 3) == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
+      unsigned short* to = p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 2;
+#pragma unroll
+      for (int i = 0; i < OUTPUTS / 4; i++) *(u32*)(to + i * 8) = pack(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+    }
+  }
+
+  DEVICE float4* partial_at(long long slot) { return (float4*)p.partial + (slot * 2 + W) * (OUTPUTS / 4 * 128) + tid; }
+
+  DEVICE void finish(const Task& t, int parity) {
+    softmax.reduce();
+    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4;
+    if ((lane & 3) == 0)
+      asm volatile("st.shared.f32 [%0], %2; st.shared.f32 [%1], %3;" ::"r"(sums + W * ROWS * 4), "r"(sums + W * ROWS * 4 + 32), "f"(softmax.sum0), "f"(softmax.sum1) : "memory");
+    named_sync(ALL_BARRIER, 256);
+    float other0, other1;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other0) : "r"(sums + (1 - W) * ROWS * 4) : "memory");
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other1) : "r"(sums + (1 - W) * ROWS * 4 + 32) : "memory");
+    const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2, sum0 = softmax.sum0 + other0, sum1 = softmax.sum1 + other1;
+    if (t.parts == 1) {
+      write(t, max0, max1, sum0, sum1);
+      return;
+    }
+    if (warp * 16 >= p.tokens * p.heads) return;  // nobody's rows
+    const long long slot = blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0);
+    float4* to = partial_at(slot);
+#pragma unroll
+    for (int i = 0; i < OUTPUTS / 4; i++) to[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    if (W == 0 && (lane & 3) == 0) p.partial_stats[slot * ROWS + row] = make_float2(max0, sum0), p.partial_stats[slot * ROWS + row + 8] = make_float2(max1, sum1);
+  }
+
+  // At the end of the stretch: this CTA's parts of units that others share are there. Merges those where it comes last.
+  DEVICE void arrive() {
+    named_sync(ALL_BARRIER, 256);
+    const u32 mine = sm.pending + warp * TASK_BYTES;
+    if (W == 0 && warp < 2 && lane == 0 && load_shared(mine).w) {
+      const Task t = load_task(mine);
+      u64* counter = p.arrivals + slot_of(p, t, 0);
+      u64 before;
+      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
+      const bool last = (int)(before & 0xFFFF) + 1 == t.parts;
+      if (last) *counter = 0;  // a captured graph will be this call again
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(mine + 8), "r"((int)last) : "memory");
+    }
+    named_sync(ALL_BARRIER, 256);
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+      const Task t = load_task(sm.pending + i * TASK_BYTES);
+      if (t.count && t.tile) merge(t);
+    }
+  }
+
+  DEVICE void merge(const Task& t) {
+    if (warp * 16 >= p.tokens * p.heads) return;
+    float max0 = NEVER, max1 = NEVER, sum0 = 0.f, sum1 = 0.f;
+#pragma unroll 4
+    for (int part = 0; part < t.parts; part++) {
+      const float2 *stats = p.partial_stats + slot_of(p, t, part) * ROWS + row, x = __ldcg(stats), y = __ldcg(stats + 8);
+      if (x.y > 0.f) max0 = fmaxf(max0, x.x);
+      if (y.y > 0.f) max1 = fmaxf(max1, y.x);
+    }
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < t.parts; part++) {
+      const long long slot = slot_of(p, t, part);
+      const float2 *stats = p.partial_stats + slot * ROWS + row, x = __ldcg(stats), y = __ldcg(stats + 8);
+      const float factor0 = x.y > 0.f ? exp2_fast(x.x - max0) : 0.f, factor1 = y.y > 0.f ? exp2_fast(y.x - max1) : 0.f;
+      sum0 += x.y * factor0, sum1 += y.y * factor1;
+      const float4* from = partial_at(slot);
+#pragma unroll
+      for (int i = 0; i < OUTPUTS / 4; i++) {
+        const float4 z = __ldcg(from + i * 128);
+        o[4 * i] += z.x * factor0, o[4 * i + 1] += z.y * factor0, o[4 * i + 2] += z.z * factor1, o[4 * i + 3] += z.w * factor1;
+      }
+    }
+    write(t, max0, max1, sum0, sum1);
+  }
+
+  DEVICE void work() {
+    for (Ring<2> units;; units.next()) {
+      mbar_wait(sm.q_full, units.stage);
+      const u32 at = sm.task + units.stage * TASK_BYTES;
+      const Task t = load_task(at);
+      if (t.count == 0) break;
+      begin(t);
+#pragma unroll 1
+      for (int i = 0; i < t.count; i += 2)
+        if (W == 0) attend_first(t, i); else attend_second(t, i);
+      const Task done = load_task(at);  // again: most of it takes no registers until here
+      finish(done, units.stage);
+    }
+    arrive();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Smem sm(smem_address(shared));
+  if (threadIdx.x == 0) {
+    mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 8);
+    for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
+    for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 4);
+    for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128), store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
+    mbar_init_fence();
+    prefetch_map(p.q), prefetch_map(p.k);
+  }
+  // rows that no copy of queries brings
+  for (u32 i = threadIdx.x * 16; i < TILE_BYTES; i += 384 * 16) store_shared(sm.q + i, make_int4(0, 0, 0, 0));
+  fence_async_smem();
+  __syncthreads();
+  next_grid_may_start(), wait_for_last_grid();
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    register_release<40>();
+    if (threadIdx.x < 32) copy(p, sm);
+  } else if (warpgroup == 1) {
+    register_claim<232>();
+    Consumer<0> consumer(p, sm);
+    consumer.work();
+  } else {
+    register_claim<232>();
+    Consumer<1> consumer(p, sm);
+    consumer.work();
+  }
+}

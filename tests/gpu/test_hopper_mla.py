@@ -1,0 +1,178 @@
+"""The Hopper kernel for latent caches on a GPU: one head, 576 features, of which 512 are values."""
+
+import pytest
+import torch
+
+from fa_ops import dispatch
+from fa_ops.backends import hopper
+from fa_ops.testing.caches import CacheCase, assert_cache_close
+from fa_ops.types import Cache, Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU (sm_90)",
+    ),
+]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(hopper, "MLA_DECODE", True)
+    dispatch._selected.clear()
+    yield
+    dispatch._selected.clear()
+
+
+def latent(**fields):
+    fixed = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "device": "cuda"}
+    return CacheCase(**({"dtype": torch.bfloat16} | fixed | fields))
+
+
+def drawn(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
+    """q, the cache's memory, Cache and lengths; keys that no row has are NaN."""
+    B, S = len(lens), S or max(*lens, 1)
+    q = torch.randn(B, heads, tokens, 576, device="cuda", dtype=dtype)
+    kv_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+    if not page:
+        k = torch.randn(B, 1, S, 576, device="cuda", dtype=dtype)
+        for b, n in enumerate(lens):
+            k[b, :, n:] = float("nan")
+        return q, k, Cache(), kv_lens
+    pages = -(-S // page)
+    k = torch.full((B * pages, page, 1, 576), float("nan"), device="cuda", dtype=dtype)
+    table = torch.randperm(B * pages, device="cuda", dtype=torch.int32).view(B, pages)
+    for b, n in enumerate(lens):
+        at = torch.arange(n, device="cuda")
+        k[table[b, at // page].long(), at % page, 0] = torch.randn(n, 576, device="cuda").to(dtype)
+    return q, k, Cache(page_table=table), kv_lens
+
+
+def attended(q, k, cache, kv_lens, causal=False):
+    return hopper.cache_forward(q, k, k[..., :512], cache, Spec(None, 0.0, causal, kv_lens=kv_lens))
+
+
+def assert_right(found, q, k, cache, kv_lens, causal=False):
+    """Row by row against a float64 computation."""
+    B, _, tokens, _ = q.shape
+    for b in range(B):
+        n = int(kv_lens[b])
+        keys = k[b, 0] if cache.page_table is None else k[cache.page_table[b].long(), :, 0]
+        keys = keys.flatten(0, -2)[:n].double()
+        s = q[b].double() @ keys.T * 576**-0.5
+        if causal:
+            seen = torch.ones(tokens, n, device="cuda", dtype=torch.bool).tril(n - tokens)
+            s = s.masked_fill(~seen, float("-inf"))
+        lse = s.logsumexp(-1)
+        expected = (s - lse[..., None]).exp().nan_to_num(0.0) @ keys[:, :512]
+        error = (found[0][b].double() - expected).norm() / expected.norm().clamp_min(1e-9)
+        assert error < 1e-2, (b, n, error)
+        torch.testing.assert_close(found[1][b].double(), lse, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("page_size", [0, 16, 32, 64, 256])
+def test_oracle(heads, page_size):
+    dtype = HALVES[page_size % 3 % 2]
+    assert_cache_close(latent(Hq=heads, S=500, page_size=page_size, dtype=dtype), "hopper")
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 9])
+@pytest.mark.parametrize("heads", [1, 20, 64, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_new_tokens(heads, tokens, causal):
+    case = latent(Hq=heads, Sq=tokens, S=300, is_causal=causal, page_size=64, seed=heads + tokens)
+    assert_cache_close(case, "hopper")
+
+
+@pytest.mark.parametrize("lens", [(0, 1), (63, 64), (65, 128), (129, 0), (2, 3)], ids=str)
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_lengths(lens, page_size, tokens):
+    case = latent(S=129, lens=lens, page_size=page_size, Hq=20, Sq=tokens, is_causal=True)
+    assert_cache_close(case, "hopper")
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3])
+def test_scale_and_strided_cache(scale):
+    assert_cache_close(latent(Hq=16, S=400, scale=scale, bshd=False, magnitude=3.0), "hopper")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_batches_of_any_lengths(seed):
+    g = torch.Generator().manual_seed(seed)
+    B = (1, 3, 12, 33, 40, 2)[seed % 6]
+    longest = (9000, 3000, 2000, 700)[seed // 6]
+    lens = torch.randint(longest, (B,), generator=g).tolist()
+    lens[seed % B] = seed % 2
+    heads, tokens = ((16, 1), (128, 1), (20, 3), (64, 2))[seed % 4]
+    torch.manual_seed(seed)
+    case = drawn(lens, heads, tokens, page=(0, 16, 64, 128)[seed // 3 % 4], dtype=HALVES[seed % 2])
+    assert_right(attended(*case, causal=tokens > 1), *case, causal=tokens > 1)
+
+
+def test_raised_references():
+    """Scores that grow from tile to tile, so that every tile rescales what is summed."""
+    q, k, cache, lens = drawn([4000, 3999], 64, page=0)
+    k *= torch.linspace(0.1, 30, 4000, device="cuda").view(1, 1, -1, 1).to(k.dtype)
+    assert_right(attended(q, k, cache, lens), q, k, cache, lens)
+
+
+def test_repeatable_on_two_streams_at_once():
+    case = drawn([9000, 1, 0, 5000, 4097], 128)
+    expected = attended(*case)
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for step in range(100):
+        with torch.cuda.stream(streams[step % 2]):
+            results.append(attended(*case))
+    torch.cuda.synchronize()
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_one_graph_serves_every_length():
+    q, k, cache, lens = drawn([6000] * 4, 128)
+    attended(q, k, cache, lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attended(q, k, cache, lens)
+        again = attended(q, k, cache, lens)
+    for step in range(6):
+        q.normal_()
+        lens.random_(0, 6000)
+        if step == 3:
+            lens[:2] = torch.tensor([0, 1])
+        graph.replay()
+        assert_right(captured, q, k, cache, lens)
+        assert torch.equal(captured[0], again[0])
+
+
+def test_a_page_that_does_not_exist_has_no_keys():
+    q, k, cache, lens = drawn([300, 200], 16)
+    missing = cache.page_table.clone()
+    missing[0, 1], missing[1, 0] = -1, 10**6
+    for b, at in ((0, 1), (1, 0)):  # the same keys, out of everyone's sight
+        k[cache.page_table[b, at].long()] = 0
+    found = attended(q, k, Cache(page_table=missing), lens)
+    kept = [[x for x in range(n) if x // 64 != gone] for n, gone in ((300, 1), (200, 0))]
+    rows = [k[cache.page_table[b].long(), :, 0].flatten(0, 1)[kept[b]] for b in range(2)]
+    for b, keys in enumerate(rows):
+        alone = keys[None, None].contiguous()
+        n = torch.tensor([keys.shape[0]], device="cuda", dtype=torch.int32)
+        one = tuple(x[b : b + 1] for x in found)
+        assert_right(one, q[b : b + 1], alone, Cache(), n)
+
+
+def test_what_it_refuses():
+    q, k, v, cache, spec = latent(Hq=16).fresh()
+    assert hopper.cache_error(q, k, v, cache, spec) is None
+    assert dispatch.select_cache(q, k, v, cache, spec) is hopper
+    apart = v.clone(memory_format=torch.contiguous_format)
+    assert "hold its values" in hopper.cache_error(q, k, apart, cache, spec)
+    assert dispatch.select_cache(q, k, apart, cache, spec) is not hopper
+    assert "window" in hopper.cache_error(q, k, v, cache, spec._replace(window_left=3))
