@@ -119,6 +119,8 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     for t in terms if plan.sunk else [zeroed] if zeroed else []:
         if meanings[t]:  # rows without keys give 0, as -inf does
             meanings[t] = Meaning(meanings[t].keep, -math.inf)
+    if _rows_attend_themselves(terms, meanings, plan):  # then any fill does what -inf does
+        meanings |= {t: Meaning(meanings[t].keep, -math.inf) for t in terms}
     bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
     dense = [t for t in terms if t not in bands]
     window = _window([meanings[t] for t in bands], plan)
@@ -167,6 +169,14 @@ def _run(
     dead = _additive(first, meanings[first])[1]
     share = _share(plan, first, meanings)
     return Masks(run=made, dead=dead, share=share, fill=meanings[first].fill)
+
+
+def _rows_attend_themselves(terms: list[Term], meanings: dict, plan: Plan) -> bool:
+    """Whether all masks are known and leave every query the key on its own place."""
+    j = _only(plan.keys)
+    if j is None or not all(meanings[t] for t in terms):
+        return False
+    return attends_itself(all_of(*(meanings[t].keep for t in terms)), _only(plan.queries), j)
 
 
 def _check_floor(plan: Plan, meanings: dict[Term, Meaning | None]) -> None:

@@ -202,6 +202,21 @@ def test_rows_without_keys_are_what_eager_makes_them(kind, Hkv, dynamic):
     assert fusion.findings[0].masks == "dense attn_mask"
 
 
+@pytest.mark.parametrize("Sk, proven", [(12, True), (15, True), (9, False)])
+def test_a_prefix_leaves_each_row_its_own_key_where_there_is_one(Sk, proven):
+    """Then nothing is done about rows without keys: no zero query, no second call in training."""
+
+    def function(q, k, v):
+        i, j = torch.arange(12)[:, None] + (Sk - 12), torch.arange(Sk)
+        keep = (j <= i) | ((i < 4) & (j < 4))
+        scores = q @ k.mT * 0.35 + torch.where(keep, 0.0, LOWEST)
+        return scores.softmax(-1) @ v
+
+    fusion = check(function, qkv(Sk=Sk))
+    assert fusion.findings[0].masks == "dense attn_mask"
+    assert fusion.code.count("fa.attention") == (1 if proven else 2)
+
+
 def test_rows_without_keys_under_inf_are_zero():
     def function(q, k, v, keep):
         return attention(q, k, v, padded("added inf", keep))
