@@ -250,7 +250,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     Example:
         >>> print(dispatch.explain(q, k, v, is_causal=True))
         backend: cpu
-          triton: needs a CUDA device
+          hopper: needs a CUDA device
+          triton: ...
           cpu: can run this
           reference: can run this
     """

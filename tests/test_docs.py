@@ -1,9 +1,14 @@
 """Every Python example in the README and on the site runs, page by page, from top to bottom."""
 
+import doctest
 import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,6 +29,19 @@ def test_examples_run(page):
     for line, source in examples(page):
         padded = "\n" * line + source  # errors then point at the page's own lines
         exec(compile(padded, str(page), "exec"), namespace)
+
+
+DOORS = ("attention", "attention_varlen", "attention_with_kv_cache", "use_backend")
+
+
+@pytest.mark.parametrize("function", [*(getattr(fa_ops, name) for name in DOORS), dispatch.explain])
+def test_examples_in_docstrings_say_what_happens(function, capsys, monkeypatch):
+    monkeypatch.setattr(dispatch, "_available", {"hopper": "needs a CUDA device"})
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    known = {"torch": torch, "fa_ops": fa_ops, "dispatch": dispatch, "q": q, "k": k, "v": v}
+    assert ">>>" in function.__doc__
+    doctest.run_docstring_examples(function, known, optionflags=doctest.ELLIPSIS)
+    assert capsys.readouterr().out == ""
 
 
 def test_pages_of_the_site_exist_and_are_in_its_menu():
