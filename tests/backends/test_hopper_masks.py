@@ -14,74 +14,84 @@ from fa_ops.backends.hopper.problem import shared_strides
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
-# What the source takes from CUDA. Lanes run one after another, twice: votes do not depend on other
-# votes, so that the second time all of them are known.
+# What the source takes from CUDA. Lanes run one after another, twice: what they tell each other
+# does not depend on what others told them, so that the second time all of it is known.
 CUDA = """
+#include <algorithm>
 #include <vector>
+using std::min, std::max;
 typedef unsigned int u32;
 struct uint4 { u32 x, y, z, w; };
+struct int2 { int x, y; };
 struct Index { int x, y; };
 static Index blockIdx, gridDim, threadIdx;
-static std::vector<u32> votes;
-static u32 vote;
-static u32 __ballot_sync(u32, bool yes) {
-  if (vote == votes.size()) votes.push_back(0);
-  votes[vote] |= (u32)yes << (threadIdx.x & 31);
-  return votes[vote++];
+static std::vector<int> told;
+static u32 place;
+template <class Join> int tell(int x, Join join) {
+  if (place == told.size()) told.push_back(x); else told[place] = join(told[place], x);
+  return told[place++];
 }
+static u32 __ballot_sync(u32, bool yes) {
+  return tell((u32)yes << (threadIdx.x & 31), [](int a, int b) { return a | b; });
+}
+static int __reduce_min_sync(u32, int x) { return tell(x, [](int a, int b) { return min(a, b); }); }
+static int __reduce_max_sync(u32, int x) { return tell(x, [](int a, int b) { return max(a, b); }); }
+static int __ffs(u32 x) { return __builtin_ffs(x); }
+static int __clz(u32 x) { return __builtin_clz(x); }
+static int2 make_int2(int x, int y) { return {x, y}; }
 #define DEVICE inline
 #define __global__
 #define __launch_bounds__(threads)
 """
 LAUNCH = """
-extern "C" void launch(int words, Index* grid, const unsigned char* mask, unsigned char* bits,
-                       Steps* s, const int* n) {
+template <class Lane> void run(Index* grid, Lane lane) {
   gridDim = *grid;
   for (blockIdx.y = 0; blockIdx.y < grid->y; blockIdx.y++)
     for (blockIdx.x = 0; blockIdx.x < grid->x; blockIdx.x++)
       for (int warp = 0; warp < 8; warp++) {
-        votes.clear();
-        for (int lane = 0; lane < 64; lane++) {
-          threadIdx.x = warp * 32 + lane % 32, vote = 0;
-          (words ? pack_words : pack_rows)(mask, bits, *s, n[0], n[1], n[2], n[3], n[4]);
-        }
+        told.clear();
+        for (int i = 0; i < 64; i++) threadIdx.x = warp * 32 + i % 32, place = 0, lane();
       }
+}
+extern "C" {
+void run_pack_rows(Index* g, const unsigned char* mask, unsigned char* bits, Steps* s,
+                   int heads, int all, int rows, int columns, int pitch) {
+  run(g, [&] { pack_rows(mask, bits, *s, heads, all, rows, columns, pitch); });
+}
+void run_pack_words(Index* g, const unsigned char* mask, unsigned char* bits, Steps* s,
+                    int heads, int all, int rows, int columns, int pitch) {
+  run(g, [&] { pack_words(mask, bits, *s, heads, all, rows, columns, pitch); });
+}
+void run_find_runs(Index* g, unsigned char* bits, int rows, int pitch) {
+  run(g, [&] { find_runs(bits, rows, pitch); });
+}
 }
 """
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
+def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mask")
-    kernels = Path(hopper.__file__).parent / "cuda/mask.cu"
-    (folder / "mask.cpp").write_text(CUDA + kernels.read_text() + LAUNCH)
+    source = Path(hopper.__file__).parent / "cuda/mask.cu"
+    (folder / "mask.cpp").write_text(CUDA + source.read_text() + LAUNCH)
     library = folder / "mask.so"
     subprocess.run(
         ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", folder / "mask.cpp", "-o", library],
         check=True,
     )
-    return ctypes.CDLL(str(library)).launch
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture
-def packed(launch, monkeypatch):
+def packed(kernels, monkeypatch):
     """The names of the kernels that ran."""
     ran = []
 
-    def pack(mask):
-        kernel, grid, steps, sizes = masks.Geometry.of(mask)
+    def launch(device, kernel, grid, *params):
         ran.append(kernel)
-        bits = torch.full((*mask.shape[:3], sizes[-1]), 0xA5, dtype=torch.uint8)
-        launch(
-            kernel == "pack_words",
-            (ctypes.c_int * 2)(*grid),
-            *(ctypes.c_void_p(t.data_ptr()) for t in (mask, bits)),
-            (ctypes.c_int64 * 4)(*steps),
-            (ctypes.c_int * 5)(*sizes),
-        )
-        return bits
+        getattr(kernels, f"run_{kernel}")((ctypes.c_int * 2)(*grid), *params)
 
-    monkeypatch.setattr(masks, "_packed", pack)
+    monkeypatch.setattr(masks, "_launch", launch)
     return ran
 
 
@@ -105,6 +115,8 @@ FORMS = {
     "heads before batches": (random(3, 2, 33, 48).transpose(0, 1), "pack_rows", "pack_words"),
     "aligned slice": (random(2, 64, 320)[..., :300], "pack_rows", "pack_words"),
     "odd slice": (random(2, 64, 320)[:, 1:, 3:300], "pack_words", "pack_words"),
+    "causal": (torch.ones(90, 200).tril(40).bool(), "pack_words", "pack_words"),
+    "none": (torch.zeros(3, 1, 5, 64).bool(), "pack_rows", "pack_words"),
     "every second": (random(2, 1, 64, 320)[..., ::2, ::2], "pack_words", "pack_words"),
     "bytes above 1": (BYTES.view(torch.bool).expand(64, 64), "pack_rows", "pack_words"),
 }  # fmt: skip
@@ -115,9 +127,17 @@ def four(mask):
 
 
 def shown(bits, columns):
-    """As bool, and what follows the columns."""
-    found = (bits[..., None] >> torch.arange(8) & 1).bool().flatten(-2)
-    return found[..., :columns], found[..., columns:]
+    """As bool (..., columns), after a look at what follows."""
+    at = masks.run_at(bits)
+    found = (bits[..., :at, None] >> torch.arange(8) & 1).bool().flatten(-2)
+    assert at % 16 == 8 and not found[..., columns:].any()
+    kept = found[..., :columns]
+    runs = bits[..., at:].contiguous().view(torch.int32)
+    places = torch.arange(columns)
+    first = places.where(kept, 1 << 29).amin(-1, keepdim=True)
+    end = (places + 1).where(kept, 0).amax(-1, keepdim=True)
+    assert torch.equal(runs, torch.cat([first, end], -1).int())
+    return kept
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -125,13 +145,11 @@ def test_by_query(form, packed):
     mask, kernel, _ = FORMS[form]
     Sk = 300 if mask.shape[-1] == 1 else mask.shape[-1]
     bits = masks.bits_by_query(mask, Sk)
-    kept, rest = shown(bits, Sk)
     expected = (four(mask).view(torch.uint8) != 0).expand(*four(mask).shape[:3], Sk)
-    assert torch.equal(kept.expand_as(expected), expected) and not rest.any()
-    assert packed == [kernel]
-    assert bits.shape[-1] % 16 == 0
+    assert torch.equal(shown(bits, Sk).expand_as(expected), expected)
+    assert packed == [kernel, "find_runs"]
     for block in (64, 80, 112, 128):  # what a block reads is in its row
-        assert -(-Sk // block) * block <= 8 * bits.shape[-1]
+        assert -(-Sk // block) * block <= 8 * masks.run_at(bits)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,16 +159,15 @@ def test_by_key(form, packed):
     bits = masks.bits_by_key(mask)
     Sq = expected.shape[-1]
     if masks.queries_share(mask):
-        kept, rest = shown(bits, 64)
+        kept = shown(bits, 64)
         assert torch.equal(kept, expected[:, :1, :, :1].expand_as(kept))
     else:
-        kept, rest = shown(bits, Sq)
-        assert torch.equal(kept.expand_as(expected), expected)
-    assert packed == [kernel] and not rest.any()
+        assert torch.equal(shown(bits, Sq).expand_as(expected), expected)
+    assert packed == [kernel, "find_runs"]
 
 
 def test_what_is_shared_is_packed_once(packed):
     padding = random(3, 1, 1, 300).expand(3, 8, 500, 300)
     assert masks.bits_by_query(padding, 300).shape[:3] == (3, 1, 1)
-    assert masks.bits_by_key(padding).shape == (3, 1, 300, 32)
-    assert shared_strides(masks.bits_by_query(padding, 300)) == (64, 0, 0)
+    assert masks.bits_by_key(padding).shape == (3, 1, 300, 48)
+    assert shared_strides(masks.bits_by_query(padding, 300)) == (80, 0, 0)

@@ -52,8 +52,8 @@ def test_forward(dims, features, tmp_path):
     config = configs.forward_config(*dims)
     cubin, log = compiled("forward", config, **features)
     # the copying warp has 32 or 40 registers and keeps up to three words aside, those that read
-    # masks up to five; all options at once are no main configuration
-    aside = 20 if "HAS_MASK" in features else 12
+    # masks up to eight; all options at once are no main configuration
+    aside = 32 if "HAS_MASK" in features else 12
     assert_clean(log, spilled_bytes=200 if len(features) > 2 else aside)
     sass = disassembled(cubin, tmp_path)
     # scores: one product per 16 features, first block and loop; output: one per 16 keys, loop and
@@ -74,9 +74,9 @@ BACKWARD_FEATURES = pytest.mark.parametrize(
 def test_backward_in_one_pass(head_dim, features, tmp_path):
     config = configs.backward_config(head_dim, head_dim)
     cubin, log = compiled("backward", config, **features)
-    # the copying warp has 24 registers and keeps up to three words aside; a softcap keeps its
+    # the copying warp has 24 registers and keeps up to four words aside; a softcap keeps its
     # derivative beside everything else
-    assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 12)
+    assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 16)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys
@@ -93,7 +93,7 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
 def test_backward_in_two_passes(dims, features, tmp_path):
     config = configs.backward_config(*dims, deterministic=True)
     cubin, log = compiled("backward", config, **features)
-    assert_clean(log, spilled_bytes=100 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 12)
+    assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 20)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     products = kernel_counts(sass, "HGMMA")

@@ -161,15 +161,24 @@ MASK_LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MaskedCase(Case):
-    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides."""
+    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides.
+
+    Of query i, those of the keys from i + band[0] to i + band[1] - 1 that the case's mask keeps.
+    """
 
     mask: str | None = "bool"
+    band: tuple[int, int] = (-(1 << 20), 1 << 20)
     mask_layout: str = "contiguous"
     expanded: bool = False
 
     def fresh(self, dtype=None, requires_grad=False):
         q, k, v, spec = super().fresh(dtype, requires_grad)
-        mask = MASK_LAYOUTS[self.mask_layout](spec.attn_mask)
+        mask = spec.attn_mask
+        i, j = (torch.arange(n, device=mask.device) for n in mask.shape[2:])
+        shift = j - i[:, None]
+        mask = MASK_LAYOUTS[self.mask_layout](
+            mask & (shift >= self.band[0]) & (shift < self.band[1])
+        )
         if self.expanded:
             mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
         return q, k, v, spec._replace(attn_mask=mask)
@@ -187,6 +196,7 @@ def masked_case(seed):
         mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)], expanded=seed % 11 < 3,
         is_causal=is_causal, deterministic=bool(deterministic),
         window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
+        band=((-200, 60), (9, 320), (0, 1 << 20), (-(1 << 20), 1 << 20))[seed // 2 % 4],
     )  # fmt: skip
 
 
@@ -198,8 +208,10 @@ def random_masked_case(seed):
         mask_shape=tuple(seed >> bit & 1 for bit in range(4)), mask_grad=False, dropout_p=0.0,
         deterministic=False, scale=None, key_ranges=None,
     )  # fmt: skip
-    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
-    return MaskedCase(**vars(case), mask_layout=layout, expanded=seed % 11 < 3)
+    return MaskedCase(
+        **vars(case), mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)],
+        expanded=seed % 11 < 3, band=(-(1 << 20), (1 << 20, 100)[seed // 2 % 2]),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -237,7 +249,14 @@ def test_random_gradients_under_bool_masks(seed, under_masks):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"is_causal": True}, {"mask_shape": (1, 0, 0, 1)}], ids=str
+    "changes",
+    [
+        {},
+        {"is_causal": True},
+        {"mask_shape": (1, 0, 0, 1), "band": (300, 1800)},
+        {"band": (-9, 600)},
+    ],
+    ids=str,
 )
 def test_long_gradients_under_bool_masks(changes, under_masks):
     base = MaskedCase(

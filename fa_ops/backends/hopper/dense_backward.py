@@ -20,7 +20,7 @@ from fa_ops.backends.hopper.launch import (
     on_device,
     pointers_to,
 )
-from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share
+from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share, run_at
 from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
@@ -31,7 +31,7 @@ from fa_ops.backends.hopper.problem import (
 )
 from fa_ops.types import Gradients, Spec
 
-_PARAMS = struct.Struct("<896s7Q14i4f8Qi")  # struct Params in cuda/backward.cuh
+_PARAMS = struct.Struct("<896s7Q14i4f10Qi")  # struct Params in cuda/backward.cuh
 _PARAMS_BYTES = 1152  # its size there
 _ROWS = 64  # tokens that one copy brings
 
@@ -114,8 +114,8 @@ def _params(
         Hq if slopes is not None and slopes.dim() == 2 else 0,
         1 if spec.key_ranges is None else spec.key_ranges.shape[1],
         *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
-        *(address(by_key), *(shared_strides(by_key) or (0, 0, 0))),
-        *(address(by_query), *(shared_strides(by_query) or (0, 0, 0))),
+        *_as_read(by_key),
+        *_as_read(by_query),
         0 if by_key is None or queries_share(spec.attn_mask) else config.block_m // 8,
     )
     params.keep = (lens, slopes, by_key, by_query)  # until the launch has read their addresses
@@ -128,6 +128,11 @@ def _mask_bits(spec: Spec, Sk: int, config) -> tuple[Tensor | None, Tensor | Non
     if mask is None:
         return None, None
     return bits_by_key(mask), None if config.adds_dq else bits_by_query(mask, Sk)
+
+
+def _as_read(bits: Tensor | None) -> tuple[int, ...]:
+    """struct Bits in cuda/backward.cuh."""
+    return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
 
 
 def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Tensor | None, ...]:

@@ -20,7 +20,7 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
     set_zero,
 )
-from fa_ops.backends.hopper.mask import bits_by_query
+from fa_ops.backends.hopper.mask import bits_by_query, run_at
 from fa_ops.backends.hopper.problem import (
     FAR,
     LOG2E,
@@ -33,7 +33,7 @@ from fa_ops.backends.hopper.problem import (
 from fa_ops.types import Spec
 
 # struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 704 bytes
-_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3f44x")
+_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3fi40x")
 _NONE = (None,) * 5
 
 
@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         shared_strides(ranges),
         sinks is not None,
         shared_strides(slopes),
-        shared_strides(bits),
+        None if bits is None else (*shared_strides(bits), run_at(bits)),
     )
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return plan.run(q, k, v, lse, optional), lse
@@ -102,7 +102,7 @@ class Plan:
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
             B * Hq * -(-Sq // config.block_m),
-            varied=ragged or has_lens or ranges is not None,
+            varied=ragged or has_lens or ranges is not None or mask is not None,
             features=dict(
                 dtype=dtype,
                 ragged=ragged,
@@ -121,12 +121,13 @@ class Plan:
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = min(B * Hq, group * heads_in_l2(Sk * 2 * (D + Dv)))
-        self.mask = mask or (0, 0, 0)
+        *self.mask, mask_run = mask or (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+            mask_run,
         )
 
     def _schedule(self, config, tiles: int, varied: bool, features: dict):

@@ -1,8 +1,9 @@
 """Bool masks as bits, packed once a call: every head and every block of a kernel reads them again.
 
-A row has 2 bytes for 16 columns, in order, and is zero past its columns, to a multiple of 16 bytes
-with room for the last block that a kernel reads. What a mask shares between batches, heads or rows
-its bits share.
+A row has 2 bytes for 16 columns, in order, and is zero past its columns, with room for the last
+block that a kernel reads. At its end stand 8 bytes, its run: int32s, the first column that it keeps
+and the one after the last, so that kernels pass over blocks before and behind. What a mask shares
+between batches, heads or rows its bits share.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ def bits_by_key(mask: Tensor) -> Tensor:
     return _packed(mask.expand(*mask.shape[:3], _QUERIES) if mask.shape[3] == 1 else mask)
 
 
+def run_at(bits: Tensor) -> int:
+    """Bytes from the start of a row to its run."""
+    return bits.shape[-1] - 8
+
+
 def queries_share(mask: Tensor) -> bool:
     """Whether `bits_by_key` has one block of queries."""
     return _without_repetition(mask).shape[2] == 1
 
 
 def _row_bytes(columns: int) -> int:
-    return (columns + _WIDEST_BLOCK - 1 + 127) // 128 * 16
+    return (columns + _WIDEST_BLOCK - 1 + 127) // 128 * 16 + 16
 
 
 class Geometry(NamedTuple):
@@ -79,19 +85,23 @@ def _without_repetition(mask: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor) -> Tensor:
-    geometry, index = Geometry.of(mask), mask.device.index
-    bits = mask.new_empty((*mask.shape[:3], geometry.sizes[-1]), dtype=torch.uint8)
-    with on_device(index):
-        _kernel(geometry.kernel, index).launch(
-            geometry.grid,
-            current_stream(index),
-            pointers_to(
-                *(ctypes.c_uint64(t.data_ptr()) for t in (mask, bits)),
-                (ctypes.c_int64 * 4)(*geometry.steps),
-                *map(ctypes.c_int, geometry.sizes),
-            ),
-        )
+    kernel, grid, steps, sizes = Geometry.of(mask)
+    *_, all_heads, rows, _, pitch = sizes
+    bits = mask.new_empty((*mask.shape[:3], pitch), dtype=torch.uint8)
+    where, to = (ctypes.c_uint64(t.data_ptr()) for t in (mask, bits))
+    numbers = map(ctypes.c_int, sizes)
+    _launch(mask.device, kernel, grid, where, to, (ctypes.c_int64 * 4)(*steps), *numbers)
+    numbers = ctypes.c_int(rows * all_heads), ctypes.c_int(pitch)
+    _launch(mask.device, "find_runs", (-(-rows * all_heads // 8), 1), to, *numbers)
     return bits
+
+
+def _launch(
+    device: torch.device, kernel: str, grid: tuple[int, int], *params: ctypes._CData
+) -> None:
+    with on_device(device.index):
+        stream = current_stream(device.index)
+        _kernel(kernel, device.index).launch(grid, stream, pointers_to(*params))
 
 
 @functools.cache

@@ -9,8 +9,8 @@ constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consu
 constexpr int CONSUMERS = 2;
 static_assert(BLOCK_M == 64, "one swizzle atom of queries");
 
-// A mask's bits from mask.cu: `row` and the steps between batches and heads in bytes, 0 where they share bits.
-struct Bits { const unsigned char* at; long long b, h, row; };
+// A mask's bits from mask.cu: the steps between batches, heads and rows in bytes, 0 where they share bits, and where in a row its run stands.
+struct Bits { const unsigned char* at; long long b, h, row, run; };
 
 struct Params {
   TensorMap q, k, v, grad_out, dq, dk, dv;
@@ -86,6 +86,17 @@ DEVICE void load_rows(u32 dst, const void* src, u32 bytes, u32 bar) {
 
 DEVICE long long runs_of(const Params& p, int h, int b) { return b * p.run_heads + (p.run_heads > 1 ? h : 0); }
 
+// From the first to the last column that a mask keeps in some of COUNT rows.
+template <int COUNT> DEVICE int2 kept_run(const Bits& bits, int b, int h, int row, int rows) {
+  const unsigned char* from = bits.at + b * bits.b + h * bits.h + bits.run;
+  int lo = 1 << 29, hi = 0;
+  for (int i = threadIdx.x & 31; i < COUNT; i += 32) {
+    const int2 run = *(const int2*)(from + min(row + i, rows - 1) * bits.row);
+    lo = min(lo, run.x), hi = max(hi, run.y);
+  }
+  return make_int2(__reduce_min_sync(~0u, lo), __reduce_max_sync(~0u, hi));
+}
+
 // Of the 32 blocks of queries from `base` on, a bit each: which attend some key of the tile, and which do not attend them all.
 struct Visits { u32 some, edge; };
 
@@ -102,6 +113,11 @@ DEVICE Visits visits(const Params& p, const Tile& t, int h, int base) {
     some = b.x < t.n0 + BLOCK_N && b.y > t.n0;
     edge = edge || b.z > t.n0 || b.w < t.n0 + BLOCK_N;
   }
+#endif
+#if HAS_MASK
+  const int2 kept = kept_run<BLOCK_N>(p.by_key, t.b, h, t.n0, p.Sk);
+  const int first = p.mask_block ? m * BLOCK_M : 0;
+  some = some && kept.x < first + BLOCK_M && kept.y > first;
 #endif
   return {__ballot_sync(~0u, some), __ballot_sync(~0u, edge)};
 }

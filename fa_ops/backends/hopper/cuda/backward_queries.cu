@@ -36,6 +36,10 @@ DEVICE Span span_of(const Params& p, const QueryBlock& t) {
   s.all_lo = max(0, last - p.window_left), s.all_hi = min(t.keys, first + p.window_right + 1);
 #endif
 #endif
+#if HAS_MASK
+  const int2 kept = kept_run<ROWS>(p.by_query, t.b, t.h, t.m * ROWS, p.Sq);
+  s.lo = max(s.lo, kept.x), s.hi = min(s.hi, kept.y);
+#endif
   if (s.hi <= s.lo) s.lo = s.hi = 0;
   return s;
 }
@@ -47,7 +51,7 @@ DEVICE QueryBlock first_block(const Params& p) {
   const int inside = min(p.query_section, heads - sec * p.query_section);
   const int head = sec * p.query_section + r % inside;
   QueryBlock t;
-  t.m = (IS_RAGGED ? tiles - 1 - r / inside : r / inside) * CONSUMERS;
+  t.m = (IS_RAGGED || HAS_MASK ? tiles - 1 - r / inside : r / inside) * CONSUMERS;
   t.b = head / p.Hq;
   t.h = head - t.b * p.Hq;
 #if HAS_KV_LENS

@@ -1,5 +1,6 @@
 // A bool mask to bits, one CTA row of the grid for each of its heads: a row's bits stand in the order of its columns and are zero from `columns` on.
-// A head of the mask has `rows` x `columns` bytes at the steps given, in bytes; of the bits, as many rows of `pitch` bytes, a multiple of 16.
+// A head of the mask has `rows` x `columns` bytes at the steps given, in bytes; of the bits, as many rows of `pitch` bytes, a multiple of 16. The last 8
+// of these are the row's run: its first column that is kept and the one after its last.
 
 struct Steps { long long b, h, row, column; };
 
@@ -58,4 +59,18 @@ extern "C" __global__ void __launch_bounds__(256) pack_words(const unsigned char
     }
     if (row + lane < rows) *(u32*)(bits + ((long long)head * rows + row + lane) * pitch + column / 8) = word;
   }
+}
+
+// Afterwards: a warp finds a row's run. It is empty, and far, where nothing is kept.
+extern "C" __global__ void __launch_bounds__(256) find_runs(unsigned char* bits, int rows, int pitch) {
+  const int lane = threadIdx.x & 31, row = blockIdx.x * 8 + threadIdx.x / 32;
+  if (row >= rows) return;
+  unsigned char* at = bits + (long long)row * pitch;
+  int first = 1 << 29, end = 0;
+  for (int i = lane; i < pitch / 4 - 2; i += 32) {
+    const u32 x = ((const u32*)at)[i];
+    if (x) first = min(first, i * 32 + __ffs(x) - 1), end = max(end, i * 32 + 32 - __clz(x));
+  }
+  first = __reduce_min_sync(~0u, first), end = __reduce_max_sync(~0u, end);
+  if (lane == 0) *(int2*)(at + pitch - 8) = make_int2(first, end);
 }

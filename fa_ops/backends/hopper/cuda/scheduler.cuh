@@ -17,6 +17,7 @@ struct Params {
   float score_scale;    // with a softcap: scale / softcap, inside the tanh
   float scale_log2;     // from score units to log2 units: scale, or softcap, times log2(e)
   float alibi_unit;     // from score units of a bias to accumulator units
+  int mask_run;         // where in a row of the mask's bits its run stands, in bytes
 };
 
 constexpr int FAR = 1 << 29;
@@ -37,7 +38,7 @@ DEVICE Tile tile_at(const Params& p, int t) {
   const int heads = p.B * p.Hq, per = p.section * p.m_blocks;
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
-#if IS_RAGGED
+#if IS_RAGGED || HAS_MASK  // nearly every mask is causal
   const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
 #else
   const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;
@@ -76,6 +77,19 @@ DEVICE Run row_run(const Params& p, const Tile& t, int row, int keys) {
   return r;
 }
 
+#if HAS_MASK
+// From the first to the last key that the mask keeps for some row of a tile.
+DEVICE Run kept_run(const Params& p, const Tile& t) {
+  const unsigned char* from = p.mask + t.b * p.mask_b + t.h * p.mask_h + p.mask_run;
+  int lo = FAR, hi = 0;
+  for (int i = threadIdx.x & 31; i < BLOCK_M; i += 32) {
+    const int2 run = *(const int2*)(from + min(t.m0 + i, p.Sq - 1) * p.mask_q);
+    lo = min(lo, run.x), hi = max(hi, run.y);
+  }
+  return {__reduce_min_sync(~0u, lo), __reduce_max_sync(~0u, hi)};
+}
+#endif
+
 // Key blocks of a tile: visits [first, last), masks outside [full_first, full_last).
 struct Blocks { int first, last, full_first, full_last, hi; };
 
@@ -94,6 +108,10 @@ DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys) {
 #else
   const Run first = row_run(p, t, t.m0, keys), last = row_run(p, t, min(t.m0 + BLOCK_M, p.Sq) - 1, keys);
   any = {first.lo, last.hi}, all = {last.lo, first.hi};
+#endif
+#if HAS_MASK
+  const Run kept = kept_run(p, t);
+  any.lo = max(any.lo, kept.lo), any.hi = min(any.hi, kept.hi);
 #endif
   Blocks n;
   if (any.hi <= any.lo) { n = {0, 0, 0, 0, 0}; return n; }
