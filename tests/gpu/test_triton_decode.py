@@ -218,6 +218,8 @@ def test_left_padded_batches_are_decoding(Sq):
     expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
     out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, key_ranges=ranges)
     assert relative_error(out, expected) < 1e-2
+    out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, key_ranges=ranges)
+    assert relative_error(out, expected) < 1e-2
 
 
 def test_repeated_calls_take_the_short_way_and_see_new_values():
