@@ -121,9 +121,8 @@ class Plan:
         parts = 2 * self.ctas
         self.stats_at = parts * config.rows * VALUE_DIM * 4
         self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.lse_at = self.arrivals_at + parts * 8
-        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), self.lse_at // 4
-        self.workspace = self.lse_at // 4 + B * Hq * Sq
+        self.workspace = self.arrivals_at + parts * 8
+        self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
         self.scalars = _SCALARS.pack(
             *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
             *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
@@ -135,10 +134,11 @@ class Plan:
         self, q: Tensor, k: Tensor, table: Tensor | None, kv_lens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out = q.new_empty_strided(*self.out)
-        workspace = q.new_empty(self.workspace, dtype=torch.float32)
-        lse, at = workspace.as_strided(*self.lse), workspace.data_ptr()
+        lse = q.new_empty(self.lse, dtype=torch.float32)
+        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
+        at = workspace.data_ptr()
         words = _WORDS.pack(
-            out.data_ptr(), at + self.lse_at, at, at + self.stats_at, at + self.arrivals_at,
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
             address(kv_lens), address(table), 1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip
         of_q, of_k = self.maps

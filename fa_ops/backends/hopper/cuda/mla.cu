@@ -135,24 +135,17 @@ template <int W> struct Consumer {
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  int hi0, hi1, full;              // keys that this thread's rows attend, and that all rows do
+  int diagonal;                    // the end of the keys that the block's first query attends, beyond the row's last or not
 
   DEVICE Consumer(const Params& p, const Smem& sm)
       : p(p), sm(sm), tid(threadIdx.x & 127), warp(tid >> 5), lane(threadIdx.x & 31), row(warp * 16 + (lane >> 2)) {}
 
   DEVICE void begin(const Task& t) {
     const Block block = block_of(p, t);
-    const int diagonal = t.keys - p.Sq + block.token + p.window_right + 1;
-    full = min(t.keys, diagonal), hi0 = min(t.keys, diagonal + row % p.tokens), hi1 = min(t.keys, diagonal + (row + 8) % p.tokens);
+    diagonal = t.keys - p.Sq + block.token + p.window_right + 1;
     softmax.reset();
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
-  }
-
-  // This warp is done with what a barrier guards.
-  DEVICE void leave(u32 barrier) {
-    __syncwarp();
-    if (lane == 0) mbar_arrive(barrier);
   }
 
   // The own half first: it is the first to come.
@@ -198,18 +191,18 @@ template <int W> struct Consumer {
   }
 
   // Scores to weights, relative to the reference that they may raise: whether they do.
-  DEVICE bool weigh(int tile) {
+  DEVICE bool weigh(const Task& t, int tile) {
     const int first = tile * BLOCK_N;
     u32 valid = ~0u;
 #if IS_PAGED
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(valid) : "r"(sm.valid + 4 * W) : "memory");
 #endif
-    if (first + BLOCK_N > full || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
-      const int from = first + (lane & 3) * 2;
+    if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
+      const int from = first + (lane & 3) * 2, keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = (i >> 2) * 8 + (i & 1);
-        if (!(j < (i & 2 ? hi1 : hi0) - from && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -__int_as_float(0x7f800000);
+        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -__int_as_float(0x7f800000);
       }
     }
     bool raised = softmax.raise<0>(s, p.scale_log2);
@@ -267,7 +260,7 @@ template <int W> struct Consumer {
     other_product();
     wgmma_wait<0>();
     pin(o);
-    leave(sm.half_empty(1 - W, W));
+    mbar_arrive(sm.half_empty(1 - W, W));
     other_phase ^= 1;
   }
 
@@ -278,7 +271,7 @@ template <int W> struct Consumer {
     own_product();
     wgmma_wait<0>();
     pin(o);
-    leave(sm.half_empty(W, W));
+    mbar_arrive(sm.half_empty(W, W));
     phase ^= 1;
   }
 
@@ -287,8 +280,8 @@ template <int W> struct Consumer {
     score_product();
     wgmma_wait<0>();
     pin(s);
-    if (i + 2 >= t.count) leave(sm.q_empty);
-    const bool raised = weigh(t.tile + i);
+    if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
+    const bool raised = weigh(t, t.tile + i);
     tell();
     conclude(t, t.tile + i, raised);
     if (i + 1 < t.count) follow(t, t.tile + i + 1);
@@ -297,7 +290,7 @@ template <int W> struct Consumer {
   // The other's weights meet their values while this one's scores become weights.
   DEVICE void attend_second(const Task& t, int i) {
     if (i + 1 >= t.count) {
-      leave(sm.q_empty);
+      mbar_arrive(sm.q_empty);
       follow(t, t.tile + i);
       return;
     }
@@ -306,15 +299,29 @@ template <int W> struct Consumer {
     other_product();
     wgmma_wait<1>();
     pin(s);
-    if (i + 2 >= t.count) leave(sm.q_empty);
-    const bool raised = weigh(t.tile + i + 1);
+    if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
+    const bool raised = weigh(t, t.tile + i + 1);
     tell();
     softmax.pin();
     wgmma_wait<0>();
     pin(o);
-    leave(sm.half_empty(1 - W, W));
+    mbar_arrive(sm.half_empty(1 - W, W));
     other_phase ^= 1;
     conclude(t, t.tile + i + 1, raised);
+  }
+
+  // Of four lanes with a word each of four runs of 8 columns, each gets one run.
+  DEVICE void gather(u32 (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+      x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+      x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
+    }
   }
 
   // Normalised, with LSE, to where it belongs; maxima in log2 units.
@@ -323,13 +330,19 @@ template <int W> struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int at = row + 8 * r, head = block.head + at / p.tokens, token = block.token + at % p.tokens;
-      if (at >= p.tokens * p.heads || token >= p.Sq || head >= p.Hq) continue;
+      const bool exists = at < p.tokens * p.heads && token < p.Sq && head < p.Hq;
       float inverse;
       const float lse = finish_row(r ? max1 : max0, r ? sum1 : sum0, 1.f, false, 0.f, inverse);
-      if (W == 0 && (lane & 3) == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
-      unsigned short* to = p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 2;
+      if (W == 0 && (lane & 3) == 0 && exists) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
+      unsigned short* to = p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 8;
 #pragma unroll
-      for (int i = 0; i < OUTPUTS / 4; i++) *(u32*)(to + i * 8) = pack(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+      for (int i = 2 * r; i < OUTPUTS; i += 16) {
+        u32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+        gather(x);
+        if (exists) *(uint4*)(to + (i / 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
     }
   }
 
@@ -426,9 +439,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
-    mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 8);
+    // by thread: racecheck does not follow one thread's arrival for its warp
+    mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
     for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
-    for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 4);
+    for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 128);
     for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128), store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
     mbar_init_fence();
     prefetch_map(p.q), prefetch_map(p.k);
