@@ -27,10 +27,16 @@ Only = Annotated[
     typer.Option(help="comma-separated words; implementations whose name contains one"),
 ]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
-Json = Annotated[Optional[Path], typer.Option("--json", help="write every number here")]  # noqa: UP045
-Plot = Annotated[Optional[Path], typer.Option(help="draw the grid into this PNG")]  # noqa: UP045
+Json = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--json", help="write every number here", callback=report.in_a_folder),
+]
+Plot = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="draw the grid into this PNG", callback=report.in_a_folder),
+]
 Budget = Annotated[float, typer.Option(help="timed milliseconds for each cell")]
-Bursts = Annotated[int, typer.Option(help="samples of each call")]
+Bursts = Annotated[int, typer.Option(min=1, help="samples of each call")]
 Threads = Annotated[Optional[int], typer.Option(help="CPU threads")]  # noqa: UP045
 
 
@@ -81,9 +87,11 @@ def features(
     device: Device = "auto",
     tokens: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="tokens of the sequence; 16384 on a GPU, 512 on the CPU unless told"),
+        typer.Option(
+            min=1, help="tokens of the sequence; 16384 on a GPU, 512 on the CPU unless told"
+        ),
     ] = None,
-    heads: Annotated[int, typer.Option(help="query and key heads")] = 16,
+    heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,
     only: Annotated[str, typer.Option(help="comma-separated words of the features' names")] = "",
     flex: Annotated[bool, typer.Option(help="FlexAttention, compiled, beside ours")] = False,
     budget: Budget = 200.0,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +173,12 @@ def _kib(status: Path, field: str) -> int:
     return int(line.split()[1])
 
 
-def main(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -> None:
+def main(
+    length: Annotated[int, typer.Option(min=2)] = 4096,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    only: Annotated[str, typer.Option(help="features whose name contains it")] = "",
+) -> None:
     """Time and peak memory of the CPU backend's features against aten's causal flash kernel."""
     rows = run(length, rounds, threads, only)
     facts = environment("cpu")

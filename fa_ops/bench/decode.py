@@ -274,7 +274,10 @@ def main(
     only: Annotated[Optional[str], typer.Option(help="words in the names to run")] = None,  # noqa: UP045
     heads: Annotated[Optional[str], typer.Option(help="only such heads, as 32/8,64/8")] = None,  # noqa: UP045
     backend: Annotated[Optional[str], typer.Option(help="ours side by side: triton,hopper")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option("--json", help="write every number here")] = None,  # noqa: UP045
+    json: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--json", help="write every number here", callback=report.in_a_folder),
+    ] = None,
     budget: Annotated[float, typer.Option(help="timed milliseconds of each cell")] = 60.0,
     seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,
 ) -> None:

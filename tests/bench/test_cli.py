@@ -54,6 +54,11 @@ def test_host_reports_the_door_and_what_is_inside(tmp_path):
         (("forward", "--preset", "nope"), "no grid is called 'nope'"),
         (("forward", "--only", "flsh"), "no implementation is called 'flsh'"),
         (("host", "--device", "tpu"), "device must be auto, cuda or cpu"),
+        (("forward", "--preset", "tiny", "--json", "nowhere/a.json"), "no such folder: nowhere"),
+        (("forward", "--preset", "tiny", "--plot", "nowhere/a.png"), "no such folder: nowhere"),
+        (("decode", "--json", "nowhere/a.json"), "no such folder: nowhere"),
+        (("cpu", "--length", "0"), "Invalid value for '--length'"),
+        (("features", "--tokens", "0"), "Invalid value for '--tokens'"),
     ],
 )
 def test_bad_options_are_refused_with_the_choices(arguments, message):
