@@ -9,8 +9,13 @@ from typing import NamedTuple
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward
-from fa_ops.backends.hopper.configs import backward_config, decode_config, forward_config
+from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, mla
+from fa_ops.backends.hopper.configs import (
+    backward_config,
+    decode_config,
+    forward_config,
+    mla_config,
+)
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,7 +44,7 @@ def variants(
     head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
     """The kernels of calls without dense masks, softcap, ALiBi or sinks: forward, backward, and
-    decoding with up to 8 queries of a kv head."""
+    decoding with up to 8 queries of a kv head, or over a latent cache."""
     for D, dtype in itertools.product(head_dims, dtypes):
         config = forward_config(D, D)
         for features in _FORWARDS:
@@ -52,6 +57,9 @@ def variants(
         config = backward_config(D, D)
         for features in _BACKWARDS:
             yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
+    for dtype, page in itertools.product(dtypes, _PAGES) if hopper.MLA_DECODE else ():
+        defines = mla.kernel_defines(mla_config(page), dtype, paged=page > 0)
+        yield Variant("mla", defines)
 
 
 def compile_variant(variant: Variant) -> bool:
