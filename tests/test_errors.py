@@ -90,13 +90,15 @@ DENSE = {
     "strides of query": Bad(
         {"query": rand(2, 4, 8, 5).mT},
         V,
-        "query must be contiguous in its last dimension, got strides (160, 40, 1, 5)",
+        "query must be contiguous in its last dimension, got strides (160, 40, 1, 5): "
+        "pass query.contiguous()",
         REAL,
     ),
     "strides of value": Bad(
         {"value": rand(2, 2, 7, 16)[..., ::2]},
         V,
-        "value must be contiguous in its last dimension, got strides (224, 112, 16, 2)",
+        "value must be contiguous in its last dimension, got strides (224, 112, 16, 2): "
+        "pass value.contiguous()",
         REAL,
     ),
     "int inputs": Bad(
@@ -345,7 +347,8 @@ VARLEN = {
     "strides": Bad(
         {"key": rand(7, 8, 2).mT},
         V,
-        "key must be contiguous in its last dimension, got strides (16, 1, 2)",
+        "key must be contiguous in its last dimension, got strides (16, 1, 2): "
+        "pass key.contiguous()",
         REAL,
     ),
     "dtype of ends": Bad({"cu_seqlens_q": ENDS.long()}, T, "cu_seqlens_q must be int32, got int64"),

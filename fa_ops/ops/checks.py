@@ -150,7 +150,8 @@ def contiguous_rows(**tensors: Tensor) -> None:
         strides = t.stride()
         if strides[-1] != 1 and t.shape[-1] != 1:
             raise ValueError(
-                f"{name} must be contiguous in its last dimension, got strides {strides}"
+                f"{name} must be contiguous in its last dimension, got strides {strides}: "
+                f"pass {name}.contiguous()"
             )
 
 
