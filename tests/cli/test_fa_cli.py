@@ -148,7 +148,9 @@ def tiny(monkeypatch):
     """The demo on a Llama of two tiny layers."""
     transformers = pytest.importorskip("transformers", reason="the demo needs transformers")
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=99)
-    config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, **sizes)
+    sizes |= dict(num_hidden_layers=2, num_key_value_heads=2, eos_token_id=None)  # no early end
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes)
     net = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
     monkeypatch.setattr(smollm, "NEEDS", {})
     monkeypatch.setattr(smollm, "load", lambda *_: smollm.Model(net, Tokenizer()))
