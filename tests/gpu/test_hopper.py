@@ -215,21 +215,14 @@ def random_masked_case(seed):
 
 
 @pytest.fixture
-def two_passes(monkeypatch):
-    """Gradients of wide heads and deterministic ones, also where calls do not yet get them."""
+def everything(monkeypatch):
+    """Kernels that calls do not yet get, too."""
     monkeypatch.setattr(dispatch, "_selected", {})
-    for kind in ("WIDE_BACKWARD", "DETERMINISTIC_BACKWARD"):
-        monkeypatch.setattr(hopper, kind, True)
-
-
-@pytest.fixture
-def under_masks(two_passes, monkeypatch):
-    """Gradients of calls with bool masks too."""
-    monkeypatch.setattr(hopper, "MASKED_BACKWARD", True)
+    monkeypatch.setattr(hopper, "PENDING", set())
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_bool_masks(seed):
+def test_bool_masks(seed, everything):
     case = random_masked_case(seed)
     q, k, v, spec = case.fresh()
     reason = hopper.support_error(q, k, v, spec)
@@ -239,12 +232,12 @@ def test_bool_masks(seed):
 
 
 @pytest.mark.parametrize("seed", range(256))
-def test_gradients_under_bool_masks(seed, under_masks):
+def test_gradients_under_bool_masks(seed, everything):
     check(masked_case(seed))
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_gradients_under_bool_masks(seed, under_masks):
+def test_random_gradients_under_bool_masks(seed, everything):
     check(random_masked_case(seed))
 
 
@@ -258,7 +251,7 @@ def test_random_gradients_under_bool_masks(seed, under_masks):
     ],
     ids=str,
 )
-def test_long_gradients_under_bool_masks(changes, under_masks):
+def test_long_gradients_under_bool_masks(changes, everything):
     base = MaskedCase(
         B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
     )
@@ -267,7 +260,7 @@ def test_long_gradients_under_bool_masks(changes, under_masks):
 
 
 @pytest.mark.parametrize("seed", range(240))
-def test_gradients_in_two_passes(seed, two_passes):
+def test_gradients_in_two_passes(seed, everything):
     D, Dv = DIMS[seed % len(DIMS)]
     dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
     case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
@@ -278,7 +271,7 @@ def test_gradients_in_two_passes(seed, two_passes):
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 4000), (129, 129), (1300, 700), (2048, 2048)])
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
-def test_lengths_in_two_passes(dims, changes, lengths, two_passes):
+def test_lengths_in_two_passes(dims, changes, lengths, everything):
     D, Dv = dims
     Sq, Sk = lengths
     case = Case(
@@ -289,7 +282,7 @@ def test_lengths_in_two_passes(dims, changes, lengths, two_passes):
 
 
 @pytest.mark.parametrize("seed", range(32))
-def test_packed_in_two_passes(seed, two_passes):
+def test_packed_in_two_passes(seed, everything):
     D, Dv = DIMS[seed % len(DIMS)]
     features = random_case(
         seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
@@ -304,7 +297,7 @@ def test_packed_in_two_passes(seed, two_passes):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_deterministic_gradients_repeat_their_bits(D, two_passes):
+def test_deterministic_gradients_repeat_their_bits(D, everything):
     shapes = (2, 8, 3000, D), (2, 2, 3000, D), (2, 2, 3000, D)
     q, k, v = (
         torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes

@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    monkeypatch.setattr(hopper, "MLA_DECODE", True)
+    monkeypatch.setattr(hopper, "PENDING", set())
     dispatch._selected.clear()
     yield
     dispatch._selected.clear()

@@ -16,11 +16,8 @@ from torch import Tensor
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 _ELSEWHERE = "the triton backend can run it"
-# Gradients made in two passes, and under bool masks, each kind until it has run on a GPU.
-WIDE_BACKWARD = False  # head dims above 128, or value head dims of their own
-DETERMINISTIC_BACKWARD = False
-MLA_DECODE = False  # latent caches, until it has run on a GPU
-MASKED_BACKWARD = False
+# Kernels that are here but refused until all their GPU tests have been seen to pass.
+PENDING = {"bool masks", "wide gradients", "deterministic gradients", "latent caches"}
 
 
 @functools.cache
@@ -65,9 +62,9 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
-        return (
-            f"has no float masks yet (bool masks and key_ranges it has), got {spec.attn_mask.dtype}"
-        )
+        return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
+    if spec.attn_mask is not None and "bool masks" in PENDING:
+        return "has no bool masks yet (key_ranges it has)"
     if spec.dropout_p > 0:
         return "has no dropout yet"
     if default_scale(spec, D) <= 0:
@@ -77,11 +74,9 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
-    if (Dv != D or D > 128) and not WIDE_BACKWARD:
+    if (Dv != D or D > 128) and "wide gradients" in PENDING:
         return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
-    if spec.attn_mask is not None and not MASKED_BACKWARD:
-        return "has no backward for dense masks yet"
-    if spec.deterministic and not DETERMINISTIC_BACKWARD:
+    if spec.deterministic and "deterministic gradients" in PENDING:
         return "adds dQ in no fixed order, so it has no deterministic backward yet"
     return None
 
@@ -105,6 +100,21 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
         run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
         return lambda q, k, v: run(q, k, v, cache, spec)[0]
     return dense_forward.prepare(q, k, v, spec)
+
+
+def prepare_bounded(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """The same for calls with kv_lens or key_ranges, if they are decoding."""
+    from fa_ops.backends.hopper import decode
+
+    if not decode.decodes(q, k, v, spec):
+        return None
+    run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
+    before, after = spec[:9], spec[11:]
+
+    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
+        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
+
+    return bounded
 
 
 def backward(
@@ -153,7 +163,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
     from fa_ops.backends.hopper import decode, mla
 
-    own = mla if MLA_DECODE and mla.has_dims(q, v) else decode
+    latent = mla.has_dims(q, v) and "latent caches" not in PENDING
+    own = mla if latent else decode
     reason = own.cache_error(q, k, v, cache, spec)
     return reason and f"{reason}; {_ELSEWHERE}"
 

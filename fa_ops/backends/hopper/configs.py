@@ -102,6 +102,7 @@ class DecodeConfig:
     rows: int  # queries of a kv head, padded
     copy_keys: int  # that one copy brings
     warps: int  # that attend
+    whole_rows: bool  # a copy brings keys with all their features
 
     @property
     def threads(self) -> int:
@@ -134,6 +135,7 @@ class DecodeConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
+            "WHOLE_ROWS": int(self.whole_rows),
         }  # fmt: skip
 
 
@@ -202,7 +204,10 @@ def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardCon
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
     head_dim, value_dim = padded(D), padded(Dv)
     warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
-    return DecodeConfig(head_dim, value_dim, 8 if rows <= 8 else 16, min(page or 64, 64), warps)
+    whole_rows = D == Dv == 128  # of other dims a copy would bring features of the next row
+    return DecodeConfig(
+        head_dim, value_dim, 8 if rows <= 8 else 16, min(page or 64, 64), warps, whole_rows
+    )
 
 
 def mla_config(page: int) -> MlaConfig:

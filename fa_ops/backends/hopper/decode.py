@@ -147,19 +147,23 @@ class Plan:
         )
         self.kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, device)
         # where every byte is read once, fetching 256 bytes at a time costs bandwidth
-        cached = functools.partial(TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B)
+        cached = functools.partial(
+            TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
+            whole_rows=config.whole_rows,
+        )  # fmt: skip
         self.maps = (
             TensorMap(dtype, shapes[0], strides[0], Sq, heads=group),
             cached(key_shape, k_strides),
             cached((*key_shape[:3], Dv), v_strides),
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        self.lse = (B, Hq, Sq)
         # of each CTA's first and last unit: sums and statistics, and how many are there
         parts = 2 * self.ctas
         self.stats_at = parts * config.rows * config.value_dim * 4
         self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.workspace = self.arrivals_at + parts * 8
+        self.lse_at = self.arrivals_at + parts * 8
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), self.lse_at // 4
+        self.workspace = self.lse_at // 4 + B * Hq * Sq
         self.scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, capacity, Dv, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
@@ -171,9 +175,9 @@ class Plan:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
     ) -> tuple[Tensor, Tensor]:
         out = q.new_empty_strided(*self.out)
-        lse = q.new_empty(self.lse, dtype=torch.float32)
-        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
+        workspace = q.new_empty(self.workspace, dtype=torch.float32)
         at, (of_q, of_k, of_v) = workspace.data_ptr(), self.maps
+        lse = workspace.as_strided(*self.lse)
         lens, sinks, slopes, ranges = spec.kv_lens, spec.sinks, spec.alibi_slopes, spec.key_ranges
         if ranges is not None:
             ranges = ranges.contiguous()
@@ -182,7 +186,7 @@ class Plan:
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
+            out.data_ptr(), at + self.lse_at, at, at + self.stats_at, at + self.arrivals_at,
             address(lens), address(ranges), address(cache.page_table), address(sinks),
             address(slopes), 1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip

@@ -140,7 +140,8 @@ class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ in their address only.
 
     Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens of `heads`
-    heads. Elements outside the tensor read as zero and are not written.
+    heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a box
+    has all features of a token, 64 after 64, and coordinates lack the first.
     """
 
     def __init__(
@@ -151,19 +152,24 @@ class TensorMap:
         rows: int,
         heads: int = 1,
         promotion: int = PROMOTE_256B,
+        whole_rows: bool = False,
     ):
         B, H, S, D = shape
         # the stride of a dimension of one element is never used, but must be legal
-        steps = (
+        steps = [
             2 * stride if size > 1 else 16
             for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
-        )
+        ]
+        sizes, box = [D, S, H, B], [64, rows, heads, 1]
+        if whole_rows:
+            sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
+        self._rank = len(sizes)
         self._what = f"cuTensorMapEncodeTiled for shape {tuple(shape)}, strides {strides}"
         self._arrays = (
-            (ctypes.c_uint64 * 4)(D, S, H, B),
-            (ctypes.c_uint64 * 3)(*steps),
-            (ctypes.c_uint32 * 4)(64, rows, heads, 1),
-            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            (ctypes.c_uint64 * 5)(*sizes),
+            (ctypes.c_uint64 * 4)(*steps),
+            (ctypes.c_uint32 * 5)(*box),
+            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
         )
         self._buffer = (ctypes.c_uint64 * 24)()
         self._aligned = (ctypes.addressof(self._buffer) + 63) & ~63
@@ -180,7 +186,7 @@ class TensorMap:
 
     def _encode(self, where: int) -> bytes:
         status = driver().cuTensorMapEncodeTiled(
-            self._aligned, self._dtype, 4, where, *self._arrays, 0, _SWIZZLE_128B,
+            self._aligned, self._dtype, self._rank, where, *self._arrays, 0, _SWIZZLE_128B,
             self._promotion, 0,
         )  # fmt: skip
         check(status, self._what)

@@ -52,12 +52,13 @@ def variants(
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
             yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
-        if D > 128 and not hopper.WIDE_BACKWARD:
+        if D > 128 and "wide gradients" in hopper.PENDING:
             continue
         config = backward_config(D, D)
         for features in _BACKWARDS:
             yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
-    for dtype, page in itertools.product(dtypes, _PAGES) if hopper.MLA_DECODE else ():
+    latent = () if "latent caches" in hopper.PENDING else itertools.product(dtypes, _PAGES)
+    for dtype, page in latent:
         defines = mla.kernel_defines(mla_config(page), dtype, paged=page > 0)
         yield Variant("mla", defines)
 

@@ -3,7 +3,7 @@
 // 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
 // them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
 // needs to clear it.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
@@ -68,18 +68,24 @@ DEVICE Row row_of(const Params& p, int b) {
   return r;
 }
 
-// All units' tiles in one line, and each CTA's stretch of it: as equal as can be, empty only for CTAs beyond the number of tiles.
+// All units' tiles in one line, and each CTA's stretch of it: as equal as can be in steps of `grain`, empty only for CTAs beyond the number of steps.
 struct Line {
-  int total, base, longer;  // `longer` stretches have base + 1 tiles
+  int grain, base, longer;  // `longer` stretches have base + 1 steps
 
   DEVICE Line() {}
-  DEVICE Line(int total) : total(total), base(total / (int)gridDim.x), longer(total % (int)gridDim.x) {}
-  DEVICE int start(int cta) const { return cta * base + min(cta, longer); }
+  DEVICE Line(int total, int grain) : grain(grain), base(total / grain / (int)gridDim.x), longer(total / grain % (int)gridDim.x) {}
+  DEVICE int start(int cta) const { return grain * (cta * base + min(cta, longer)); }
   DEVICE int cta_of(int tile) const {
-    const int split = longer * (base + 1);
-    return tile < split ? tile / (base + 1) : longer + (tile - split) / base;
+    const int step = tile / grain, split = longer * (base + 1);
+    return step < split ? step / (base + 1) : longer + (step - split) / base;
   }
 };
+
+// Units as they are, if all are alike and no CTA has more than a tile beyond its share: then none is shared, and nothing is merged. Else tiles.
+DEVICE int grain_of(int total, int shortest, int longest) {
+  const int ctas = gridDim.x;
+  return shortest == longest && (total / longest + ctas - 1) / ctas * longest * ctas - total <= ctas ? longest : 1;
+}
 
 // The copying warp's place in the line of tiles.
 struct Walk {
@@ -90,33 +96,29 @@ struct Walk {
   Row row;
 
   DEVICE Walk(const Params& p) : p(p) {
-    const int lane = threadIdx.x & 31;
-    int sum = 0;
-    for (int i = lane; i < p.B; i += 32) sum += row_of(p, i).count;
-    line = Line((int)__reduce_add_sync(~0u, (u32)sum) * p.Hkv);
+    const int lane = threadIdx.x & 31, each = (p.B + 31) / 32, mine = lane * each;  // rows of a lane
+    int upto = 0, shortest = FAR, longest = 0;
+#pragma unroll 8
+    for (int i = 0; i < each; i++) {
+      if (mine + i >= p.B) continue;
+      const int count = row_of(p, mine + i).count;
+      upto += count, shortest = min(shortest, count), longest = max(longest, count);
+    }
+    upto *= p.Hkv;
+#pragma unroll
+    for (int w = 1; w < 32; w <<= 1) {
+      const int left = __shfl_up_sync(~0u, upto, w);
+      if (lane >= w) upto += left;
+    }
+    const int total = __shfl_sync(~0u, upto, 31);
+    line = Line(total, grain_of(total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest)));
     at = line.start(blockIdx.x), stop = line.start(blockIdx.x + 1);
     if (at >= stop) return;
     // the row that holds tile `at`: the first whose tiles end behind it
-    int before = 0;
-    for (int base = 0;; base += 32) {
-      const int i = base + lane;
-      int upto = i < p.B ? row_of(p, i).count * p.Hkv : 0;
-#pragma unroll
-      for (int w = 1; w < 32; w <<= 1) {
-        const int left = __shfl_up_sync(~0u, upto, w);
-        if (lane >= w) upto += left;
-      }
-      const u32 behind = __ballot_sync(~0u, i < p.B && before + upto > at);
-      if (behind) {
-        const int lead = __ffs(behind) - 1;
-        b = base + lead;
-        if (lead) before += __shfl_sync(~0u, upto, lead - 1);
-        break;
-      }
-      before += __shfl_sync(~0u, upto, 31);
-    }
-    row = row_of(p, b);
-    h = (at - before) / row.count, unit = before + h * row.count;
+    const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1, before = __shfl_sync(~0u, upto, max(lead - 1, 0));
+    unit = lead ? before : 0, b = lead * each, row = row_of(p, b);
+    for (; unit + row.count * p.Hkv <= at; row = row_of(p, ++b)) unit += row.count * p.Hkv;
+    h = (at - unit) / row.count, unit += h * row.count;
   }
 
   DEVICE Task task() const {
@@ -138,17 +140,28 @@ struct Walk {
   }
 };
 
-// Columns of 128 bytes by COPY_KEYS keys, a lane each, in the order of the memory. Beyond the map lie zeros.
+// tma_load_once by a map of whole rows.
+DEVICE void tma_load_rows_once(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      : "memory");
+}
+
+// Columns of 128 bytes by COPY_KEYS keys, or all of these keys' bytes, a lane each, in the order of the memory. Beyond the map lie zeros.
 template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int token, int end, int h, int page) {
-  const int lane = threadIdx.x & 31, part = lane / WIDE, x = lane % WIDE;
-  static_assert(BLOCK_N / COPY_KEYS * WIDE <= 32, "a lane for each");
+  constexpr int COLUMNS = WHOLE_ROWS ? 1 : WIDE;
+  const int lane = threadIdx.x & 31, part = lane / COLUMNS, x = lane % COLUMNS;
+  static_assert(BLOCK_N / COPY_KEYS * COLUMNS <= 32, "a lane for each");
 #if IS_PAGED
   token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
 #else
   token += part * COPY_KEYS;
   if (token >= end) page = -1;
 #endif
-  if (part < BLOCK_N / COPY_KEYS) tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
+  if (part >= BLOCK_N / COPY_KEYS) return;
+  if (WHOLE_ROWS) tma_load_rows_once(to + part * COPY_KEYS * WIDE * 128, map, full, token, h, page);
+  else tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
 }
 
 DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, Ring<STAGES>& ring) {
@@ -218,8 +231,16 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The shared-memory address of 16 bytes of a row: columns of 128 swizzled bytes, `rows` rows each.
+// The shared-memory address of 16 bytes of a row: lines of 128 swizzled bytes, in columns of `rows` lines.
 DEVICE u32 swizzled(u32 base, int rows, int row, int unit) { return base + (unit >> 3) * rows * 128 + row * 128 + (((unit & 7) ^ (row & 7)) << 4); }
+
+// The same of keys or values, whose lines lie row after row where rows are copied whole. Eight rows then meet in half as many banks, which costs
+// less than asking the memory for each half of a row by itself.
+template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int unit) {
+  if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, unit);
+  const int line = row * WIDE + (unit >> 3);
+  return base + line * 128 + (((unit & 7) ^ (line & 7)) << 4);
+}
 
 struct Consumer {
   const Params& p;
@@ -261,7 +282,7 @@ struct Consumer {
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 16; d++) {
         u32 k[4];
-        load_matrix_x4<false>(k, swizzled(sm.k + stage * K_BYTES, BLOCK_N, row, 2 * d + (matrix & 1)));
+        load_matrix_x4<false>(k, tile_at<WIDTH>(sm.k + stage * K_BYTES, row, 2 * d + (matrix & 1)));
         mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
       }
     }
@@ -322,7 +343,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 16; i++) {
         u32 v[4];
-        load_matrix_x4<true>(v, swizzled(sm.v + stage * V_BYTES, BLOCK_N, row, 2 * i + (matrix >> 1)));
+        load_matrix_x4<true>(v, tile_at<VALUE_WIDTH>(sm.v + stage * V_BYTES, row, 2 * i + (matrix >> 1)));
         mma(o[2 * i], w, v[0] & keep0, v[1] & keep1), mma(o[2 * i + 1], w, v[2] & keep0, v[3] & keep1);
       }
     }
