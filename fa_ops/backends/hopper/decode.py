@@ -159,11 +159,11 @@ class Plan:
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         # of each CTA's first and last unit: sums and statistics, and how many are there
         parts = 2 * self.ctas
-        self.stats_at = parts * config.rows * config.value_dim * 4
+        self.partial_at = -(-B * Hq * Sq // 4) * 16  # behind the log-sum-exps
+        self.stats_at = self.partial_at + parts * config.rows * config.value_dim * 4
         self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.lse_at = self.arrivals_at + parts * 8
-        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), self.lse_at // 4
-        self.workspace = self.lse_at // 4 + B * Hq * Sq
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1)
+        self.workspace = (self.arrivals_at + parts * 8) // 4
         self.scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, capacity, Dv, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
@@ -186,7 +186,7 @@ class Plan:
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
-            out.data_ptr(), at + self.lse_at, at, at + self.stats_at, at + self.arrivals_at,
+            out.data_ptr(), at, at + self.partial_at, at + self.stats_at, at + self.arrivals_at,
             address(lens), address(ranges), address(cache.page_table), address(sinks),
             address(slopes), 1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip
