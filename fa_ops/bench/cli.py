@@ -101,7 +101,11 @@ def features(
     device = _device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
     words = [word for word in only.split(",") if word]
-    measured = feature_costs.times(heads, tokens, device, budget, flex, words)
+    try:
+        chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), words)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    measured = feature_costs.times(chosen, heads, tokens, device, budget, flex)
     name = report.environment(device)["device"]
     console.print(feature_costs.table(f"{heads} heads, {tokens} tokens, {name}", measured))
     if json is not None:

@@ -32,10 +32,11 @@ class Feature:
 
 
 def mixed_lengths(S: int) -> tuple[int, ...]:
-    """Documents of S / 16 tokens on average, the longest 15 times the shortest."""
-    unit = max(S // 256, 1)
-    lengths = [unit * (2 + 7 * i % 29) for i in range(15)]
-    return (*lengths, max(S - sum(lengths), 1))
+    """Documents of S tokens in all: 16 from 256 tokens on, the longest 15 times the shortest."""
+    unit, lengths = max(S // 256, 1), []
+    for i in range(15):
+        lengths.append(min(unit * (2 + 7 * i % 29), S - sum(lengths)))
+    return tuple(n for n in (*lengths, S - sum(lengths)) if n)
 
 
 def features(H: int, S: int, device: str) -> list[Feature]:
@@ -47,7 +48,7 @@ def features(H: int, S: int, device: str) -> list[Feature]:
     lengths = mixed_lengths(S)
     document = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
-    )[:S]
+    )
     past = lambda b, h, q, k: q >= k  # noqa: E731
     return [
         Feature("causal", causal, past),
@@ -89,16 +90,28 @@ def features(H: int, S: int, device: str) -> list[Feature]:
 Measured = dict[str, dict[str, Time]]  # by feature; "forward", "backward", "flex ..." inside
 
 
+def choose(known: list[Feature], words: list[str]) -> list[Feature]:
+    """Plain causal attention, and those whose name contains one of the words; all without words.
+
+    Raises:
+        ValueError: a word stands in no name.
+    """
+    for word in words:
+        if not any(word in f.name for f in known):
+            names = "; ".join(f.name for f in known)
+            raise ValueError(f"no feature is called {word!r}; there are: {names}")
+    first, *others = known
+    return [first, *(f for f in others if not words or any(word in f.name for word in words))]
+
+
 def times(
-    H: int, S: int, device: str, budget: float, flex: bool = False, only: list[str] | None = None
+    chosen: list[Feature], H: int, S: int, device: str, budget: float, flex: bool = False
 ) -> Measured:
-    """Forward and backward of each feature; the first row is the plain causal kernel."""
+    """Forward and backward of each feature; the first is what the others are compared with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v, grad_out = (
         torch.randn(1, S, H, DIM, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
-    first, *others = features(H, S, device)
-    chosen = [first, *(f for f in others if not only or any(word in f.name for word in only))]
     measured: Measured = {}
     for feature in chosen:
         calls = {"": _ours(feature, device)}

@@ -37,6 +37,8 @@ def run(
     json: Path | None,
 ) -> None:
     """Raises SystemExit(1) for a case that failed, or if time was up before all were tried."""
+    if json is not None and not json.parent.is_dir():
+        raise SystemExit(f"--json: no such folder: {json.parent}")
     targets = _targets(backends, device, dtypes)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -80,6 +82,8 @@ def _targets(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cuda", "cpu"):
         raise SystemExit(f"--device must be auto, cuda or cpu, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda was asked for, and torch sees none")
     known = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
     for name in dtypes or ():
         if name not in known:

@@ -57,6 +57,7 @@ def test_host_reports_the_door_and_what_is_inside(tmp_path):
         (("forward", "--preset", "tiny", "--json", "nowhere/a.json"), "no such folder: nowhere"),
         (("forward", "--preset", "tiny", "--plot", "nowhere/a.png"), "no such folder: nowhere"),
         (("decode", "--json", "nowhere/a.json"), "no such folder: nowhere"),
+        (("features", "--only", "softcup"), "no feature is called 'softcup'"),
         (("cpu", "--length", "0"), "Invalid value for '--length'"),
         (("features", "--tokens", "0"), "Invalid value for '--tokens'"),
     ],
@@ -70,13 +71,19 @@ def test_bad_options_are_refused_with_the_choices(arguments, message):
 
 def test_features_stand_beside_plain_causal_attention(tmp_path):
     path = tmp_path / "features.json"
-    options = ("--device", "cpu", "--tokens", 64, "--heads", 2, "--budget", 1, "--json", path)
+    options = ("--device", "cpu", "--tokens", 256, "--heads", 2, "--budget", 1, "--json", path)
     result = run("features", *options)
     assert result.exit_code == 0, result.output
     for name in ("causal", "causal as key_ranges", "causal, softcap 30", "16 packed documents"):
         assert name in result.output
     rows = json.loads(path.read_text())["records"]
     assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 10
+
+
+@pytest.mark.parametrize("S", [1, 2, 64, 100, 256, 300, 16384])
+def test_packed_documents_hold_every_token_once(S):
+    lengths = features.mixed_lengths(S)
+    assert sum(lengths) == S and min(lengths) > 0
 
 
 def test_features_are_what_flex_attention_computes():

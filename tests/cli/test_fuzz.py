@@ -117,6 +117,7 @@ def test_plan():
         ("--device tpu", "--device must be auto, cuda or cpu"),
         ("--device cpu --dtype int8", "--dtype must be of bfloat16, float16, float32, float64"),
         ("--device cpu --backend hopper", "--backend hopper: "),
+        ("--json nowhere/a.json", "--json: no such folder: nowhere"),
     ],
 )
 def test_refusals(options, message):
