@@ -70,35 +70,8 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define HAS_KV_LENS 1
 constexpr int FAR = 1 << 29;
 """  # noqa: E501
-# Each of a CTA's tasks as (row, unit, first tile, tiles, first CTA, parts, flags).
-DECODE = """
-#define HAS_RANGES 1
-constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens, *ranges; int B, Hkv, Sq, Sk, ranges_b, window_left; };
-%s
-static Params params;
-static int* tasks;
-static int count;
-static void walk() {
-  for (Walk walk(params); walk.at < walk.stop;) {
-    const Task t = walk.task();
-    if (threadIdx.x == 0) {
-      const int found[] = {t.b, t.h, t.tile, t.count, t.first_cta, t.parts, t.flags};
-      std::copy(found, found + 7, tasks + 7 * count++);
-    }
-    walk.next(t.count);
-  }
-}
-extern "C" int run(int cta, int ctas, int* to, Params* p) {
-  blockIdx.x = cta, gridDim.x = ctas, params = *p, tasks = to, count = 0;
-  run_warp(walk);
-  return count;
-}
-"""
-LATENT = """
-constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens; int B, units, width, Sk; float merge_cost; };
-%s
+# Each of a CTA's tasks as (row, unit, first tile, tiles, first team, parts, flags).
+RUN = """
 static Params params;
 static int* tasks;
 static int count;
@@ -117,6 +90,15 @@ extern "C" int run(int cta, int ctas, int* to, Params* p) {
   run_warp(walk);
   return count;
 }
+"""
+DECODE = """
+#define HAS_RANGES 1
+constexpr int BLOCK_N = 64;
+struct Params { const int *kv_lens, *ranges; int B, Hkv, Sq, Sk, ranges_b, window_left; };
+"""
+LATENT = """
+constexpr int BLOCK_N = 64;
+struct Params { const int *kv_lens; int B, units, width, Sk; float merge_cost; };
 """
 Int, P, F = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
 
@@ -142,13 +124,14 @@ def built(folder, name, text):
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stretches")
-    source = (SOURCES / "decode.cu").read_text()
-    task = source[source.index("struct Task {") : source.index("struct Smem {")]
-    walk = source[source.index("DEVICE int keys_of(") : source.index("// tma_load_once by a map")]
-    latent = (SOURCES / "stretches.cuh").read_text()
+    stretches, decode, latent = (
+        (SOURCES / name).read_text() for name in ("stretches.cuh", "decode.cu", "mla.cu")
+    )
+    decode = decode[decode.index("DEVICE int keys_of(") : decode.index("// tma_load_once by a map")]
+    latent = latent[latent.index("DEVICE Row row_of(") : latent.index("struct Smem {")]
     return {
-        "decode": built(folder, "decode", DECODE % (task + walk)),
-        "latent": built(folder, "latent", LATENT % latent),
+        "decode": built(folder, "decode", stretches + DECODE + decode + RUN),
+        "latent": built(folder, "latent", stretches + LATENT + latent + RUN),
     }
 
 

@@ -74,7 +74,7 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
     elif kind == "decode":
-        parts = ("elements.cuh", "softmax.cuh", "decode.cu")
+        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "decode.cu")
     elif kind == "mla":
         half = defines["VALUE_DIM"] // 2
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")

@@ -124,7 +124,7 @@ class DecodeConfig:
     @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + 2 * 48 + self.warps * self.rows * (self.value_dim * 4 + 8)
+        return queries + 2 * 32 + self.warps * self.rows * (self.value_dim * 4 + 8)
 
     @property
     def shared_bytes(self) -> int:

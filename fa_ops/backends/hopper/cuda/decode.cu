@@ -1,5 +1,5 @@
-// Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. The tiles of all
-// units stand in one line and each CTA takes an equal stretch of it. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
+// Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. Which tiles a CTA
+// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
 // 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
 // them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
 // needs to clear it.
@@ -31,16 +31,15 @@ struct Params {
   float score_scale, scale_log2, alibi_unit;
 };
 
-// A unit's part in this CTA's stretch, as the copying warp found it.
-struct Task { int b, h, tile, count, keys, flags, first_cta, parts, lo, hi; };
-constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;  // this part's place of this CTA's two, and that of the unit's first part
-constexpr u32 TASK_BYTES = 48;
+// A unit's part in this CTA's stretch, with the keys that its row attends.
+struct Part : Task { int lo, hi; };
+constexpr u32 PART_BYTES = TASK_BYTES + 16;
 
 struct Smem {
   u32 k, v, q, sums, stats, task, pending, valid, q_full, q_empty, k_full, v_full, empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + STAGES * K_BYTES, q = v + STAGES * V_BYTES, sums = q + UNITS * Q_BYTES;
-    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, pending = task + UNITS * TASK_BYTES;
+    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, pending = task + UNITS * PART_BYTES;
     valid = pending + 2 * TASK_BYTES;
     q_full = valid + STAGES * 4 + STAGES % 2 * 4, q_empty = q_full + 8 * UNITS, k_full = q_empty + 8 * UNITS;
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
@@ -55,8 +54,6 @@ DEVICE int keys_of(const Params& p, int b) {
 #endif
 }
 
-// What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
-struct Row { int keys, lo, hi, first, count; };
 DEVICE Row row_of(const Params& p, int b) {
   Row r;
   r.keys = keys_of(p, b), r.lo = max(0, r.keys - p.Sq - p.window_left), r.hi = r.keys;
@@ -68,77 +65,14 @@ DEVICE Row row_of(const Params& p, int b) {
   return r;
 }
 
-// All units' tiles in one line, and each CTA's stretch of it: as equal as can be in steps of `grain`, empty only for CTAs beyond the number of steps.
-struct Line {
-  int grain, base, longer;  // `longer` stretches have base + 1 steps
+DEVICE int units_of(const Params& p) { return p.Hkv; }
+DEVICE int width_of(const Params&) { return 1; }
 
-  DEVICE Line() {}
-  DEVICE Line(int total, int grain) : grain(grain), base(total / grain / (int)gridDim.x), longer(total / grain % (int)gridDim.x) {}
-  DEVICE int start(int cta) const { return grain * (cta * base + min(cta, longer)); }
-  DEVICE int cta_of(int tile) const {
-    const int step = tile / grain, split = longer * (base + 1);
-    return step < split ? step / (base + 1) : longer + (step - split) / base;
-  }
-};
-
-// Units as they are, if all are alike and no CTA has more than a tile beyond its share: then none is shared, and nothing is merged. Else tiles.
-DEVICE int grain_of(int total, int shortest, int longest) {
+// In units, if all are alike and no CTA has more than a tile beyond its share: then none is shared, and nothing is merged. Else in tiles.
+DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
   const int ctas = gridDim.x;
-  return shortest == longest && (total / longest + ctas - 1) / ctas * longest * ctas - total <= ctas ? longest : 1;
+  return {ctas, shortest == longest && (total / longest + ctas - 1) / ctas * longest * ctas - total <= ctas ? longest : 1};
 }
-
-// The copying warp's place in the line of tiles.
-struct Walk {
-  const Params& p;
-  Line line;
-  int at, stop, unit;  // unit: where the current one begins
-  int b, h;
-  Row row;
-
-  DEVICE Walk(const Params& p) : p(p) {
-    const int lane = threadIdx.x & 31, each = (p.B + 31) / 32, mine = lane * each;  // rows of a lane
-    int upto = 0, shortest = FAR, longest = 0;
-#pragma unroll 8
-    for (int i = 0; i < each; i++) {
-      if (mine + i >= p.B) continue;
-      const int count = row_of(p, mine + i).count;
-      upto += count, shortest = min(shortest, count), longest = max(longest, count);
-    }
-    upto *= p.Hkv;
-#pragma unroll
-    for (int w = 1; w < 32; w <<= 1) {
-      const int left = __shfl_up_sync(~0u, upto, w);
-      if (lane >= w) upto += left;
-    }
-    const int total = __shfl_sync(~0u, upto, 31);
-    line = Line(total, grain_of(total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest)));
-    at = line.start(blockIdx.x), stop = line.start(blockIdx.x + 1);
-    if (at >= stop) return;
-    // the row that holds tile `at`: the first whose tiles end behind it
-    const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1, before = __shfl_sync(~0u, upto, max(lead - 1, 0));
-    unit = lead ? before : 0, b = lead * each, row = row_of(p, b);
-    for (; unit + row.count * p.Hkv <= at; row = row_of(p, ++b)) unit += row.count * p.Hkv;
-    h = (at - unit) / row.count, unit += h * row.count;
-  }
-
-  DEVICE Task task() const {
-    Task t;
-    const int offset = at - unit;
-    t.b = b, t.h = h, t.tile = row.first + offset, t.count = min(row.count - offset, stop - at), t.keys = row.keys, t.lo = row.lo, t.hi = row.hi;
-    t.first_cta = line.cta_of(unit), t.parts = line.cta_of(unit + row.count - 1) - t.first_cta + 1;
-    t.flags = at > line.start(blockIdx.x) ? SECOND_SLOT : 0;
-    if (line.start(t.first_cta) < unit) t.flags |= FIRST_IN_SECOND_SLOT;
-    return t;
-  }
-
-  DEVICE void next(int count) {
-    at += count;
-    if (at < stop && at == unit + row.count) {
-      unit = at;
-      if (++h == p.Hkv) h = 0, b++, row = row_of(p, b);
-    }
-  }
-};
 
 // tma_load_once by a map of whole rows.
 DEVICE void tma_load_rows_once(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
@@ -164,7 +98,7 @@ template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to
   else tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
 }
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, Ring<STAGES>& ring) {
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, int tile, Ring<STAGES>& ring) {
   const int lane = threadIdx.x & 31, stage = ring.stage;
   const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
   int page = t.b, token = tile * BLOCK_N;
@@ -184,8 +118,8 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int tile, 
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
   }
   __syncwarp();
-  copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, token, t.hi, t.h, page);
-  copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, token, t.hi, t.h, page);
+  copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, token, t.hi, t.unit, page);
+  copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, token, t.hi, t.unit, page);
   ring.next();
 }
 
@@ -193,18 +127,17 @@ DEVICE void copy(const Params& p, const Smem& sm) {
   const int lane = threadIdx.x & 31;
   Ring<STAGES> ring;
   Ring<UNITS> units;
-  for (Walk walk(p);; units.next()) {
-    Task t;
-    if (walk.at < walk.stop) t = walk.task(); else t.count = 0;
-    const u32 at = sm.task + units.stage * TASK_BYTES, full = sm.q_full + 8 * units.stage;
+  for (Walk<Params> walk(p);; units.next()) {
+    Part t;
+    if (walk.at < walk.stop) static_cast<Task&>(t) = walk.task(), t.lo = walk.row.lo, t.hi = walk.row.hi; else t.count = 0;
+    const u32 at = sm.task + units.stage * PART_BYTES, full = sm.q_full + 8 * units.stage;
     mbar_wait(sm.q_empty + 8 * units.stage, units.phase ^ 1);
     if (lane == 0) {
-      store_shared(at, make_int4(t.b, t.h, t.tile, t.count)), store_shared(at + 16, make_int4(t.keys, t.flags, t.first_cta, t.parts));
-      store_shared(at + 32, make_int4(t.lo, t.hi, 0, 0));
+      store_task(at, t), store_shared(at + TASK_BYTES, make_int4(t.lo, t.hi, 0, 0));
       if (t.count == 0) mbar_arrive(full);
       else {
         mbar_expect(full, p.group * p.Sq * HEAD_DIM * 2);
-        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + units.stage * Q_BYTES + x * ROWS * 128, p.q, full, x * 64, 0, t.h * p.group, t.b);
+        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + units.stage * Q_BYTES + x * ROWS * 128, p.q, full, x * 64, 0, t.unit * p.group, t.b);
       }
     }
     if (t.count == 0) break;
@@ -255,7 +188,7 @@ struct Consumer {
 
   DEVICE Consumer(const Params& p, const Smem& sm, int warp) : p(p), sm(sm), warp(warp), lane(threadIdx.x & 31), tid(threadIdx.x - 32) {}
 
-  DEVICE void begin(const Task& t, u32 q_at) {
+  DEVICE void begin(const Part& t, u32 q_at) {
     const int matrix = lane >> 3, row = ((lane & 7) + (matrix & 1) * 8) % ROWS;
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) load_matrix_x4<false>(q[d], swizzled(q_at, ROWS, row, 2 * d + (matrix >> 1)));
@@ -268,12 +201,12 @@ struct Consumer {
       diagonal[r] = s + t.keys - p.Sq;
       lo[r] = max(t.lo, diagonal[r] - p.window_left), hi[r] = min(t.hi, diagonal[r] + p.window_right + 1);
 #if HAS_ALIBI
-      slope[r] = at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + t.h * p.group + at / p.Sq] * p.alibi_unit : 0.f;
+      slope[r] = at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + t.unit * p.group + at / p.Sq] * p.alibi_unit : 0.f;
 #endif
     }
   }
 
-  DEVICE void attend(const Task& t, int tile) {
+  DEVICE void attend(const Part& t, int tile) {
     const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
     float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
     mbar_wait(sm.k_full + 8 * stage, ring.phase);
@@ -374,7 +307,7 @@ struct Consumer {
 
   // Row by row of a unit: normalised, with LSE and the sink, to where it belongs.
   DEVICE void write(const Task& t, int row, int column, float4 x, float m2, float total) {
-    const int head = t.h * p.group + row / p.Sq, s = row % p.Sq;
+    const int head = t.unit * p.group + row / p.Sq, s = row % p.Sq;
     float inverse;
 #if HAS_SINKS
     const float sink = p.sinks[head];
@@ -423,7 +356,7 @@ struct Consumer {
     if (tid != 0 || t.parts == 1) return;
     if (seen >> 16 != p.call) atomicCAS(counter(t), seen, p.call << 16);
     const u32 at = sm.pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0);
-    store_shared(at, make_int4(t.b, t.h, 0, 1)), store_shared(at + 16, make_int4(0, t.flags, t.first_cta, t.parts));
+    store_shared(at, make_int4(t.b, t.unit, 0, 1)), store_shared(at + 16, make_int4(0, t.flags, t.first_team, t.parts));
   }
 
   // At the end of the stretch, so that no copy waits for it: this CTA's parts of units that others share are there. Merges those where it comes last.
@@ -447,7 +380,7 @@ struct Consumer {
   }
 
   // Only a unit's first part can be its CTA's second.
-  DEVICE int slot_of(const Task& t, int part) { return (t.first_cta + part) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0); }
+  DEVICE int slot_of(const Task& t, int part) { return (t.first_team + part) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0); }
 
   DEVICE void merge(const Task& t) {
     constexpr int BATCH = 16;  // parts read at once
@@ -486,9 +419,11 @@ struct Consumer {
   DEVICE void work() {
     for (Ring<UNITS> units;; units.next()) {
       mbar_wait(sm.q_full + 8 * units.stage, units.phase);
-      const u32 at = sm.task + units.stage * TASK_BYTES;
-      const int4 x = load_shared(at), y = load_shared(at + 16), z = load_shared(at + 32);
-      const Task t = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w, z.x, z.y};
+      const u32 at = sm.task + units.stage * PART_BYTES;
+      Part t;
+      static_cast<Task&>(t) = load_task(at);
+      const int4 keys = load_shared(at + TASK_BYTES);
+      t.lo = keys.x, t.hi = keys.y;
       if (t.count == 0) break;
       begin(t, sm.q + units.stage * Q_BYTES);
       __syncwarp();

@@ -29,6 +29,23 @@ struct Params {
   float scale_log2, merge_cost;
 };
 
+DEVICE Row row_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  const int keys = max(0, min(p.kv_lens[b], p.Sk));
+#else
+  const int keys = p.Sk;
+#endif
+  return {keys, 0, keys, 0, max(1, (keys + BLOCK_N - 1) / BLOCK_N)};
+}
+DEVICE int units_of(const Params& p) { return p.units; }
+DEVICE int width_of(const Params& p) { return p.width; }
+
+// A stretch of n tiles takes its team n of them, and the row's last team a part more to merge for each n of its tiles: least together at the root.
+DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
+  const int least = max(1, (int)sqrtf(p.merge_cost * (float)longest));
+  return {max(1, min((int)gridDim.x / p.width, total / least)), 1};
+}
+
 struct Smem {
   u32 q, k, reference, sums, task, pending, valid, q_full, q_empty, full, empty, weights;
   DEVICE Smem(u32 base) {
@@ -101,7 +118,7 @@ DEVICE void copy(const Params& p, const Smem& sm) {
   u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
   Ring<2> units;
   u32 q_phase = 0;
-  for (Walk walk(p);; units.next(), q_phase ^= 1) {
+  for (Walk<Params> walk(p);; units.next(), q_phase ^= 1) {
     Task t;
     if (walk.at < walk.stop) t = walk.task(); else t.count = 0;
     mbar_wait(sm.q_empty, q_phase ^ 1);

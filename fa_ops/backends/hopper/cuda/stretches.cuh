@@ -1,31 +1,21 @@
 // How the tiles of all rows of a batch are cut into stretches, one for each team of CTAs; lengths are read on the device. A team's CTAs attend the same
 // keys at about the same time, `width` blocks of queries, so that the memory is read once and the L2 serves the others.
-// Params has B, Sk, units, width, merge_cost and kv_lens.
-// Compile-time: BLOCK_N HAS_KV_LENS
+// A kernel says: row_of(p, b); cut_of(p, total, shortest, longest); units_of(p), of a row, which have the same tiles one after the other; width_of(p).
 
-// What a row of the batch attends: its `keys`, in tiles. At least one, so that someone writes the result.
-struct Row { int keys, count; };
-template <class Params> DEVICE Row row_of(const Params& p, int b) {
-  Row r;
-#if HAS_KV_LENS
-  r.keys = max(0, min(p.kv_lens[b], p.Sk));
-#else
-  r.keys = p.Sk;
-#endif
-  r.count = max(1, (r.keys + BLOCK_N - 1) / BLOCK_N);
-  return r;
-}
+// What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
+struct Row { int keys, lo, hi, first, count; };
+struct Cut { int teams, grain; };
 
-// All units' tiles in one line, and each team's stretch of it: as equal as can be.
+// All units' tiles in one line, and each team's stretch of it: as equal as can be in steps of `grain`, empty only for teams beyond the number of steps.
 struct Line {
-  int total, base, longer;  // `longer` stretches have base + 1 tiles
+  int grain, base, longer;  // `longer` stretches have base + 1 steps
 
   DEVICE Line() {}
-  DEVICE Line(int total, int teams) : total(total), base(total / teams), longer(total % teams) {}
-  DEVICE int start(int team) const { return min(total, team * base + min(team, longer)); }
+  DEVICE Line(int total, Cut cut) : grain(cut.grain), base(total / cut.grain / cut.teams), longer(total / cut.grain % cut.teams) {}
+  DEVICE int start(int team) const { return grain * (team * base + min(team, longer)); }
   DEVICE int team_of(int tile) const {
-    const int split = longer * (base + 1);
-    return tile < split ? tile / (base + 1) : longer + (tile - split) / base;
+    const int step = tile / grain, split = longer * (base + 1);
+    return step < split ? step / (base + 1) : longer + (step - split) / base;
   }
 };
 
@@ -42,7 +32,7 @@ DEVICE Task load_task(u32 at) {
   return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 }
 
-// One warp's place in the line of tiles. A row has `units` of the same tiles, one after the other.
+// One warp's place in the line of tiles.
 template <class Params> struct Walk {
   const Params& p;
   const int team;
@@ -51,37 +41,37 @@ template <class Params> struct Walk {
   int b, unit;
   Row row;
 
-  DEVICE explicit Walk(const Params& p) : p(p), team(blockIdx.x / p.width) {
+  DEVICE explicit Walk(const Params& p) : p(p), team(blockIdx.x / width_of(p)) {
     const int lane = threadIdx.x & 31, each = (p.B + 31) / 32, mine = lane * each;  // rows of a lane
-    int upto = 0, longest = 0;
+    int upto = 0, shortest = 1 << 30, longest = 0;
 #pragma unroll 8
     for (int i = 0; i < each; i++) {
-      const int count = mine + i < p.B ? row_of(p, mine + i).count : 0;
-      upto += count, longest = max(longest, count);
+      if (mine + i >= p.B) continue;
+      const int count = row_of(p, mine + i).count;
+      upto += count, shortest = min(shortest, count), longest = max(longest, count);
     }
-    upto *= p.units;
+    upto *= units_of(p);
 #pragma unroll
     for (int w = 1; w < 32; w <<= 1) {
       const int left = __shfl_up_sync(~0u, upto, w);
       if (lane >= w) upto += left;
     }
     const int total = __shfl_sync(~0u, upto, 31);
-    // a stretch of n tiles takes its team n of them, and the row's last team a part more to merge for each n of its tiles: least together at the root
-    const int least = max(1, (int)sqrtf(p.merge_cost * (float)__reduce_max_sync(~0u, longest)));
-    line = Line(total, max(1, min((int)gridDim.x / p.width, total / least)));
-    at = line.start(team), stop = line.start(team + 1);
+    const Cut cut = cut_of(p, total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest));
+    line = Line(total, cut);
+    at = line.start(team), stop = team < cut.teams ? line.start(team + 1) : at;
     if (at >= stop) return;
     // the row that holds tile `at`: the first whose tiles end behind it
     const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1, before = __shfl_sync(~0u, upto, max(lead - 1, 0));
     begin = lead ? before : 0, b = lead * each, row = row_of(p, b);
-    for (; begin + row.count * p.units <= at; row = row_of(p, ++b)) begin += row.count * p.units;
+    for (; begin + row.count * units_of(p) <= at; row = row_of(p, ++b)) begin += row.count * units_of(p);
     unit = (at - begin) / row.count, begin += unit * row.count;
   }
 
   DEVICE Task task() const {
     Task t;
     const int offset = at - begin;
-    t.b = b, t.unit = unit, t.tile = offset, t.count = min(row.count - offset, stop - at), t.keys = row.keys;
+    t.b = b, t.unit = unit, t.tile = row.first + offset, t.count = min(row.count - offset, stop - at), t.keys = row.keys;
     t.first_team = line.team_of(begin), t.parts = line.team_of(begin + row.count - 1) - t.first_team + 1;
     t.flags = at > line.start(team) ? SECOND_SLOT : 0;
     if (line.start(t.first_team) < begin) t.flags |= FIRST_IN_SECOND_SLOT;
@@ -92,7 +82,7 @@ template <class Params> struct Walk {
     at += count;
     if (at < stop && at == begin + row.count) {
       begin = at;
-      if (++unit == p.units) unit = 0, b++, row = row_of(p, b);
+      if (++unit == units_of(p)) unit = 0, b++, row = row_of(p, b);
     }
   }
 };
