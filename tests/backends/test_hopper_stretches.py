@@ -23,9 +23,10 @@ using std::min, std::max;
 typedef unsigned int u32;
 struct int4 { int x, y, z, w; };
 struct Index { int x; };
-static Index blockIdx, gridDim, threadIdx;
+static Index blockIdx, blockDim, gridDim, threadIdx;
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static void store_shared(u32, int4) {}
+static void fence_async_smem() {}
 static int4 load_shared(u32) { return {}; }
 
 static ucontext_t scheduler, lanes[32];

@@ -1,12 +1,12 @@
 """The Hopper kernels on a Hopper GPU against the oracle, at random and where they are delicate."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Spec
@@ -20,13 +20,12 @@ DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 1
 
 
 def check(case):
-    """Forward, and backward where the tier has one; skips what it refuses."""
+    """Forward and backward; skips what the tier refuses."""
     q, k, v, spec = case.fresh()
     reason = hopper.support_error(q, k, v, spec)
     if reason:
         pytest.skip(reason)
-    gradients = hopper.backward_error(q, k, v, spec) is None
-    assert_close_to_oracle(case, "hopper", gradients)
+    assert_close_to_oracle(case, "hopper")
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -98,6 +97,22 @@ def test_cuda_graph_replays_with_new_contents():
     torch.testing.assert_close(out, fa_ops.attention(q, k, v, is_causal=True, backend="hopper"))
 
 
+def test_a_thread_that_has_not_used_the_device():
+    q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    expected, results = hopper.forward(q, q, q, Spec()), []
+
+    def run():
+        # memory that the allocator has at hand: without this nothing wakes the CUDA runtime
+        results.append(hopper.forward(q, q, q, Spec()))
+
+    for _ in range(3):
+        thread = threading.Thread(target=run)
+        thread.start(), thread.join()
+    assert len(results) == 3
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
 def test_two_streams_at_once():
     shapes = [(4, 8, 512, 128), (2, 16, 777, 64), (1, 4, 1500, 256)]
     inputs = [
@@ -132,7 +147,7 @@ def test_packed(seed):
     reason = hopper.support_error(q, k, v, spec)
     if reason:
         pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper", hopper.backward_error(q, k, v, spec) is None)
+    assert_close_to_oracle(case, "hopper")
 
 
 def _inside(mask, *margins):
@@ -214,15 +229,8 @@ def random_masked_case(seed):
     )  # fmt: skip
 
 
-@pytest.fixture
-def everything(monkeypatch):
-    """Kernels that calls do not yet get, too."""
-    monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(hopper, "PENDING", set())
-
-
 @pytest.mark.parametrize("seed", range(80))
-def test_bool_masks(seed, everything):
+def test_bool_masks(seed):
     case = random_masked_case(seed)
     q, k, v, spec = case.fresh()
     reason = hopper.support_error(q, k, v, spec)
@@ -232,12 +240,12 @@ def test_bool_masks(seed, everything):
 
 
 @pytest.mark.parametrize("seed", range(256))
-def test_gradients_under_bool_masks(seed, everything):
+def test_gradients_under_bool_masks(seed):
     check(masked_case(seed))
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_gradients_under_bool_masks(seed, everything):
+def test_random_gradients_under_bool_masks(seed):
     check(random_masked_case(seed))
 
 
@@ -251,7 +259,7 @@ def test_random_gradients_under_bool_masks(seed, everything):
     ],
     ids=str,
 )
-def test_long_gradients_under_bool_masks(changes, everything):
+def test_long_gradients_under_bool_masks(changes):
     base = MaskedCase(
         B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
     )
@@ -260,7 +268,7 @@ def test_long_gradients_under_bool_masks(changes, everything):
 
 
 @pytest.mark.parametrize("seed", range(240))
-def test_gradients_in_two_passes(seed, everything):
+def test_gradients_in_two_passes(seed):
     D, Dv = DIMS[seed % len(DIMS)]
     dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
     case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
@@ -271,7 +279,7 @@ def test_gradients_in_two_passes(seed, everything):
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 4000), (129, 129), (1300, 700), (2048, 2048)])
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"window": (100, 30)}], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
-def test_lengths_in_two_passes(dims, changes, lengths, everything):
+def test_lengths_in_two_passes(dims, changes, lengths):
     D, Dv = dims
     Sq, Sk = lengths
     case = Case(
@@ -282,7 +290,7 @@ def test_lengths_in_two_passes(dims, changes, lengths, everything):
 
 
 @pytest.mark.parametrize("seed", range(32))
-def test_packed_in_two_passes(seed, everything):
+def test_packed_in_two_passes(seed):
     D, Dv = DIMS[seed % len(DIMS)]
     features = random_case(
         seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
@@ -293,11 +301,11 @@ def test_packed_in_two_passes(seed, everything):
     reason = hopper.support_error(q, k, v, spec)
     if reason:
         pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper", True)
+    assert_close_to_oracle(case, "hopper")
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_deterministic_gradients_repeat_their_bits(D, everything):
+def test_deterministic_gradients_repeat_their_bits(D):
     shapes = (2, 8, 3000, D), (2, 2, 3000, D), (2, 2, 3000, D)
     q, k, v = (
         torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes

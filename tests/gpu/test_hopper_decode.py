@@ -139,6 +139,20 @@ def test_repeatable_on_two_streams_at_once():
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
+@pytest.mark.parametrize("group", [1, 4, 8, 12])
+def test_what_lay_in_shared_memory_does_not_show(group):
+    q, k, v, _, spec = CacheCase(
+        B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
+    ).fresh()
+    left = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for value in (0.0, 100.0, -1e4, float("nan")):
+        hopper.forward(*(left.fill_(value),) * 3, Spec())  # leaves its queries and keys there
+        results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], found))
+
+
 def test_attention_takes_it():
     q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

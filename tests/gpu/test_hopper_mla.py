@@ -20,14 +20,6 @@ pytestmark = [
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(hopper, "PENDING", set())
-    dispatch._selected.clear()
-    yield
-    dispatch._selected.clear()
-
-
 def latent(**fields):
     fixed = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "device": "cuda"}
     return CacheCase(**({"dtype": torch.bfloat16} | fixed | fields))

@@ -16,8 +16,6 @@ from torch import Tensor
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 _ELSEWHERE = "the triton backend can run it"
-# Kernels that are here but refused until all their GPU tests have been seen to pass.
-PENDING = {"bool masks", "wide gradients", "deterministic gradients", "latent caches"}
 
 
 @functools.cache
@@ -43,12 +41,6 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     return reason and f"{reason}; {_ELSEWHERE}"
 
 
-def backward_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """Why the tier cannot run the gradients of a call that it can run, or None."""
-    reason = _no_backward(q, v, spec)
-    return reason and f"{reason}; {_ELSEWHERE}"
-
-
 def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
     if q.device.type != "cuda":
@@ -63,21 +55,10 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
         return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
-    if spec.attn_mask is not None and "bool masks" in PENDING:
-        return "has no bool masks yet (key_ranges it has)"
     if spec.dropout_p > 0:
         return "has no dropout yet"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
-    return None
-
-
-def _no_backward(q: Tensor, v: Tensor, spec: Spec) -> str | None:
-    D, Dv = q.shape[-1], v.shape[-1]
-    if (Dv != D or D > 128) and "wide gradients" in PENDING:
-        return f"has a backward for equal head dims up to 128 so far, got {D} and {Dv}"
-    if spec.deterministic and "deterministic gradients" in PENDING:
-        return "adds dQ in no fixed order, so it has no deterministic backward yet"
     return None
 
 
@@ -163,8 +144,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
     from fa_ops.backends.hopper import decode, mla
 
-    latent = mla.has_dims(q, v) and "latent caches" not in PENDING
-    own = mla if latent else decode
+    own = mla if mla.has_dims(q, v) else decode
     reason = own.cache_error(q, k, v, cache, spec)
     return reason and f"{reason}; {_ELSEWHERE}"
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from fa_ops.backends.hopper.configs import DecodeConfig, decode_config
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
-    Kernel,
-    Module,
     TensorMap,
     address,
     current_stream,
+    kernel,
     on_device,
     one_parameter,
 )
@@ -145,7 +144,9 @@ class Plan:
             alibi=slopes is not None,
             sinks=has_sinks,
         )
-        self.kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, device)
+        self.kernel = kernel(
+            "decode", "decode", device, config.threads, config.shared_bytes, tuple(defines.items())
+        )
         # where every byte is read once, fetching 256 bytes at a time costs bandwidth
         cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
@@ -216,8 +217,3 @@ def kernel_defines(
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)
-
-
-@functools.cache
-def _kernel(defines: tuple[tuple[str, int], ...], threads: int, shared: int, device: int) -> Kernel:
-    return Module("decode", dict(defines), device).kernel("decode", threads, shared)

@@ -13,10 +13,10 @@ from torch import Tensor
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
 from fa_ops.backends.hopper.launch import (
     Kernel,
-    Module,
     TensorMap,
     address,
     current_stream,
+    kernel,
     on_device,
     pointers_to,
 )
@@ -181,16 +181,17 @@ def _strides(t: Tensor) -> ctypes.Array:
 
 class _Kernels:
     def __init__(self, defines: tuple[tuple[str, int], ...], config: BackwardConfig, device: int):
-        module = Module("backward", dict(defines), device)
-        self.prepare: Kernel = module.kernel("prepare", 256)
-        self.products: Kernel = module.kernel("backward", config.threads, config.shared_bytes)
+        def entry(name: str, threads: int, shared: int = 0) -> Kernel:
+            return kernel("backward", name, device, threads, shared, defines)
+
+        self.prepare = entry("prepare", 256)
+        self.products = entry("backward", config.threads, config.shared_bytes)
         if config.adds_dq:
-            self.finish: Kernel = module.kernel("finish", 256)
+            self.finish = entry("finish", 256)
         else:
-            shared = config.query_shared_bytes
-            self.queries: Kernel = module.kernel("backward_queries", config.threads, shared)
+            self.queries = entry("backward_queries", config.threads, config.query_shared_bytes)
         if dict(defines)["HAS_RANGES"]:
-            self.keep_runs: Kernel = module.kernel("keep_runs", config.block_m)
+            self.keep_runs = entry("keep_runs", config.block_m)
 
 
 _kernels = functools.cache(_Kernels)

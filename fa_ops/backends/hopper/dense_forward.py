@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
-    Kernel,
-    Module,
     TensorMap,
     address,
     current_stream,
+    kernel,
     on_device,
     one_parameter,
     set_zero,
@@ -134,10 +133,12 @@ class Plan:
         """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         dynamic = varied and tiles > sms
-        defines = tuple(kernel_defines(config, **features, dynamic=dynamic).items())
-        shared = config.shared_bytes(features["mask"])
-        kernel = _kernel(defines, config.threads, shared, self.device)
-        return kernel, min(tiles, sms), dynamic, tiles
+        found = kernel(
+            "forward", "forward", self.device, config.threads,
+            config.shared_bytes(features["mask"]),
+            tuple(kernel_defines(config, **features, dynamic=dynamic).items()),
+        )  # fmt: skip
+        return found, min(tiles, sms), dynamic, tiles
 
     def run(
         self,
@@ -151,7 +152,6 @@ class Plan:
         stream, counter = current_stream(self.device), None
         if self.dynamic:
             counter = q.new_empty(1, dtype=torch.int32)
-            set_zero(counter, stream)
         of_q, of_k, of_v, of_out = self.maps
         params = (
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
@@ -160,6 +160,8 @@ class Plan:
             self.scalars,
         )  # fmt: skip
         with on_device(self.device):
+            if counter is not None:
+                set_zero(counter, stream)
             self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
         return out
 
@@ -185,8 +187,3 @@ def kernel_defines(
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)
-
-
-@functools.cache
-def _kernel(defines: tuple[tuple[str, int], ...], threads: int, shared: int, device: int) -> Kernel:
-    return Module("forward", dict(defines), device).kernel("forward", threads, shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -55,26 +55,56 @@ def check(status: int, what: str) -> None:
         raise DriverError(f"{what} failed: {(text.value or b'unknown error').decode()} ({status})")
 
 
-class Module:
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+@functools.cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The one that the CUDA runtime uses."""
+    context = ctypes.c_void_p()
+    check(
+        driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        "cuDevicePrimaryCtxRetain",
+    )
+    return context
+
+
+def call(name: str, *args) -> None:
+    """A driver call on torch's current device.
+
+    A thread on which the CUDA runtime has done nothing yet, as one of autograd's may be, has no
+    context: it gets one then.
+    """
+    function = getattr(driver(), name)
+    status = function(*args)
+    if status == _NO_CONTEXT:
+        check(driver().cuCtxSetCurrent(_context(torch.cuda.current_device())), "cuCtxSetCurrent")
+        status = function(*args)
+    if status:
+        check(status, name)
+
+
+@functools.cache
+def _module(source: str, defines: tuple[tuple[str, int], ...], device: int) -> ctypes.c_void_p:
     """A compiled translation unit, loaded on one device."""
+    code, module = compiler.cubin(source, dict(defines)), ctypes.c_void_p()
+    with on_device(device):
+        call("cuModuleLoadData", ctypes.byref(module), code)
+    return module
 
-    def __init__(self, kind: str, defines: Mapping[str, int], device: int):
-        code = compiler.cubin(kind, dict(defines))
-        self._module = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().query()  # a driver call needs a current context
-            check(driver().cuModuleLoadData(ctypes.byref(self._module), code), "cuModuleLoadData")
 
-    def kernel(self, name: str, threads: int, shared: int = 0) -> Kernel:
-        function = ctypes.c_void_p()
-        status = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
-        check(status, f"cuModuleGetFunction({name})")
+@functools.cache
+def kernel(
+    source: str, name: str, device: int, threads: int, shared: int = 0,
+    defines: tuple[tuple[str, int], ...] = (),
+) -> Kernel:  # fmt: skip
+    """An entry point of a translation unit."""
+    module, function = _module(source, defines, device), ctypes.c_void_p()
+    with on_device(device):
+        call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if shared:
-            check(
-                driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared),
-                "cuFuncSetAttribute",
-            )
-        return Kernel(function, threads, shared)
+            call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+    return Kernel(function, threads, shared)
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -100,19 +130,15 @@ class Kernel:
         config = _Config(
             (ctas, 1, 1), (self._threads, 1, 1), self._shared, stream, ctypes.addressof(_EARLY), 1
         )
-        status = driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        if status:
-            check(status, "cuLaunchKernelEx")
+        call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
 
     def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
         """`pointers` to the kernel's parameters; the driver copies them before this returns."""
         x, y = grid
-        status = driver().cuLaunchKernel(
-            self._function, x, y, 1, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream),
-            pointers, None,
+        call(
+            "cuLaunchKernel", self._function, x, y, 1, self._threads, 1, 1, self._shared,
+            ctypes.c_void_p(stream), pointers, None,
         )  # fmt: skip
-        if status:
-            check(status, "cuLaunchKernel")
 
 
 def pointers_to(*params: ctypes._CData) -> ctypes.Array:
@@ -127,9 +153,7 @@ one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
 
 
 def set_zero(word: Tensor, stream: int) -> None:
-    status = driver().cuMemsetD32Async(word.data_ptr(), 0, 1, stream)
-    if status:
-        check(status, "cuMemsetD32Async")
+    call("cuMemsetD32Async", word.data_ptr(), 0, 1, stream)
 
 
 def address(t: Tensor | None) -> int:

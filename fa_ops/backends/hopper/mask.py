@@ -9,13 +9,12 @@ between batches, heads or rows its bits share.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.launch import Kernel, Module, current_stream, on_device, pointers_to
+from fa_ops.backends.hopper.launch import current_stream, kernel, on_device, pointers_to
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # of a block of the backward's; so many stand for all in a mask that all share
@@ -85,25 +84,19 @@ def _without_repetition(mask: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor) -> Tensor:
-    kernel, grid, steps, sizes = Geometry.of(mask)
+    name, grid, steps, sizes = Geometry.of(mask)
     *_, all_heads, rows, _, pitch = sizes
     bits = mask.new_empty((*mask.shape[:3], pitch), dtype=torch.uint8)
     where, to = (ctypes.c_uint64(t.data_ptr()) for t in (mask, bits))
     numbers = map(ctypes.c_int, sizes)
-    _launch(mask.device, kernel, grid, where, to, (ctypes.c_int64 * 4)(*steps), *numbers)
+    _launch(mask.device, name, grid, where, to, (ctypes.c_int64 * 4)(*steps), *numbers)
     numbers = ctypes.c_int(rows * all_heads), ctypes.c_int(pitch)
     _launch(mask.device, "find_runs", (-(-rows * all_heads // 8), 1), to, *numbers)
     return bits
 
 
-def _launch(
-    device: torch.device, kernel: str, grid: tuple[int, int], *params: ctypes._CData
-) -> None:
+def _launch(device: torch.device, name: str, grid: tuple[int, int], *params: ctypes._CData) -> None:
     with on_device(device.index):
         stream = current_stream(device.index)
-        _kernel(kernel, device.index).launch(grid, stream, pointers_to(*params))
-
-
-@functools.cache
-def _kernel(name: str, device: int) -> Kernel:
-    return Module("mask", {}, device).kernel(name, _THREADS)
+        entry = kernel("mask", name, device.index, _THREADS)
+        entry.launch(grid, stream, pointers_to(*params))

@@ -16,11 +16,10 @@ from torch import Tensor
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
-    Kernel,
-    Module,
     TensorMap,
     address,
     current_stream,
+    kernel,
     on_device,
     one_parameter,
 )
@@ -111,7 +110,9 @@ class Plan:
                 f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
-        self.kernel = _kernel(tuple(defines.items()), config.threads, config.shared_bytes, device)
+        self.kernel = kernel(
+            "mla", "mla", device, config.threads, config.shared_bytes, tuple(defines.items())
+        )
         self.maps = (
             TensorMap(dtype, shapes[0], strides[0], tokens, heads=heads),
             TensorMap(dtype, key_shape, k_strides, config.copy_keys, promotion=PROMOTE_128B),
@@ -171,8 +172,3 @@ def kernel_defines(
 
 
 _plan = functools.lru_cache(maxsize=1024)(Plan)
-
-
-@functools.cache
-def _kernel(defines: tuple[tuple[str, int], ...], threads: int, shared: int, device: int) -> Kernel:
-    return Module("mla", dict(defines), device).kernel("mla", threads, shared)

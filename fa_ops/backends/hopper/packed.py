@@ -7,17 +7,15 @@ that crosses from a sequence to the next visits both and masks.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import dense_backward, dense_forward
 from fa_ops.backends.hopper.launch import (
-    Kernel,
-    Module,
     address,
     current_stream,
+    kernel,
     on_device,
     pointers_to,
 )
@@ -66,7 +64,7 @@ def _with_runs(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
     runs = torch.empty((1, 1, len(q), 2), dtype=torch.int32, device=q.device)
     index = q.device.index
     with on_device(index):
-        _kernel(index).launch(
+        kernel("packed", "packed_runs", index, _THREADS).launch(
             (-(-len(q) // _THREADS), 1),
             current_stream(index),
             pointers_to(
@@ -83,8 +81,3 @@ def _of_no_sequence(tokens: int, ends: Tensor) -> Tensor:
     """bool (tokens,): before the first sequence or after the last."""
     at = torch.arange(tokens, device=ends.device)
     return (at < ends[0]) | (at >= ends[-1])
-
-
-@functools.cache
-def _kernel(device: int) -> Kernel:
-    return Module("packed", {}, device).kernel("packed_runs", _THREADS)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, mla
 from fa_ops.backends.hopper.configs import (
     backward_config,
@@ -52,13 +51,10 @@ def variants(
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
             yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
-        if D > 128 and "wide gradients" in hopper.PENDING:
-            continue
         config = backward_config(D, D)
         for features in _BACKWARDS:
             yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
-    latent = () if "latent caches" in hopper.PENDING else itertools.product(dtypes, _PAGES)
-    for dtype, page in latent:
+    for dtype, page in itertools.product(dtypes, _PAGES):
         defines = mla.kernel_defines(mla_config(page), dtype, paged=page > 0)
         yield Variant("mla", defines)
 

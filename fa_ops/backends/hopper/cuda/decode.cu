@@ -448,6 +448,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
     mbar_init_fence();
   }
   if (threadIdx.x == 32) prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
+  clear_queries(sm.q, UNITS * Q_BYTES);
   __syncthreads();
   next_grid_may_start(), wait_for_last_grid();
   const int warp = uniform(threadIdx.x / 32);

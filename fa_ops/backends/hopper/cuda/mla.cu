@@ -464,9 +464,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     mbar_init_fence();
     prefetch_map(p.q), prefetch_map(p.k);
   }
-  // rows that no copy of queries brings
-  for (u32 i = threadIdx.x * 16; i < TILE_BYTES; i += 384 * 16) store_shared(sm.q + i, make_int4(0, 0, 0, 0));
-  fence_async_smem();
+  clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
   next_grid_may_start(), wait_for_last_grid();
   const int warpgroup = uniform(threadIdx.x / 128);

@@ -86,3 +86,9 @@ template <class Params> struct Walk {
     }
   }
 };
+
+// Zeros for the rows that no copy of queries brings: rows move their references together, so whatever lay there would show in the others' last bits.
+DEVICE void clear_queries(u32 at, u32 bytes) {
+  for (u32 i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) store_shared(at + i, make_int4(0, 0, 0, 0));
+  fence_async_smem();
+}
