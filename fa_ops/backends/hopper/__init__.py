@@ -55,8 +55,6 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
         return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
-    if spec.dropout_p > 0:
-        return "has no dropout yet"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
     return None

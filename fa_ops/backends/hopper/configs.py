@@ -67,7 +67,7 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.value_dim
         keys = self.block_n * dims * 2
-        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8)
+        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
         return keys + queries + self._exchange_bytes + 8 * (5 + 4 * self.stages)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -29,14 +30,18 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Spec
+from fa_ops.types import Packing, Spec
 
-# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 704 bytes
-_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3fi40x")
+# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars, dropout; 704 bytes
+_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3fi")
+_PADDING = bytes(8)
 _NONE = (None,) * 5
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, packing: Packing | None = None
+) -> tuple[Tensor, Tensor]:
+    """`packing`: where a sequence's queries and keys begin, which matters to dropout alone."""
     q, k, v = copyable(q), copyable(k), copyable(v)
     bits = None if spec.attn_mask is None else bits_by_query(spec.attn_mask, k.shape[2])
     optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
@@ -51,9 +56,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         sinks is not None,
         shared_strides(slopes),
         None if bits is None else (*shared_strides(bits), run_at(bits)),
+        spec.dropout_p,
     )
+    row_keys = dropout.row_keys(q, spec, packing)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return plan.run(q, k, v, lse, optional), lse
+    return plan.run(q, k, v, lse, optional, row_keys), lse
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
@@ -62,7 +69,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
-    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None)
+    plan = _plan(
+        q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None, 0.0
+    )
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
@@ -90,8 +99,9 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask
-    ):
+        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
+        dropout_p,
+    ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
@@ -112,6 +122,7 @@ class Plan:
                 alibi=slopes is not None,
                 sinks=has_sinks,
                 mask=mask is not None,
+                dropout=dropout_p > 0,
             ),
         )
         self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
@@ -128,6 +139,7 @@ class Plan:
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
             mask_run,
         )
+        self.dropout_p = dropout_p
 
     def _schedule(self, config, tiles: int, varied: bool, features: dict):
         """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
@@ -147,6 +159,7 @@ class Plan:
         v: Tensor,
         lse: Tensor | None = None,
         optional: tuple[Tensor | None, ...] = _NONE,
+        row_keys: Tensor | None = None,
     ) -> Tensor:
         out = q.new_empty_strided(*self.out)
         stream, counter = current_stream(self.device), None
@@ -157,7 +170,7 @@ class Plan:
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
             of_out.at(out.data_ptr()),
             _WORDS.pack(*map(address, (lse, *optional)), *self.mask, address(counter)),
-            self.scalars,
+            self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
         )  # fmt: skip
         with on_device(self.device):
             if counter is not None:
@@ -169,7 +182,7 @@ class Plan:
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
-    dynamic: bool = False, left: bool = False, mask: bool = False,
+    dynamic: bool = False, left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
@@ -182,6 +195,7 @@ def kernel_defines(
         "HAS_ALIBI": int(alibi),
         "HAS_SINKS": int(sinks),
         "HAS_MASK": int(mask),
+        "HAS_DROPOUT": int(dropout),
         "IS_DYNAMIC": int(dynamic),
     }
 

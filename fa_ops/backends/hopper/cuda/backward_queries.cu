@@ -119,6 +119,9 @@ struct QueryConsumer {
 #if HAS_MASK
   u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
 #endif
+#if HAS_DROPOUT
+  u32 row_keys[2], dropped[ROW_SCORES / 32];  // a bit for each of a thread's scores
+#endif
 
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -132,6 +135,10 @@ struct QueryConsumer {
       const bool exists = t.m < p.m_blocks;
       lse[r] = exists ? p.lse[at] : __int_as_float(0x7f800000);
       delta[r] = exists ? p.delta[at] : 0.f;
+#if HAS_DROPOUT
+      delta[r] *= p.dropout.kept;
+      row_keys[r] = exists ? p.dropout.row_keys[at] : 0;
+#endif
       diagonal[r] = i + t.keys - p.Sq;
       run[r] = make_int2(0, t.keys);
 #if HAS_RANGES
@@ -170,7 +177,24 @@ struct QueryConsumer {
 #endif
   }
 
-  // The gradients of the scores, in dp.
+  // Early as well, in a basic block of its own: see KeyRows.
+  DEVICE void find_dropped([[maybe_unused]] int n0) {
+#if HAS_DROPOUT
+    arrived();
+    const u32 column = (n0 + (lane & 3) * 2) * COLUMN_KEY, first[2] = {row_keys[0] + column, row_keys[1] + column};
+#pragma unroll
+    for (int w = 0; w < ROW_SCORES / 32; w++) {
+      u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + (i >> 2) * 8 + (i & 1)) * p.dropout.column_key, p.dropout.threshold);
+      dropped[w] = found[0] | found[1] | found[2] | found[3];
+      asm volatile("" : "+r"(dropped[w])::"memory");
+    }
+#endif
+  }
+
+  // The gradients of the scores, in dp, under dropout but for its scale.
   template <bool EDGE> DEVICE void score_gradients(int n0) {
 #if HAS_MASK
     u64 rows[2][QUERY_BLOCK_N / 64];
@@ -192,6 +216,9 @@ struct QueryConsumer {
       if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
 #endif
       if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
+#if HAS_DROPOUT
+      if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
+#endif
       dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
 #if HAS_SOFTCAP
       dp[i] *= slack;
@@ -213,6 +240,7 @@ struct QueryConsumer {
     ring.next();
     const u32 keys = arrived();
     score_product<HEAD_DIM>(s, sm.q + c * OWN_Q_BYTES, keys);
+    find_dropped(n0);
     wgmma_wait<1>();
     mbar_arrive(values_empty);
     wgmma_wait<0>();

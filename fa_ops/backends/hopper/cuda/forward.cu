@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -214,6 +214,27 @@ struct Consumer {
     }
   }
 
+#if HAS_DROPOUT
+  u32 row_keys[2];
+
+  DEVICE void read_row_keys(const Tile& tile, int row) {
+    const u32* keys = p.dropout.row_keys + (long long)(tile.b * p.Hq + tile.h) * p.dropout.rows;
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_keys[r] = keys[min(row + 8 * r, p.Sq - 1)];
+  }
+#endif
+
+  // Of a row's weights, after they have been summed.
+  template <int ROW> DEVICE void drop([[maybe_unused]] int block) {
+#if HAS_DROPOUT
+    const u32 threshold = p.dropout.threshold, first = row_keys[ROW] + column(block, 0) * COLUMN_KEY;
+#pragma unroll
+    for (int i = ROW * 2; i < SCORES; i += i & 1 ? 3 : 1)
+      asm("{ .reg .pred dropped; setp.lo.u32 dropped, %1, %2; @dropped mul.f32 %0, %0, 0f00000000; }"
+          : "+f"(s[i]) : "r"(compared(first + ((i >> 2) * 8 + (i & 1)) * p.dropout.column_key, threshold)), "r"(threshold));
+#endif
+  }
+
   DEVICE void pack_weights() {
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
@@ -261,6 +282,7 @@ struct Consumer {
     modify_scores(block, n);
     bool raised = softmax.raise<0>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2);
+    drop<0>(block);
     raised |= softmax.raise<1>(s, p.scale_log2);
     softmax.pin();
     pin(s);
@@ -269,6 +291,7 @@ struct Consumer {
     pin(o);
     release(sm.v_empty, v);
     softmax.weigh<1>(s, p.scale_log2);
+    drop<1>(block);
     pack_weights();
     if (raised) rescale_output();
   }
@@ -284,6 +307,7 @@ struct Consumer {
     modify_scores(n.last - 1, n);
     softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+    drop<0>(n.last - 1), drop<1>(n.last - 1);
     pack_weights();
     if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
 #pragma unroll 1
@@ -308,6 +332,9 @@ struct Consumer {
     float inverse0, inverse1;
     const float lse0 = finish_row(softmax.max0, softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse0);
     const float lse1 = finish_row(softmax.max1, softmax.sum1, p.scale_log2, HAS_SINKS, sink, inverse1);
+#if HAS_DROPOUT
+    inverse0 *= p.dropout.scale, inverse1 *= p.dropout.scale;
+#endif
     const u32 q = sm.q + slot() * Q_BYTES;
     const int warp = tid >> 5, row = tile.m0 + c * 64 + warp * 16 + (lane >> 2);
     if ((lane & 3) == 0 && p.lse) {
@@ -346,6 +373,9 @@ struct Consumer {
 #if HAS_ALIBI
       slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
       diagonal = row + now.keys - p.Sq;
+#endif
+#if HAS_DROPOUT
+      read_row_keys(tile, row);
 #endif
       softmax.reset();
 #pragma unroll
