@@ -271,8 +271,8 @@ struct KeyRows {
 #endif
   }
 
-  // Early as well: hashes are computed under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends a basic block, and within
-  // one ptxas puts hashes between the products.
+  // Early as well: hashes are computed under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends a basic block, and
+  // within one ptxas puts hashes between the products, or after them.
   DEVICE void find_dropped([[maybe_unused]] u32 row_keys, [[maybe_unused]] u32 arrived) {
 #if HAS_DROPOUT
     static_assert(SCORES == 32, "a bit each");
@@ -287,6 +287,7 @@ struct KeyRows {
     }
     dropped = found[0] | found[1] | found[2] | found[3];
     asm volatile("" : "+r"(dropped)::"memory");
+    mbar_wait(arrived, ring.phase);
 #endif
   }
 

@@ -177,8 +177,10 @@ struct QueryConsumer {
 #endif
   }
 
-  // Early as well, in a basic block of its own: see KeyRows.
-  DEVICE void find_dropped([[maybe_unused]] int n0) {
+  // Early as well, in a basic block of its own: see KeyRows. What it returns is 0, but ptxas does not know: it would compute hashes where they are used,
+  // after the products, did nothing before depend on them.
+  DEVICE u32 find_dropped([[maybe_unused]] int n0) {
+    u32 any = 0;
 #if HAS_DROPOUT
     arrived();
     const u32 column = (n0 + (lane & 3) * 2) * COLUMN_KEY, first[2] = {row_keys[0] + column, row_keys[1] + column};
@@ -189,9 +191,11 @@ struct QueryConsumer {
       for (int i = 0; i < 32; i++)
         note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + (i >> 2) * 8 + (i & 1)) * p.dropout.column_key, p.dropout.threshold);
       dropped[w] = found[0] | found[1] | found[2] | found[3];
-      asm volatile("" : "+r"(dropped[w])::"memory");
+      any |= dropped[w];
     }
+    any &= p.dropout.rows & 1;  // a multiple of 64
 #endif
+    return any;
   }
 
   // The gradients of the scores, in dp, under dropout but for its scale.
@@ -240,9 +244,9 @@ struct QueryConsumer {
     ring.next();
     const u32 keys = arrived();
     score_product<HEAD_DIM>(s, sm.q + c * OWN_Q_BYTES, keys);
-    find_dropped(n0);
+    const u32 nothing = find_dropped(n0);
     wgmma_wait<1>();
-    mbar_arrive(values_empty);
+    mbar_arrive(values_empty + nothing);
     wgmma_wait<0>();
     pin(dp);
     pin(s);
