@@ -53,6 +53,13 @@ DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;
 template <int R> DEVICE void register_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R)); }
 template <int R> DEVICE void register_claim() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R)); }
 
+// True in one lane of a whole warp. Where copies hang on this, the compiler knows that one thread issues them: on `threadIdx.x == 0` it loops over lanes.
+DEVICE bool elected() {
+  u32 x;
+  asm volatile("{ .reg .pred P; elect.sync _|P, 0xffffffff; selp.u32 %0, 1, 0, P; }" : "=r"(x));
+  return x;
+}
+
 // Coordinates are (feature, token, head, batch).
 DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
   asm volatile(
