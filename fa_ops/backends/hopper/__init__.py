@@ -53,8 +53,6 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
-        return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
     if spec.dropout_p > 0:
         return "has no dropout yet"
     if default_scale(spec, D) <= 0:
@@ -111,7 +109,9 @@ def backward(
 ) -> Gradients:
     from fa_ops.backends.hopper import dense_backward
 
-    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec)
+    return dense_backward.backward(
+        grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad
+    )
 
 
 def varlen_forward(

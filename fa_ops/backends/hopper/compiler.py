@@ -71,8 +71,13 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
         parts = ("scheduler.cuh", "softmax.cuh", "forward.cu")
+        if defines.get("BIAS_BITS"):
+            parts = ("elements.cuh", "bias.cuh", *parts)
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
+    elif kind == "mask_gradient":
+        products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
+        parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "decode.cu")
     elif kind == "mla":
@@ -97,7 +102,7 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
         products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
     else:
         products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
-    parts = ("elements.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
+    parts = ("elements.cuh", "bias.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
     if defines["ADDS_DQ"]:
         return products, parts
     products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")

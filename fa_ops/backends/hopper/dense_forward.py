@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -38,7 +39,11 @@ _NONE = (None,) * 5
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     q, k, v = copyable(q), copyable(k), copyable(v)
-    bits = None if spec.attn_mask is None else bits_by_query(spec.attn_mask, k.shape[2])
+    bits = bias = held = None
+    if bits_of(spec.attn_mask):
+        bias, held = Bias.of(spec.attn_mask)
+    elif spec.attn_mask is not None:
+        bits = bits_by_query(spec.attn_mask, k.shape[2])
     optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
     plan = _plan(
         q.dtype,
@@ -51,9 +56,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         sinks is not None,
         shared_strides(slopes),
         None if bits is None else (*shared_strides(bits), run_at(bits)),
+        bias,
     )
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return plan.run(q, k, v, lse, optional), lse
+    return plan.run(q, k, v, lse, optional, held), lse
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
@@ -90,13 +96,14 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask
-    ):
+        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
+        bias=None,
+    ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        config = forward_config(D, Dv)
+        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
@@ -117,6 +124,9 @@ class Plan:
         self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         boxes = (64, config.block_n, config.block_n, 64)
         families = zip((*shapes, out[0]), (*strides, out[1]), boxes)
+        self.bias = None
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = min(B * Hq, group * heads_in_l2(Sk * 2 * (D + Dv)))
@@ -125,7 +135,9 @@ class Plan:
             *(B, Hq, group, Sq, Sk, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
-            *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+            units.inside_tanh,
+            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            1.0 / units.accumulator,
             mask_run,
         )
 
@@ -147,6 +159,7 @@ class Plan:
         v: Tensor,
         lse: Tensor | None = None,
         optional: tuple[Tensor | None, ...] = _NONE,
+        bias: Tensor | None = None,
     ) -> Tensor:
         out = q.new_empty_strided(*self.out)
         stream, counter = current_stream(self.device), None
@@ -158,6 +171,7 @@ class Plan:
             of_out.at(out.data_ptr()),
             _WORDS.pack(*map(address, (lse, *optional)), *self.mask, address(counter)),
             self.scalars,
+            b"" if bias is None else self.bias(address(bias)),
         )  # fmt: skip
         with on_device(self.device):
             if counter is not None:

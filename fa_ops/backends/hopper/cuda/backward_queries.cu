@@ -119,6 +119,10 @@ struct QueryConsumer {
 #if HAS_MASK
   u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
 #endif
+#if BIAS_BITS
+  static constexpr bool EARLY_BIAS = HEAD_DIM < 256;
+  BiasPair bias[ROW_SCORES / 2];
+#endif
 
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -170,8 +174,24 @@ struct QueryConsumer {
 #endif
   }
 
-  // The gradients of the scores, in dp.
-  template <bool EDGE> DEVICE void score_gradients(int n0) {
+  // The bias, early where registers hold it beside the products, for the same reason.
+  DEVICE void read_bias(int n0) {
+#if BIAS_BITS
+    const char* from = p.bias.at + t.b * p.bias.b + t.h * p.bias.h;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const char* row = from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.bias.row;
+#pragma unroll
+      for (int i = r; i < ROW_SCORES / 2; i += 2) bias[i] = bias_pair(row, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+    }
+#endif
+  }
+
+  // The gradients of the scores, or with OF_PRODUCTS those of what a softcap took, in dp.
+  template <bool EDGE, bool OF_PRODUCTS = true> DEVICE void score_gradients(int n0) {
+#if BIAS_BITS
+    if (!EARLY_BIAS) read_bias(n0);
+#endif
 #if HAS_MASK
     u64 rows[2][QUERY_BLOCK_N / 64];
 #pragma unroll
@@ -188,13 +208,17 @@ struct QueryConsumer {
 #if HAS_ALIBI
       x -= slope * fabsf((float)(diagonal[r] - j));
 #endif
+#if BIAS_BITS
+      const float2 y = floats(bias[i / 2]);
+      x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
+#endif
 #if HAS_MASK
       if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
 #endif
       if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
-      dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
+      dp[i] = exp2_fast(exponent(p, x, lse[r])) * (dp[i] - delta[r]);
 #if HAS_SOFTCAP
-      dp[i] *= slack;
+      if (OF_PRODUCTS) dp[i] *= slack;
 #endif
     }
   }
@@ -206,6 +230,9 @@ struct QueryConsumer {
 
   DEVICE void step(int n0) {
     read_mask(n0);
+#if BIAS_BITS
+    if (EARLY_BIAS) read_bias(n0);
+#endif
     const u32 values = arrived(), values_empty = sm.empty + 8 * ring.stage;
     score_product<VALUE_DIM>(dp, sm.grad_out + c * OWN_DO_BYTES, values);
     wgmma_wait<1>();

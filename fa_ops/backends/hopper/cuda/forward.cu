@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -10,13 +10,14 @@ static_assert(VALUE_DIM <= HEAD_DIM, "the output leaves through the query buffer
 constexpr u32 OUT_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
-constexpr int READERS = 128 * CONSUMERS + (HAS_MASK ? CONSUMERS : 0);  // of a task
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
+constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
 
 struct Smem {
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
+  u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
     q = base, k = q + Q_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
-    q_full = v + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
+    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
     mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
@@ -111,6 +112,26 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
 }
 #endif
 
+#if BIAS_BITS
+// One thread for each consumer: the bias of its rows and every block that it visits, one block ahead.
+DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
+  const u32 full = sm.mask_full + 8 * c;
+  Ring<2> tasks;
+  Ring<1> blocks;
+  for (;; tasks.next()) {
+    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
+    mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    if (task.tile.m0 == NO_TASK) break;
+    for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
+      mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
+      mbar_expect(full, BIAS_BYTES);
+      load_bias_tile<BLOCK_N>(sm.bias + c * BIAS_BYTES, p.bias, full, task.tile.m0 + c * 64, j * BLOCK_N, task.tile.h, task.tile.b);
+    }
+  }
+}
+#endif
+
 // What a consumer warpgroup holds: one tile's running state, in registers.
 struct Consumer {
   const Params& p;
@@ -189,6 +210,16 @@ struct Consumer {
   }
 #endif
 
+#if BIAS_BITS
+  // From accumulator units to those of the bias, which is added.
+  DEVICE void add_bias() {
+    mbar_wait(sm.mask_full + 8 * c, mask.phase);
+    add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
+    mbar_arrive(sm.mask_empty + 8 * c);
+    mask.next();
+  }
+#endif
+
   DEVICE void modify_scores(int block, const Blocks& n) {
 #if HAS_SOFTCAP
 #pragma unroll
@@ -200,6 +231,9 @@ struct Consumer {
 #endif
 #if HAS_MASK
     apply_mask();
+#endif
+#if BIAS_BITS
+    add_bias();
 #endif
     if (block >= n.full_last || block < n.full_first) {
       const int from = column(block, 0);  // element i is this many columns further: a constant
@@ -371,6 +405,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     }
     if (HAS_MASK)
       for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 32), mbar_init(sm.mask_empty + 8 * c, 128);
+    if (BIAS_BITS)
+      for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 1), mbar_init(sm.mask_empty + 8 * c, 128);
     mbar_init_fence();
   }
   __syncthreads();
@@ -380,6 +416,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     if (threadIdx.x < 32) produce(p, sm);
 #if HAS_MASK
     else if (threadIdx.x < 32 + 32 * CONSUMERS) fill_mask(p, sm, uniform(threadIdx.x / 32) - 1);
+#endif
+#if BIAS_BITS
+    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) load_bias(p, sm, threadIdx.x / 32 - 1);
 #endif
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();
