@@ -38,11 +38,11 @@ class BiasedCase(Case):
         return q, k, v, spec._replace(attn_mask=mask)
 
 
-def biased_case(seed, **changes):
+def biased_case(seed):
     """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
     dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
     is_causal = bool((dims + shape + deterministic) % 2)
-    fields = dict(
+    return BiasedCase(
         B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
         Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
         dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
@@ -52,7 +52,6 @@ def biased_case(seed, **changes):
         is_wide=seed // 2 % 3 == 0,
         window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
     )  # fmt: skip
-    return BiasedCase(**fields | changes)
 
 
 @pytest.mark.parametrize("seed", range(256))
@@ -68,12 +67,9 @@ def test_random(seed):
         dtype=(torch.bfloat16, torch.float16)[seed // 8 % 2], device="cuda", mask="float",
         mask_shape=tuple(seed >> bit & 1 for bit in range(4)), dropout_p=0.0, scale=None,
     )  # fmt: skip
-    check(
-        BiasedCase(
-            **vars(case), mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)],
-            expanded=seed % 11 < 3, is_wide=seed % 4 == 0,
-        )  # fmt: skip
-    )
+    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
+    more = {"mask_layout": layout, "expanded": seed % 11 < 3, "is_wide": seed % 4 == 0}
+    check(BiasedCase(**vars(case), **more))
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1), (1, 1, 1, 0)], ids=str)
@@ -81,24 +77,21 @@ def test_random(seed):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_long(dims, is_wide, shape):
     D, Dv = dims
-    changes = dict(B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=D, Dv=Dv, mask_shape=shape)
+    base = BiasedCase(
+        B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda",
+        mask_shape=shape, mask_grad=True, is_wide=is_wide, deterministic=is_wide,
+    )  # fmt: skip
     for is_causal in (False, True):
-        check(
-            biased_case(
-                1, **changes, is_wide=is_wide, is_causal=is_causal, mask_grad=True,
-                mask_layout="contiguous", expanded=False, window=(-1, -1), deterministic=is_wide,
-            )  # fmt: skip
-        )
+        check(dataclasses.replace(base, is_causal=is_causal))
 
 
 def test_more_tiles_than_processors():
+    base = BiasedCase(
+        B=20, Hq=4, Hkv=4, Sq=300, Sk=300, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
+        is_causal=True, mask_grad=True,
+    )  # fmt: skip
     for shape in ((0, 0, 1, 1), (1, 1, 1, 1)):
-        check(
-            biased_case(
-                0, B=20, Hq=4, Hkv=4, Sq=300, Sk=300, mask_shape=shape, expanded=False,
-                mask_layout="contiguous", is_causal=True, dtype=torch.bfloat16,
-            )  # fmt: skip
-        )
+        check(dataclasses.replace(base, mask_shape=shape))
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -148,9 +141,7 @@ def test_gradients_of_masks_repeat_their_bits():
         mask = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         options = {"is_causal": True, "deterministic": True, "backend": "hopper"}
         first, *others = (
-            torch.autograd.grad(
-                fa_ops.attention(q, k, v, mask, **options), (q, k, v, mask), grad
-            )
+            torch.autograd.grad(fa_ops.attention(q, k, v, mask, **options), (q, k, v, mask), grad)
             for _ in range(3)
         )
         for grads in others:

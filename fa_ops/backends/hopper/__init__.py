@@ -109,9 +109,7 @@ def backward(
 ) -> Gradients:
     from fa_ops.backends.hopper import dense_backward
 
-    return dense_backward.backward(
-        grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad
-    )
+    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
 
 
 def varlen_forward(

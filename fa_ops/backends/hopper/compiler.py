@@ -102,7 +102,8 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
         products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
     else:
         products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
-    parts = ("elements.cuh", "bias.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
+    own = "backward_keys.cu" if wide else "backward.cu"
+    parts = ("elements.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
         return products, parts
     products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")

@@ -89,7 +89,6 @@ class BackwardConfig:
         slots = self.query_stages * self.query_block_n * self.head_dim * 2
         return queries + slots + 8 * (2 + 2 * self.query_stages)
 
-
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,

@@ -21,8 +21,8 @@ from fa_ops.backends.hopper.launch import (
     on_device,
     pointers_to,
 )
-from fa_ops.backends.hopper.mask_gradient import mask_gradient
 from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share, run_at
+from fa_ops.backends.hopper.mask_gradient import mask_gradient
 from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
@@ -131,7 +131,8 @@ def _params(
     if bias is not None:
         packed = bias.packed(bias.map(), address(held), units.accumulator)
         ctypes.memmove(ctypes.addressof(params) + _PARAMS_BYTES, packed, len(packed))
-    params.keep = (lens, slopes, by_key, by_query, held)  # until the launch has read their addresses
+    # until the launch has read their addresses
+    params.keep = (lens, slopes, by_key, by_query, held)
     return params
 
 

@@ -164,8 +164,8 @@ class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ in their address only.
 
     Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
-    `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a box
-    has all features of a token, 64 after 64, and coordinates lack the first.
+    `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
+    box has all features of a token, 64 after 64, and coordinates lack the first.
     """
 
     def __init__(

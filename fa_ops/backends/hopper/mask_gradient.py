@@ -1,4 +1,4 @@
-"""The gradient of a float mask: a pass of its own, which sums what shares an element in one order."""
+"""The gradient of a float mask: a pass of its own, which sums what shares an element in order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _CTAS_A_PROCESSOR = 4
 
 
 def mask_gradient(
-    mask: Tensor, q: Tensor, k: Tensor, backward: BackwardConfig, defines: tuple, params, stream: int
-) -> Tensor:
+    mask: Tensor, q: Tensor, k: Tensor, backward: BackwardConfig, defines: tuple,
+    params: ctypes.Array, stream: int,
+) -> Tensor:  # fmt: skip
     """In the mask's shape and dtype; `params` are those of the backward's kernels.
 
     Where few tiles of the mask stand for many of the scores, more CTAs than tiles sum a part each,
