@@ -60,4 +60,4 @@ def mask_gradient(
     if is_whole:
         return sums
     sums = sums.sum([0, *(dim + 1 for dim in (2, 3) if summed[dim])], keepdim=True)
-    return sums.to(mask.dtype).view(mask.shape)
+    return torch.empty_like(mask).copy_(sums.view(mask.shape))

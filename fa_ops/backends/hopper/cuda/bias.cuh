@@ -19,9 +19,17 @@ template <int COLUMNS> DEVICE void load_bias_tile(u32 to, const Bias& bias, u32 
     tma_load(to + x / BOX_COLUMNS * BOX_BYTES, bias.map, bar, column * bias.of_column + x, row * bias.of_row, h * bias.of_h, b * bias.of_b);
 }
 
+// Where an element of a tile lies. As tiles start at multiples of 1024 bytes, a step of whole chunks, which touches no bit of the chunk from where it
+// starts, flips bits of the address.
 DEVICE u32 bias_at(u32 tile, int row, int column) {
   constexpr int CHUNK = 128 / BIAS_BITS;
   return tile + column / BOX_COLUMNS * BOX_BYTES + row * 128 + (((column % BOX_COLUMNS / CHUNK) ^ (row & 7)) << 4) + column % CHUNK * (BIAS_BITS / 8);
+}
+
+// From an address in columns [0, 2 chunks) of a tile, `columns` further, a multiple of two chunks.
+DEVICE u32 columns_on(u32 at, int columns) {
+  constexpr int CHUNK = 128 / BIAS_BITS;
+  return (at ^ (columns % BOX_COLUMNS / CHUNK << 4)) + columns / BOX_COLUMNS * BOX_BYTES;
 }
 
 template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&x)[4], u32 address) {
@@ -46,11 +54,12 @@ DEVICE float2 load_floats(u32 address) {
 // To a warpgroup's scores, a row a query: s * unit + bias.
 template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, float unit) {
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16;
+  const u32 at = BIAS_BITS == 16 ? bias_at(tile, first + (lane & 15), (lane >> 4) * 8) : bias_at(tile, first + (lane >> 2), (lane & 3) * 2);
 #pragma unroll
   for (int i = 0; i < COUNT; i += 8) {
 #if BIAS_BITS == 16
     u32 x[4];
-    load_matrix_x4<false>(x, bias_at(tile, first + (lane & 15), i * 2 + (lane >> 4) * 8));
+    load_matrix_x4<false>(x, columns_on(at, i * 2));
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const float2 y = unpack(x[e]);
@@ -59,7 +68,7 @@ template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, floa
 #else
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
-      const float2 y = load_floats(bias_at(tile, first + (lane >> 2) + (e & 2) * 4, i * 2 + (e & 4) * 2 + (lane & 3) * 2));
+      const float2 y = load_floats(columns_on(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
       s[i + e] = fmaf(s[i + e], unit, y.x), s[i + e + 1] = fmaf(s[i + e + 1], unit, y.y);
     }
 #endif
@@ -70,11 +79,12 @@ template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, floa
 template <int COUNT> DEVICE void add_bias_columns(float (&s)[COUNT], u32 tile, int first, float unit) {
   const int lane = threadIdx.x & 31;
   first += (threadIdx.x >> 5 & 3) * 16;
+  const u32 at = BIAS_BITS == 16 ? bias_at(tile, (lane >> 4) * 8 + (lane & 7), first + (lane & 8)) : bias_at(tile, (lane & 3) * 2, first + (lane >> 2));
 #pragma unroll
   for (int i = 0; i < COUNT; i += 8) {
 #if BIAS_BITS == 16
     u32 x[4];
-    load_matrix_x4<true>(x, bias_at(tile, i * 2 + (lane >> 4) * 8 + (lane & 7), first + (lane & 8)));
+    load_matrix_x4<true>(x, at + i * 2 * 128);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const float2 y = unpack(x[e]);
@@ -83,7 +93,7 @@ template <int COUNT> DEVICE void add_bias_columns(float (&s)[COUNT], u32 tile, i
 #else
 #pragma unroll
     for (int e = 0; e < 8; e++)
-      s[i + e] = fmaf(s[i + e], unit, load_float(bias_at(tile, i * 2 + (e & 4) * 2 + (lane & 3) * 2 + (e & 1), first + (lane >> 2) + (e & 2) * 4)));
+      s[i + e] = fmaf(s[i + e], unit, load_float((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128));  // the next query, or 8 keys on
 #endif
   }
 }
