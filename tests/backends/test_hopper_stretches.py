@@ -78,7 +78,8 @@ static int* tasks;
 static int count;
 static void walk() {
   for (Walk<Params> walk(params); walk.at < walk.stop;) {
-    const Task t = walk.task();
+    Task t = walk.task();
+    walk.share(t);
     if (threadIdx.x == 0) {
       const int found[] = {t.b, t.unit, t.tile, t.count, t.first_team, t.parts, t.flags};
       std::copy(found, found + 7, tasks + 7 * count++);
@@ -95,23 +96,27 @@ extern "C" int run(int cta, int ctas, int* to, Params* p) {
 DECODE = """
 #define HAS_RANGES 1
 constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens, *ranges; int B, Hkv, Sq, Sk, ranges_b, window_left; };
+struct Params { const int *kv_lens, *ranges; int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group; };
 """
 LATENT = """
 constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens; int B, units, width, Sk; float merge_cost; };
+struct Params { const int *kv_lens; int B, units, width, Sk, tokens, heads; float merge_cost; };
 """
 Int, P, F = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
 
 
 class DecodeParams(ctypes.Structure):
     _fields_ = [(n, P) for n in ("lens", "ranges")] + [
-        (n, Int) for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left")
+        (n, Int) for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left", "idle", "group")
     ]
 
 
 class LatentParams(ctypes.Structure):
-    _fields_ = [("lens", P), *((name, Int) for name in ("B", "units", "width", "Sk")), ("cost", F)]
+    _fields_ = [
+        ("lens", P),
+        *((name, Int) for name in ("B", "units", "width", "Sk", "tokens", "heads")),
+        ("cost", F),
+    ]
 
 
 def built(folder, name, text):
@@ -201,9 +206,8 @@ def test_decode(kernels, seed):
     flat = [x for run in ranges for x in run]
     arrays = (Int * B)(*lens), (Int * (2 * B))(*flat)
     addresses = map(ctypes.addressof, arrays)
-    by_cta = tasks_of(
-        kernels["decode"], DecodeParams(*addresses, B, Hkv, 1, Sk, 2, window), ctas, B * Hkv + 1
-    )
+    params = DecodeParams(*addresses, B, Hkv, 1, Sk, 2, window, -(B * Hkv) % ctas, 1)
+    by_cta = tasks_of(kernels["decode"], params, ctas, B * Hkv + 1)
     check(by_cta, Hkv, expected)
     sizes = [sum(task[3] for task in tasks) for tasks in by_cta]
     total = sum(sizes)
@@ -217,7 +221,7 @@ def test_units_alike_are_not_shared(kernels, B, keys, parts):
     """Unless a CTA would have more than a tile beyond its share."""
     lens, run = (Int * B)(*[keys] * B), (Int * 2)(0, keys)
     addresses = map(ctypes.addressof, (lens, run))
-    params = DecodeParams(*addresses, B, 8, 1, keys, 0, 1 << 29)
+    params = DecodeParams(*addresses, B, 8, 1, keys, 0, 1 << 29, -(B * 8) % 132, 1)
     by_cta = tasks_of(kernels["decode"], params, 132, B * 8 + 1)
     assert {task[5] for tasks in by_cta for task in tasks} == parts
 
@@ -230,7 +234,9 @@ def test_latent(kernels, seed):
     lens = random_lens(g, B, Sk)
     expected = [(0, max(1, -(-max(0, min(n, Sk)) // 64))) for n in lens]
     array = (Int * B)(*lens)
-    params = LatentParams(ctypes.addressof(array), B, units, width, Sk, g.choice((0.0, 0.6, 3.0)))
+    params = LatentParams(
+        ctypes.addressof(array), B, units, width, Sk, 1, 1, g.choice((0.0, 0.6, 3.0))
+    )
     by_cta = tasks_of(kernels["latent"], params, ctas, B * units + 1)
     teams = by_cta[: ctas // width * width]
     assert all(teams[i] == teams[i - i % width] for i in range(len(teams)))

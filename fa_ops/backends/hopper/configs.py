@@ -103,6 +103,9 @@ class DecodeConfig:
     copy_keys: int  # that one copy brings
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
+    merges_apart: bool = False  # in a kernel of its own, not by a unit's last CTA
+
+    merge_threads = 256
 
     @property
     def threads(self) -> int:
@@ -135,7 +138,7 @@ class DecodeConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
-            "WHOLE_ROWS": int(self.whole_rows),
+            "WHOLE_ROWS": int(self.whole_rows), "MERGES_APART": int(self.merges_apart),
         }  # fmt: skip
 
 
@@ -147,8 +150,9 @@ class MlaConfig:
     head_dim: int = 576
     value_dim: int = 512
     slack: int = 8  # as the forward's
+    merges_apart: bool = True  # as decoding's
 
-    threads = 384
+    threads, merge_threads = 384, 512
     rows = 64
     block_n = 64
 
@@ -161,7 +165,8 @@ class MlaConfig:
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "SLACK": self.slack,
+            "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
+            "MERGES_APART": int(self.merges_apart),
         }  # fmt: skip
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
+from fa_ops.backends.hopper.decode import kernels
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     TensorMap,
     address,
     current_stream,
-    kernel,
     on_device,
     one_parameter,
 )
@@ -28,8 +28,8 @@ from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in
 
 HEAD_DIM, VALUE_DIM = 576, 512
 _WORDS, _SCALARS = struct.Struct("<8Q"), struct.Struct("<13i2f4x")  # after the maps in Params
-# What merging a part of 64 rows takes, in tiles attended: an estimate from what an SM gets from L2.
-_MERGE_COST = 0.6
+# What a part more takes to write and to merge, in tiles attended: an estimate from what the L2 gives.
+_MERGE_COST = 0.05
 _calls = itertools.count(secrets.randbits(47))
 
 
@@ -110,9 +110,7 @@ class Plan:
                 f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
-        self.kernel = kernel(
-            "mla", "mla", device, config.threads, config.shared_bytes, tuple(defines.items())
-        )
+        self.kernels = kernels("mla", config, device, defines)
         self.maps = (
             TensorMap(dtype, shapes[0], strides[0], tokens, heads=heads),
             TensorMap(dtype, key_shape, k_strides, config.copy_keys, promotion=PROMOTE_128B),
@@ -128,7 +126,7 @@ class Plan:
             *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
             *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
             (D**-0.5 if scale is None else scale) * LOG2E,
-            _MERGE_COST * tokens * heads / config.rows,
+            _MERGE_COST if config.merges_apart else 0.3 * tokens * heads / config.rows,
         )
 
     def run(
@@ -143,10 +141,12 @@ class Plan:
             address(kv_lens), address(table), 1 + next(_calls) % (2**48 - 1),
         )  # fmt: skip
         of_q, of_k = self.maps
-        params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), words, self.scalars)
+        maps = of_q.at(q.data_ptr()), of_k.at(k.data_ptr())
+        params = one_parameter(b"".join((*maps, words, self.scalars)))
         stream = current_stream(self.device)
         with on_device(self.device):
-            self.kernel.launch_early(self.ctas, stream, one_parameter(b"".join(params)))
+            for one in self.kernels:
+                one.launch_early(self.ctas, stream, params)
         return out, lse
 
 
