@@ -28,7 +28,7 @@ from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in
 
 HEAD_DIM, VALUE_DIM = 576, 512
 _WORDS, _SCALARS = struct.Struct("<8Q"), struct.Struct("<13i2f4x")  # after the maps in Params
-# What a part more takes to write and to merge, in tiles attended: an estimate from what the L2 gives.
+# What a part more takes to write and to merge, in tiles attended: an estimate.
 _MERGE_COST = 0.05
 _calls = itertools.count(secrets.randbits(47))
 
