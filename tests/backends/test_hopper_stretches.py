@@ -88,7 +88,6 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define HAS_KV_LENS 1
 constexpr int FAR = 1 << 29;
 constexpr float NEVER = -1e30f;
-#define MERGES_APART 1
 """  # noqa: E501
 # Each of a CTA's tasks as (row, unit, first tile, tiles, first team, parts, flags).
 RUN = """
@@ -119,7 +118,7 @@ static Merged* merged;
 static void write(const Params&, const Task& t, int row, int column, float2 x, float m2, float n) {
   merged[count++] = {blockIdx.x, t.b, t.unit, row, column, x.x, x.y, m2, n};
 }
-static void slice() { merge_slice(params); }
+static void slice() { merge(params); }
 extern "C" int run_merge(int ctas, int warps, Merged* to, Params* p) {
   gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, count = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
@@ -148,10 +147,9 @@ struct Params {
   float* partial;
   float2* partial_stats;
   int B, units, width, Sk, tokens, heads;
-  float merge_cost;
 };
 """
-Int, P, F = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+Int, P = ctypes.c_int, ctypes.c_void_p
 
 
 class DecodeParams(ctypes.Structure):
@@ -164,7 +162,6 @@ class LatentParams(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("lens", "partial", "stats")),
         *((name, Int) for name in ("B", "units", "width", "Sk", "tokens", "heads")),
-        ("cost", F),
     ]
 
 
@@ -291,9 +288,7 @@ def test_latent(kernels, seed):
     lens = random_lens(g, B, Sk)
     expected = [(0, max(1, -(-max(0, min(n, Sk)) // 64))) for n in lens]
     array = (Int * B)(*lens)
-    params = LatentParams(
-        ctypes.addressof(array), None, None, B, units, width, Sk, 1, 1, g.choice((0.0, 0.6, 3.0))
-    )
+    params = LatentParams(ctypes.addressof(array), None, None, B, units, width, Sk, 1, 1)
     by_cta = tasks_of(kernels["latent"], params, ctas, B * units + 1)
     teams = by_cta[: ctas // width * width]
     assert all(teams[i] == teams[i - i % width] for i in range(len(teams)))
@@ -350,7 +345,7 @@ def test_merging_in_a_kernel_of_its_own(kernels, seed):
     if seed % 2:
         rows = g.choice((1, 3, 16, 64))
         addresses = ctypes.addressof(lens), None, None
-        params = LatentParams(*addresses, B, units, width, Sk, 1, rows, g.choice((0.0, 0.5)))
+        params = LatentParams(*addresses, B, units, width, Sk, 1, rows)
         kernel, dim, params.held = kernels["latent"], 128, 64
     else:
         rows, width, run = g.choice((1, 5, 8)), 1, (Int * 2)(0, Sk)

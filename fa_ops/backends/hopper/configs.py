@@ -103,7 +103,6 @@ class DecodeConfig:
     copy_keys: int  # that one copy brings
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
-    merges_apart: bool = False  # in a kernel of its own, not by a unit's last CTA
 
     merge_threads = 256
 
@@ -127,7 +126,7 @@ class DecodeConfig:
     @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + 2 * 32 + self.warps * self.rows * (self.value_dim * 4 + 8)
+        return queries + self.warps * self.rows * (self.value_dim * 4 + 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -138,7 +137,7 @@ class DecodeConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
-            "WHOLE_ROWS": int(self.whole_rows), "MERGES_APART": int(self.merges_apart),
+            "WHOLE_ROWS": int(self.whole_rows),
         }  # fmt: skip
 
 
@@ -150,7 +149,6 @@ class MlaConfig:
     head_dim: int = 576
     value_dim: int = 512
     slack: int = 8  # as the forward's
-    merges_apart: bool = True  # as decoding's
 
     threads, merge_threads = 384, 512
     rows = 64
@@ -160,13 +158,12 @@ class MlaConfig:
     def shared_bytes(self) -> int:
         tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
         barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
-        return tiles + 6 * self.rows * 4 + 4 * 32 + 8 + 8 * barriers
+        return tiles + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
             "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
-            "MERGES_APART": int(self.merges_apart),
         }  # fmt: skip
 
 

@@ -7,8 +7,6 @@ CUDA graph serves every length.
 from __future__ import annotations
 
 import functools
-import itertools
-import secrets
 import struct
 from collections.abc import Callable
 
@@ -29,9 +27,8 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
 from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
-_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3f32x")  # after the maps in Params
+_WORDS, _SCALARS = struct.Struct("<9Q"), struct.Struct("<15i3f48x")  # after the maps in Params
 _MAX_ROWS = 16
-_calls = itertools.count(secrets.randbits(47))
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
@@ -145,7 +142,10 @@ class Plan:
             alibi=slopes is not None,
             sinks=has_sinks,
         )
-        self.kernels = kernels("decode", config, device, defines)
+        idle, tiles = -(B * Hkv) % self.ctas, -(-capacity // config.block_n)  # as in the kernel
+        varied = has_lens or ranges is not None
+        merges = tiles > 1 and (varied or idle * tiles > self.ctas)
+        self.kernels = kernels("decode", config, device, defines, merges)
         # where every byte is read once, fetching 256 bytes at a time costs bandwidth
         cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
@@ -157,15 +157,13 @@ class Plan:
             cached((*key_shape[:3], Dv), v_strides),
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        # of each CTA's first and last unit: sums and statistics, and how many are there
-        parts = 2 * self.ctas
-        self.stats_at = parts * config.rows * config.value_dim * 4
-        self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.workspace = self.arrivals_at + parts * 8
+        # of each CTA's first and last unit: sums and statistics
+        rows = 2 * self.ctas * config.rows
+        self.stats_at = rows * config.value_dim * 4
+        self.workspace = self.stats_at + rows * 8
         self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
         self.scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, capacity, Dv),
-            *(-(B * Hkv) % self.ctas, left, right, page, pages, stride),
+            *(B, Hq, Hkv, group, Sq, capacity, Dv, idle, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
@@ -186,9 +184,8 @@ class Plan:
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
-            address(lens), address(ranges), address(cache.page_table), address(sinks),
-            address(slopes), 1 + next(_calls) % (2**48 - 1),
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, address(lens), address(ranges),
+            address(cache.page_table), address(sinks), address(slopes),
         )  # fmt: skip
         maps = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()))
         params = one_parameter(b"".join((*maps, words, self.scalars)))
@@ -200,12 +197,16 @@ class Plan:
 
 
 def kernels(
-    source: str, config: DecodeConfig | MlaConfig, device: int, defines: dict[str, int]
+    source: str,
+    config: DecodeConfig | MlaConfig,
+    device: int,
+    defines: dict[str, int],
+    merges: bool,
 ) -> tuple[Kernel, ...]:
-    """What a call launches one after the other."""
+    """What a call launches, one after the other; without `merges` nothing can be shared."""
     options = tuple(defines.items())
     first = kernel(source, source, device, config.threads, config.shared_bytes, options)
-    if not config.merges_apart:
+    if not merges:
         return (first,)
     return first, kernel(source, "merge_parts", device, config.merge_threads, 0, options)
 

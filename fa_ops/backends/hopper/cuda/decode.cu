@@ -2,11 +2,11 @@
 // takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
 // 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
-// MERGES_APART
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
 constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
+constexpr u32 ALL_BARRIER = 1;
 constexpr int FAR = 1 << 29;
 constexpr float SLACK_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
@@ -17,13 +17,11 @@ struct Params {
   float* lse;            // (B, Hq, Sq)
   float* partial;        // as merge.cuh has them
   float2* partial_stats;
-  u64* arrivals;
   const int* kv_lens;    // (B,) or null
   const int* ranges;     // (B|1, ranges_b) or null: first key and end of a row's run
   const int* table;      // (B, table_stride) or null
   const float* sinks;    // (Hq,) or null
   const float* alibi;    // (B|1, Hq) or null
-  u64 call;              // not zero
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: what the cache holds
   int idle;              // CTAs without a unit in the last round, if each takes whole ones
   int window_left, window_right, page, pages, table_stride, alibi_b, ranges_b;
@@ -35,11 +33,10 @@ struct Part : Task { int lo, hi; };
 constexpr u32 PART_BYTES = TASK_BYTES + 16;
 
 struct Smem {
-  u32 k, v, q, sums, stats, task, pending, valid, q_full, q_empty, k_full, v_full, empty;
+  u32 k, v, q, sums, stats, task, valid, q_full, q_empty, k_full, v_full, empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + STAGES * K_BYTES, q = v + STAGES * V_BYTES, sums = q + UNITS * Q_BYTES;
-    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, pending = task + UNITS * PART_BYTES;
-    valid = pending + 2 * TASK_BYTES;
+    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, valid = task + UNITS * PART_BYTES;
     q_full = valid + STAGES * 4 + STAGES % 2 * 4, q_empty = q_full + 8 * UNITS, k_full = q_empty + 8 * UNITS;
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
@@ -145,9 +142,6 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     }
     if (t.count == 0) break;
     for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, t.tile + i, ring);
-#if !MERGES_APART
-    if (lane == 0 && t.parts > 1) open(p, sm.pending, t);  // nobody looks before the word that there is nothing more
-#endif
     walk.next(t.count);
   }
 }
@@ -374,9 +368,6 @@ struct Consumer {
       for (int i = 0; i < t.count; i++) attend(t, t.tile + i);
       finish(t);
     }
-#if !MERGES_APART
-    arrive(p, sm.pending, warp, WARPS);
-#endif
   }
 };
 
@@ -386,7 +377,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
   if (threadIdx.x == 0) {
     for (int i = 0; i < UNITS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, WARPS);
     for (int i = 0; i < STAGES; i++) mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1), mbar_init(sm.empty + 8 * i, WARPS);
-    for (int i = 0; i < 2; i++) store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
     // a first look at a line of parameters takes as long as one into the memory: here it is waited for anyway
     store_shared(sm.task, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));
     mbar_init_fence();
@@ -403,6 +393,4 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
   }
 }
 
-#if MERGES_APART
-extern "C" __global__ void __launch_bounds__(256) merge_parts(const __grid_constant__ Params p) { merge_slice(p); }
-#endif
+extern "C" __global__ void __launch_bounds__(256) merge_parts(const __grid_constant__ Params p) { merge(p); }

@@ -1,10 +1,9 @@
-// Units that several teams share: where their parts lie, and how they become one result. Either the unit's last CTA merges them at the end of the same
-// kernel, so nobody waits; or a second kernel does, of which each CTA takes a slice of the unit that its stretch begins inside of (MERGES_APART).
+// Units that several teams share: where their parts lie, and the kernel that makes one result of them, launched with the first. A stretch that begins
+// inside of a unit has a CTA there that merges a slice of it: all of them the same share, and none more than two parts' numbers. It is on its way when
+// the first kernel ends, no CTA of which waits for others or counts them.
 // A kernel says: ROWS and VALUE_DIM; rows_of(p), how many of the rows exist; write(p, t, row, column, x, m2, total), two columns of a unit's result.
 // Its Params have: partial (2 * CTAs, ROWS, VALUE_DIM), sums of weighted values, relative to partial_stats (2 * CTAs, ROWS): maximum in log2 units, sum
-// of weights. The first kind has arrivals (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's
-// slot. Whatever else the memory holds counts as nobody yet, and nobody needs to clear it.
-constexpr u32 ALL_BARRIER = 1;  // named barrier of the attending warps
+// of weights.
 
 // A CTA has a slot for each end of its stretch. Only a unit's first part can be its CTA's second.
 template <class Params> DEVICE int slot_of(const Params& p, const Task& t, int part) {
@@ -64,54 +63,16 @@ template <int PARTS, class Params> DEVICE void merge_by(const Params& p, const T
   }
 }
 
-template <class Params> DEVICE void merge(const Params& p, const Task& t, int first, int step) {
-  if (t.parts <= 2) merge_by<2>(p, t, first, step);
-  else if (t.parts <= 8) merge_by<8>(p, t, first, step);
-  else merge_by<32>(p, t, first, step);
-}
-
-#if MERGES_APART
-// The second kernel. It comes onto the multiprocessors while the first runs, but no sooner than what came before that is there: lengths can be read.
-template <class Params> DEVICE void merge_slice(const Params& p) {
+template <class Params> DEVICE void merge(const Params& p) {
   next_grid_may_start();
-  const Walk<Params> walk(p);
+  const Walk<Params> walk(p);  // the first kernel lets this one start when lengths can be read, and its parts are not there yet
   const bool shared = walk.at < walk.stop && walk.at > walk.begin;
   Task t;
   if (shared) t = walk.task(), walk.share(t);
   wait_for_last_grid();  // whoever shares nothing too: who comes next takes this kernel's end for the first one's
   if (!shared) return;
-  const int slices = t.parts - 1, warps = blockDim.x / 32;  // each stretch but the unit's first begins inside of it
-  merge(p, t, walk.team - t.first_team - 1 + threadIdx.x / 32 * slices, warps * slices);
+  const int slices = t.parts - 1, warps = blockDim.x / 32, first = walk.team - t.first_team - 1 + threadIdx.x / 32 * slices, step = warps * slices;
+  if (t.parts <= 2) merge_by<2>(p, t, first, step);
+  else if (t.parts <= 8) merge_by<8>(p, t, first, step);
+  else merge_by<32>(p, t, first, step);
 }
-#else
-// By one thread, before anyone counts: a shared unit's counter gets this call's number. Of those who find something else there the first one's exchange
-// succeeds.
-template <class Params> DEVICE void open(const Params& p, u32 pending, Task t) {
-  u64* counter = p.arrivals + slot_of(p, t, 0);
-  const u64 seen = *(volatile u64*)counter;
-  if (seen >> 16 != p.call) atomicCAS(counter, seen, p.call << 16);
-  t.tile = 0, t.count = 1;
-  store_task(pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0), t);
-}
-
-// By all attending warps at the end of the stretch, so that no copy waits for it: this CTA's parts are there. Merges the units where it comes last.
-template <class Params> DEVICE void arrive(const Params& p, u32 pending, int warp, int warps) {
-  named_sync(ALL_BARRIER, 32 * warps);
-  const u32 mine = pending + warp * TASK_BYTES;
-  if (warp < 2 && (threadIdx.x & 31) == 0 && load_shared(mine).w) {
-    const Task t = load_task(mine);
-    u64* counter = p.arrivals + slot_of(p, t, 0);
-    u64 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-    const bool last = (int)(before & 0xFFFF) + 1 == t.parts;
-    if (last) *counter = 0;  // a captured graph will be this call again
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(mine + 8), "r"((int)last) : "memory");
-  }
-  named_sync(ALL_BARRIER, 32 * warps);
-#pragma unroll 1
-  for (int i = 0; i < 2; i++) {
-    const Task t = load_task(pending + i * TASK_BYTES);
-    if (t.count && t.tile) merge(p, t, warp, warps);
-  }
-}
-#endif

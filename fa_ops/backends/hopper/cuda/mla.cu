@@ -4,12 +4,12 @@
 // features that no value has. Rows of scores have one reference, which goes from tile to tile, so that sums on both sides agree. A buffer's halves
 // are freed and filled one by one, and read column by column as they come.
 // Which tiles a CTA takes: stretches.cuh. What becomes of a unit that several share: merge.cuh.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK ROWS MERGES_APART
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK ROWS
 
 constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
-constexpr u32 OWN_BARRIER = 2;  // named barriers of one warpgroup each
+constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
 static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
 
 struct Params {
@@ -18,14 +18,12 @@ struct Params {
   float* lse;            // (B, Hq, Sq)
   float* partial;        // as merge.cuh has them
   float2* partial_stats;
-  u64* arrivals;
   const int* kv_lens;    // (B,) or null
   const int* table;      // (B, table_stride) or null
-  u64 call;              // not zero
   int B, Hq, Sq, Sk;     // Sk: what the cache holds
   int tokens, heads, head_blocks, width, units;  // blocks of rows: width * units or a few less
   int window_right, page, pages, table_stride;
-  float scale_log2, merge_cost;
+  float scale_log2;
 };
 
 DEVICE Row row_of(const Params& p, int b) {
@@ -40,17 +38,18 @@ DEVICE int units_of(const Params& p) { return p.units; }
 DEVICE int width_of(const Params& p) { return p.width; }
 DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
 
-// A stretch of n tiles takes its team n of them, and the row's last team a part more to merge for each n of its tiles: least together at the root.
+// A stretch of n tiles takes its team n of them, and a row of N of them has N / n parts, of which writing and merging each takes about 0.05 of a tile: least
+// together at the root.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
-  const int least = max(1, (int)sqrtf(p.merge_cost * (float)longest));
+  const int least = max(1, (int)sqrtf(0.05f * (float)longest));
   return {max(1, min((int)gridDim.x / p.width, total / least)), total, 1};
 }
 
 struct Smem {
-  u32 q, k, reference, sums, task, pending, valid, q_full, q_empty, full, empty, weights;
+  u32 q, k, reference, sums, task, valid, q_full, q_empty, full, empty, weights;
   DEVICE Smem(u32 base) {
     q = base, k = q + TILE_BYTES, reference = k + 2 * TILE_BYTES, sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4;
-    pending = task + 2 * TASK_BYTES, valid = pending + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
+    valid = task + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
     full = q_empty + 8, empty = full + 2 * WIDTH * 8, weights = empty + 4 * 8;
   }
   DEVICE u32 tile(int stage) const { return k + stage * TILE_BYTES; }
@@ -135,9 +134,6 @@ DEVICE void copy(const Params& p, const Smem& sm) {
       copy_tile(p, sm, t, i, phases[0]);
       if (i + 1 < t.count) copy_tile(p, sm, t, i + 1, phases[1]);
     }
-#if !MERGES_APART
-    if (lane == 0 && t.parts > 1) open(p, sm.pending, t);  // nobody looks before the word that there is nothing more
-#endif
     walk.next(t.count);
   }
 }
@@ -397,12 +393,9 @@ template <int W> struct Consumer {
 #pragma unroll 1
       for (int i = 0; i < t.count; i += 2)
         if (W == 0) attend_first(t, i); else attend_second(t, i);
-      const Task done = load_task(at);  // again: most of it takes no registers until here
+      const Task done = load_task(sm.task + units.stage * TASK_BYTES);  // again: most of it takes no registers until here
       finish(done, units.stage);
     }
-#if !MERGES_APART
-    arrive(p, sm.pending, W * 4 + warp, 8);
-#endif
   }
 };
 
@@ -414,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
     for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
     for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 128);
-    for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128), store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
+    for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128);
     mbar_init_fence();
     prefetch_map(p.q), prefetch_map(p.k);
   }
@@ -436,6 +429,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   }
 }
 
-#if MERGES_APART
-extern "C" __global__ void __launch_bounds__(512) merge_parts(const __grid_constant__ Params p) { merge_slice(p); }
-#endif
+extern "C" __global__ void __launch_bounds__(512) merge_parts(const __grid_constant__ Params p) { merge(p); }
