@@ -1,5 +1,5 @@
-"""Decoding on sm_90a: few queries against a long cache. One kernel reads each key once, another merges
-what several CTAs found of one row.
+"""Decoding on sm_90a: few queries against a long cache. One kernel reads each key once, another
+merges what several CTAs found of one row.
 
 Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
 CUDA graph serves every length.
