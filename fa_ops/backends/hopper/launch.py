@@ -119,7 +119,7 @@ _EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
 
 
 @functools.lru_cache(maxsize=256)
-def _early_config(ctas: int, threads: int, shared: int, stream: int) -> ctypes._CData:
+def _early_config(ctas: int, threads: int, shared: int, stream: int) -> object:
     """By reference; building it takes 2 us."""
     where = ctypes.addressof(_EARLY)
     return ctypes.byref(_Config((ctas, 1, 1), (threads, 1, 1), shared, stream, where, 1))
