@@ -101,6 +101,8 @@ class DecodeConfig:
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
 
+    merge_threads = 256
+
     @property
     def threads(self) -> int:
         return 32 * (1 + self.warps)
@@ -121,7 +123,7 @@ class DecodeConfig:
     @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + 2 * 32 + self.warps * self.rows * (self.value_dim * 4 + 8)
+        return queries + self.warps * self.rows * (self.value_dim * 4 + 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -145,7 +147,7 @@ class MlaConfig:
     value_dim: int = 512
     slack: int = 8  # as the forward's
 
-    threads = 384
+    threads, merge_threads = 384, 512
     rows = 64
     block_n = 64
 
@@ -153,12 +155,12 @@ class MlaConfig:
     def shared_bytes(self) -> int:
         tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
         barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
-        return tiles + 6 * self.rows * 4 + 4 * 32 + 8 + 8 * barriers
+        return tiles + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "SLACK": self.slack,
+            "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
         }  # fmt: skip
 
 
