@@ -17,9 +17,7 @@ class Config:
     value_dim: int
     block_m: int
     block_n: int
-    q_stages: int = 1  # 2: the next tile's queries arrive while this one's output leaves
     stages: int = 2
-    turns: bool = True  # consumers alternate on the tensor cores
     slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
 
     @property
@@ -29,16 +27,15 @@ class Config:
     def shared_bytes(self, has_mask: bool = False) -> int:
         consumers = self.block_m // 64
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 2 * self.q_stages * consumers + 4 * self.stages + 4
-        tiles = 2 * (self.q_stages * self.block_m * self.head_dim + keys)
+        barriers = 2 * consumers + 4 * self.stages + 4
+        tiles = 2 * (self.block_m * self.head_dim + keys)
         return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "Q_STAGES": self.q_stages, "STAGES": self.stages, "TURNS": int(self.turns),
-            "SLACK": self.slack,
+            "STAGES": self.stages, "SLACK": self.slack,
         }  # fmt: skip
 
 
@@ -175,16 +172,16 @@ def forward_config(D: int, Dv: int) -> Config:
     """The forward's tile."""
     head_dim, value_dim = padded(D), padded(Dv)
     if head_dim == 64:
-        # slower with slack, without turns, and with two consumers
-        return Config(64, 64, 192, 128, q_stages=2, slack=0)
+        # slower with slack, with two stages, and with two consumers of more keys
+        return Config(64, 64, 192, 128, stages=3, slack=0)
     if head_dim == 128:
-        # slack helps causal calls, costs others as much; 176 keys, or one query buffer, are slower
-        return Config(128, value_dim, 128, 128, q_stages=2)
+        # slower without slack, with 96 to 120 and 144 to 176 keys, and with three stages
+        return Config(128, value_dim, 128, 128)
     if head_dim == 192:
-        # what shared memory holds
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
-    # slower with turns, and without slack, as rescaling 256 columns is dear
-    return Config(256, value_dim, 128, 80, turns=False)
+        # of 80 to 112 keys 88 are fastest for values of 192; 128 are not measured against others
+        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 88)
+    # faster than 48 to 80 keys; slower without slack, as rescaling 256 columns is dear
+    return Config(256, value_dim, 128, 72)
 
 
 def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardConfig:

@@ -25,7 +25,7 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
-    heads_in_l2,
+    section_of,
     shared_strides,
     window,
 )
@@ -101,8 +101,8 @@ def _params(
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
     by_key, by_query = _mask_bits(spec, Sk, config)
     dims = D + v.shape[-1]
-    section = min(B * Hkv, heads_in_l2(Sq * 2 * dims * group))
-    query_section = min(B * Hq, heads_in_l2(Sk * 2 * dims) * group)
+    section = section_of(B * Hkv, Sq * 2 * dims * group)
+    query_section = section_of(B * Hkv, Sk * 2 * dims) * group
     params = ctypes.create_string_buffer(_PARAMS_BYTES)
     _PARAMS.pack_into(
         params,

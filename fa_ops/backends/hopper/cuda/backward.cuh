@@ -141,9 +141,9 @@ DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, 
   load_rows(sm.delta + i * ROW_BYTES, p.delta + row, ROW_BYTES, do_full);
 }
 
-// One warp; its first lane issues copies.
+// One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
-  const bool leader = threadIdx.x == 0;
+  const bool leader = elected();
   if (t.first == t.last) return;
   if (leader) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
