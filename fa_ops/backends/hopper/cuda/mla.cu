@@ -330,20 +330,6 @@ template <int W> struct Consumer {
     conclude(t, t.tile + i + 1, raised);
   }
 
-  // Of four lanes with a word each of four runs of 8 columns, each gets one run.
-  DEVICE void gather(u32 (&x)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
-      x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
-      x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
-    }
-  }
-
   // Normalised, with LSE, to where it belongs; maxima in log2 units.
   DEVICE void write(const Task& t, float max0, float max1, float sum0, float sum1) {
     const Block block = block_of(p, t);
