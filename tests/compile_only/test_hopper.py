@@ -60,7 +60,8 @@ def test_forward(dims, features, tmp_path):
     # last block
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4
-    assert sass.count("UTMALDG") > 0 and sass.count("UTMASTG") > 0
+    # one thread copies, and the compiler knows it: no loop over lanes around a copy
+    assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
     assert not unwritten_uniform_registers(sass)
 
 
@@ -113,8 +114,7 @@ BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
 def test_forward_with_a_bias(dims, bits, tmp_path):
     config = configs.forward_config(*dims, bits)
     cubin, log = compiled("forward", config, IS_RAGGED=1, IS_DYNAMIC=1)
-    # at 256 what a tile needs at its end, at 64 with float32 also four words in the loop
-    assert_clean(log, spilled_bytes=48 if bits == 32 and dims[0] in (64, 256) else 12)
+    assert_clean(log)
     sass = disassembled(cubin, tmp_path)
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4
@@ -134,7 +134,7 @@ def test_backward_with_a_bias(dims, bits, tmp_path):
     defines = configs.MaskGradientConfig(config).defines() | {"IS_RAGGED": 1, "IS_BF16": 1}
     source = compiler.assemble("mask_gradient", OFF | config.defines() | defines)
     cubin, log = compiler.compile_source(source, "--ptxas-options=-v")
-    assert_clean(log)
+    assert_clean(log, spilled_bytes=12)
     sass = disassembled(cubin, tmp_path)
     assert kernel_counts(sass, "HGMMA", "mask")["mask_gradient"] == sum(dims) // 16
     assert kernel_counts(sass, "WARPGROUP.DEPBAR", "mask")["mask_gradient"] == 1
@@ -174,7 +174,7 @@ def test_mla(page, tmp_path):
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
     cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
-    assert_clean(log)
+    assert_clean(log, spilled_bytes=24 if page == 16 else 0)  # the copying warp has 40 registers
     sass = disassembled(cubin, tmp_path)
     # of either warpgroup one product per 16 features, and one per 16 keys of its tiles and of the
     # other's, with and without scores of its own for the second

@@ -81,21 +81,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     return dense_forward.prepare(q, k, v, spec)
 
 
-def prepare_bounded(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The same for calls with kv_lens or key_ranges, if they are decoding."""
-    from fa_ops.backends.hopper import decode
-
-    if not decode.decodes(q, k, v, spec):
-        return None
-    run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
-    before, after = spec[:9], spec[11:]
-
-    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
-        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
-
-    return bounded
-
-
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -79,13 +79,13 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
         parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
-        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "decode.cu")
+        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
         half = defines["VALUE_DIM"] // 2
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", half, dtype, "registers", "columns")
         products += wgmma("wgmma_other", half, dtype, "rows", "columns")
-        parts = ("softmax.cuh", "stretches.cuh", "mla.cu")
+        parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # "packed", "mask": what other kernels need, written before they run
         parts = (f"{kind}.cu",)
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))

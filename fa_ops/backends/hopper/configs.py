@@ -17,9 +17,7 @@ class Config:
     value_dim: int
     block_m: int
     block_n: int
-    q_stages: int = 1  # 2: the next tile's queries arrive while this one's output leaves
     stages: int = 2
-    turns: bool = True  # consumers alternate on the tensor cores
     slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
 
@@ -30,8 +28,8 @@ class Config:
     def shared_bytes(self, has_mask: bool = False) -> int:
         consumers = self.block_m // 64
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 2 * self.q_stages * consumers + 4 * self.stages + 4
-        tiles = 2 * (self.q_stages * self.block_m * self.head_dim + keys)
+        barriers = 2 * consumers + 4 * self.stages + 4
+        tiles = 2 * (self.block_m * self.head_dim + keys)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
         tiles += bias if self.bias_bits else 0
         return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
@@ -40,8 +38,7 @@ class Config:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "Q_STAGES": self.q_stages, "STAGES": self.stages, "TURNS": int(self.turns),
-            "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
+            "STAGES": self.stages, "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
 
 
@@ -137,6 +134,8 @@ class DecodeConfig:
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
 
+    merge_threads = 256
+
     @property
     def threads(self) -> int:
         return 32 * (1 + self.warps)
@@ -157,7 +156,7 @@ class DecodeConfig:
     @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + 2 * 32 + self.warps * self.rows * (self.value_dim * 4 + 8)
+        return queries + self.warps * self.rows * (self.value_dim * 4 + 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -181,7 +180,7 @@ class MlaConfig:
     value_dim: int = 512
     slack: int = 8  # as the forward's
 
-    threads = 384
+    threads, merge_threads = 384, 512
     rows = 64
     block_n = 64
 
@@ -189,12 +188,12 @@ class MlaConfig:
     def shared_bytes(self) -> int:
         tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
         barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
-        return tiles + 6 * self.rows * 4 + 4 * 32 + 8 + 8 * barriers
+        return tiles + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "SLACK": self.slack,
+            "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
         }  # fmt: skip
 
 
@@ -211,23 +210,22 @@ def forward_config(D: int, Dv: int, bias_bits: int = 0) -> Config:
     return dataclasses.replace(
         config,
         bias_bits=bias_bits,
-        q_stages=1 if config.head_dim == 128 and bias_bits == 32 else config.q_stages,
         block_n=128 if config.head_dim <= 128 else 64,
     )
 
 
 def _forward_config(head_dim: int, value_dim: int) -> Config:
     if head_dim == 64:
-        # slower with slack, without turns, and with two consumers
-        return Config(64, 64, 192, 128, q_stages=2, slack=0)
+        # slower with slack, with two stages, and with two consumers of more keys
+        return Config(64, 64, 192, 128, stages=3, slack=0)
     if head_dim == 128:
-        # slack helps causal calls, costs others as much; 176 keys, or one query buffer, are slower
-        return Config(128, value_dim, 128, 128, q_stages=2)
+        # slower without slack, with 96 to 120 and 144 to 176 keys, and with three stages
+        return Config(128, value_dim, 128, 128)
     if head_dim == 192:
-        # what shared memory holds
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
-    # slower with turns, and without slack, as rescaling 256 columns is dear
-    return Config(256, value_dim, 128, 80, turns=False)
+        # of 80 to 112 keys 88 are fastest for values of 192; 128 are not measured against others
+        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 88)
+    # faster than 48 to 80 keys; slower without slack, as rescaling 256 columns is dear
+    return Config(256, value_dim, 128, 72)
 
 
 def backward_config(

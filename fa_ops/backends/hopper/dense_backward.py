@@ -27,7 +27,7 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
-    heads_in_l2,
+    section_of,
     shared_strides,
     window,
 )
@@ -109,8 +109,8 @@ def _params(
     by_key, by_query = _mask_bits(spec, Sk, config)
     bias, held = Bias.of(spec.attn_mask) if config.bias_bits else (None, None)
     dims = D + v.shape[-1]
-    section = min(B * Hkv, heads_in_l2(Sq * 2 * dims * group))
-    query_section = min(B * Hq, heads_in_l2(Sk * 2 * dims) * group)
+    section = section_of(B * Hkv, Sq * 2 * dims * group)
+    query_section = section_of(B * Hkv, Sk * 2 * dims) * group
     params = ctypes.create_string_buffer(_PARAMS_BYTES + _BIAS_BYTES)
     _PARAMS.pack_into(
         params,

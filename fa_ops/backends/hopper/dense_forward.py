@@ -26,14 +26,14 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
-    heads_in_l2,
+    section_of,
     shared_strides,
     window,
 )
 from fa_ops.types import Spec
 
-# struct Params in cuda/scheduler.cuh: four tensor maps, pointers, scalars; 704 bytes
-_WORDS, _SCALARS = struct.Struct("<10Q"), struct.Struct("<14i3fi40x")
+# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars; 576 bytes
+_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi28x")
 _NONE = (None,) * 5
 
 
@@ -121,18 +121,18 @@ class Plan:
                 mask=mask is not None,
             ),
         )
-        self.out = out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        boxes = (64, config.block_n, config.block_n, 64)
-        families = zip((*shapes, out[0]), (*strides, out[1]), boxes)
+        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
+        boxes = (64, config.block_n, config.block_n)
+        families = zip(shapes, strides, boxes)
         self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
-        section = min(B * Hq, group * heads_in_l2(Sk * 2 * (D + Dv)))
+        section = group * section_of(B * Hkv, Sk * 2 * (D + Dv))
         *self.mask, mask_run = mask or (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
-            *(B, Hq, group, Sq, Sk, left, right, -(-Sq // config.block_m), tiles, section),
+            *(B, Hq, group, Sq, Sk, Dv, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
             units.inside_tanh,
@@ -165,11 +165,10 @@ class Plan:
         stream, counter = current_stream(self.device), None
         if self.dynamic:
             counter = q.new_empty(1, dtype=torch.int32)
-        of_q, of_k, of_v, of_out = self.maps
+        of_q, of_k, of_v = self.maps
         params = (
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
-            of_out.at(out.data_ptr()),
-            _WORDS.pack(*map(address, (lse, *optional)), *self.mask, address(counter)),
+            _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
             self.scalars,
             b"" if bias is None else self.bias(address(bias)),
         )  # fmt: skip

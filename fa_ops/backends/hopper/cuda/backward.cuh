@@ -165,9 +165,9 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 #endif
 }
 
-// One warp; its first lane issues copies.
+// One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
-  const bool leader = threadIdx.x == 0;
+  const bool leader = elected();
   if (t.first == t.last) return;
   if (leader) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);

@@ -65,7 +65,7 @@ struct MaskSmem {
   DEVICE u32 values(int i) const { return keys(i) + MASK_K_BYTES; }
 };
 
-// One thread.
+// One lane.
 DEVICE void load_scores(const Params& p, const MaskSmem& sm, const QueryBlock& t, int column, Ring<MASK_STAGES>& ring) {
   const int i = ring.stage;
   const u32 full = sm.full + 8 * i;
@@ -135,11 +135,12 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) mask_grad
   if (warpgroup == 0) {
     register_release<24>();
     if (threadIdx.x >= 32) return;
+    const bool leader = elected();
     for (int i = first; i < end; i++) {
       const ScoreBlock x = block_at(n, m, tile, i);
       const QueryBlock t = queries_of(p, x);
       if (!attends(p, t, x.column)) continue;
-      if (threadIdx.x == 0) load_scores(p, sm, t, x.column, ring);
+      if (leader) load_scores(p, sm, t, x.column, ring);
     }
   } else {
     register_claim<240>();

@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward_
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_release<24>();
-    if (threadIdx.x == 0) produce_keys(p, sm, first, all);
+    if (threadIdx.x < 32 && elected()) produce_keys(p, sm, first, all);
   } else {
     register_claim<240>();
     QueryConsumer consumer(p, sm, first, warpgroup - 1);

@@ -1,13 +1,12 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
-// and one P.V in flight; with TURNS, consumers take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES Q_STAGES TURNS SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK BIAS_BITS
+// and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 2;
 constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
-static_assert(VALUE_DIM <= HEAD_DIM, "the output leaves through the query buffer");
-constexpr u32 OUT_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
+constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
 constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
@@ -16,8 +15,8 @@ constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0
 struct Smem {
   u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
-    q = base, k = q + Q_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
-    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES, q_empty = q_full + 8 * Q_STAGES * CONSUMERS, k_full = q_empty + 8 * Q_STAGES * CONSUMERS;
+    q = base, k = q + CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
+    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES, q_empty = q_full + 8 * CONSUMERS, k_full = q_empty + 8 * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
     mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
@@ -36,32 +35,31 @@ DEVICE void load_block(u32 base, u32 full, u32 empty, const TensorMap& map, Ring
   ring.next();
 }
 
-DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, const Ring<Q_STAGES>& ring) {
+DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, u32 phase) {
 #pragma unroll
   for (int c = 0; c < CONSUMERS; c++) {
-    const int i = ring.stage * CONSUMERS + c;
-    mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
-    mbar_expect(sm.q_full + 8 * i, Q_BYTES);
+    mbar_wait(sm.q_empty + 8 * c, phase ^ 1);
+    mbar_expect(sm.q_full + 8 * c, Q_BYTES);
 #pragma unroll
     for (int x = 0; x < WIDTH; x++)
-      tma_load(sm.q + i * Q_BYTES + x * 64 * 128, p.q, sm.q_full + 8 * i, x * 64, tile.m0 + c * 64, tile.h, tile.b);
+      tma_load(sm.q + c * Q_BYTES + x * 64 * 128, p.q, sm.q_full + 8 * c, x * 64, tile.m0 + c * 64, tile.h, tile.b);
   }
 }
 
-DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, const Ring<Q_STAGES>& q, Ring<STAGES>& k, Ring<STAGES>& v) {
+DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, u32 q_phase, Ring<STAGES>& k, Ring<STAGES>& v) {
   const int h = tile.h / p.group;
   auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
   auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
   if (n.last > n.first) load_k(n.last - 1);
-  load_queries(p, sm, tile, q);
+  load_queries(p, sm, tile, q_phase);
   for (int j = n.last - 2; j >= n.first; j--) load_k(j), load_v(j + 1);
   if (n.last > n.first) load_v(n.first);
 }
 
-// One warp; its first lane issues copies, all lanes find the bounds of a tile.
+// One warp; one lane issues copies, all find the bounds of a tile.
 DEVICE void produce(const Params& p, const Smem& sm) {
-  const bool leader = threadIdx.x == 0;
-  Ring<Q_STAGES> q;
+  const bool leader = elected();
+  u32 q_phase = 0;
   Ring<STAGES> k, v;
   Ring<2> tasks;
   for (int t = blockIdx.x;; tasks.next()) {
@@ -75,10 +73,10 @@ DEVICE void produce(const Params& p, const Smem& sm) {
     if (t >= p.tiles) break;
     if (leader) {
       t = next_tile(p, t);
-      load(p, sm, task.tile, task.n, q, k, v);
+      load(p, sm, task.tile, task.n, q_phase, k, v);
     }
-    q.next();
-    t = __shfl_sync(~0u, t, 0);
+    q_phase ^= 1;
+    t = __reduce_max_sync(~0u, leader ? t : 0);
   }
 }
 
@@ -113,17 +111,20 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
 #endif
 
 #if BIAS_BITS
-// One thread for each consumer: the bias of its rows and every block that it visits, one block ahead.
+// One warp for each consumer: the bias of its rows and every block that it visits, one block ahead.
 DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
+  const bool leader = elected();
   const u32 full = sm.mask_full + 8 * c;
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
     mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
     const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-    mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    __syncwarp();
+    if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
     if (task.tile.m0 == NO_TASK) break;
     for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
+      if (!leader) continue;
       mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
       mbar_expect(full, BIAS_BYTES);
       load_bias_tile<BLOCK_N>(sm.bias + c * BIAS_BYTES, p.bias, full, task.tile.m0 + c * 64, j * BLOCK_N, task.tile.h, task.tile.b);
@@ -137,7 +138,7 @@ struct Consumer {
   const Params& p;
   const Smem& sm;
   const int c, tid, lane;
-  Ring<Q_STAGES> queries;
+  u32 q_phase = 0;
   Ring<2> tasks;
   Ring<STAGES> k, v;
   Ring<1> mask;
@@ -151,17 +152,15 @@ struct Consumer {
   DEVICE Consumer(const Params& p, const Smem& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
-  DEVICE int slot() const { return queries.stage * CONSUMERS + c; }
-
   DEVICE void take_turn() {
-    if (TURNS) named_sync(TURN_BARRIER + c, 256);
+    named_sync(TURN_BARRIER + c, 256);
   }
   DEVICE void pass_turn() {
-    if (TURNS) named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
+    named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
   }
 
   DEVICE void score_product() {
-    const u32 queries = descriptor_base(sm.q + slot() * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
+    const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
@@ -184,6 +183,11 @@ struct Consumer {
   DEVICE void release(u32 empty, Ring<STAGES>& ring) {
     if (tid == 0) mbar_arrive(empty + 8 * ring.stage);
     ring.next();
+  }
+
+  // The last product of a tile that reads them is done: the next tile's may come.
+  DEVICE void release_queries() {
+    if (lane == 0) mbar_arrive(sm.q_empty + 8 * c);
   }
 
   DEVICE int column(int block, int i) const { return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1); }
@@ -270,7 +274,7 @@ struct Consumer {
       for (int x = 0; x < VALUE_WIDTH; x++)
         asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values_at + x * BLOCK_N * 128 + i * 16), "r"(0) : "memory");
     fence_async_smem();
-    named_sync(OUT_BARRIER + c, 128);
+    named_sync(OWN_BARRIER + c, 128);
   }
 
   DEVICE void wait_values(int block, const Blocks& n) {
@@ -292,6 +296,7 @@ struct Consumer {
     wgmma_wait<1>();
     pin(s);
     release(sm.k_empty, k);
+    if (block == n.first) release_queries();
     modify_scores(block, n);
     bool raised = softmax.raise<0>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2);
@@ -315,6 +320,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin(s);
     release(sm.k_empty, k);
+    if (n.last - 1 == n.first) release_queries();
     modify_scores(n.last - 1, n);
     softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
@@ -329,7 +335,7 @@ struct Consumer {
     release(sm.v_empty, v);
   }
 
-  // Normalises, writes LSE, and sends the output through this consumer's own part of the query buffer.
+  // Normalised, with LSE, to where it belongs.
   DEVICE void finish() {
     const Tile tile = published_tile(sm.task + tasks.stage * TASK_BYTES);  // again: it takes no registers until here
     mbar_arrive(sm.task_empty + 8 * tasks.stage);
@@ -339,37 +345,29 @@ struct Consumer {
 #else
     const float sink = 0.f;
 #endif
-    float inverse0, inverse1;
-    const float lse0 = finish_row(softmax.max0, softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse0);
-    const float lse1 = finish_row(softmax.max1, softmax.sum1, p.scale_log2, HAS_SINKS, sink, inverse1);
-    const u32 q = sm.q + slot() * Q_BYTES;
-    const int warp = tid >> 5, row = tile.m0 + c * 64 + warp * 16 + (lane >> 2);
-    if ((lane & 3) == 0 && p.lse) {
-      float* lse = p.lse + (long long)(tile.b * p.Hq + tile.h) * p.Sq;
-      if (row < p.Sq) lse[row] = lse0;
-      if (row + 8 < p.Sq) lse[row + 8] = lse1;
-    }
+    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 8) {
-      const int col = (i / 8) * 16 + ((lane >> 4) & 1) * 8, r = warp * 16 + (lane & 15);
-      store_matrix_x4(q + (col >> 6) * 64 * 128 + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4), pack(o[i] * inverse0, o[i + 1] * inverse0),
-                      pack(o[i + 2] * inverse1, o[i + 3] * inverse1), pack(o[i + 4] * inverse0, o[i + 5] * inverse0),
-                      pack(o[i + 6] * inverse1, o[i + 7] * inverse1));
-    }
-    fence_async_smem();
-    named_sync(OUT_BARRIER + c, 128);
-    if (tid == 0) {
+    for (int r = 0; r < 2; r++) {
+      const int row = first + 8 * r;
+      float inverse;
+      const float lse = finish_row(r ? softmax.max1 : softmax.max0, r ? softmax.sum1 : softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse);
+      if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
+      unsigned short* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
 #pragma unroll
-      for (int x = 0; x < VALUE_WIDTH; x++) tma_store(p.o, q + x * 64 * 128, x * 64, tile.m0 + c * 64, tile.h, tile.b);
-      tma_store_commit();
-      tma_store_wait_read();
-      mbar_arrive(sm.q_empty + 8 * slot());
+      for (int i = 2 * r; i < OUTPUTS; i += 16) {
+        u32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+        gather(x);
+        const int column = (i / 4 + (lane & 3)) * 8;
+        if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
     }
   }
 
   DEVICE void work() {
     if (c == CONSUMERS - 1) pass_turn();
-    for (;; tasks.next(), queries.next()) {
+    for (;; tasks.next(), q_phase ^= 1) {
       mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
       const Task now = published(sm.task + tasks.stage * TASK_BYTES);
       const Tile& tile = now.tile;
@@ -384,12 +382,11 @@ struct Consumer {
       softmax.reset();
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
-      mbar_wait(sm.q_full + 8 * slot(), queries.phase);
-      if (n.last > n.first) attend(n);
+      mbar_wait(sm.q_full + 8 * c, q_phase);
+      if (n.last > n.first) attend(n); else release_queries();
       finish();
     }
     if (c == 0) take_turn();
-    if (tid == 0) tma_store_wait();
   }
 };
 
@@ -397,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Q_STAGES * CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 1);
+    for (int i = 0; i < CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 4);
     for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, READERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
@@ -418,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     else if (threadIdx.x < 32 + 32 * CONSUMERS) fill_mask(p, sm, uniform(threadIdx.x / 32) - 1);
 #endif
 #if BIAS_BITS
-    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= CONSUMERS) load_bias(p, sm, threadIdx.x / 32 - 1);
+    else if (threadIdx.x < 32 + 32 * CONSUMERS) load_bias(p, sm, uniform(threadIdx.x / 32) - 1);
 #endif
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();

@@ -53,6 +53,13 @@ DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;
 template <int R> DEVICE void register_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R)); }
 template <int R> DEVICE void register_claim() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R)); }
 
+// True in one lane of a whole warp. Where copies hang on this, the compiler knows that one thread issues them: on `threadIdx.x == 0` it loops over lanes.
+DEVICE bool elected() {
+  u32 x;
+  asm volatile("{ .reg .pred P; elect.sync _|P, 0xffffffff; selp.u32 %0, 1, 0, P; }" : "=r"(x));
+  return x;
+}
+
 // Coordinates are (feature, token, head, batch).
 DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
   asm volatile(
@@ -61,10 +68,11 @@ DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h
       : "memory");
 }
 // The same for what nobody reads again soon: it is the first to leave the L2.
-DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
+constexpr u64 FIRST_TO_LEAVE = 0x12F0000000000000ull, AS_ANY = 0x1000000000000000ull;
+DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b, u64 policy = FIRST_TO_LEAVE) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(policy)
       : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {

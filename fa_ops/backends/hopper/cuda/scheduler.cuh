@@ -1,7 +1,8 @@
 // Which tile a persistent CTA takes next, and which key blocks a tile visits.
 
 struct Params {
-  TensorMap q, k, v, o;
+  TensorMap q, k, v;
+  unsigned short* out;    // (B, Sq, Hq, Dv), of 16-bit elements
   float* lse;             // (B, Hq, Sq) or null
   const int* kv_lens;     // (B,) or null
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
@@ -10,7 +11,7 @@ struct Params {
   const unsigned char* mask;            // bits of each query's keys, from mask.cu, with the strides below; or null
   long long mask_b, mask_h, mask_q;     // in bytes, 0 where it is the same for all
   int* counter;           // tiles handed out beyond the first of each CTA; zero at launch
-  int B, Hq, group, Sq, Sk;
+  int B, Hq, group, Sq, Sk, Dv;
   int window_left, window_right;  // FAR: unbounded; causal is window_right = 0
   int m_blocks, tiles, section;   // heads per L2 section
   int ranges_b, ranges_h, ranges_q, alibi_b;

@@ -78,3 +78,18 @@ DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sin
 #endif
   return sum == 0.f ? -__int_as_float(0x7f800000) : (m2 + log2_fast(sum)) * LN2;
 }
+
+// Of four lanes with a word each of four runs of 8 columns, each gets one run.
+DEVICE void gather(u32 (&x)[4]) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+    x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+    x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
+  }
+}
