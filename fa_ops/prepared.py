@@ -11,12 +11,13 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import library
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Spec, is_decoding
 
 _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
@@ -74,7 +75,25 @@ def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
         return
     if len(_runs) >= _LIMIT:
         _runs.clear()
-    plain = spec.kv_lens is spec.key_ranges is None
-    name = "prepare" if plain else "prepare_bounded"
-    prepare = getattr(dispatch.select(q, k, v, spec), name, None)
-    _runs[key] = prepare and prepare(q, k, v, spec)
+    backend = dispatch.select(q, k, v, spec)
+    if spec.kv_lens is spec.key_ranges is None:
+        prepare = getattr(backend, "prepare", None)
+        _runs[key] = prepare and prepare(q, k, v, spec)
+    else:
+        _runs[key] = _bounded(backend, q, k, v, spec)
+
+
+def _bounded(
+    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
+    """Calls with kv_lens or key_ranges that are decoding: over a cache that nothing is added to."""
+    prepare, cache = getattr(backend, "prepare_cached", None), Cache()
+    if not (prepare and is_decoding(q.shape[2], k.shape[2], spec)):
+        return None
+    run = None if backend.cache_error(q, k, v, cache, spec) else prepare(q, k, v, cache, spec)
+    before, after = spec[:9], spec[11:]
+
+    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
+        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
+
+    return run and bounded

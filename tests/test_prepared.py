@@ -15,12 +15,12 @@ FAST = torch.tensor(7.0)
 def preparing_backend(monkeypatch):
     monkeypatch.setattr(prepared, "_runs", {})
     monkeypatch.setattr(cpu, "prepare", lambda q, k, v, spec: lambda q, k, v: FAST, raising=False)
-    bounded = lambda q, k, v, spec: lambda q, k, v, kv_lens, key_ranges: FAST  # noqa: E731
-    monkeypatch.setattr(cpu, "prepare_bounded", bounded, raising=False)
+    cached = lambda *call: lambda q, k, v, cache, spec: (FAST, None)  # noqa: E731
+    monkeypatch.setattr(cpu, "prepare_cached", cached, raising=False)
 
 
-def qkv(**options):
-    return [torch.randn(1, 2, 5, 8, **options) for _ in range(3)]
+def qkv(Sk=5, **options):
+    return [torch.randn(1, 2, S, 8, **options) for S in (5, Sk, Sk)]
 
 
 def is_fast(*args, **options):
@@ -72,11 +72,11 @@ RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
     ids=lambda bounds: " and ".join(bounds),
 )
 def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
-    def prepare(q, k, v, spec):
-        return lambda q, k, v, kv_lens, key_ranges: (kv_lens, key_ranges)
+    def prepare(q, k, v, cache, spec):
+        return lambda q, k, v, cache, spec: ((spec.kv_lens, spec.key_ranges), None)
 
-    monkeypatch.setattr(cpu, "prepare_bounded", prepare)
-    q, k, v = qkv()
+    monkeypatch.setattr(cpu, "prepare_cached", prepare)
+    q, k, v = qkv(512)
     fa_ops.attention(q, k, v, **bounds)
     others = {name: t + 1 for name, t in bounds.items()}
     given = fa_ops.attention(q, k, v, **others)
@@ -85,8 +85,16 @@ def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
     assert isinstance(fa_ops.attention(q, k, v, **bounds, is_causal=True), torch.Tensor)
 
 
+def test_lengths_and_ranges_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
+    assert is_fast(*qkv(512), kv_lens=LENS)
+    assert not is_fast(*qkv(511), kv_lens=LENS)
+    monkeypatch.setattr(cpu, "cache_error", lambda *call: "cannot", raising=False)
+    assert not is_fast(*qkv(600), kv_lens=LENS)
+
+
 def test_ranges_laid_out_otherwise_go_the_long_way():
-    assert not is_fast(*qkv(), key_ranges=RANGES.expand(1, 1, 5, 2))
+    assert is_fast(*qkv(512), key_ranges=RANGES)
+    assert not is_fast(*qkv(512), key_ranges=RANGES.expand(1, 1, 5, 2))
 
 
 def test_bad_lengths_and_ranges_are_checked_every_time():

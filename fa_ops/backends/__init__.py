@@ -13,8 +13,6 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     forward(q, k, v, spec) -> (out, lse)
     prepare(q, k, v, spec) -> (q, k, v) -> out
         optional: calls like this one again, at the least host cost; None where it cannot
-    prepare_bounded(q, k, v, spec) -> (q, k, v, kv_lens, key_ranges) -> out
-        optional: the same for calls with either of the two
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
@@ -25,7 +23,8 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     cache_forward(q, k, v, cache, spec) -> (out, lse)
         writes the new keys and values first, if there are any; q may be empty if there are
     prepare_cached(q, k, v, cache, spec) -> (q, k, v, cache, spec) -> (out, lse)
-        optional: calls like this one again, at the least host cost
+        optional: calls like this one again, at the least host cost; None where it cannot. Also for
+        dense calls with kv_lens or key_ranges that are decoding (`types.is_decoding`)
 
 What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops`
 answers zero-sized calls itself); the last dimension of q, k, v, out and grad_out is contiguous,

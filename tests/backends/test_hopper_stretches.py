@@ -1,4 +1,5 @@
-"""How the decoding kernels share tiles among CTAs: their own source, as C++ on the CPU."""
+"""How the decoding kernels share tiles among CTAs and merge what several did: their own source, as
+C++ on the CPU."""
 
 import ctypes
 import random
@@ -6,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fa_ops.backends import hopper
@@ -18,13 +20,21 @@ SOURCES = Path(hopper.__file__).parent / "cuda"
 CUDA = """
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <ucontext.h>
 using std::min, std::max;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 struct int4 { int x, y, z, w; };
+struct float2 { float x, y; };
 struct Index { int x; };
 static Index blockIdx, blockDim, gridDim, threadIdx;
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+template <class T> static T __ldcg(const T* x) { return *x; }
+static float exp2_fast(float x) { return exp2f(x); }
+static void next_grid_may_start() {}
+static void wait_for_last_grid() {}
 static void store_shared(u32, int4) {}
 static void fence_async_smem() {}
 static int4 load_shared(u32) { return {}; }
@@ -34,13 +44,13 @@ static char stacks[32][1 << 16];
 static int said[32], heard[32];
 static bool ended[32];
 static void (*body)();
-static void lane_main() { body(), ended[threadIdx.x] = true; }
+static void lane_main() { body(), ended[threadIdx.x & 31] = true; }
 static const int* tell(int x) {
-  const int lane = threadIdx.x;
+  const int lane = threadIdx.x & 31;
   said[lane] = x, swapcontext(&lanes[lane], &scheduler);
   return heard;
 }
-static void run_warp(void (*f)()) {
+static void run_warp(void (*f)(), int warp = 0) {
   body = f;
   for (int i = 0; i < 32; i++) {
     ended[i] = false, getcontext(&lanes[i]);
@@ -48,15 +58,22 @@ static void run_warp(void (*f)()) {
     lanes[i].uc_link = &scheduler, makecontext(&lanes[i], lane_main, 0);
   }
   while (!ended[31]) {
-    for (threadIdx.x = 0; threadIdx.x < 32; threadIdx.x++)
-      if (!ended[threadIdx.x]) swapcontext(&scheduler, &lanes[threadIdx.x]);
+    for (int i = 0; i < 32; i++)
+      if (threadIdx.x = warp * 32 + i; !ended[i]) swapcontext(&scheduler, &lanes[i]);
     std::copy(said, said + 32, heard);
   }
 }
-static int __shfl_sync(u32, int x, int from) { return tell(x)[from & 31]; }
+template <class T> static T heard_by(T x, int from) {
+  int bits;
+  T y;
+  std::memcpy(&bits, &x, 4), std::memcpy(&y, tell(bits) + (from & 31), 4);
+  return y;
+}
+template <class T> static T __shfl_sync(u32, T x, int from) { return heard_by(x, from); }
+static float __shfl_xor_sync(u32, float x, int by) { return heard_by(x, threadIdx.x ^ by); }
 static int __shfl_up_sync(u32, int x, int by) {
-  const int lane = threadIdx.x, *all = tell(x);
-  return lane < by ? x : all[lane - by];
+  const int lane = threadIdx.x & 31;
+  return heard_by(x, lane < by ? lane : lane - by);
 }
 static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
 static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
@@ -70,6 +87,7 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define DEVICE inline
 #define HAS_KV_LENS 1
 constexpr int FAR = 1 << 29;
+constexpr float NEVER = -1e30f;
 """  # noqa: E501
 # Each of a CTA's tasks as (row, unit, first tile, tiles, first team, parts, flags).
 RUN = """
@@ -78,7 +96,8 @@ static int* tasks;
 static int count;
 static void walk() {
   for (Walk<Params> walk(params); walk.at < walk.stop;) {
-    const Task t = walk.task();
+    Task t = walk.task();
+    walk.share(t);
     if (threadIdx.x == 0) {
       const int found[] = {t.b, t.unit, t.tile, t.count, t.first_team, t.parts, t.flags};
       std::copy(found, found + 7, tasks + 7 * count++);
@@ -92,26 +111,64 @@ extern "C" int run(int cta, int ctas, int* to, Params* p) {
   return count;
 }
 """
+# What merges say of each two columns: where they belong, the sum, and the statistics.
+MERGE = """
+struct Merged { int cta, b, unit, row, column; float x, y, m2, total; };
+static Merged* merged;
+static void write(const Params&, const Task& t, int row, int column, float2 x, float m2, float n) {
+  merged[count++] = {blockIdx.x, t.b, t.unit, row, column, x.x, x.y, m2, n};
+}
+static void slice() { merge(params); }
+extern "C" int run_merge(int ctas, int warps, Merged* to, Params* p) {
+  gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, count = 0;
+  for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
+    for (int warp = 0; warp < warps; warp++) run_warp(slice, warp);
+  return count;
+}
+"""
 DECODE = """
 #define HAS_RANGES 1
+#define ROWS 8
+#define VALUE_DIM 192
 constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens, *ranges; int B, Hkv, Sq, Sk, ranges_b, window_left; };
+struct Params {
+  const int *kv_lens, *ranges;
+  float* partial;
+  float2* partial_stats;
+  int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group;
+};
 """
 LATENT = """
+#define ROWS 64
+#define VALUE_DIM 128
 constexpr int BLOCK_N = 64;
-struct Params { const int *kv_lens; int B, units, width, Sk; float merge_cost; };
+struct Params {
+  const int* kv_lens;
+  float* partial;
+  float2* partial_stats;
+  int B, units, width, Sk, tokens, heads;
+};
 """
-Int, P, F = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+Int, P = ctypes.c_int, ctypes.c_void_p
 
 
 class DecodeParams(ctypes.Structure):
-    _fields_ = [(n, P) for n in ("lens", "ranges")] + [
-        (n, Int) for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left")
+    _fields_ = [(n, P) for n in ("lens", "ranges", "partial", "stats")] + [
+        (n, Int) for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left", "idle", "group")
     ]
 
 
 class LatentParams(ctypes.Structure):
-    _fields_ = [("lens", P), *((name, Int) for name in ("B", "units", "width", "Sk")), ("cost", F)]
+    _fields_ = [
+        *((name, P) for name in ("lens", "partial", "stats")),
+        *((name, Int) for name in ("B", "units", "width", "Sk", "tokens", "heads")),
+    ]
+
+
+MERGED = np.dtype(
+    [(n, "i4") for n in ("cta", "b", "unit", "row", "column")]
+    + [(n, "f4") for n in ("x", "y", "m2", "total")]
+)
 
 
 def built(folder, name, text):
@@ -119,29 +176,31 @@ def built(folder, name, text):
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unused"]
     library = folder / f"{name}.so"
     subprocess.run([*command, folder / f"{name}.cpp", "-o", library], check=True)
-    return ctypes.CDLL(str(library)).run
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stretches")
-    stretches, decode, latent = (
-        (SOURCES / name).read_text() for name in ("stretches.cuh", "decode.cu", "mla.cu")
+    stretches, merge, decode, latent = (
+        (SOURCES / name).read_text()
+        for name in ("stretches.cuh", "merge.cuh", "decode.cu", "mla.cu")
     )
     decode = decode[decode.index("DEVICE int keys_of(") : decode.index("// tma_load_once by a map")]
     latent = latent[latent.index("DEVICE Row row_of(") : latent.index("struct Smem {")]
+    rest = merge + RUN + MERGE
     return {
-        "decode": built(folder, "decode", stretches + DECODE + decode + RUN),
-        "latent": built(folder, "latent", stretches + LATENT + latent + RUN),
+        "decode": built(folder, "decode", DECODE + stretches + decode + rest),
+        "latent": built(folder, "latent", LATENT + stretches + latent + rest),
     }
 
 
-def tasks_of(run, params, ctas, most):
+def tasks_of(kernel, params, ctas, most):
     """By CTA."""
     found = (Int * (7 * most))()
     result = []
     for cta in range(ctas):
-        count = run(cta, ctas, found, ctypes.byref(params))
+        count = kernel.run(cta, ctas, found, ctypes.byref(params))
         result.append([tuple(found[7 * i : 7 * i + 7]) for i in range(count)])
     return result
 
@@ -201,9 +260,8 @@ def test_decode(kernels, seed):
     flat = [x for run in ranges for x in run]
     arrays = (Int * B)(*lens), (Int * (2 * B))(*flat)
     addresses = map(ctypes.addressof, arrays)
-    by_cta = tasks_of(
-        kernels["decode"], DecodeParams(*addresses, B, Hkv, 1, Sk, 2, window), ctas, B * Hkv + 1
-    )
+    params = DecodeParams(*addresses, None, None, B, Hkv, 1, Sk, 2, window, -(B * Hkv) % ctas, 1)
+    by_cta = tasks_of(kernels["decode"], params, ctas, B * Hkv + 1)
     check(by_cta, Hkv, expected)
     sizes = [sum(task[3] for task in tasks) for tasks in by_cta]
     total = sum(sizes)
@@ -217,7 +275,7 @@ def test_units_alike_are_not_shared(kernels, B, keys, parts):
     """Unless a CTA would have more than a tile beyond its share."""
     lens, run = (Int * B)(*[keys] * B), (Int * 2)(0, keys)
     addresses = map(ctypes.addressof, (lens, run))
-    params = DecodeParams(*addresses, B, 8, 1, keys, 0, 1 << 29)
+    params = DecodeParams(*addresses, None, None, B, 8, 1, keys, 0, 1 << 29, -(B * 8) % 132, 1)
     by_cta = tasks_of(kernels["decode"], params, 132, B * 8 + 1)
     assert {task[5] for tasks in by_cta for task in tasks} == parts
 
@@ -230,9 +288,68 @@ def test_latent(kernels, seed):
     lens = random_lens(g, B, Sk)
     expected = [(0, max(1, -(-max(0, min(n, Sk)) // 64))) for n in lens]
     array = (Int * B)(*lens)
-    params = LatentParams(ctypes.addressof(array), B, units, width, Sk, g.choice((0.0, 0.6, 3.0)))
+    params = LatentParams(ctypes.addressof(array), None, None, B, units, width, Sk, 1, 1)
     by_cta = tasks_of(kernels["latent"], params, ctas, B * units + 1)
     teams = by_cta[: ctas // width * width]
     assert all(teams[i] == teams[i - i % width] for i in range(len(teams)))
     assert not any(by_cta[len(teams) :])
     check(teams[::width], units, expected)
+
+
+def merge_checked(kernel, params, by_cta, rows, dim, warps, width, seed):
+    """Each shared unit's columns once, from all of its parts and nothing else."""
+    ctas, held = len(by_cta), params.held
+    g = np.random.default_rng(seed)
+    partial = np.full((2 * ctas, held, dim), np.nan, np.float32)
+    stats = np.full((2 * ctas, held, 2), np.nan, np.float32)
+    slots = {}
+    for cta, tasks in enumerate(by_cta):
+        for i, (b, unit, *_, number, _) in enumerate(tasks):
+            if number > 1:
+                slot = 2 * cta + (i > 0)
+                slots.setdefault((b, unit, cta % width), []).append(slot)
+                partial[slot] = g.standard_normal((held, dim))
+                stats[slot, :, 0], stats[slot, :, 1] = g.normal(0, 20, held), g.random(held) + 0.1
+                nothing = g.random(held) < 0.2
+                stats[slot, nothing], partial[slot, nothing] = (-1e30, 0.0), 0.0
+    assert slots
+    found = np.zeros(len(slots) * rows * dim // 2 + 1, MERGED)
+    params.partial, params.stats = partial.ctypes.data, stats.ctypes.data
+    address = ctypes.c_void_p(found.ctypes.data)
+    found = found[: kernel.run_merge(ctas, warps, address, ctypes.byref(params))]
+    places = set(zip(*(found[n] for n in ("b", "unit", "row", "column")), found["cta"] % width))
+    assert len(found) == len(places) == len(slots) * rows * dim // 2
+    for (b, unit, side), parts in slots.items():
+        mine = found[(found["b"] == b) & (found["unit"] == unit) & (found["cta"] % width == side)]
+        m, n = (stats[parts, :, i].astype(np.float64) for i in (0, 1))
+        top = np.where(n > 0, m, -1e30).max(0)
+        factors = np.where(n > 0, np.exp2(m - top), 0.0)
+        expected = np.einsum("pr,prd->rd", factors, partial[parts].astype(np.float64))
+        row, column = mine["row"], mine["column"]
+        scale = 1e-5 * len(parts)
+        np.testing.assert_allclose(mine["x"], expected[row, column], atol=scale)
+        np.testing.assert_allclose(mine["y"], expected[row, column + 1], atol=scale)
+        np.testing.assert_allclose(mine["total"], (factors * n).sum(0)[row], rtol=1e-5)
+        assert (mine["m2"] == top.astype(np.float32)[row]).all()
+        runs = np.bincount(mine["cta"]) // 32  # of 64 columns of a row, by each CTA
+        assert runs.max() == -(-rows * (dim // 64) // (len(parts) - 1))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_merging_in_a_kernel_of_its_own(kernels, seed):
+    g = random.Random(seed)
+    B, units, width = g.choice((1, 1, 2, 33)), g.choice((1, 2, 3)), g.choice((1, 2))
+    Sk, ctas = g.choice((3000, 9000)), g.choice((132, 31))
+    lens = (Int * B)(Sk, *random_lens(g, B, Sk)[1:])
+    if seed % 2:
+        rows = g.choice((1, 3, 16, 64))
+        addresses = ctypes.addressof(lens), None, None
+        params = LatentParams(*addresses, B, units, width, Sk, 1, rows)
+        kernel, dim, params.held = kernels["latent"], 128, 64
+    else:
+        rows, width, run = g.choice((1, 5, 8)), 1, (Int * 2)(0, Sk)
+        addresses = ctypes.addressof(lens), ctypes.addressof(run), None, None
+        params = DecodeParams(*addresses, B, units, 1, Sk, 0, 1 << 29, -(B * units) % ctas, rows)
+        kernel, dim, params.held = kernels["decode"], 192, 8
+    by_cta = tasks_of(kernel, params, ctas, B * units + 1)
+    merge_checked(kernel, params, by_cta, rows, dim, g.choice((4, 8, 16)), width, seed)

@@ -123,6 +123,50 @@ def test_one_graph_serves_every_length():
         assert torch.equal(captured[0], again[0])
 
 
+@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("S", [129, 300, 1100, 5000, 40000])
+def test_a_row_of_many_parts(group, D, S):
+    """From two parts to one for each multiprocessor."""
+    checked(
+        CacheCase(
+            B=1, Hq=group, Hkv=1, S=S, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", lens=(S,)
+        )  # fmt: skip
+    )
+
+
+@pytest.mark.parametrize("B", [1, 33, 66, 132, 140])
+@pytest.mark.parametrize("S", [512, 640, 1500])
+def test_dense_calls(B, S):
+    """Of known lengths: whether anything is shared, and merged, is known before."""
+    q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, lse = hopper.forward(q, k, v, Spec())
+    expected = reference.dense(q.double(), k.double(), v.double(), Spec())
+    assert relative_error(out, expected[0]) < 1e-2
+    torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
+
+
+def test_lengths_that_the_last_kernel_wrote():
+    """Kernels come onto the device before others have ended: none reads what is not there yet."""
+    q, k, v, _, spec = CacheCase(
+        B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
+    ).fresh()
+    lengths = torch.randint(1, 9000, (100, 2), device="cuda", dtype=torch.int32)
+    lengths[::3] //= 50
+    expected = []
+    for n in lengths:
+        torch.cuda.synchronize()
+        expected.append(hopper.cache_forward(q, k, v, Cache(), spec._replace(kv_lens=n.clone())))
+    torch.cuda.synchronize()
+    results = []
+    for n in lengths:
+        spec.kv_lens.copy_(n)
+        results.append(hopper.cache_forward(q, k, v, Cache(), spec))
+    for found, one in zip(results, expected):
+        assert all(torch.equal(a, b) for a, b in zip(found, one))
+
+
 def test_repeatable_on_two_streams_at_once():
     q, k, v, _, spec = CacheCase(
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",

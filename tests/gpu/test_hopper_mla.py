@@ -107,6 +107,16 @@ def test_batches_of_any_lengths(seed):
     assert_right(attended(*case, causal=tokens > 1), *case, causal=tokens > 1)
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("length", [65, 190, 1000, 8192, 40000])
+def test_a_row_of_many_parts(heads, length):
+    case = drawn([length], heads)
+    found = attended(*case)
+    assert_right(found, *case)
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(found, attended(*case)))
+
+
 def test_raised_references():
     """Scores that grow from tile to tile, so that every tile rescales what is summed."""
     q, k, cache, lens = drawn([4000, 3999], 64, page=0)
@@ -127,8 +137,9 @@ def test_repeatable_on_two_streams_at_once():
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
-def test_one_graph_serves_every_length():
-    q, k, cache, lens = drawn([6000] * 4, 128)
+@pytest.mark.parametrize("B, heads", [(4, 128), (1, 16), (1, 64)])
+def test_one_graph_serves_every_length(B, heads):
+    q, k, cache, lens = drawn([6000] * B, heads)
     attended(q, k, cache, lens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -138,7 +149,7 @@ def test_one_graph_serves_every_length():
         q.normal_()
         lens.random_(0, 6000)
         if step == 3:
-            lens[:2] = torch.tensor([0, 1])
+            lens[:2] = torch.tensor([0, 1])[:B]
         graph.replay()
         assert_right(captured, q, k, cache, lens)
         assert torch.equal(captured[0], again[0])

@@ -53,8 +53,6 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
-        return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
     return None
@@ -81,21 +79,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     return dense_forward.prepare(q, k, v, spec)
 
 
-def prepare_bounded(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The same for calls with kv_lens or key_ranges, if they are decoding."""
-    from fa_ops.backends.hopper import decode
-
-    if not decode.decodes(q, k, v, spec):
-        return None
-    run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
-    before, after = spec[:9], spec[11:]
-
-    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
-        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
-
-    return bounded
-
-
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -109,7 +92,7 @@ def backward(
 ) -> Gradients:
     from fa_ops.backends.hopper import dense_backward
 
-    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec)
+    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
 
 
 def varlen_forward(

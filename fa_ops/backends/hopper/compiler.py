@@ -71,16 +71,21 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
         parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
+        if defines.get("BIAS_BITS"):
+            parts = ("elements.cuh", "bias.cuh", *parts)
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
+    elif kind == "mask_gradient":
+        products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
+        parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
-        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "decode.cu")
+        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
         half = defines["VALUE_DIM"] // 2
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", half, dtype, "registers", "columns")
         products += wgmma("wgmma_other", half, dtype, "rows", "columns")
-        parts = ("softmax.cuh", "stretches.cuh", "mla.cu")
+        parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # what other kernels need, written before they run
         parts = {
             "dropout": ("dropout.cuh", "sequences.cuh", "dropout.cu"),
@@ -102,7 +107,7 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
     else:
         products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
     own = "backward_keys.cu" if wide else "backward.cu"
-    parts = ("elements.cuh", "dropout.cuh", "backward.cuh", own)
+    parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
         return products, parts
     products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")

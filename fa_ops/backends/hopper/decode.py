@@ -1,4 +1,5 @@
-"""Decoding on sm_90a: few queries against a long cache, in one launch that reads each key once.
+"""Decoding on sm_90a: few queries against a long cache. One kernel reads each key once, another
+merges what several CTAs found of one row.
 
 Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
 CUDA graph serves every length.
@@ -7,17 +8,16 @@ CUDA graph serves every length.
 from __future__ import annotations
 
 import functools
-import itertools
-import secrets
 import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import DecodeConfig, decode_config
+from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
+    Kernel,
     TensorMap,
     address,
     current_stream,
@@ -28,9 +28,8 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
 from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
-_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<14i3f36x")  # after the maps in Params
+_WORDS, _SCALARS = struct.Struct("<9Q"), struct.Struct("<15i3f48x")  # after the maps in Params
 _MAX_ROWS = 16
-_calls = itertools.count(secrets.randbits(47))
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
@@ -144,9 +143,10 @@ class Plan:
             alibi=slopes is not None,
             sinks=has_sinks,
         )
-        self.kernel = kernel(
-            "decode", "decode", device, config.threads, config.shared_bytes, tuple(defines.items())
-        )
+        idle, tiles = -(B * Hkv) % self.ctas, -(-capacity // config.block_n)  # as in the kernel
+        varied = has_lens or ranges is not None
+        merges = tiles > 1 and (varied or idle * tiles > self.ctas)
+        self.kernels = kernels("decode", config, device, defines, merges)
         # where every byte is read once, fetching 256 bytes at a time costs bandwidth
         cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
@@ -158,15 +158,13 @@ class Plan:
             cached((*key_shape[:3], Dv), v_strides),
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        # of each CTA's first and last unit: sums and statistics, and how many are there
-        parts = 2 * self.ctas
-        self.partial_at = -(-B * Hq * Sq // 4) * 16  # behind the log-sum-exps
-        self.stats_at = self.partial_at + parts * config.rows * config.value_dim * 4
-        self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1)
-        self.workspace = (self.arrivals_at + parts * 8) // 4
+        # of each CTA's first and last unit: sums and statistics
+        rows = 2 * self.ctas * config.rows
+        self.stats_at = rows * config.value_dim * 4
+        self.workspace = self.stats_at + rows * 8
+        self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
         self.scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, capacity, Dv, left, right, page, pages, stride),
+            *(B, Hq, Hkv, group, Sq, capacity, Dv, idle, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
@@ -176,9 +174,9 @@ class Plan:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
     ) -> tuple[Tensor, Tensor]:
         out = q.new_empty_strided(*self.out)
-        workspace = q.new_empty(self.workspace, dtype=torch.float32)
+        lse = q.new_empty(self.lse, dtype=torch.float32)
+        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
         at, (of_q, of_k, of_v) = workspace.data_ptr(), self.maps
-        lse = workspace.as_strided(*self.lse)
         lens, sinks, slopes, ranges = spec.kv_lens, spec.sinks, spec.alibi_slopes, spec.key_ranges
         if ranges is not None:
             ranges = ranges.contiguous()
@@ -187,17 +185,31 @@ class Plan:
         if slopes is not None:
             slopes = slopes.contiguous()
         words = _WORDS.pack(
-            out.data_ptr(), at, at + self.partial_at, at + self.stats_at, at + self.arrivals_at,
-            address(lens), address(ranges), address(cache.page_table), address(sinks),
-            address(slopes), 1 + next(_calls) % (2**48 - 1),
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, address(lens), address(ranges),
+            address(cache.page_table), address(sinks), address(slopes),
         )  # fmt: skip
-        params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()), words)
+        maps = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()))
+        params = one_parameter(b"".join((*maps, words, self.scalars)))
         stream = current_stream(self.device)
         with on_device(self.device):
-            self.kernel.launch_early(
-                self.ctas, stream, one_parameter(b"".join((*params, self.scalars)))
-            )
+            for one in self.kernels:
+                one.launch_early(self.ctas, stream, params)
         return out, lse
+
+
+def kernels(
+    source: str,
+    config: DecodeConfig | MlaConfig,
+    device: int,
+    defines: dict[str, int],
+    merges: bool,
+) -> tuple[Kernel, ...]:
+    """What a call launches, one after the other; without `merges` nothing can be shared."""
+    options = tuple(defines.items())
+    first = kernel(source, source, device, config.threads, config.shared_bytes, options)
+    if not merges:
+        return (first,)
+    return first, kernel(source, "merge_parts", device, config.merge_threads, 0, options)
 
 
 def kernel_defines(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
+from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -43,7 +44,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`packing`: where a sequence's queries and keys begin, which matters to dropout alone."""
     q, k, v = copyable(q), copyable(k), copyable(v)
-    bits = None if spec.attn_mask is None else bits_by_query(spec.attn_mask, k.shape[2])
+    bits = bias = held = None
+    if bits_of(spec.attn_mask):
+        bias, held = Bias.of(spec.attn_mask)
+    elif spec.attn_mask is not None:
+        bits = bits_by_query(spec.attn_mask, k.shape[2])
     optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
     plan = _plan(
         q.dtype,
@@ -56,11 +61,12 @@ def forward(
         sinks is not None,
         shared_strides(slopes),
         None if bits is None else (*shared_strides(bits), run_at(bits)),
+        bias,
         spec.dropout_p,
     )
     row_keys = dropout.row_keys(q, spec, packing)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return plan.run(q, k, v, lse, optional, row_keys), lse
+    return plan.run(q, k, v, lse, optional, held, row_keys), lse
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
@@ -69,9 +75,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
-    plan = _plan(
-        q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None, 0.0
-    )
+    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
@@ -100,13 +104,13 @@ class Plan:
 
     def __init__(
         self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
-        dropout_p,
+        bias=None, dropout_p=0.0,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        config = forward_config(D, Dv)
+        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
@@ -128,6 +132,9 @@ class Plan:
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         boxes = (64, config.block_n, config.block_n)
         families = zip(shapes, strides, boxes)
+        self.bias = None
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = group * section_of(B * Hkv, Sk * 2 * (D + Dv))
@@ -136,7 +143,9 @@ class Plan:
             *(B, Hq, group, Sq, Sk, Dv, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
-            *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+            units.inside_tanh,
+            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            1.0 / units.accumulator,
             mask_run,
         )
         self.dropout_p = dropout_p
@@ -159,6 +168,7 @@ class Plan:
         v: Tensor,
         lse: Tensor | None = None,
         optional: tuple[Tensor | None, ...] = _NONE,
+        bias: Tensor | None = None,
         row_keys: Tensor | None = None,
     ) -> Tensor:
         out = q.new_empty_strided(*self.out)
@@ -170,6 +180,7 @@ class Plan:
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
             _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
             self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
+            b"" if bias is None else self.bias(address(bias)),
         )  # fmt: skip
         with on_device(self.device):
             if counter is not None:

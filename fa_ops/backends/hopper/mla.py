@@ -6,20 +6,18 @@ As with `decode`, all depends on shapes alone: a captured CUDA graph serves ever
 from __future__ import annotations
 
 import functools
-import itertools
-import secrets
 import struct
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
+from fa_ops.backends.hopper.decode import kernels
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     TensorMap,
     address,
     current_stream,
-    kernel,
     on_device,
     one_parameter,
 )
@@ -27,10 +25,7 @@ from fa_ops.backends.hopper.problem import FAR, LOG2E
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
-_WORDS, _SCALARS = struct.Struct("<8Q"), struct.Struct("<13i2f4x")  # after the maps in Params
-# What merging a part of 64 rows takes, in tiles attended: an estimate from what an SM gets from L2.
-_MERGE_COST = 0.6
-_calls = itertools.count(secrets.randbits(47))
+_WORDS, _SCALARS = struct.Struct("<6Q"), struct.Struct("<13if24x")  # after the maps in Params
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
@@ -110,25 +105,21 @@ class Plan:
                 f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
-        self.kernel = kernel(
-            "mla", "mla", device, config.threads, config.shared_bytes, tuple(defines.items())
-        )
+        self.kernels = kernels("mla", config, device, defines, merges=capacity > config.block_n)
         self.maps = (
             TensorMap(dtype, shapes[0], strides[0], tokens, heads=heads),
             TensorMap(dtype, key_shape, k_strides, config.copy_keys, promotion=PROMOTE_128B),
         )
         self.out = (B, Hq, Sq, VALUE_DIM), (Sq * Hq * VALUE_DIM, VALUE_DIM, Hq * VALUE_DIM, 1)
-        # of each CTA's first and last unit: sums and statistics, and how many are there
-        parts = 2 * self.ctas
-        self.stats_at = parts * config.rows * VALUE_DIM * 4
-        self.arrivals_at = self.stats_at + parts * config.rows * 8
-        self.workspace = self.arrivals_at + parts * 8
+        # of each CTA's first and last unit: sums and statistics
+        rows = 2 * self.ctas * config.rows
+        self.stats_at = rows * VALUE_DIM * 4
+        self.workspace = self.stats_at + rows * 8
         self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
         self.scalars = _SCALARS.pack(
             *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
             *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
             (D**-0.5 if scale is None else scale) * LOG2E,
-            _MERGE_COST * tokens * heads / config.rows,
         )
 
     def run(
@@ -139,14 +130,16 @@ class Plan:
         workspace = q.new_empty(self.workspace, dtype=torch.uint8)
         at = workspace.data_ptr()
         words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, at + self.arrivals_at,
-            address(kv_lens), address(table), 1 + next(_calls) % (2**48 - 1),
+            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, address(kv_lens),
+            address(table),
         )  # fmt: skip
         of_q, of_k = self.maps
-        params = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), words, self.scalars)
+        maps = of_q.at(q.data_ptr()), of_k.at(k.data_ptr())
+        params = one_parameter(b"".join((*maps, words, self.scalars)))
         stream = current_stream(self.device)
         with on_device(self.device):
-            self.kernel.launch_early(self.ctas, stream, one_parameter(b"".join(params)))
+            for one in self.kernels:
+                one.launch_early(self.ctas, stream, params)
         return out, lse
 
 

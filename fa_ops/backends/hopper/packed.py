@@ -46,7 +46,7 @@ def backward(
         *tensors,
         lse[None],
         _with_runs(q, k, packing, spec),
-        packing,
+        packing=packing,
     )
     dq, dk, dv = (x[0].transpose(0, 1) for x in grads[:3])
     return grads._replace(query=dq, key=dk, value=dv)

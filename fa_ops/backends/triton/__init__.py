@@ -15,7 +15,6 @@ from fa_ops.backends.triton.decode import (
     cache_error,
     cache_forward,
     prepare,
-    prepare_bounded,
     prepare_cached,
 )
 from fa_ops.backends.triton.forward import forward, varlen_forward
@@ -31,7 +30,6 @@ __all__ = [
     "forward",
     "merge_states",
     "prepare",
-    "prepare_bounded",
     "prepare_cached",
     "support_error",
     "varlen_backward",

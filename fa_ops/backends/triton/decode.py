@@ -142,19 +142,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     return lambda q, k, v: run(q, k, v, cache, spec)[0]
 
 
-def prepare_bounded(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The same for calls with kv_lens or key_ranges."""
-    if not is_decoding(q.shape[2], k.shape[2], spec):
-        return None
-    run, cache = prepare_cached(q, k, v, Cache(), spec), Cache()
-    before, after = spec[:9], spec[11:]
-
-    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
-        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
-
-    return bounded
-
-
 def decode(
     q: Tensor, memory: Memory, spec: Spec, new: int = 0, splits: int = 0, invariant: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 // dK and dV of head dims for which registers hold neither both nor dQ beside them: one CTA per block of 64 keys, and two consumers that share the
 // block by product. One computes the scores and keeps dV, the other the gradients of the weights and keeps dK; the weights, in fp32, go from the first
-// to the second through two buffers of shared memory. Both leave the accumulators as the register operand of the next product.
+// to the second through two buffers of shared memory, one where a bias leaves no more room. Both leave the accumulators as the register operand of the next product.
 // Compile-time: what backward.cuh has
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
-static_assert(BLOCK_N == 64 && EXCHANGE_BYTES == 2 * WEIGHTS_BYTES, "one warpgroup's rows, two buffers");
+constexpr int BUFFERS = EXCHANGE_BYTES / WEIGHTS_BYTES;
+static_assert(BLOCK_N == 64 && BUFFERS * WEIGHTS_BYTES == EXCHANGE_BYTES && BUFFERS <= 2, "one warpgroup's rows");
 
 DEVICE u32 weights_full(const Smem& sm, int i) { return sm.own + 8 * i; }
 DEVICE u32 weights_empty(const Smem& sm, int i) { return sm.own + 16 + 8 * i; }
@@ -13,7 +14,7 @@ DEVICE u32 weights_empty(const Smem& sm, int i) { return sm.own + 16 + 8 * i; }
 DEVICE u32 weights_at(const Smem& sm, int buffer, int i) { return sm.exchange + buffer * WEIGHTS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16; }
 
 struct ValueConsumer : KeyRows {
-  Ring<2> exchange;
+  Ring<BUFFERS> exchange;
   u32 held = 0;  // the barrier that frees what the product in flight reads
   float s[SCORES], dv[VALUE_DIM / 2];
   u32 w[SCORES / 2];
@@ -74,7 +75,7 @@ struct ValueConsumer : KeyRows {
 };
 
 struct KeyConsumer : KeyRows {
-  Ring<2> exchange;
+  Ring<BUFFERS> exchange;
   u32 held = 0;
   float dp[SCORES], dk[HEAD_DIM / 2];
   u32 ds[SCORES / 2];
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
     sm.init();
-    for (int i = 0; i < 2; i++) mbar_init(weights_full(sm, i), 128), mbar_init(weights_empty(sm, i), 128);
+    for (int i = 0; i < BUFFERS; i++) mbar_init(weights_full(sm, i), 128), mbar_init(weights_empty(sm, i), 128);
     mbar_init_fence();
   }
   __syncthreads();

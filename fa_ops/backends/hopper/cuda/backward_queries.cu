@@ -122,6 +122,10 @@ struct QueryConsumer {
 #if HAS_DROPOUT
   u32 row_keys[2], dropped[ROW_SCORES / 32];  // a bit for each of a thread's scores
 #endif
+#if BIAS_BITS
+  static constexpr bool EARLY_BIAS = HEAD_DIM < 256;
+  BiasPair bias[ROW_SCORES / 2];
+#endif
 
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -177,12 +181,11 @@ struct QueryConsumer {
 #endif
   }
 
-  // Early as well, in a basic block of its own: see KeyRows. What it returns is 0, but ptxas does not know: it would compute hashes where they are used,
-  // after the products, did nothing before depend on them.
+  // Under the products of the scores. What it returns is 0, as `rows` is a multiple of 64, but ptxas does not know: it would compute hashes where they
+  // are used, after the products, did nothing before depend on them.
   DEVICE u32 find_dropped([[maybe_unused]] int n0) {
     u32 any = 0;
 #if HAS_DROPOUT
-    arrived();
     const u32 column = (n0 + (lane & 3) * 2) * COLUMN_KEY, first[2] = {row_keys[0] + column, row_keys[1] + column};
 #pragma unroll
     for (int w = 0; w < ROW_SCORES / 32; w++) {
@@ -193,13 +196,29 @@ struct QueryConsumer {
       dropped[w] = found[0] | found[1] | found[2] | found[3];
       any |= dropped[w];
     }
-    any &= p.dropout.rows & 1;  // a multiple of 64
+    any &= p.dropout.rows & 1;
 #endif
     return any;
   }
 
-  // The gradients of the scores, in dp, under dropout but for its scale.
-  template <bool EDGE> DEVICE void score_gradients(int n0) {
+  // The bias, early where registers hold it beside the products, for the same reason.
+  DEVICE void read_bias(int n0) {
+#if BIAS_BITS
+    const char* from = p.bias.at + t.b * p.bias.b + t.h * p.bias.h;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const char* row = from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.bias.row;
+#pragma unroll
+      for (int i = r; i < ROW_SCORES / 2; i += 2) bias[i] = bias_pair(row, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+    }
+#endif
+  }
+
+  // The gradients of the scores, or with OF_PRODUCTS those of what a softcap took, in dp; under dropout but for its scale.
+  template <bool EDGE, bool OF_PRODUCTS = true> DEVICE void score_gradients(int n0) {
+#if BIAS_BITS
+    if (!EARLY_BIAS) read_bias(n0);
+#endif
 #if HAS_MASK
     u64 rows[2][QUERY_BLOCK_N / 64];
 #pragma unroll
@@ -216,6 +235,10 @@ struct QueryConsumer {
 #if HAS_ALIBI
       x -= slope * fabsf((float)(diagonal[r] - j));
 #endif
+#if BIAS_BITS
+      const float2 y = floats(bias[i / 2]);
+      x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
+#endif
 #if HAS_MASK
       if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
 #endif
@@ -223,9 +246,9 @@ struct QueryConsumer {
 #if HAS_DROPOUT
       if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
 #endif
-      dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
+      dp[i] = exp2_fast(exponent(p, x, lse[r])) * (dp[i] - delta[r]);
 #if HAS_SOFTCAP
-      dp[i] *= slack;
+      if (OF_PRODUCTS) dp[i] *= slack;
 #endif
     }
   }
@@ -237,6 +260,9 @@ struct QueryConsumer {
 
   DEVICE void step(int n0) {
     read_mask(n0);
+#if BIAS_BITS
+    if (EARLY_BIAS) read_bias(n0);
+#endif
     const u32 values = arrived(), values_empty = sm.empty + 8 * ring.stage;
     score_product<VALUE_DIM>(dp, sm.grad_out + c * OWN_DO_BYTES, values);
     wgmma_wait<1>();

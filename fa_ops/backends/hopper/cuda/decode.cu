@@ -1,8 +1,6 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. Which tiles a CTA
 // takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
-// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. A unit that several CTAs share is merged by whichever of
-// them comes last, so nobody waits. A unit's counter carries the number of the call: whatever else the memory holds counts as nobody yet, and nobody
-// needs to clear it.
+// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
@@ -17,16 +15,15 @@ struct Params {
   TensorMap q, k, v;
   Element* out;          // (B, Sq, Hq, Dv)
   float* lse;            // (B, Hq, Sq)
-  float* partial;        // (2 * CTAs, ROWS, VALUE_DIM): sums of weighted values, relative to
-  float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
-  u64* arrivals;         // (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's slot
+  float* partial;        // as merge.cuh has them
+  float2* partial_stats;
   const int* kv_lens;    // (B,) or null
   const int* ranges;     // (B|1, ranges_b) or null: first key and end of a row's run
   const int* table;      // (B, table_stride) or null
   const float* sinks;    // (Hq,) or null
   const float* alibi;    // (B|1, Hq) or null
-  u64 call;              // not zero
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: what the cache holds
+  int idle;              // CTAs without a unit in the last round, if each takes whole ones
   int window_left, window_right, page, pages, table_stride, alibi_b, ranges_b;
   float score_scale, scale_log2, alibi_unit;
 };
@@ -36,11 +33,10 @@ struct Part : Task { int lo, hi; };
 constexpr u32 PART_BYTES = TASK_BYTES + 16;
 
 struct Smem {
-  u32 k, v, q, sums, stats, task, pending, valid, q_full, q_empty, k_full, v_full, empty;
+  u32 k, v, q, sums, stats, task, valid, q_full, q_empty, k_full, v_full, empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + STAGES * K_BYTES, q = v + STAGES * V_BYTES, sums = q + UNITS * Q_BYTES;
-    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, pending = task + UNITS * PART_BYTES;
-    valid = pending + 2 * TASK_BYTES;
+    stats = sums + WARPS * ROWS * VALUE_DIM * 4, task = stats + WARPS * ROWS * 8, valid = task + UNITS * PART_BYTES;
     q_full = valid + STAGES * 4 + STAGES % 2 * 4, q_empty = q_full + 8 * UNITS, k_full = q_empty + 8 * UNITS;
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
@@ -67,81 +63,88 @@ DEVICE Row row_of(const Params& p, int b) {
 
 DEVICE int units_of(const Params& p) { return p.Hkv; }
 DEVICE int width_of(const Params&) { return 1; }
+DEVICE int rows_of(const Params& p) { return p.group * p.Sq; }
 
 // In units, if all are alike and no CTA has more than a tile beyond its share: then none is shared, and nothing is merged. Else in tiles.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
   const int ctas = gridDim.x;
-  return {ctas, shortest == longest && (total / longest + ctas - 1) / ctas * longest * ctas - total <= ctas ? longest : 1};
+  if (shortest == longest && (long long)p.idle * longest <= ctas) return {ctas, p.B * p.Hkv, longest};
+  return {ctas, total, 1};
 }
 
 // tma_load_once by a map of whole rows.
 DEVICE void tma_load_rows_once(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(FIRST_TO_LEAVE)
       : "memory");
 }
 
-// Columns of 128 bytes by COPY_KEYS keys, or all of these keys' bytes, a lane each, in the order of the memory. Beyond the map lie zeros.
-template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int token, int end, int h, int page) {
-  constexpr int COLUMNS = WHOLE_ROWS ? 1 : WIDE;
-  const int lane = threadIdx.x & 31, part = lane / COLUMNS, x = lane % COLUMNS;
-  static_assert(BLOCK_N / COPY_KEYS * COLUMNS <= 32, "a lane for each");
-#if IS_PAGED
-  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
-#else
-  token += part * COPY_KEYS;
-  if (token >= end) page = -1;
-#endif
-  if (part >= BLOCK_N / COPY_KEYS) return;
-  if (WHOLE_ROWS) tma_load_rows_once(to + part * COPY_KEYS * WIDE * 128, map, full, token, h, page);
-  else tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
+constexpr int COPIES = BLOCK_N / COPY_KEYS;
+
+// By one lane: columns of 128 bytes by COPY_KEYS keys, or all of these keys' bytes, in the order of the memory. Beyond the map lie zeros.
+template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int h, const int (&token)[COPIES], const int (&page)[COPIES]) {
+#pragma unroll
+  for (int j = 0; j < COPIES; j++)
+    if (WHOLE_ROWS) tma_load_rows_once(to + j * COPY_KEYS * WIDE * 128, map, full, token[j], h, page[j]);
+    else
+#pragma unroll
+      for (int x = 0; x < WIDE; x++) tma_load_once(to + (x * BLOCK_N + j * COPY_KEYS) * 128, map, full, x * 64, token[j], h, page[j]);
 }
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, int tile, Ring<STAGES>& ring) {
-  const int lane = threadIdx.x & 31, stage = ring.stage;
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leader, int tile, Ring<STAGES>& ring) {
+  const int stage = ring.stage;
   const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
-  int page = t.b, token = tile * BLOCK_N;
+  int token[COPIES], page[COPIES];
 #if IS_PAGED
-  token += lane * COPY_KEYS;
-  page = lane < BLOCK_N / COPY_KEYS && token < t.hi ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
-  const bool valid = page >= 0 && page < p.pages;
-  if (!valid) page = -1;
-  token %= p.page;
-  const u32 found = __ballot_sync(~0u, valid);
+  const int lane = threadIdx.x & 31;
+  int at = tile * BLOCK_N + lane * COPY_KEYS, own = -1;
+  if (lane < COPIES && at < t.hi) own = p.table[(long long)t.b * p.table_stride + at / p.page];
+  if (own >= p.pages) own = -1;
+  at %= p.page;
+  const u32 found = __ballot_sync(~0u, own >= 0);
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+#else
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.hi ? t.b : -1;
 #endif
   mbar_wait(sm.empty + 8 * stage, ring.phase ^ 1);
-  if (lane == 0) {
+  if (leader) {
 #if IS_PAGED
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(found) : "memory");
 #endif
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
+    copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, t.unit, token, page);
+    copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, t.unit, token, page);
   }
-  __syncwarp();
-  copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, token, t.hi, t.unit, page);
-  copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, token, t.hi, t.unit, page);
   ring.next();
 }
 
+// A unit's first copies are on their way before anything is worked out that they do not need.
 DEVICE void copy(const Params& p, const Smem& sm) {
-  const int lane = threadIdx.x & 31;
+  const bool leader = elected();
   Ring<STAGES> ring;
   Ring<UNITS> units;
   for (Walk<Params> walk(p);; units.next()) {
-    Part t;
-    if (walk.at < walk.stop) static_cast<Task&>(t) = walk.task(), t.lo = walk.row.lo, t.hi = walk.row.hi; else t.count = 0;
     const u32 at = sm.task + units.stage * PART_BYTES, full = sm.q_full + 8 * units.stage;
+    Part t = {};
     mbar_wait(sm.q_empty + 8 * units.stage, units.phase ^ 1);
-    if (lane == 0) {
-      store_task(at, t), store_shared(at + TASK_BYTES, make_int4(t.lo, t.hi, 0, 0));
-      if (t.count == 0) mbar_arrive(full);
-      else {
-        mbar_expect(full, p.group * p.Sq * HEAD_DIM * 2);
+    if (walk.at < walk.stop) {
+      static_cast<Task&>(t) = walk.task(), t.lo = walk.row.lo, t.hi = walk.row.hi;
+      if (leader)
+#pragma unroll
         for (int x = 0; x < WIDTH; x++) tma_load(sm.q + units.stage * Q_BYTES + x * ROWS * 128, p.q, full, x * 64, 0, t.unit * p.group, t.b);
-      }
+      copy_tile(p, sm, t, leader, t.tile, ring);
+      walk.share(t);
+    }
+    if (leader) {
+      store_task(at, t), store_shared(at + TASK_BYTES, make_int4(t.lo, t.hi, 0, 0));
+      if (t.count) mbar_expect(full, rows_of(p) * HEAD_DIM * 2); else mbar_arrive(full);
     }
     if (t.count == 0) break;
-    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, t.tile + i, ring);
+#pragma unroll 1
+    for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, leader, t.tile + i, ring);
     walk.next(t.count);
   }
 }
@@ -173,6 +176,27 @@ template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int unit) {
   if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, unit);
   const int line = row * WIDE + (unit >> 3);
   return base + line * 128 + (((unit & 7) ^ (line & 7)) << 4);
+}
+
+DEVICE void store_pair(u32 at, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory"); }
+DEVICE float2 load_pair(u32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+
+// Two columns of a row of a unit: normalised, with LSE and the sink, to where they belong.
+DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
+  const int head = t.unit * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
+  float inverse;
+#if HAS_SINKS
+  const float sink = p.sinks[head];
+#else
+  const float sink = 0.f;
+#endif
+  const float lse = finish_row(m2, total, 1.f, HAS_SINKS, sink, inverse);
+  if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + s] = lse;
+  if (column < p.Dv) *(u32*)(p.out + (((long long)t.b * p.Sq + s) * p.Hq + head) * p.Dv + column) = pack(x.x * inverse, x.y * inverse);
 }
 
 struct Consumer {
@@ -296,124 +320,39 @@ struct Consumer {
     for (int r = 0; r < ROWS / 8; r++) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
-      if ((lane & 3) == 0)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sm.stats + (warp * ROWS + row) * 8), "f"(top[r] * p.scale_log2), "f"(sum[r]) : "memory");
+      if ((lane & 3) == 0) store_pair(sm.stats + (warp * ROWS + row) * 8, top[r] * p.scale_log2, sum[r]);
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 8; i++)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums_at(warp, row, i * 8 + (lane & 3) * 2)), "f"(o[i][2 * r]), "f"(o[i][2 * r + 1]) : "memory");
+        store_pair(sums_at(warp, row, i * 8 + (lane & 3) * 2), o[i][2 * r], o[i][2 * r + 1]);
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
-  }
-
-  // Row by row of a unit: normalised, with LSE and the sink, to where it belongs.
-  DEVICE void write(const Task& t, int row, int column, float4 x, float m2, float total) {
-    const int head = t.unit * p.group + row / p.Sq, s = row % p.Sq;
-    float inverse;
-#if HAS_SINKS
-    const float sink = p.sinks[head];
-#else
-    const float sink = 0.f;
-#endif
-    const float lse = finish_row(m2, total, 1.f, HAS_SINKS, sink, inverse);
-    if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + s] = lse;
-    if (column < p.Dv)
-      *(uint2*)(p.out + (((long long)t.b * p.Sq + s) * p.Hq + head) * p.Dv + column) = make_uint2(pack(x.x * inverse, x.y * inverse), pack(x.z * inverse, x.w * inverse));
   }
 
   DEVICE void finish(const Task& t) {
     meet();
-    const int slot = blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0);
-    for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
-      const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
-      float2 stats[WARPS];
+    const int slot = own_slot(t);
+    for (int i = tid; i < rows_of(p) * (VALUE_DIM / 2); i += 32 * WARPS) {
+      const int row = i / (VALUE_DIM / 2), column = i % (VALUE_DIM / 2) * 2;
+      float2 stats[WARPS], x = make_float2(0.f, 0.f);
       float m2 = NEVER, total = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(stats[w].x), "=f"(stats[w].y) : "r"(sm.stats + (w * ROWS + row) * 8) : "memory");
+        stats[w] = load_pair(sm.stats + (w * ROWS + row) * 8);
         if (stats[w].y > 0.f) m2 = fmaxf(m2, stats[w].x);
       }
-      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - m2) : 0.f;
-        const int4 y = load_shared(sums_at(w, row, column));
-        total += stats[w].y * factor;
-        x.x += __int_as_float(y.x) * factor, x.y += __int_as_float(y.y) * factor, x.z += __int_as_float(y.z) * factor, x.w += __int_as_float(y.w) * factor;
+        const float2 y = load_pair(sums_at(w, row, column));
+        total += stats[w].y * factor, x.x += y.x * factor, x.y += y.y * factor;
       }
-      if (t.parts == 1) write(t, row, column, x, m2, total);
+      if (t.parts == 1) write(p, t, row, column, x, m2, total);
       else {
-        *(float4*)(p.partial + ((long long)slot * ROWS + row) * VALUE_DIM + column) = x;
+        *(float2*)(p.partial + (slot * ROWS + row) * VALUE_DIM + column) = x;
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
       }
     }
     named_sync(ALL_BARRIER, 32 * WARPS);  // what met has been read
-  }
-
-  // A unit's counter, set to this call's number before anyone counts in it: of those who find something else the first one's exchange succeeds.
-  DEVICE u64* counter(const Task& t) { return p.arrivals + slot_of(t, 0); }
-  DEVICE u64 look(const Task& t) { return tid == 0 && t.parts > 1 ? *(volatile u64*)counter(t) : 0; }
-  DEVICE void open(const Task& t, u64 seen) {
-    if (tid != 0 || t.parts == 1) return;
-    if (seen >> 16 != p.call) atomicCAS(counter(t), seen, p.call << 16);
-    const u32 at = sm.pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0);
-    store_shared(at, make_int4(t.b, t.unit, 0, 1)), store_shared(at + 16, make_int4(0, t.flags, t.first_team, t.parts));
-  }
-
-  // At the end of the stretch, so that no copy waits for it: this CTA's parts of units that others share are there. Merges those where it comes last.
-  DEVICE void arrive() {
-    named_sync(ALL_BARRIER, 32 * WARPS);
-    const u32 mine = sm.pending + warp * TASK_BYTES;
-    if (warp < 2 && lane == 0 && load_shared(mine).w) {
-      const int4 y = load_shared(mine + 16);
-      const Task t = {0, 0, 0, 0, 0, y.y, y.z, y.w};
-      u64 before;
-      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter(t)) : "memory");
-      const bool last = (int)(before & 0xFFFF) + 1 == t.parts;
-      if (last) *counter(t) = 0;  // a captured graph will be this call again
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(mine + 8), "r"((int)last) : "memory");
-    }
-    named_sync(ALL_BARRIER, 32 * WARPS);
-    for (int i = 0; i < 2; i++) {
-      const int4 x = load_shared(sm.pending + i * TASK_BYTES), y = load_shared(sm.pending + i * TASK_BYTES + 16);
-      if (x.w && x.z) merge({x.x, x.y, 0, 0, 0, y.y, y.z, y.w});
-    }
-  }
-
-  // Only a unit's first part can be its CTA's second.
-  DEVICE int slot_of(const Task& t, int part) { return (t.first_team + part) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0); }
-
-  DEVICE void merge(const Task& t) {
-    constexpr int BATCH = 16;  // parts read at once
-    for (int i = tid; i < p.group * p.Sq * (VALUE_DIM / 4); i += 32 * WARPS) {
-      const int row = i / (VALUE_DIM / 4), column = i % (VALUE_DIM / 4) * 4;
-      float m2 = NEVER, total = 0.f;
-      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-      for (int part = 0; part < t.parts; part += BATCH) {
-        float2 stats[BATCH];
-        float4 y[BATCH];
-        float m = m2;
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-          stats[j] = make_float2(NEVER, 0.f), y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (part + j >= t.parts) continue;
-          const long long slot = (long long)slot_of(t, part + j) * ROWS + row;
-          stats[j] = __ldcg(p.partial_stats + slot), y[j] = __ldcg((const float4*)(p.partial + slot * VALUE_DIM + column));
-        }
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-          if (stats[j].y > 0.f) m = fmaxf(m, stats[j].x);
-        const float old = exp2_fast(m2 - m);
-        m2 = m, total *= old, x.x *= old, x.y *= old, x.z *= old, x.w *= old;
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-          const float factor = stats[j].y > 0.f ? exp2_fast(stats[j].x - m) : 0.f;
-          total += stats[j].y * factor;
-          x.x += y[j].x * factor, x.y += y[j].y * factor, x.z += y[j].z * factor, x.w += y[j].w * factor;
-        }
-      }
-      write(t, row, column, x, m2, total);
-    }
   }
 
   DEVICE void work() {
@@ -428,13 +367,10 @@ struct Consumer {
       begin(t, sm.q + units.stage * Q_BYTES);
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.q_empty + 8 * units.stage);
-      const u64 seen = look(t);
 #pragma unroll 1
       for (int i = 0; i < t.count; i++) attend(t, t.tile + i);
-      open(t, seen);
       finish(t);
     }
-    arrive();
   }
 };
 
@@ -444,13 +380,14 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
   if (threadIdx.x == 0) {
     for (int i = 0; i < UNITS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, WARPS);
     for (int i = 0; i < STAGES; i++) mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1), mbar_init(sm.empty + 8 * i, WARPS);
-    for (int i = 0; i < 2; i++) store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
+    // a first look at a line of parameters takes as long as one into the memory: here it is waited for anyway
+    store_shared(sm.task, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));
     mbar_init_fence();
   }
   if (threadIdx.x == 32) prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
   clear_queries(sm.q, UNITS * Q_BYTES);
   __syncthreads();
-  next_grid_may_start(), wait_for_last_grid();
+  wait_for_last_grid(), next_grid_may_start();
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 0) copy(p, sm);
   else {
@@ -458,3 +395,5 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) decode(const _
     consumer.work();
   }
 }
+
+extern "C" __global__ void __launch_bounds__(256) merge_parts(const __grid_constant__ Params p) { merge(p); }

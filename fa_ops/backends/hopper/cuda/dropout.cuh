@@ -28,3 +28,8 @@ DEVICE u32 row_key(u64 seed, u32 batch_head, u32 row) {
 // What is below the threshold if and only if mixed(key) is, a shift cheaper: the last round leaves the upper half as it is, and where the lower one
 // decides, the upper is the threshold's.
 DEVICE u32 compared(u32 key, u32 threshold) { return mixed_twice(key) ^ threshold >> 16; }
+
+// Sets a bit if the weight with this key is dropped.
+DEVICE void note_dropped(u32& bits, int i, u32 key, u32 threshold) {
+  asm("{ .reg .pred dropped; setp.lo.u32 dropped, %1, %2; @dropped or.b32 %0, %0, %3; }" : "+r"(bits) : "r"(compared(key, threshold)), "r"(threshold), "r"(1u << i));
+}

@@ -3,30 +3,27 @@
 // computes the scores of those in the first, warpgroup 1 of those in the second, and each tells the other the weights, which take the place of the
 // features that no value has. Rows of scores have one reference, which goes from tile to tile, so that sums on both sides agree. A buffer's halves
 // are freed and filled one by one, and read column by column as they come.
-// Which tiles a CTA takes: stretches.cuh. A unit that several share is merged by whichever comes last, so nobody waits. Its counter carries the
-// call's number: whatever else the memory holds counts as nobody yet, and nobody needs to clear it.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK
+// Which tiles a CTA takes: stretches.cuh. What becomes of a unit that several share: merge.cuh.
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK ROWS
 
-constexpr int ROWS = 64, WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
+constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
-static_assert(BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
+static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
 
 struct Params {
   TensorMap q, k;
   unsigned short* out;   // (B, Sq, Hq, VALUE_DIM)
   float* lse;            // (B, Hq, Sq)
-  float* partial;        // (2 * CTAs, 2, OUTPUTS / 4, 128, 4): sums of weighted values as the threads hold them, relative to
-  float2* partial_stats; // (2 * CTAs, ROWS): maximum in log2 units, sum of weights
-  u64* arrivals;         // (2 * CTAs): the call's number in the upper 48 bits, parts that are there below; a unit's at its first part's slot
+  float* partial;        // as merge.cuh has them
+  float2* partial_stats;
   const int* kv_lens;    // (B,) or null
   const int* table;      // (B, table_stride) or null
-  u64 call;              // not zero
   int B, Hq, Sq, Sk;     // Sk: what the cache holds
   int tokens, heads, head_blocks, width, units;  // blocks of rows: width * units or a few less
   int window_right, page, pages, table_stride;
-  float scale_log2, merge_cost;
+  float scale_log2;
 };
 
 DEVICE Row row_of(const Params& p, int b) {
@@ -39,18 +36,20 @@ DEVICE Row row_of(const Params& p, int b) {
 }
 DEVICE int units_of(const Params& p) { return p.units; }
 DEVICE int width_of(const Params& p) { return p.width; }
+DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
 
-// A stretch of n tiles takes its team n of them, and the row's last team a part more to merge for each n of its tiles: least together at the root.
+// A stretch of n tiles takes its team n of them, and a row of N of them has N / n parts, of which writing and merging each takes about 0.05 of a tile: least
+// together at the root.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
-  const int least = max(1, (int)sqrtf(p.merge_cost * (float)longest));
-  return {max(1, min((int)gridDim.x / p.width, total / least)), 1};
+  const int least = max(1, (int)sqrtf(0.05f * (float)longest));
+  return {max(1, min((int)gridDim.x / p.width, total / least)), total, 1};
 }
 
 struct Smem {
-  u32 q, k, reference, sums, task, pending, valid, q_full, q_empty, full, empty, weights;
+  u32 q, k, reference, sums, task, valid, q_full, q_empty, full, empty, weights;
   DEVICE Smem(u32 base) {
     q = base, k = q + TILE_BYTES, reference = k + 2 * TILE_BYTES, sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4;
-    pending = task + 2 * TASK_BYTES, valid = pending + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
+    valid = task + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
     full = q_empty + 8, empty = full + 2 * WIDTH * 8, weights = empty + 4 * 8;
   }
   DEVICE u32 tile(int stage) const { return k + stage * TILE_BYTES; }
@@ -67,78 +66,82 @@ DEVICE Block block_of(const Params& p, const Task& t) {
   return {m / p.head_blocks * p.tokens, m % p.head_blocks * p.heads};
 }
 
-// Where a part of a unit lies. Only the first can be its CTA's second.
-DEVICE long long slot_of(const Params& p, const Task& t, int part) {
-  return ((long long)(t.first_team + part) * p.width + blockIdx.x % p.width) * 2 + (part == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0);
+// Two columns of a row of a unit, normalised, with LSE, to where they belong.
+DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
+  const Block block = block_of(p, t);
+  const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
+  if (token >= p.Sq || head >= p.Hq) return;
+  float inverse;
+  const float lse = finish_row(m2, total, 1.f, false, 0.f, inverse);
+  if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
+  *(u32*)(p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
-// A shared unit's counter, set to this call's number before anyone counts in it: of those who find something else the first one's exchange succeeds.
-DEVICE void open(const Params& p, const Smem& sm, Task t) {
-  u64* counter = p.arrivals + slot_of(p, t, 0);
-  const u64 seen = *(volatile u64*)counter;
-  if (seen >> 16 != p.call) atomicCAS(counter, seen, p.call << 16);
-  t.tile = 0, t.count = 1;
-  store_task(sm.pending + (t.flags & SECOND_SLOT ? TASK_BYTES : 0), t);
-}
+constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
 
 // Half of a tile into its buffer, with the weights' column after the half that the warpgroup frees which reads the weights last.
-DEVICE void copy_half(const Params& p, const Smem& sm, int stage, int half, u32 phase, int token, int page, u32 valid) {
-  const int lane = threadIdx.x & 31, count = HALF + (half != stage), part = lane / count, i = lane % count, x = i == HALF ? 2 * HALF : half * HALF + i;
-  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
-  mbar_wait(sm.half_empty(stage, half), phase ^ 1);
-  if (lane == 0 && half == stage) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(valid) : "memory");
-  __syncwarp();
-  if (part == 0) mbar_expect(sm.column_full(stage, x), COLUMN_BYTES);
-  __syncwarp();
-  if (part >= BLOCK_N / COPY_KEYS) return;
-  const u32 to = sm.tile(stage) + x * COLUMN_BYTES + part * COPY_KEYS * 128, full = sm.column_full(stage, x);
-  if (p.width == 1) tma_load_once(to, p.k, full, x * 64, token, 0, page);
-  else tma_load(to, p.k, full, x * 64, token, 0, page);
+template <int STAGE, int SIDE>
+DEVICE void copy_half(const Params& p, const Smem& sm, bool leader, u32 phase, const int (&token)[COPIES], const int (&page)[COPIES], u32 valid) {
+  mbar_wait(sm.half_empty(STAGE, SIDE), phase ^ 1);
+  if (!leader) return;
+  if (SIDE == STAGE) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * STAGE), "r"(valid) : "memory");
+#pragma unroll
+  for (int i = 0; i < HALF + (SIDE != STAGE); i++) {
+    const int x = i == HALF ? 2 * HALF : SIDE * HALF + i;
+    const u32 full = sm.column_full(STAGE, x), to = sm.tile(STAGE) + x * COLUMN_BYTES;
+    mbar_expect(full, COLUMN_BYTES);
+#pragma unroll
+    for (int j = 0; j < COPIES; j++)
+      tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
+  }
 }
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int i, u32& phase) {
-  const int lane = threadIdx.x & 31, stage = i & 1;
-  int token = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, page = -1;  // nothing lies there: zeros
-  if (lane < BLOCK_N / COPY_KEYS && token < t.keys) {
+template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phase) {
+  const int lane = threadIdx.x & 31;
+  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // nothing lies there: zeros
+  if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
-    page = p.table[(long long)t.b * p.table_stride + token / p.page], token %= p.page;
-    if (page >= p.pages) page = -1;
+    found = p.table[(long long)t.b * p.table_stride + at / p.page], at %= p.page;
+    if (found >= p.pages) found = -1;
 #else
-    page = t.b;
+    found = t.b;
 #endif
   }
-  const u32 valid = __ballot_sync(~0u, page >= 0);
-  copy_half(p, sm, stage, stage, phase, token, page, valid);
-  copy_half(p, sm, stage, 1 - stage, phase, token, page, valid);
+  const u32 valid = __ballot_sync(~0u, found >= 0);
+  int token[COPIES], page[COPIES];
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
+  copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
   phase ^= 1;
 }
 
+// One warp; one lane issues copies.
 DEVICE void copy(const Params& p, const Smem& sm) {
-  const int lane = threadIdx.x & 31;
+  const bool leader = elected();
   u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
   Ring<2> units;
   u32 q_phase = 0;
   for (Walk<Params> walk(p);; units.next(), q_phase ^= 1) {
-    Task t;
-    if (walk.at < walk.stop) t = walk.task(); else t.count = 0;
+    Task t = {};
+    if (walk.at < walk.stop) t = walk.task(), walk.share(t);
     mbar_wait(sm.q_empty, q_phase ^ 1);
-    if (lane == 0) {
+    if (leader) {
       store_task(sm.task + units.stage * TASK_BYTES, t);
       if (t.count == 0) mbar_arrive(sm.q_full);
       else {
         const Block block = block_of(p, t);
-        mbar_expect(sm.q_full, p.tokens * p.heads * HEAD_DIM * 2);
+        mbar_expect(sm.q_full, rows_of(p) * HEAD_DIM * 2);
+#pragma unroll
         for (int x = 0; x < WIDTH; x++) tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
       }
     }
-    __syncwarp();
     if (t.count == 0) break;
 #pragma unroll 1
     for (int i = 0; i < t.count; i += 2) {
-      copy_tile(p, sm, t, i, phases[0]);
-      if (i + 1 < t.count) copy_tile(p, sm, t, i + 1, phases[1]);
+      copy_tile<0>(p, sm, t, leader, i, phases[0]);
+      if (i + 1 < t.count) copy_tile<1>(p, sm, t, leader, i + 1, phases[1]);
     }
-    if (lane == 0 && t.parts > 1) open(p, sm, t);  // nobody looks before the next task, or the word that there is none
     walk.next(t.count);
   }
 }
@@ -327,20 +330,6 @@ template <int W> struct Consumer {
     conclude(t, t.tile + i + 1, raised);
   }
 
-  // Of four lanes with a word each of four runs of 8 columns, each gets one run.
-  DEVICE void gather(u32 (&x)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
-      x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
-      x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
-    }
-  }
-
   // Normalised, with LSE, to where it belongs; maxima in log2 units.
   DEVICE void write(const Task& t, float max0, float max1, float sum0, float sum1) {
     const Block block = block_of(p, t);
@@ -363,8 +352,6 @@ template <int W> struct Consumer {
     }
   }
 
-  DEVICE float4* partial_at(long long slot) { return (float4*)p.partial + (slot * 2 + W) * (OUTPUTS / 4 * 128) + tid; }
-
   DEVICE void finish(const Task& t, int parity) {
     softmax.reduce();
     const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4;
@@ -379,60 +366,15 @@ template <int W> struct Consumer {
       write(t, max0, max1, sum0, sum1);
       return;
     }
-    if (warp * 16 >= p.tokens * p.heads) return;  // nobody's rows
-    const long long slot = blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0);
-    float4* to = partial_at(slot);
+    if (warp * 16 >= rows_of(p)) return;  // nobody's rows
+    const int at = own_slot(t) * ROWS + row;
+    float* to = p.partial + at * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 2;
 #pragma unroll
-    for (int i = 0; i < OUTPUTS / 4; i++) to[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-    if (W == 0 && (lane & 3) == 0) p.partial_stats[slot * ROWS + row] = make_float2(max0, sum0), p.partial_stats[slot * ROWS + row + 8] = make_float2(max1, sum1);
-  }
-
-  // At the end of the stretch: this CTA's parts of units that others share are there. Merges those where it comes last.
-  DEVICE void arrive() {
-    named_sync(ALL_BARRIER, 256);
-    const u32 mine = sm.pending + warp * TASK_BYTES;
-    if (W == 0 && warp < 2 && lane == 0 && load_shared(mine).w) {
-      const Task t = load_task(mine);
-      u64* counter = p.arrivals + slot_of(p, t, 0);
-      u64 before;
-      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-      const bool last = (int)(before & 0xFFFF) + 1 == t.parts;
-      if (last) *counter = 0;  // a captured graph will be this call again
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(mine + 8), "r"((int)last) : "memory");
+    for (int i = 0; i < OUTPUTS; i += 4) {
+      *(float2*)(to + i * 2) = make_float2(o[i], o[i + 1]);
+      *(float2*)(to + i * 2 + 8 * VALUE_DIM) = make_float2(o[i + 2], o[i + 3]);
     }
-    named_sync(ALL_BARRIER, 256);
-#pragma unroll 1
-    for (int i = 0; i < 2; i++) {
-      const Task t = load_task(sm.pending + i * TASK_BYTES);
-      if (t.count && t.tile) merge(t);
-    }
-  }
-
-  DEVICE void merge(const Task& t) {
-    if (warp * 16 >= p.tokens * p.heads) return;
-    float max0 = NEVER, max1 = NEVER, sum0 = 0.f, sum1 = 0.f;
-#pragma unroll 4
-    for (int part = 0; part < t.parts; part++) {
-      const float2 *stats = p.partial_stats + slot_of(p, t, part) * ROWS + row, x = __ldcg(stats), y = __ldcg(stats + 8);
-      if (x.y > 0.f) max0 = fmaxf(max0, x.x);
-      if (y.y > 0.f) max1 = fmaxf(max1, y.x);
-    }
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
-#pragma unroll 1
-    for (int part = 0; part < t.parts; part++) {
-      const long long slot = slot_of(p, t, part);
-      const float2 *stats = p.partial_stats + slot * ROWS + row, x = __ldcg(stats), y = __ldcg(stats + 8);
-      const float factor0 = x.y > 0.f ? exp2_fast(x.x - max0) : 0.f, factor1 = y.y > 0.f ? exp2_fast(y.x - max1) : 0.f;
-      sum0 += x.y * factor0, sum1 += y.y * factor1;
-      const float4* from = partial_at(slot);
-#pragma unroll
-      for (int i = 0; i < OUTPUTS / 4; i++) {
-        const float4 z = __ldcg(from + i * 128);
-        o[4 * i] += z.x * factor0, o[4 * i + 1] += z.y * factor0, o[4 * i + 2] += z.z * factor1, o[4 * i + 3] += z.w * factor1;
-      }
-    }
-    write(t, max0, max1, sum0, sum1);
+    if (W == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(max0, sum0), p.partial_stats[at + 8] = make_float2(max1, sum1);
   }
 
   DEVICE void work() {
@@ -445,10 +387,9 @@ template <int W> struct Consumer {
 #pragma unroll 1
       for (int i = 0; i < t.count; i += 2)
         if (W == 0) attend_first(t, i); else attend_second(t, i);
-      const Task done = load_task(at);  // again: most of it takes no registers until here
+      const Task done = load_task(sm.task + units.stage * TASK_BYTES);  // again: most of it takes no registers until here
       finish(done, units.stage);
     }
-    arrive();
   }
 };
 
@@ -460,13 +401,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
     for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
     for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 128);
-    for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128), store_shared(sm.pending + i * TASK_BYTES, make_int4(0, 0, 0, 0));
+    for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128);
     mbar_init_fence();
     prefetch_map(p.q), prefetch_map(p.k);
   }
   clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
-  next_grid_may_start(), wait_for_last_grid();
+  wait_for_last_grid(), next_grid_may_start();
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_release<40>();
@@ -481,3 +422,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
     consumer.work();
   }
 }
+
+extern "C" __global__ void __launch_bounds__(512) merge_parts(const __grid_constant__ Params p) { merge(p); }

@@ -68,10 +68,11 @@ DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h
       : "memory");
 }
 // The same for what nobody reads again soon: it is the first to leave the L2.
-DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
+constexpr u64 FIRST_TO_LEAVE = 0x12F0000000000000ull, AS_ANY = 0x1000000000000000ull;
+DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b, u64 policy = FIRST_TO_LEAVE) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(policy)
       : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {

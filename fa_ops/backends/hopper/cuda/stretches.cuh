@@ -4,22 +4,24 @@
 
 // What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
 struct Row { int keys, lo, hi, first, count; };
-struct Cut { int teams, grain; };
+struct Cut { int teams, steps, grain; };
 
-// All units' tiles in one line, and each team's stretch of it: as equal as can be in steps of `grain`, empty only for teams beyond the number of steps.
+// All units' tiles in one line, and each team's stretch of it: as equal as can be in steps of `grain` tiles, empty only for teams beyond the number of
+// steps. Divisions are unsigned: signed ones take longer, and the first copy waits for them.
 struct Line {
   int grain, base, longer;  // `longer` stretches have base + 1 steps
 
   DEVICE Line() {}
-  DEVICE Line(int total, Cut cut) : grain(cut.grain), base(total / cut.grain / cut.teams), longer(total / cut.grain % cut.teams) {}
+  DEVICE Line(Cut cut) : grain(cut.grain), base((u32)cut.steps / (u32)cut.teams), longer(cut.steps - base * cut.teams) {}
   DEVICE int start(int team) const { return grain * (team * base + min(team, longer)); }
+  // Where stretches are cut in tiles.
   DEVICE int team_of(int tile) const {
-    const int step = tile / grain, split = longer * (base + 1);
-    return step < split ? step / (base + 1) : longer + (step - split) / base;
+    const int split = longer * (base + 1);
+    return tile < split ? (u32)tile / (u32)(base + 1) : longer + (u32)(tile - split) / (u32)base;
   }
 };
 
-// A unit's part in a team's stretch, as the copying warp found it.
+// A unit's part in a team's stretch.
 struct Task { int b, unit, tile, count, keys, flags, first_team, parts; };
 constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;  // this part's place of its CTA's two, and that of the unit's first part
 constexpr u32 TASK_BYTES = 32;
@@ -58,24 +60,28 @@ template <class Params> struct Walk {
     }
     const int total = __shfl_sync(~0u, upto, 31);
     const Cut cut = cut_of(p, total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest));
-    line = Line(total, cut);
+    line = Line(cut);
     at = line.start(team), stop = team < cut.teams ? line.start(team + 1) : at;
     if (at >= stop) return;
     // the row that holds tile `at`: the first whose tiles end behind it
     const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1, before = __shfl_sync(~0u, upto, max(lead - 1, 0));
     begin = lead ? before : 0, b = lead * each, row = row_of(p, b);
     for (; begin + row.count * units_of(p) <= at; row = row_of(p, ++b)) begin += row.count * units_of(p);
-    unit = (at - begin) / row.count, begin += unit * row.count;
+    unit = (u32)(at - begin) / (u32)row.count, begin += unit * row.count;
   }
 
+  // What there is to attend.
   DEVICE Task task() const {
-    Task t;
     const int offset = at - begin;
-    t.b = b, t.unit = unit, t.tile = row.first + offset, t.count = min(row.count - offset, stop - at), t.keys = row.keys;
-    t.first_team = line.team_of(begin), t.parts = line.team_of(begin + row.count - 1) - t.first_team + 1;
-    t.flags = at > line.start(team) ? SECOND_SLOT : 0;
-    if (line.start(t.first_team) < begin) t.flags |= FIRST_IN_SECOND_SLOT;
-    return t;
+    return {b, unit, row.first + offset, min(row.count - offset, stop - at), row.keys};
+  }
+
+  // Who shares it: later, as no copy depends on it.
+  DEVICE void share(Task& t) const {
+    const int from = line.start(team), last = begin + row.count - 1;
+    t.first_team = begin >= from ? team : line.team_of(begin);
+    t.parts = (last < stop ? team : line.team_of(last)) - t.first_team + 1;
+    t.flags = (at > from ? SECOND_SLOT : 0) | (begin > line.start(t.first_team) ? FIRST_IN_SECOND_SLOT : 0);
   }
 
   DEVICE void next(int count) {
