@@ -23,9 +23,14 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import prepare_cache, scales_of_pages
+from fa_ops.backends.triton.decode_append import (
+    bind_cache,
+    optional_address,
+    prepare_cache,
+    scales_of_pages,
+)
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
-from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
+from fa_ops.backends.triton.launch import INTERPRETED, Launch, architecture, bind, empty
 from fa_ops.types import Cache, Spec, is_decoding
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -110,26 +115,29 @@ def cache_forward(
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    capacity = Memory.of(k, v, cache).capacity
-    changes = cache.key is not None or cache.rotary_cos is not None
-    new = 0 if cache.key is None else cache.key.shape[2]
+    new, write = 0 if cache.key is None else cache.key.shape[2], None
+    if cache.key is not None or cache.rotary_cos is not None:
+        write = bind_cache(q, k, v, cache, spec.kv_lens, Memory.of(k, v, cache).capacity)
+    (interleaved, *rest), before, after = cache[7:10], spec[:7], spec[11:]
     known: dict[tuple, Callable] = {}  # by what addresses can change
 
-    def run(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
-        if changes:
-            q = prepare_cache(q, k, v, cache, spec.kv_lens, capacity)
+    def run(
+        with_lse, q, k, v, kv_lens=None, table=None, ranges=None, slopes=None, sinks=None,
+        key=None, value=None, k_scale=None, v_scale=None, cos=None, sin=None, guesses=None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if write is not None:
+            q = write(q, k, v, kv_lens, table, key, value, k_scale, v_scale, cos, sin)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         addresses = ((q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at)
         call = known.get(addresses)
         if call is None:
-            rest = (new, cache.num_splits, cache.batch_invariant)
-            call = known[addresses] = _bind(q, Memory.of(k, v, cache), spec, *rest)
-        return call(
-            q, k, v, cache.page_table, cache.k_scale, cache.v_scale, cache.unified_max,
-            spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges,
-        )  # fmt: skip
+            tensors = (table, key, value, k_scale, v_scale, cos, sin)
+            memory = Memory.of(k, v, Cache(*tensors, interleaved, *rest, guesses))
+            spec = Spec(*before, slopes, sinks, kv_lens, ranges, *after)
+            call = known[addresses] = _bind(q, memory, spec, new, *rest)
+        return call(q, k, v, table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges)
 
     return run
 
@@ -138,8 +146,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     """Dense calls like this one again, if they count as decoding."""
     if not is_decoding(q.shape[2], k.shape[2], spec):
         return None
-    run, cache = prepare_cached(q, k, v, Cache(), spec), Cache()
-    return lambda q, k, v: run(q, k, v, cache, spec)[0]
+    run = prepare_cached(q, k, v, Cache(), spec)
+    return lambda q, k, v: run(False, q, k, v)[0]
 
 
 def decode(
@@ -185,7 +193,8 @@ def _bind(
     ranges_stride = 0 if spec.key_ranges is None or spec.key_ranges.shape[0] == 1 else 2
 
     def call(
-        q, k, v, table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges, at=_address
+        q, k, v, table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges,
+        at=optional_address,
     ):  # fmt: skip
         out, lse, partial, partial_lse = (empty(*shape) for shape in shapes)
         if Sq == 0:
@@ -199,7 +208,7 @@ def _bind(
             ranges, ranges_stride, at(guesses), left, right,
         )  # fmt: skip
         merge_args = (*pieces, *results, *sizes, sinks, kv_lens, ranges, ranges_stride, left)
-        if at is not _address:
+        if at is not optional_address:
             return split_args, merge_args
         plan.split((programs, 1, 1), split_args)
         if splits > 1:
@@ -211,10 +220,6 @@ def _bind(
         m = memory
         plan = plan.compile(call(q, m.key, m.value, *m.small(), *small, at=lambda t: t))
     return call
-
-
-def _address(t: Tensor | None) -> Any:
-    return None if t is None else address(t)
 
 
 class Plan(NamedTuple):
