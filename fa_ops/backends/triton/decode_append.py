@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -112,10 +111,6 @@ def scales_of_pages(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
     return any(scale is not None and scale.dim() == 3 for scale in (k_scale, v_scale))
 
 
-def optional_address(t: Tensor | None) -> Any:
-    return None if t is None else address(t)
-
-
 def prepare_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Tensor:
@@ -153,17 +148,19 @@ def bind_cache(
     angles = cache.rotary_cos.dtype if R else None
     key_of_launch = (*constants.values(), *scaled, device, q.dtype, k.dtype, angles)
 
-    def write(
-        q, k, v, kv_lens, table, key, value, k_scale, v_scale, cos, sin, at=optional_address
-    ):  # fmt: skip
+    def write(q, k, v, *small, at=address):
         turned = empty(*shape_of_turned) if R else q
+        kv_lens, table, key, value, k_scale, v_scale, cos, sin = [
+            None if t is None else at(t) for t in small
+        ]
+        q_at = at(q)
         if key is None:
-            key = value = q
+            key = value = q_at
         args = (
-            at(q), at(turned), at(key), at(value), at(k), at(v), *numbers, at(table), table_stride,
-            pages, at(kv_lens), at(k_scale), at(v_scale), at(cos), at(sin), positions,
+            q_at, at(turned), key, value, at(k), at(v), *numbers, table, table_stride, pages,
+            kv_lens, k_scale, v_scale, cos, sin, positions,
         )  # fmt: skip
-        if at is not optional_address:
+        if at is not address:
             return args
         if writers + turners:
             launch((writers + turners, 1, 1), args)
