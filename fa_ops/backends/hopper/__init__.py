@@ -74,8 +74,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     if mla.has_dims(q, v):
         return None  # where the values lie is no part of what is prepared
     if decode.decodes(q, k, v, spec):
-        run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
-        return lambda q, k, v: run(q, k, v, cache, spec)[0]
+        run = decode.prepare(q, k, v, Cache(), spec)
+        return lambda q, k, v: run(False, q, k, v)[0]
     return dense_forward.prepare(q, k, v, spec)
 
 
@@ -142,7 +142,7 @@ def cache_forward(
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]] | None:
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     from fa_ops.backends.hopper import decode, mla
 
     if mla.has_dims(q, v):
