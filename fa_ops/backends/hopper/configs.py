@@ -20,6 +20,10 @@ class Config:
     stages: int = 2
     slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
 
+    def __post_init__(self) -> None:
+        # the product with the values takes 16 keys at a time
+        assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
+
     @property
     def threads(self) -> int:
         return self.block_m * 2 + 128
@@ -175,13 +179,13 @@ def forward_config(D: int, Dv: int) -> Config:
         # slower with slack, with two stages, and with two consumers of more keys
         return Config(64, 64, 192, 128, stages=3, slack=0)
     if head_dim == 128:
-        # slower without slack, with 96 to 120 and 144 to 176 keys, and with three stages
+        # slower without slack, with 96, 112 and 144 to 176 keys, and with three stages
         return Config(128, value_dim, 128, 128)
     if head_dim == 192:
-        # of 80 to 112 keys 88 are fastest for values of 192; 128 are not measured against others
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 88)
-    # faster than 48 to 80 keys; slower without slack, as rescaling 256 columns is dear
-    return Config(256, value_dim, 128, 72)
+        # what shared memory holds
+        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
+    # as fast as 64 keys; slower without slack, as rescaling 256 columns is dear
+    return Config(256, value_dim, 128, 80)
 
 
 def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardConfig:
