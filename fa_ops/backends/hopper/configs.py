@@ -25,10 +25,6 @@ class Config:
         # the product with the values takes 16 keys at a time
         assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
 
-    def __post_init__(self) -> None:
-        # the product with the values takes 16 keys at a time
-        assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
-
     @property
     def threads(self) -> int:
         return self.block_m * 2 + 128
