@@ -9,8 +9,8 @@ from torch import Tensor
 
 LOG2E = 1.4426950408889634
 FAR = 1 << 29  # an unbounded side of a window
-# What the tensors that a section of heads reads again may take. More than the L2's 50 MB: with
-# half of this, causal calls lose 5 % where the last section's longest blocks end alone.
+# What the tensors that a section of heads reads again may take. More than the L2's 50 MB: in
+# smaller sections the longest blocks of the last one end alone, and causal calls wait for them.
 _SECTION_BYTES = 64 << 20
 
 

@@ -32,13 +32,6 @@ DEVICE u32 columns_on(u32 at, int columns) {
   return (at ^ (columns % BOX_COLUMNS / CHUNK << 4)) + columns / BOX_COLUMNS * BOX_BYTES;
 }
 
-template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&x)[4], u32 address) {
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-
 DEVICE float load_float(u32 address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");

@@ -149,13 +149,6 @@ DEVICE void copy(const Params& p, const Smem& sm) {
   }
 }
 
-template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&r)[4], u32 at) {
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
 // d (16 x 8) += a (16 x 16) b (16 x 8)
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if IS_BF16
