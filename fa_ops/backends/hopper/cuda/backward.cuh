@@ -284,6 +284,8 @@ struct KeyRows {
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
     add_bias_columns(s, sm.bias, first, p.bias.unit);
+    pin(s);  // as in forward.cu
+    fence_async_smem();
     mbar_arrive(sm.bias_empty);
     bias.next();
 #endif
