@@ -26,12 +26,15 @@ OFF = dict.fromkeys(
         "HAS_ALIBI",
         "HAS_SINKS",
         "HAS_MASK",
+        "HAS_DROPOUT",
     ),
     0,
 )
 FEATURES = (
-    {}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1}, dict.fromkeys(OFF, 1)
+    {}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1},
+    {"IS_RAGGED": 1, "HAS_DROPOUT": 1}, dict.fromkeys(OFF, 1),
 )  # fmt: skip
+FEATURE_IDS = ["full", "causal", "mask", "dropout", "all"]
 SERIALISED = ("C7510", "C7512", "C7513", "C7514")
 
 
@@ -46,7 +49,7 @@ def assert_clean(log, spilled_bytes=0):
     assert spills and max(spills) <= spilled_bytes
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "mask", "all"])
+@pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
 def test_forward(dims, features, tmp_path):
     config = configs.forward_config(*dims)
@@ -65,9 +68,7 @@ def test_forward(dims, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-BACKWARD_FEATURES = pytest.mark.parametrize(
-    "features", FEATURES, ids=["full", "causal", "mask", "all"]
-)
+BACKWARD_FEATURES = pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
 
 
 @BACKWARD_FEATURES
@@ -163,7 +164,7 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-@pytest.mark.parametrize("kind", ["packed", "mask"])
+@pytest.mark.parametrize("kind", ["packed", "mask", "dropout"])
 def test_what_other_kernels_need(kind):
     assert_clean(compiler.compile_source(compiler.assemble(kind, {}), "--ptxas-options=-v")[1])
 

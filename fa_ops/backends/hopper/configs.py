@@ -21,6 +21,10 @@ class Config:
     slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
 
+    def __post_init__(self) -> None:
+        # the product with the values takes 16 keys at a time
+        assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
+
     @property
     def threads(self) -> int:
         return self.block_m * 2 + 128
@@ -69,7 +73,7 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.value_dim
         keys = self.block_n * dims * 2
-        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8)
+        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
         return keys + queries + self._exchange_bytes + bias + 8 * (5 + 4 * self.stages)
 
@@ -219,13 +223,13 @@ def _forward_config(head_dim: int, value_dim: int) -> Config:
         # slower with slack, with two stages, and with two consumers of more keys
         return Config(64, 64, 192, 128, stages=3, slack=0)
     if head_dim == 128:
-        # slower without slack, with 96 to 120 and 144 to 176 keys, and with three stages
+        # slower without slack, with 96, 112 and 144 to 176 keys, and with three stages
         return Config(128, value_dim, 128, 128)
     if head_dim == 192:
-        # of 80 to 112 keys 88 are fastest for values of 192; 128 are not measured against others
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 88)
-    # faster than 48 to 80 keys; slower without slack, as rescaling 256 columns is dear
-    return Config(256, value_dim, 128, 72)
+        # what shared memory holds
+        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
+    # as fast as 64 keys; slower without slack, as rescaling 256 columns is dear
+    return Config(256, value_dim, 128, 80)
 
 
 def backward_config(

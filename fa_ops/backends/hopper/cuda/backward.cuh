@@ -1,10 +1,10 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
-constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
+constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0, KEY_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
@@ -31,6 +31,7 @@ struct Params {
   float alibi_unit;
   Bits by_key, by_query; // with a mask: each key's queries; in two passes, each query's keys too
   int mask_block;        // bytes from a block of queries to the next in `by_key`, 0 where they share bits
+  Dropout dropout;
 #if BIAS_BITS
   Bias bias;
 #endif
@@ -38,12 +39,12 @@ struct Params {
 
 // `exchange`: what consumers tell each other; `own`: barriers that a kernel has beside those of the copies.
 struct Smem {
-  u32 k, v, q, grad_out, exchange, bias, lse, delta, runs, kv_full, q_full, q_empty, do_full, do_empty, own, bias_full, bias_empty;
+  u32 k, v, q, grad_out, exchange, bias, lse, delta, runs, row_keys, kv_full, q_full, q_empty, do_full, do_empty, own, bias_full, bias_empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
-    bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES, kv_full = runs + STAGES * RUN_BYTES;
-    q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES;
-    bias_full = own + 32, bias_empty = bias_full + 8;
+    bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES;
+    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
+    own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
   }
   DEVICE void init() const {
     mbar_init(kv_full, 1);
@@ -137,10 +138,11 @@ DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, 
   const u32 i = ring.stage, q_full = sm.q_full + 8 * i, do_full = sm.do_full + 8 * i;
   const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
   mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
-  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES);
+  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES + KEY_BYTES);
   load_tile(sm.q + i * Q_BYTES, p.q, q_full, HEAD_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
   load_rows(sm.lse + i * ROW_BYTES, p.lse + row, ROW_BYTES, q_full);
   if (HAS_RANGES) load_rows(sm.runs + i * RUN_BYTES, p.runs + (runs_of(p, h, t.b) * p.m_blocks + m) * BLOCK_M, RUN_BYTES, q_full);
+  if (HAS_DROPOUT) load_rows(sm.row_keys + i * KEY_BYTES, p.dropout.row_keys + row, KEY_BYTES, q_full);
   mbar_wait(sm.do_empty + 8 * i, ring.phase ^ 1);
   mbar_expect(do_full, DO_BYTES + ROW_BYTES);
   load_tile(sm.grad_out + i * DO_BYTES, p.grad_out, do_full, VALUE_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
@@ -210,6 +212,25 @@ template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[
   for (int i = 0; i < COUNT; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
 }
 
+// Weights that are dropped have their sign set: what meets the values takes them for 0, gradients of scores need them as they were.
+template <int COUNT> DEVICE void pack_kept(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
+#if HAS_DROPOUT
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) to[i] = pack_positive(from[2 * i], from[2 * i + 1]);
+#else
+  pack_all(to, from);
+#endif
+}
+
+// Under dropout but for its scale.
+DEVICE float score_gradient(float weight, float dp, float delta) {
+#if HAS_DROPOUT
+  return fmaxf(weight, 0.f) * dp - fabsf(weight) * delta;
+#else
+  return weight * (dp - delta);
+#endif
+}
+
 // A warpgroup's accumulator, as 16-bit fragments, into 64 rows of 128 swizzled bytes per column of the tile at `at`.
 template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], u32 column_bytes) {
   const int lane = threadIdx.x & 31, r = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
@@ -247,6 +268,9 @@ struct KeyRows {
 #if HAS_MASK
   u64 kept[2];  // a bit for each query of a block, for this thread's two rows
 #endif
+#if HAS_DROPOUT
+  u32 dropped;  // a bit for each of a thread's scores
+#endif
 
   DEVICE KeyRows(const Params& p, const Smem& sm, const Tile& t, int first)
       : p(p), sm(sm), t(t), first(first), tid(threadIdx.x & 127), lane(threadIdx.x & 31), key(first + (tid >> 5) * 16 + (lane >> 2)) {}
@@ -271,6 +295,35 @@ struct KeyRows {
 #pragma unroll
     for (int r = 0; r < 2; r++) kept[r] = *(const u64*)(from + min(t.n0 + key + 8 * r, p.Sk - 1) * p.by_key.row);
 #endif
+  }
+
+  // Early as well: hashes are computed under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends a basic block, and
+  // within one ptxas puts hashes between the products, or after them.
+  DEVICE void find_dropped([[maybe_unused]] u32 row_keys, [[maybe_unused]] u32 arrived) {
+#if HAS_DROPOUT
+    static_assert(SCORES == 32, "a bit each");
+    mbar_wait(arrived, ring.phase);
+    const u32 columns[2] = {(t.n0 + key) * COLUMN_KEY, (t.n0 + key + 8) * COLUMN_KEY};
+    u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const int2 rows = shared_run(row_keys + (i * 2 + (lane & 3) * 2) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; e++) note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
+    }
+    dropped = found[0] | found[1] | found[2] | found[3];
+    asm volatile("" : "+r"(dropped)::"memory");
+    mbar_wait(arrived, ring.phase);
+#endif
+  }
+
+  // Two queries' deltas, in units of what the gradients of the weights are.
+  DEVICE float2 deltas(u32 at) const {
+    float2 d = shared_pair(at);
+#if HAS_DROPOUT
+    d.x *= p.dropout.kept, d.y *= p.dropout.kept;
+#endif
+    return d;
   }
 
   // Scores to weights, in place.
@@ -320,7 +373,13 @@ struct KeyRows {
       s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
       s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }
+#if HAS_DROPOUT
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) s[i] = __int_as_float(__float_as_int(s[i]) | (dropped << (31 - i) & 0x80000000));
+#endif
   }
+
+  DEVICE float value_factor() const { return HAS_DROPOUT ? p.dropout.scale : 1.f; }
 
   // Calls `self.step` for every block of queries that attends some key, in the order in which `produce` brings them.
   template <class Self> DEVICE void meet_queries(Self& self) {

@@ -26,6 +26,7 @@ struct ValueConsumer : KeyRows {
     read_mask(h, m);
     mbar_wait(sm.q_full + 8 * i, ring.phase);
     score_product<HEAD_DIM>(s, sm.k, sm.q + i * Q_BYTES);
+    find_dropped(sm.row_keys + i * KEY_BYTES, sm.q_full + 8 * i);
     wgmma_wait<1>();
     if (held) mbar_arrive(held);
     wgmma_wait<0>();
@@ -37,7 +38,7 @@ struct ValueConsumer : KeyRows {
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     mbar_arrive(sm.q_empty + 8 * i);
-    pack_all(w, s);
+    pack_kept(w, s);
 #if HAS_SOFTCAP
 #pragma unroll
     for (int e = 0; e < SCORES; e++) s[e] *= slack[e];
@@ -68,7 +69,7 @@ struct ValueConsumer : KeyRows {
     wgmma_wait<0>();
     pin(dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of V
-    store_gradients(dv, 1.f, sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
+    store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }
 };
@@ -94,9 +95,9 @@ struct KeyConsumer : KeyRows {
     for (int e = 0; e < SCORES; e += 4) {
       float4 w;
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(weights_at(sm, exchange.stage, e)));
-      const float2 d = shared_pair(delta + (e * 2 + (lane & 3) * 2) * 4);
-      dp[e] = w.x * (dp[e] - d.x), dp[e + 1] = w.y * (dp[e + 1] - d.y);
-      dp[e + 2] = w.z * (dp[e + 2] - d.x), dp[e + 3] = w.w * (dp[e + 3] - d.y);
+      const float2 d = deltas(delta + (e * 2 + (lane & 3) * 2) * 4);
+      dp[e] = score_gradient(w.x, dp[e], d.x), dp[e + 1] = score_gradient(w.y, dp[e + 1], d.y);
+      dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);
     }
     mbar_arrive(weights_empty(sm, exchange.stage));
     mbar_arrive(sm.do_empty + 8 * i);

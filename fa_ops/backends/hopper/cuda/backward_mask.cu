@@ -91,6 +91,7 @@ DEVICE void add_scores(const Params& p, const MaskSmem& sm, const QueryBlock& t,
   mbar_wait(sm.full + 8 * i, ring.phase);
   rows.score_product<VALUE_DIM>(rows.dp, sm.grads(i) + c * OWN_DO_BYTES, sm.values(i));
   rows.score_product<HEAD_DIM>(rows.s, sm.queries(i) + c * OWN_Q_BYTES, sm.keys(i));
+  rows.find_dropped(n0);
   wgmma_wait<0>();
   pin(rows.dp);
   pin(rows.s);
@@ -115,7 +116,8 @@ DEVICE void store_sums(const Params& p, const MaskParams& m, const ScoreBlock& x
     if (!m.sums_column) column += x.column * QUERY_BLOCK_N;
     if ((!m.sums_row && row >= p.Sq) || (!m.sums_column && column >= p.Sk)) continue;
     const long long at = from + row * m.row + column * m.column;
-    if (m.is_narrow) ((Element*)m.to)[at] = (Element)pack(sum[e], 0.f); else ((float*)m.to)[at] = sum[e];
+    const float total = HAS_DROPOUT ? sum[e] * p.dropout.scale : sum[e];
+    if (m.is_narrow) ((Element*)m.to)[at] = (Element)pack(total, 0.f); else ((float*)m.to)[at] = total;
   }
 }
 

@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -254,6 +254,58 @@ struct Consumer {
     }
   }
 
+#if HAS_DROPOUT
+  static constexpr int EARLY_ROWS = 1;  // of a thread's two: those that `find_dropped` finds
+  u32 row_keys[2], dropped[2];          // a bit for each of a row's weights
+
+  DEVICE void read_row_keys(const Tile& tile, int row) {
+    const u32* keys = p.dropout.row_keys + (long long)(tile.b * p.Hq + tile.h) * p.dropout.rows;
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_keys[r] = keys[min(row + 8 * r, p.Sq - 1)];
+  }
+
+  // Of the `i`-th weight of a row.
+  DEVICE u32 key_of(int row, int block, int i) const {
+    return row_keys[row] + column(block, 0) * COLUMN_KEY + ((i >> 1) * 8 + (i & 1)) * p.dropout.column_key;
+  }
+#endif
+
+  // Hashes under the product of the scores: as many as take its time, since to keep what they say costs more than to use it at once. `arrived` is a
+  // barrier whose phase is over: ptxas leaves what is between two waits where it is, if the second depends on it. `rows` is a multiple of 64.
+  DEVICE void find_dropped([[maybe_unused]] int block, [[maybe_unused]] u32 arrived, [[maybe_unused]] u32 phase) {
+#if HAS_DROPOUT
+    mbar_wait(arrived, phase);
+    asm volatile("" : "+r"(row_keys[0]), "+r"(row_keys[1])::"memory");
+    u32 any = 0;
+#pragma unroll
+    for (int r = 0; r < EARLY_ROWS; r++) {
+      u32 found[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < SCORES / 2; i++) note_dropped(found[i & 1], i, key_of(r, block, i), p.dropout.threshold);
+      dropped[r] = found[0] | found[1];
+      any |= dropped[r];
+    }
+    mbar_wait(arrived + (any & p.dropout.rows & 1), phase);
+#endif
+  }
+
+  // Of a row's weights, after they have been summed. What multiplies is less busy than what selects.
+  template <int ROW> DEVICE void drop([[maybe_unused]] int block) {
+#if HAS_DROPOUT
+    const u32 threshold = p.dropout.threshold;
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) {
+      float& weight = s[(i >> 1) * 4 + ROW * 2 + (i & 1)];
+      if (ROW < EARLY_ROWS)
+        asm("{ .reg .pred q; .reg .b32 bit; and.b32 bit, %1, %2; setp.ne.u32 q, bit, 0; @q mul.f32 %0, %0, 0f00000000; }"
+            : "+f"(weight) : "r"(dropped[ROW]), "r"(1u << i));
+      else
+        asm("{ .reg .pred q; setp.lo.u32 q, %1, %2; @q mul.f32 %0, %0, 0f00000000; }"
+            : "+f"(weight) : "r"(compared(key_of(ROW, block, i), threshold)), "r"(threshold));
+    }
+#endif
+  }
+
   DEVICE void pack_weights() {
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
@@ -295,6 +347,7 @@ struct Consumer {
     wait_values(block + 1, n);
     value_product();
     pass_turn();
+    find_dropped(block, sm.v_full + 8 * v.stage, v.phase);
     wgmma_wait<1>();
     pin(s);
     release(sm.k_empty, k);
@@ -302,6 +355,7 @@ struct Consumer {
     modify_scores(block, n);
     bool raised = softmax.raise<0>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2);
+    drop<0>(block);
     raised |= softmax.raise<1>(s, p.scale_log2);
     softmax.pin();
     pin(s);
@@ -310,6 +364,7 @@ struct Consumer {
     pin(o);
     release(sm.v_empty, v);
     softmax.weigh<1>(s, p.scale_log2);
+    drop<1>(block);
     pack_weights();
     if (raised) rescale_output();
   }
@@ -319,6 +374,7 @@ struct Consumer {
     take_turn();
     score_product();
     pass_turn();
+    find_dropped(n.last - 1, sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(s);
     release(sm.k_empty, k);
@@ -326,6 +382,7 @@ struct Consumer {
     modify_scores(n.last - 1, n);
     softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+    drop<0>(n.last - 1), drop<1>(n.last - 1);
     pack_weights();
     if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
 #pragma unroll 1
@@ -353,6 +410,9 @@ struct Consumer {
       const int row = first + 8 * r;
       float inverse;
       const float lse = finish_row(r ? softmax.max1 : softmax.max0, r ? softmax.sum1 : softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse);
+#if HAS_DROPOUT
+      inverse *= p.dropout.scale;
+#endif
       if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
       unsigned short* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
 #pragma unroll
@@ -380,6 +440,9 @@ struct Consumer {
 #if HAS_ALIBI
       slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
       diagonal = row + now.keys - p.Sq;
+#endif
+#if HAS_DROPOUT
+      read_row_keys(tile, row);
 #endif
       softmax.reset();
 #pragma unroll
