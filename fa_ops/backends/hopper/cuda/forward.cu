@@ -219,8 +219,7 @@ struct Consumer {
   DEVICE void add_bias() {
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
     add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
-    pin(s);  // all of it has arrived: beside a wide product, reads of shared memory are slow enough for the next copy to overtake them
-    fence_async_smem();
+    fence_async_smem();  // reads may still be in flight: where products take all of shared memory's time, the next copy would overtake them
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
   }
