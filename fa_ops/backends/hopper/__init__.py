@@ -37,14 +37,21 @@ def available_error() -> str | None:
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why the tier cannot run this call, or None."""
+    if q.device.type != "cuda":
+        return _foreign(q)
     reason = _unsupported(q, v, spec)
-    return reason and f"{reason}; {_ELSEWHERE}"
+    where = (
+        _ELSEWHERE if max(q.shape[-1], v.shape[-1]) <= 256 else "the reference backend takes any"
+    )
+    return reason and f"{reason}; {where}"
+
+
+def _foreign(q: Tensor) -> str:
+    return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
 
 
 def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
-    if q.device.type != "cuda":
-        return f"needs CUDA tensors, query is on {q.device}"
     if q.dim() == 3 and spec.alibi_slopes is not None:
         return "has no ALiBi for packed sequences"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -122,7 +129,7 @@ def varlen_backward(
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the tier cannot attend such a cache, or None."""
     if q.device.type != "cuda":
-        return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
+        return _foreign(q)
     from fa_ops.backends.hopper import decode, mla
 
     own = mla if mla.has_dims(q, v) else decode
