@@ -1,5 +1,7 @@
 """Repeated eager calls: the second goes to the prepared function, and only where it may."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -207,6 +209,18 @@ def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
     assert len(set(keys)) == len(keys) == len(options)
     call(q, k, v, LENS + 1, tables[0] + 1)
     assert keys[-1] == keys[1]
+
+
+def test_values_in_keys_and_the_precision_of_products_are_part_of_a_key(cached_calls, monkeypatch):
+    _, keys = cached_calls
+    q, k, _ = qkv(512)
+    call = fa_ops.attention_with_kv_cache
+    call(q, k, k[..., :4], LENS)
+    call(q, k, k.clone()[..., :4], LENS)
+    matmul = SimpleNamespace(fp32_precision="other")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    call(q, k, k[..., :4], LENS)
+    assert len(set(keys)) == 3
 
 
 def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):

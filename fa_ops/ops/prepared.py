@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from fa_ops import dispatch
@@ -33,10 +34,15 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple |
 
 def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple:
     """What makes two calls the same. What the tensors hold makes no other call of it."""
+    dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
     key = [
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
+        q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
+        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
     ]  # fmt: skip
+    if k_shape != v_shape:  # values may be part of the keys
+        key.append(k.data_ptr() == v.data_ptr())
+    if dtype is torch.float32:
+        key.append(torch.backends.cuda.matmul.fp32_precision)
     for t in tensors:
         if t is None:
             key.append(None)
