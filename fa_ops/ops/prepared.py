@@ -26,10 +26,17 @@ _runs: dict[tuple, Callable[..., Tensor] | None] = {}
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
-    """What makes two eager calls the same, or None where the operator must see the call."""
+    """What makes two eager calls the same, or None where the operator must see the call.
+
+    `options` include the types of those that equal one of another type: 1 is no bool, which the
+    checks have to say, and yet it equals True.
+    """
     if not library.nobody_watches(q, k, v, *tensors):
         return None
-    return signature(q, k, v, tensors, *options)
+    try:
+        return signature(q, k, v, tensors, *options)
+    except RuntimeError:  # a layout without sizes or strides, which the operator refuses
+        return None
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_ops.backends.hopper import compiler
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 PROMOTE_128B, PROMOTE_256B = 2, 3  # what the L2 fetches at once
 _REMEMBERED_MAPS = 256
@@ -222,9 +222,9 @@ def address(t: Tensor | None) -> int:
 class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ in their address only.
 
-    Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens of `heads`
-    heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a box
-    has all features of a token, 64 after 64, and coordinates lack the first.
+    Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
+    `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
+    box has all features of a token, 64 after 64, and coordinates lack the first.
     """
 
     def __init__(
@@ -240,10 +240,10 @@ class TensorMap:
         B, H, S, D = shape
         # the stride of a dimension of one element is never used, but must be legal
         steps = [
-            2 * stride if size > 1 else 16
+            dtype.itemsize * stride if size > 1 else 16
             for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
         ]
-        sizes, box = [D, S, H, B], [64, rows, heads, 1]
+        sizes, box = [D, S, H, B], [128 // dtype.itemsize, rows, heads, 1]
         if whole_rows:
             sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
         self._rank = len(sizes)

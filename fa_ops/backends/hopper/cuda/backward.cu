@@ -42,9 +42,9 @@ struct Consumer : KeyRows {
   DEVICE void score_gradients(u32 delta) {
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 d = shared_pair(delta + (i * 2 + (lane & 3) * 2) * 4);
-      dp[i] = s[i] * (dp[i] - d.x), dp[i + 1] = s[i + 1] * (dp[i + 1] - d.y);
-      dp[i + 2] = s[i + 2] * (dp[i + 2] - d.x), dp[i + 3] = s[i + 3] * (dp[i + 3] - d.y);
+      const float2 d = deltas(delta + (i * 2 + (lane & 3) * 2) * 4);
+      dp[i] = score_gradient(s[i], dp[i], d.x), dp[i + 1] = score_gradient(s[i + 1], dp[i + 1], d.y);
+      dp[i + 2] = score_gradient(s[i + 2], dp[i + 2], d.x), dp[i + 3] = score_gradient(s[i + 3], dp[i + 3], d.y);
     }
   }
 
@@ -74,6 +74,7 @@ struct Consumer : KeyRows {
     score_product<HEAD_DIM>(s, sm.k, queries);
     mbar_wait(sm.do_full + 8 * i, ring.phase);
     score_product<VALUE_DIM>(dp, sm.v, grads);
+    find_dropped(sm.row_keys + i * KEY_BYTES, sm.do_full + 8 * i);
     wgmma_wait<1>();
     pin(s);
 #if HAS_SOFTCAP
@@ -82,7 +83,7 @@ struct Consumer : KeyRows {
     for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
-    pack_all(w, s);
+    pack_kept(w, s);
     wgmma_wait<0>();
     pin(dp);
     gradient_product(dv, w, grads);
@@ -119,7 +120,7 @@ struct Consumer : KeyRows {
     for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
     meet_queries(*this);
-    store(dv, 1.f, sm.v, p.dv);
+    store(dv, value_factor(), sm.v, p.dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all of K
     store(dk, p.scale, sm.k, p.dk);
     if (tid == 0) tma_store_wait();

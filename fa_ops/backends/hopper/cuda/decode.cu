@@ -76,54 +76,54 @@ DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
 DEVICE void tma_load_rows_once(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(FIRST_TO_LEAVE)
       : "memory");
 }
 
-// Columns of 128 bytes by COPY_KEYS keys, or all of these keys' bytes, a lane each, in the order of the memory. Beyond the map lie zeros.
-template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int token, int end, int h, int page) {
-  constexpr int COLUMNS = WHOLE_ROWS ? 1 : WIDE;
-  const int lane = threadIdx.x & 31, part = lane / COLUMNS, x = lane % COLUMNS;
-  static_assert(BLOCK_N / COPY_KEYS * COLUMNS <= 32, "a lane for each");
-#if IS_PAGED
-  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
-#else
-  token += part * COPY_KEYS;
-  if (token >= end) page = -1;
-#endif
-  if (part >= BLOCK_N / COPY_KEYS) return;
-  if (WHOLE_ROWS) tma_load_rows_once(to + part * COPY_KEYS * WIDE * 128, map, full, token, h, page);
-  else tma_load_once(to + (x * BLOCK_N + part * COPY_KEYS) * 128, map, full, x * 64, token, h, page);
+constexpr int COPIES = BLOCK_N / COPY_KEYS;
+
+// By one lane: columns of 128 bytes by COPY_KEYS keys, or all of these keys' bytes, in the order of the memory. Beyond the map lie zeros.
+template <int WIDE> DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int h, const int (&token)[COPIES], const int (&page)[COPIES]) {
+#pragma unroll
+  for (int j = 0; j < COPIES; j++)
+    if (WHOLE_ROWS) tma_load_rows_once(to + j * COPY_KEYS * WIDE * 128, map, full, token[j], h, page[j]);
+    else
+#pragma unroll
+      for (int x = 0; x < WIDE; x++) tma_load_once(to + (x * BLOCK_N + j * COPY_KEYS) * 128, map, full, x * 64, token[j], h, page[j]);
 }
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, int tile, Ring<STAGES>& ring) {
-  const int lane = threadIdx.x & 31, stage = ring.stage;
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leader, int tile, Ring<STAGES>& ring) {
+  const int stage = ring.stage;
   const u32 k_full = sm.k_full + 8 * stage, v_full = sm.v_full + 8 * stage;
-  int page = t.b, token = tile * BLOCK_N;
+  int token[COPIES], page[COPIES];
 #if IS_PAGED
-  token += lane * COPY_KEYS;
-  page = lane < BLOCK_N / COPY_KEYS && token < t.hi ? p.table[(long long)t.b * p.table_stride + token / p.page] : -1;
-  const bool valid = page >= 0 && page < p.pages;
-  if (!valid) page = -1;
-  token %= p.page;
-  const u32 found = __ballot_sync(~0u, valid);
+  const int lane = threadIdx.x & 31;
+  int at = tile * BLOCK_N + lane * COPY_KEYS, own = -1;
+  if (lane < COPIES && at < t.hi) own = p.table[(long long)t.b * p.table_stride + at / p.page];
+  if (own >= p.pages) own = -1;
+  at %= p.page;
+  const u32 found = __ballot_sync(~0u, own >= 0);
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+#else
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.hi ? t.b : -1;
 #endif
   mbar_wait(sm.empty + 8 * stage, ring.phase ^ 1);
-  if (lane == 0) {
+  if (leader) {
 #if IS_PAGED
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(found) : "memory");
 #endif
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
+    copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, t.unit, token, page);
+    copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, t.unit, token, page);
   }
-  __syncwarp();
-  copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, token, t.hi, t.unit, page);
-  copy_rows<VALUE_WIDTH>(p.v, v_full, sm.v + stage * V_BYTES, token, t.hi, t.unit, page);
   ring.next();
 }
 
 // A unit's first copies are on their way before anything is worked out that they do not need.
 DEVICE void copy(const Params& p, const Smem& sm) {
-  const int lane = threadIdx.x & 31;
+  const bool leader = elected();
   Ring<STAGES> ring;
   Ring<UNITS> units;
   for (Walk<Params> walk(p);; units.next()) {
@@ -132,16 +132,19 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     mbar_wait(sm.q_empty + 8 * units.stage, units.phase ^ 1);
     if (walk.at < walk.stop) {
       static_cast<Task&>(t) = walk.task(), t.lo = walk.row.lo, t.hi = walk.row.hi;
-      if (lane < WIDTH) tma_load(sm.q + units.stage * Q_BYTES + lane * ROWS * 128, p.q, full, lane * 64, 0, t.unit * p.group, t.b);
-      copy_tile(p, sm, t, t.tile, ring);
+      if (leader)
+#pragma unroll
+        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + units.stage * Q_BYTES + x * ROWS * 128, p.q, full, x * 64, 0, t.unit * p.group, t.b);
+      copy_tile(p, sm, t, leader, t.tile, ring);
       walk.share(t);
     }
-    if (lane == 0) {
+    if (leader) {
       store_task(at, t), store_shared(at + TASK_BYTES, make_int4(t.lo, t.hi, 0, 0));
       if (t.count) mbar_expect(full, rows_of(p) * HEAD_DIM * 2); else mbar_arrive(full);
     }
     if (t.count == 0) break;
-    for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, t.tile + i, ring);
+#pragma unroll 1
+    for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, leader, t.tile + i, ring);
     walk.next(t.count);
   }
 }

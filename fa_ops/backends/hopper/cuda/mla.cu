@@ -77,40 +77,48 @@ DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x,
   *(u32*)(p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
+constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
+
 // Half of a tile into its buffer, with the weights' column after the half that the warpgroup frees which reads the weights last.
-DEVICE void copy_half(const Params& p, const Smem& sm, int stage, int half, u32 phase, int token, int page, u32 valid) {
-  const int lane = threadIdx.x & 31, count = HALF + (half != stage), part = lane / count, i = lane % count, x = i == HALF ? 2 * HALF : half * HALF + i;
-  token = __shfl_sync(~0u, token, part), page = __shfl_sync(~0u, page, part);
-  mbar_wait(sm.half_empty(stage, half), phase ^ 1);
-  if (lane == 0 && half == stage) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(valid) : "memory");
-  __syncwarp();
-  if (part == 0) mbar_expect(sm.column_full(stage, x), COLUMN_BYTES);
-  __syncwarp();
-  if (part >= BLOCK_N / COPY_KEYS) return;
-  const u32 to = sm.tile(stage) + x * COLUMN_BYTES + part * COPY_KEYS * 128, full = sm.column_full(stage, x);
-  if (p.width == 1) tma_load_once(to, p.k, full, x * 64, token, 0, page);
-  else tma_load(to, p.k, full, x * 64, token, 0, page);
+template <int STAGE, int SIDE>
+DEVICE void copy_half(const Params& p, const Smem& sm, bool leader, u32 phase, const int (&token)[COPIES], const int (&page)[COPIES], u32 valid) {
+  mbar_wait(sm.half_empty(STAGE, SIDE), phase ^ 1);
+  if (!leader) return;
+  if (SIDE == STAGE) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * STAGE), "r"(valid) : "memory");
+#pragma unroll
+  for (int i = 0; i < HALF + (SIDE != STAGE); i++) {
+    const int x = i == HALF ? 2 * HALF : SIDE * HALF + i;
+    const u32 full = sm.column_full(STAGE, x), to = sm.tile(STAGE) + x * COLUMN_BYTES;
+    mbar_expect(full, COLUMN_BYTES);
+#pragma unroll
+    for (int j = 0; j < COPIES; j++)
+      tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
+  }
 }
 
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, int i, u32& phase) {
-  const int lane = threadIdx.x & 31, stage = i & 1;
-  int token = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, page = -1;  // nothing lies there: zeros
-  if (lane < BLOCK_N / COPY_KEYS && token < t.keys) {
+template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phase) {
+  const int lane = threadIdx.x & 31;
+  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // nothing lies there: zeros
+  if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
-    page = p.table[(long long)t.b * p.table_stride + token / p.page], token %= p.page;
-    if (page >= p.pages) page = -1;
+    found = p.table[(long long)t.b * p.table_stride + at / p.page], at %= p.page;
+    if (found >= p.pages) found = -1;
 #else
-    page = t.b;
+    found = t.b;
 #endif
   }
-  const u32 valid = __ballot_sync(~0u, page >= 0);
-  copy_half(p, sm, stage, stage, phase, token, page, valid);
-  copy_half(p, sm, stage, 1 - stage, phase, token, page, valid);
+  const u32 valid = __ballot_sync(~0u, found >= 0);
+  int token[COPIES], page[COPIES];
+#pragma unroll
+  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
+  copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
   phase ^= 1;
 }
 
+// One warp; one lane issues copies.
 DEVICE void copy(const Params& p, const Smem& sm) {
-  const int lane = threadIdx.x & 31;
+  const bool leader = elected();
   u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
   Ring<2> units;
   u32 q_phase = 0;
@@ -118,21 +126,21 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     Task t = {};
     if (walk.at < walk.stop) t = walk.task(), walk.share(t);
     mbar_wait(sm.q_empty, q_phase ^ 1);
-    if (lane == 0) {
+    if (leader) {
       store_task(sm.task + units.stage * TASK_BYTES, t);
       if (t.count == 0) mbar_arrive(sm.q_full);
       else {
         const Block block = block_of(p, t);
         mbar_expect(sm.q_full, rows_of(p) * HEAD_DIM * 2);
+#pragma unroll
         for (int x = 0; x < WIDTH; x++) tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
       }
     }
-    __syncwarp();
     if (t.count == 0) break;
 #pragma unroll 1
     for (int i = 0; i < t.count; i += 2) {
-      copy_tile(p, sm, t, i, phases[0]);
-      if (i + 1 < t.count) copy_tile(p, sm, t, i + 1, phases[1]);
+      copy_tile<0>(p, sm, t, leader, i, phases[0]);
+      if (i + 1 < t.count) copy_tile<1>(p, sm, t, leader, i + 1, phases[1]);
     }
     walk.next(t.count);
   }
@@ -320,20 +328,6 @@ template <int W> struct Consumer {
     mbar_arrive(sm.half_empty(1 - W, W));
     other_phase ^= 1;
     conclude(t, t.tile + i + 1, raised);
-  }
-
-  // Of four lanes with a word each of four runs of 8 columns, each gets one run.
-  DEVICE void gather(u32 (&x)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
-      x[i] = lane & 1 ? got : x[i], x[i + 1] = lane & 1 ? x[i + 1] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
-      x[i] = lane & 2 ? got : x[i], x[i + 2] = lane & 2 ? x[i + 2] : got;
-    }
   }
 
   // Normalised, with LSE, to where it belongs; maxima in log2 units.

@@ -68,10 +68,11 @@ DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h
       : "memory");
 }
 // The same for what nobody reads again soon: it is the first to leave the L2.
-DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
+constexpr u64 FIRST_TO_LEAVE = 0x12F0000000000000ull, AS_ANY = 0x1000000000000000ull;
+DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b, u64 policy = FIRST_TO_LEAVE) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(0x12F0000000000000ull)
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(policy)
       : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {
@@ -114,6 +115,17 @@ DEVICE u32 pack(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #else
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+
+// The same, with 0 for what is negative.
+DEVICE u32 pack_positive(float low, float high) {
+  u32 y;
+#if IS_BF16
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
 }
