@@ -60,8 +60,6 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if D > 128 and spec.attn_mask is not None and spec.attn_mask.dtype == torch.float32:
-        return f"has float32 masks for head dims to 128, got {D}"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
     return None

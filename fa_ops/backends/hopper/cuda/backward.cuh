@@ -337,6 +337,7 @@ struct KeyRows {
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
     add_bias_columns(s, sm.bias, first, p.bias.unit);
+    fence_async_smem();  // as in forward.cu
     mbar_arrive(sm.bias_empty);
     bias.next();
 #endif

@@ -57,6 +57,10 @@ struct ValueConsumer : KeyRows {
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++) wgmma_value_grads(dv, w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3], descriptor(from, j * 2048));
     wgmma_commit();
+#if BIAS_BITS  // in flight beside what reads the next block's bias, ptxas would wait for it product by product (C7515)
+    wgmma_wait<0>();
+    pin(dv);
+#endif
     held = sm.do_empty + 8 * i;
     ring.next();
   }

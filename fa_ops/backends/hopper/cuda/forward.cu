@@ -219,6 +219,7 @@ struct Consumer {
   DEVICE void add_bias() {
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
     add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
+    fence_async_smem();  // reads may still be in flight: where products take all of shared memory's time, the next copy would overtake them
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
   }
@@ -473,12 +474,14 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_release<(CONSUMERS == 2 ? 40 : 32)>();
+#if BIAS_BITS
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) produce(p, sm); else if (warp <= CONSUMERS) load_bias(p, sm, warp - 1);
+#else
     if (threadIdx.x < 32) produce(p, sm);
 #if HAS_MASK
     else if (threadIdx.x < 32 + 32 * CONSUMERS) fill_mask(p, sm, uniform(threadIdx.x / 32) - 1);
 #endif
-#if BIAS_BITS
-    else if (threadIdx.x < 32 + 32 * CONSUMERS) load_bias(p, sm, uniform(threadIdx.x / 32) - 1);
 #endif
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();
