@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch, prepared
-from fa_ops.ops import dense, library, merge, varlen
+from fa_ops import dispatch
+from fa_ops.ops import dense, library, merge, prepared, varlen
 from fa_ops.types import Spec
 
 Window = tuple[int | None, int | None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import api, prepared
-from fa_ops.ops import kv_cache
+from fa_ops import api
+from fa_ops.ops import kv_cache, prepared
 from fa_ops.types import Cache, Spec
 
 

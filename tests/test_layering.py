@@ -15,11 +15,10 @@ PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
 TOP = {
     "fa_ops": ("fa_ops.api", "fa_ops.dispatch", "fa_ops.kv_cache", "fa_ops.ops", "fa_ops.types"),
-    "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", "fa_ops.prepared", "fa_ops.types"),
+    "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", "fa_ops.types"),
     "fa_ops.types": (),
     "fa_ops.dispatch": ("fa_ops.types",),
-    "fa_ops.api": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.prepared", "fa_ops.types"),
-    "fa_ops.prepared": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops.api": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
     "fa_ops.ops": ("fa_ops.ops", "fa_ops.dispatch", "fa_ops.types"),
     "fa_ops.distributed": ("fa_ops.distributed", "fa_ops.api", "fa_ops.ops", "fa_ops.types"),
     "fa_ops.backends": ("fa_ops.types", "fa_ops.backends.dropout"),

@@ -1,14 +1,16 @@
 """Repeated eager calls: the second goes to the prepared function, and only where it may."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import dispatch, prepared
+from fa_ops import dispatch
 from fa_ops.backends import cpu
+from fa_ops.ops import kv_cache, prepared
 
 FAST = torch.tensor(7.0)
 
@@ -255,6 +257,18 @@ def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
         call(q, k, v, LENS, window=(1.0, 2))
 
 
+def test_values_in_keys_and_the_precision_of_products_are_part_of_a_key(cached_calls, monkeypatch):
+    _, keys = cached_calls
+    q, k, _ = qkv(512)
+    call = fa_ops.attention_with_kv_cache
+    call(q, k, k[..., :4], LENS)
+    call(q, k, k.clone()[..., :4], LENS)
+    matmul = SimpleNamespace(fp32_precision="other")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    call(q, k, k[..., :4], LENS)
+    assert len(set(keys)) == 3
+
+
 def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):
     _, keys = cached_calls
     q, k, v = qkv(512)
@@ -265,6 +279,77 @@ def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):
     with pytest.raises(TypeError, match="kv_lens must be a Tensor"):
         call(q, k, v, [3])
     assert not keys and not prepared._runs
+
+
+READ, APPEND = kv_cache.READ, kv_cache.APPEND
+
+
+@pytest.fixture
+def prepared_tensors(monkeypatch):
+    """What prepared calls over caches were given; CPU tensors are remembered, as CUDA's are."""
+    calls = []
+
+    def prepare(q, k, v, cache, spec):
+        return lambda *args: calls.append(args) or (q.new_zeros(1), q.new_ones(1))
+
+    monkeypatch.setattr(cpu, "prepare_cached", prepare)
+    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
+    return calls
+
+
+def test_a_repeated_operator_call_takes_the_prepared_function(prepared_tensors):
+    q, k, v = qkv(512)
+    new = torch.randn(1, 2, 1, 8)
+    READ(q, k, v, LENS)
+    APPEND(q, k, v, new, new, LENS)
+    assert not prepared_tensors
+    lens, before = LENS + 1, k._version
+    assert READ(q, k, v, lens)[1].shape == (1,)
+    with torch.no_grad():
+        APPEND(q, k, v, new, new + 1, lens)
+    one, other = prepared_tensors
+    assert one[0] is other[0] is True
+    assert [t.data_ptr() for t in one[1:5]] == [t.data_ptr() for t in (q, k, v, lens)]
+    assert one[5:] == (None,) * 11
+    assert torch.equal(other[9], new) and torch.equal(other[10], new + 1)
+    assert other[5:9] == (None,) * 4 and other[11:] == (None,) * 5
+    assert k._version == v._version == before + 1
+
+
+def test_operator_calls_that_differ_are_not_taken_for_each_other(prepared_tensors):
+    q, k, v = qkv(512)
+    options = (
+        {}, {"scale": 0.5}, {"window_left": 3}, {"window_right": 3}, {"softcap": 2.0},
+        {"num_splits": 2}, {"batch_invariant": True}, {"is_causal": True}, {"backend": "cpu"},
+        {"sinks": torch.zeros(2)}, {"alibi_slopes": torch.zeros(2)}, {"key_ranges": RANGES},
+    )  # fmt: skip
+    for one in options:
+        READ(q, k, v, LENS, **one)
+    with fa_ops.use_backend("reference"):
+        READ(q, k, v, LENS)
+    assert not prepared_tensors
+    for one in options:
+        READ(q, k, v, LENS, **one)
+    assert len(prepared_tensors) == len(options)
+
+
+def test_a_remembered_operator_call_still_has_no_gradient(prepared_tensors):
+    q, k, v = qkv(512)
+    for _ in range(2):
+        READ(q, k, v, LENS)
+    with pytest.raises(ValueError, match="has no gradient"):
+        READ(q.detach().requires_grad_(), k, v, LENS)
+    with pytest.raises(ValueError, match="batch size"):
+        READ(q, k[:, :, :], v[:0], LENS)
+
+
+def test_lengths_on_the_cpu_are_checked_every_time():
+    q, k, v = qkv(512)
+    for _ in range(2):
+        READ(q, k, v, LENS)
+        with pytest.raises(ValueError, match="past the"):
+            READ(q, k, v, LENS + 512)
+    assert not prepared._runs
 
 
 def test_a_backend_without_prepare_is_asked_once(monkeypatch):

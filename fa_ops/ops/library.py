@@ -154,12 +154,12 @@ def is_plain(query: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def nobody_watches(*tensors: Tensor) -> bool:
+def nobody_watches(*tensors: Tensor | None) -> bool:
     """Whether an eager call of plain tensors may leave the dispatcher out unnoticed."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t.requires_grad:
-                return False
+    recording = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or (recording and t.requires_grad)):
+            return False
     return not (
         in_functorch()
         or forward_ad._current_level >= 0

@@ -206,7 +206,7 @@ def test_the_struct_of_a_latent_cache(driver):
     q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)
-    out, lse = mla.forward(q, k, Cache(table), Spec(kv_lens=LENS))
+    out, lse = mla.forward(q, k, k[..., :512], Cache(table), Spec(kv_lens=LENS))
     assert [one.name for one in driver.launched] == ["mla", "merge_parts"]
     params = driver.launched[0].params
     at = struct.unpack_from("<Q", params)[0], struct.unpack_from("<Q", params, 128)[0]
@@ -214,3 +214,11 @@ def test_the_struct_of_a_latent_cache(driver):
     out_at, lse_at, _, _, lens_at, table_at = struct.unpack_from("<6Q", params, 256)
     assert (out_at, lse_at) == (out.data_ptr(), lse.data_ptr())
     assert (lens_at, table_at) == (LENS.data_ptr(), table.data_ptr())
+    run = mla.prepare(q, k, k[..., :512], Cache(table), Spec(kv_lens=LENS))
+    out, lse = run(False, q, k, k[..., :512], LENS, table)
+    again = driver.launched[-1].params
+    out_at, lse_at, sums_at, stats_at = struct.unpack_from("<4Q", again, 256)
+    (size,), _, _ = run.__self__.workspace
+    assert lse is None and out_at == out.data_ptr()
+    assert sums_at < stats_at < lse_at and lse_at + 2 * 16 * 4 == sums_at + size
+    assert again[304:] == params[304:]

@@ -6,9 +6,9 @@ import importlib
 import pytest
 import torch
 
-from fa_ops import prepared
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
+from fa_ops.ops import prepared
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec

@@ -69,7 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     from fa_ops.backends.hopper import decode, dense_forward, mla
 
     if mla.has_dims(q, v):
-        return mla.forward(q, k, Cache(), spec)
+        return mla.forward(q, k, v, Cache(), spec)
     if decode.decodes(q, k, v, spec):
         return decode.forward(q, k, v, Cache(), spec)
     return dense_forward.forward(q, k, v, spec)
@@ -78,10 +78,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
     from fa_ops.backends.hopper import decode, dense_forward, mla
 
-    if mla.has_dims(q, v):
-        return None  # where the values lie is no part of what is prepared
-    if decode.decodes(q, k, v, spec):
-        run = decode.prepare(q, k, v, Cache(), spec)
+    own = mla if mla.has_dims(q, v) else decode
+    if own is mla or decode.decodes(q, k, v, spec):
+        run = own.prepare(q, k, v, Cache(), spec)
         return lambda q, k, v: run(False, q, k, v)[0]
     return dense_forward.prepare(q, k, v, spec)
 
@@ -143,7 +142,7 @@ def cache_forward(
     from fa_ops.backends.hopper import decode, mla
 
     if mla.has_dims(q, v):
-        return mla.forward(q, k, cache, spec)
+        return mla.forward(q, k, v, cache, spec)
     return decode.forward(q, k, v, cache, spec)
 
 
@@ -152,6 +151,5 @@ def prepare_cached(
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     from fa_ops.backends.hopper import decode, mla
 
-    if mla.has_dims(q, v):
-        return None  # as in `prepare`
-    return decode.prepare(q, k, v, cache, spec)
+    own = mla if mla.has_dims(q, v) else decode
+    return own.prepare(q, k, v, cache, spec)

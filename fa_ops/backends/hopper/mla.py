@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from fa_ops.backends.hopper.launch import (
     empty,
     launch_early,
 )
-from fa_ops.backends.hopper.problem import FAR, LOG2E
+from fa_ops.backends.hopper.problem import FAR, LOG2E, copyable
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
@@ -64,25 +65,38 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     return None
 
 
-def forward(q: Tensor, k: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, 512) laid out (B, Sq, Hq, 512), and lse (B, Hq, Sq)."""
+    plan = _plan_of(q, k, *_options(cache, spec))
+    return plan.run(True, q, k, v, spec.kv_lens, cache.page_table)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
+    return _plan_of(q, k, *_options(cache, spec)).run
+
+
+def _options(cache: Cache, spec: Spec) -> tuple:
+    """What a plan depends on besides query and keys."""
     table = cache.page_table
-    plan = _plan(
-        q.dtype,
-        q.device.index,
-        (q.shape, k.shape),
-        (q.stride(), k.stride()),
+    return (
         (spec.is_causal, spec.scale),
         None if table is None else (table.shape[1], table.stride(0)),
         spec.kv_lens is not None,
     )
-    return plan.run(q, k, table, spec.kv_lens)
+
+
+def _plan_of(q: Tensor, k: Tensor, *options) -> Plan:
+    return _plan(q.dtype, q.device.index, (q.shape, k.shape), (q.stride(), k.stride()), options)
 
 
 class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
-    def __init__(self, dtype, device, shapes, strides, statics, table, has_lens):
+    def __init__(self, dtype, device, shapes, strides, options):
+        self.options = (is_causal, scale), table, has_lens = options
         (B, Hq, Sq, D), key_shape = shapes
         page, pages, stride, k_strides = 0, 0, 0, strides[1]
         if table is None:
@@ -93,7 +107,6 @@ class Plan:
             capacity = page * max_pages
             key_shape = (pages, 1, page, D)
             k_strides = tuple(k_strides[i] for i in (0, 2, 1, 3))
-        is_causal, scale = statics
         config = mla_config(page)
         self.device = device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
@@ -118,12 +131,12 @@ class Plan:
             (Sq * Hq * VALUE_DIM, VALUE_DIM, Hq * VALUE_DIM, 1),
             dtype,
         )
-        # apart from the workspace: it would keep all of that
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        # of each CTA's first and last unit: sums and statistics
+        # as in `decode`: sums, statistics and an lse that is not given
         rows = 2 * self.ctas * config.rows
         self.stats_at = rows * VALUE_DIM * 4
-        self.workspace = (self.stats_at + rows * 8,), (1,), torch.uint8
+        self.lse_at = self.stats_at + rows * 8
+        self.workspace = (self.lse_at + B * Hq * Sq * 4,), (1,), torch.uint8
         scalars = _SCALARS.pack(
             *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
             *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
@@ -132,17 +145,25 @@ class Plan:
         self.params = Params(_HEAD, scalars)
 
     def run(
-        self, q: Tensor, k: Tensor, table: Tensor | None, kv_lens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
+        table: Tensor | None = None, *_: None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """out and lse, which is None unless asked for. The values are the keys' first features."""
         if current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self.run(q, k, table, kv_lens)
-        out, lse, workspace = empty(*self.out), empty(*self.lse), empty(*self.workspace)
+                return self.run(with_lse, q, k, v, kv_lens, table)
+        q_at, k_at = q.data_ptr(), k.data_ptr()
+        if (q_at | k_at) & 15:
+            q, k = map(copyable, (q, k))
+            return _plan_of(q, k, *self.options).run(with_lse, q, k, v, kv_lens, table)
+        out, workspace = empty(*self.out), empty(*self.workspace)
+        lse = empty(*self.lse) if with_lse else None
         of_q, of_k = self.maps
         at = workspace.data_ptr()
         params = self.params.take(
-            of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), out.data_ptr(), lse.data_ptr(), at,
-            at + self.stats_at, address(kv_lens), address(table),
+            of_q.at(q_at), of_k.at(k_at), out.data_ptr(),
+            at + self.lse_at if lse is None else lse.data_ptr(), at, at + self.stats_at,
+            address(kv_lens), address(table),
         )  # fmt: skip
         launch_early(self.kernels, self.ctas, current_stream(self.device), params[1])
         self.params.give_back(params)

@@ -1,11 +1,12 @@
-"""Eager calls that repeat: what has passed every check once goes straight to its kernel.
+"""Calls that repeat: what has passed every check once goes straight to its kernel.
 
-The checks, the dispatcher and the choice of a backend are most of the host time of a small call.
-None of them can decide anything new for a call with the same shapes, strides, dtypes, devices and
-options, so such a call is remembered with the function its backend prepared for it. That holds for
-calls without gradients whose only tensor options are kv_lens and key_ranges and that nothing
-watches: torch.compile, functorch, autocast, dispatch modes and the profiler get to see the operator
-itself.
+The checks and the choice of a backend are most of the host time of a small call. None of them can
+decide anything new for a call with the same shapes, strides, dtypes, devices and options, so such a
+call is remembered with the function its backend prepared for it.
+
+The doors look here before they call an operator, to leave the dispatcher out too. They may where
+nothing watches: torch.compile, functorch, autocast, dispatch modes and the profiler get to see the
+operator itself. The operators over a cache, which have no gradient, look here below all of those.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from fa_ops import dispatch
@@ -24,28 +26,47 @@ _runs: dict[tuple, Callable[..., Tensor] | None] = {}
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
-    """What makes two calls the same, or None where a call must not be remembered.
+    """What makes two eager calls the same, or None where the operator must see the call.
 
-    What the tensors hold makes no other call of it. `options` include the types of those that equal
-    one of another type: 1 is no bool, which the checks have to say, and yet it equals True.
+    `options` include the types of those that equal one of another type: 1 is no bool, which the
+    checks have to say, and yet it equals True.
     """
-    if not (type(q) is type(k) is type(v) is Tensor and library.nobody_watches(q, k, v)):
+    if not library.nobody_watches(q, k, v, *tensors):
         return None
     try:
-        key = [
-            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
-        ]  # fmt: skip
-        for t in tensors:
-            if t is None:
-                key.append(None)
-            elif type(t) is Tensor and not t.requires_grad:
-                key += (t.shape, t.stride(), t.dtype, t.device)
-            else:
-                return None
+        return signature(q, k, v, tensors, *options)
     except RuntimeError:  # a layout without sizes or strides, which the operator refuses
         return None
+
+
+def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple:
+    """What makes two calls the same. What the tensors hold makes no other call of it."""
+    dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
+    key = [
+        q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
+        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
+    ]  # fmt: skip
+    if k_shape != v_shape:  # values may be part of the keys
+        key.append(k.data_ptr() == v.data_ptr())
+    if dtype is torch.float32:
+        key.append(torch.backends.cuda.matmul.fp32_precision)
+    for t in tensors:
+        if t is None:
+            key.append(None)
+        else:
+            key += (t.shape, t.stride(), t.dtype, t.device)
     return tuple(key)
+
+
+def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
+    """As what `prepare_cached` gives takes them."""
+    small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
+    return (*small, *cache[1:7], cache.unified_max)
+
+
+def values_are_free(q: Tensor) -> bool:
+    """Whether lengths and pages are never looked at: those of CPU tensors are, in every call."""
+    return q.is_cuda
 
 
 def find(key: tuple) -> Callable[..., Tensor] | None:
@@ -56,15 +77,12 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
 
 
 def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-    """The same for a call over a cache.
-
-    Those of values need a CPU tensor, and kernels want small tensors contiguous: such calls go the
-    long way.
-    """
+    """The same for a call over a cache. Kernels want small tensors contiguous: calls with others go
+    the long way."""
     small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
     new = cache.key is None or cache.key.numel() > 0
-    if key in _runs or not (q.is_cuda and plain and new and q.numel() and k.numel()):
+    if key in _runs or not (values_are_free(q) and plain and new and q.numel() and k.numel()):
         return
     if len(_runs) >= _LIMIT:
         _runs.clear()
