@@ -57,6 +57,8 @@ class BackwardConfig:
     stages: int = 2
     query_block_n: int = 64
     query_stages: int = 3
+    starts_early: bool = True  # each kernel comes onto multiprocessors that the last one has left
+    section_bytes: int = 64 << 20  # of Q and dO that CTAs side by side pass over
 
     threads = 384  # a warpgroup copies, two compute
 

@@ -63,7 +63,7 @@ def backward(
         workspace = (lse_log2, delta, sums, *runs)
         params = _params(q, k, v, grad_out, grads, workspace, spec, config)
         kernels.prepare.launch(
-            (rows // 8, B * Hq),
+            (rows // 64, B * Hq),
             stream,
             pointers_to(
                 *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
@@ -72,18 +72,21 @@ def backward(
             ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        kernels.products.launch((blocks, 1), stream, pointers_to(params))
+        launch = Kernel.launch_early if config.starts_early else _launch
+        launch(kernels.products, blocks, stream, pointers_to(params))
         dq = grads[0]
         if sums is None:
             kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
         else:
             scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
-            kernels.finish.launch(
-                (m_blocks, B * Hq),
-                stream,
-                pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
-            )
+            sizes = _ints(m_blocks, Hq, Sq, D)
+            pointers = pointers_to(*_words(sums, dq), _strides(dq), *sizes, scale)
+            launch(kernels.finish, m_blocks * B * Hq, stream, pointers)
     return Gradients(*grads, None, _sink_gradient(spec, lse, delta))
+
+
+def _launch(entry: Kernel, ctas: int, stream: int, pointers: ctypes.Array) -> None:
+    entry.launch((ctas, 1), stream, pointers)
 
 
 def _params(
@@ -101,7 +104,7 @@ def _params(
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
     by_key, by_query = _mask_bits(spec, Sk, config)
     dims = D + v.shape[-1]
-    section = section_of(B * Hkv, Sq * 2 * dims * group)
+    section = section_of(B * Hkv, Sq * 2 * dims * group, config.section_bytes)
     query_section = section_of(B * Hkv, Sk * 2 * dims) * group
     params = ctypes.create_string_buffer(_PARAMS_BYTES)
     _PARAMS.pack_into(

@@ -133,6 +133,7 @@ struct Consumer : KeyRows {
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
+  next_grid_may_start();
   if (threadIdx.x == 0) {
     sm.init();
     mbar_init_fence();
@@ -152,11 +153,12 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
 
 #if ADDS_DQ
 // After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int Hq, int Sq, int D, float scale) {
+extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int m_blocks, int Hq, int Sq, int D, float scale) {
   const int tid = threadIdx.x & 127, c = threadIdx.x / 128, lane = tid & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const float4* block = (const float4*)(sums + ((long long)bh * gridDim.x + blockIdx.x) * (BLOCK_M * HEAD_DIM) + c * (DQ_BYTES / 4));
-  const int row = blockIdx.x * BLOCK_M + (tid >> 5) * 16 + (lane >> 2);
+  const int bh = blockIdx.x / m_blocks, m = blockIdx.x - bh * m_blocks, b = bh / Hq, h = bh - b * Hq;
+  const float4* block = (const float4*)(sums + (long long)blockIdx.x * (BLOCK_M * HEAD_DIM) + c * (DQ_BYTES / 4));
+  const int row = m * BLOCK_M + (tid >> 5) * 16 + (lane >> 2);
+  wait_for_last_grid();
 #pragma unroll
   for (int i = 0; i < QUERY_GRADS / 4; i++) {
     const float4 x = block[i * 128 + tid];

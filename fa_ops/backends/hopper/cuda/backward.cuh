@@ -144,12 +144,12 @@ DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, 
 // One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
   const bool leader = elected();
-  if (t.first == t.last) return;
-  if (leader) {
+  if (leader && t.first < t.last) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
     load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
     load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
   }
+  wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
   Ring<STAGES> ring;
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
     for (int base = t.first; base < t.last; base += 32) {
@@ -301,27 +301,39 @@ struct KeyRows {
   }
 };
 
-// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
+constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
+
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
                                                          float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
-  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const long long at = (long long)bh * rows + row;
-  float sum = 0.f;
-  if (row < Sq) {
-    const Element* x = out + b * o.b + h * o.h + row * o.s;
-    const Element* y = grad_out + b * d.b + h * d.h + row * d.s;
-    for (int i = lane * 8; i < Dv; i += 256) sum += dot8(x + i, y + i);
+  next_grid_may_start();
+  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
+  const long long base = (long long)bh * rows;
+  if (sums) {
+    float4* block = (float4*)(sums + (base + blockIdx.x * 64) * HEAD_DIM);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) block[i * 256 + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  const Element* x = out + b * o.b + h * o.h + there;
+  const Element* y = grad_out + b * d.b + h * d.h + there;
+  float sum[LANES / 4];  // of each row that these lanes have
+#pragma unroll
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = min(blockIdx.x * 64 + (i * 256 + (int)threadIdx.x) / LANES, Sq - 1);  // no branch: all loads are under way at once
+    const float found = dot8(x + row * o.s, y + row * d.s);
+    sum[i] = feature < Dv ? found : 0.f;
   }
 #pragma unroll
-  for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
-  if (lane == 0) {
-    const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-    lse_log2[at] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * 1.4426950408889634f;
-    delta[at] = row < Sq ? sum - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = blockIdx.x * 64 + (i * 256 + threadIdx.x) / LANES;
+#pragma unroll
+    for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
+    if (feature == 0) {
+      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
+      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * 1.4426950408889634f;
+      delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+    }
   }
-  if (sums)
-    for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
 #if HAS_RANGES
