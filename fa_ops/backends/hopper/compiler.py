@@ -96,7 +96,9 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
     if wide:
         products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
     else:
-        products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
+        # of 64 queries a consumer has half the columns, of 128 half the queries
+        columns = D * defines["BLOCK_M"] // 128
+        products += wgmma("wgmma_queries", columns, dtype, "columns", "columns")
     parts = ("elements.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
     if defines["ADDS_DQ"]:
         return products, parts

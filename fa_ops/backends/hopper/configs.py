@@ -57,7 +57,10 @@ class BackwardConfig:
     stages: int = 2
     query_block_n: int = 64
     query_stages: int = 3
-    starts_early: bool = True  # each kernel comes onto multiprocessors that the last one has left
+    delays_dq: bool = False  # by a step, so that consumers need not keep pace
+    overlaps_steps: bool = False  # dK's product ends in the next step
+    weighs_first: bool = False  # exponentials before the wait for dP
+    starts_early: bool = False  # each kernel comes onto multiprocessors that the last one has left
     section_bytes: int = 64 << 20  # of Q and dO that CTAs side by side pass over
 
     threads = 384  # a warpgroup copies, two compute
@@ -88,6 +91,9 @@ class BackwardConfig:
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
+            "DELAYS_DQ": int(self.adds_dq and self.delays_dq),
+            "WEIGHS_FIRST": int(self.weighs_first),
+            "OVERLAPS_STEPS": int(self.adds_dq and self.delays_dq and self.overlaps_steps),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM *
 constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
-static_assert(BLOCK_M == 64, "one swizzle atom of queries");
+static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK), "swizzle atoms of queries; a mask's bits of 64");
 
 // A mask's bits from mask.cu: the steps between batches, heads and rows in bytes, 0 where they share bits, and where in a row its run stands.
 struct Bits { const unsigned char* at; long long b, h, row, run; };
@@ -165,6 +165,17 @@ DEVICE float2 shared_pair(u32 address) {
   return y;
 }
 
+template <int R> DEVICE void pin(u32 (&x)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Opaque to the compiler, which else keeps the sum of it and each constant in a register for all of a loop.
+DEVICE u32 base_of(u32 address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 DEVICE int2 shared_run(u32 address) {
   int2 y;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
@@ -275,9 +286,10 @@ struct KeyRows {
         if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
     }
 #endif
+    const u32 row = base_of(lse + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 l = shared_pair(lse + (i * 2 + (lane & 3) * 2) * 4);
+      const float2 l = shared_pair(row + i * 8);
       s[i] = exp2_fast(fmaf(s[i], p.scale_log2, -l.x)), s[i + 1] = exp2_fast(fmaf(s[i + 1], p.scale_log2, -l.y));
       s[i + 2] = exp2_fast(fmaf(s[i + 2], p.scale_log2, -l.x)), s[i + 3] = exp2_fast(fmaf(s[i + 3], p.scale_log2, -l.y));
     }
@@ -353,10 +365,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
   const bool any = run.y > run.x;
   int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
   x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
-  __shared__ int4 halves[2];
-  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = x;
+  __shared__ int4 parts[BLOCK_M / 32];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  const int4 y = halves[1];
-  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+  if (threadIdx.x) return;
+  for (int4 y : parts) x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+  bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = x;
 }
 #endif
