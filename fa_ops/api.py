@@ -101,10 +101,9 @@ def attention(
         attn_mask is alibi_slopes is sinks is None
     ):
         sides = tuple(window) if isinstance(window, list) else window
-        call = prepared.key_of(query, key, value, is_causal, scale, sides, softcap, backend)
         bounds = () if kv_lens is key_ranges is None else (kv_lens, key_ranges)
-        if bounds:
-            call = call and prepared.with_bounds(call, *bounds)
+        plain = (is_causal, scale, sides, softcap, backend)
+        call = prepared.key_of(query, key, value, bounds, *plain)
         run = call and prepared.find(call)
         if run is not None:
             return run(query, key, value, *bounds)

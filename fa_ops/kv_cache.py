@@ -115,16 +115,23 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
-    tensors = (
-        kv_lens, page_table, key, value, alibi_slopes, sinks, k_scale, v_scale, rotary_cos,
-        rotary_sin, key_ranges, unified_max,
+    tensors, others = (kv_lens, page_table), (
+        key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale, rotary_cos, rotary_sin,
+        unified_max,
     )  # fmt: skip
+    if not (
+        key_ranges is alibi_slopes is sinks is key is value is k_scale is v_scale is rotary_cos
+        is rotary_sin is unified_max is None
+    ):  # fmt: skip
+        tensors += others
     plain = (
         is_causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant, backend
     )  # fmt: skip
-    call = _key_of(query, key_cache, value_cache, tensors, plain)
+    call = None
+    if not (torch.compiler.is_compiling() or kv_cache.DEBUG):
+        call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain)
     if call is not None and (run := prepared.find(call)) is not None:
-        result = run(query, key_cache, value_cache, *_bound(tensors, plain))
+        result = run(return_lse, query, key_cache, value_cache, *tensors)
         if key is not None:
             kv_cache.written(key_cache, value_cache)
         return result if return_lse else result[0]
@@ -167,27 +174,10 @@ def attention_with_kv_cache(
     return (out, lse) if return_lse else out
 
 
-def _key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, plain: tuple) -> tuple | None:
-    """What makes two calls the same, or None where a call must not be remembered."""
-    if kv_cache.DEBUG or torch.compiler.is_compiling():
-        return None
-    signature: list = []
-    for t in tensors:
-        if t is None:
-            signature.append(None)
-        elif type(t) is Tensor and not t.requires_grad and t.is_contiguous():
-            signature += (t.shape, t.dtype, t.device)
-        elif type(t) is Tensor and not t.requires_grad:
-            signature += (t.shape, t.dtype, t.device, t.stride())
-        else:
-            return None
-    return prepared.key_of(q, k, v, "cache", *signature, *plain)
-
-
 def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
     (
-        kv_lens, table, key, value, slopes, sinks, k_scale, v_scale, cos, sin, ranges, guesses
-    ) = tensors  # fmt: skip
+        kv_lens, table, ranges, slopes, sinks, key, value, k_scale, v_scale, cos, sin, guesses
+    ) = (*tensors, *[None] * 10)[:12]  # fmt: skip
     (causal, scale, window, softcap, interleaved, splits, invariant, backend) = plain
     left, right = (-1, -1) if window is None else api.sides(window)
     return (

@@ -23,26 +23,25 @@ _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
 
 
-def key_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
-    """What makes two calls the same, or None where a call must not be remembered."""
+def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
+    """What makes two calls the same, or None where a call must not be remembered.
+
+    What the tensors hold makes no other call of it.
+    """
     if not (type(q) is type(k) is type(v) is Tensor and library.nobody_watches(q, k, v)):
         return None
-    return (
+    key = [
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
-    )  # fmt: skip
-
-
-def with_bounds(key: tuple, *bounds: Tensor | None) -> tuple | None:
-    """The key of a call with kv_lens or key_ranges; what they hold makes no other call of it."""
-    for t in bounds:
+    ]  # fmt: skip
+    for t in tensors:
         if t is None:
-            key += (None,)
-        elif type(t) is Tensor and t.is_contiguous():
-            key += (t.shape, t.dtype, t.device)
+            key.append(None)
+        elif type(t) is Tensor and not t.requires_grad:
+            key += (t.shape, t.stride(), t.dtype, t.device)
         else:
             return None
-    return key
+    return tuple(key)
 
 
 def find(key: tuple) -> Callable[..., Tensor] | None:
@@ -88,12 +87,10 @@ def _bounded(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
     """Calls with kv_lens or key_ranges that are decoding: over a cache that nothing is added to."""
     prepare, cache = getattr(backend, "prepare_cached", None), Cache()
-    if not (prepare and is_decoding(q.shape[2], k.shape[2], spec)):
+    plain = all(t is None or t.is_contiguous() for t in (spec.kv_lens, spec.key_ranges))
+    if not (prepare and plain and is_decoding(q.shape[2], k.shape[2], spec)):
         return None
     run = None if backend.cache_error(q, k, v, cache, spec) else prepare(q, k, v, cache, spec)
-    before, after = spec[:9], spec[11:]
-
-    def bounded(q, k, v, kv_lens, key_ranges) -> Tensor:
-        return run(q, k, v, cache, Spec(*before, kv_lens, key_ranges, *after))[0]
-
-    return run and bounded
+    if run is None:
+        return None
+    return lambda q, k, v, kv_lens, ranges: run(False, q, k, v, kv_lens, None, ranges)[0]

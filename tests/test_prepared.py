@@ -15,7 +15,7 @@ FAST = torch.tensor(7.0)
 def preparing_backend(monkeypatch):
     monkeypatch.setattr(prepared, "_runs", {})
     monkeypatch.setattr(cpu, "prepare", lambda q, k, v, spec: lambda q, k, v: FAST, raising=False)
-    cached = lambda *call: lambda q, k, v, cache, spec: (FAST, None)  # noqa: E731
+    cached = lambda *call: lambda with_lse, q, k, v, *tensors: (FAST, None)  # noqa: E731
     monkeypatch.setattr(cpu, "prepare_cached", cached, raising=False)
 
 
@@ -73,7 +73,7 @@ RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
 )
 def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
     def prepare(q, k, v, cache, spec):
-        return lambda q, k, v, cache, spec: ((spec.kv_lens, spec.key_ranges), None)
+        return lambda with_lse, q, k, v, lens=None, table=None, ranges=None: ((lens, ranges), None)
 
     monkeypatch.setattr(cpu, "prepare_cached", prepare)
     q, k, v = qkv(512)
@@ -95,6 +95,8 @@ def test_lengths_and_ranges_of_calls_that_are_no_decoding_go_the_long_way(monkey
 def test_ranges_laid_out_otherwise_go_the_long_way():
     assert is_fast(*qkv(512), key_ranges=RANGES)
     assert not is_fast(*qkv(512), key_ranges=RANGES.expand(1, 1, 5, 2))
+    apart = torch.stack([RANGES, RANGES], -1)[..., 0]
+    assert not is_fast(*qkv(512), key_ranges=apart)
 
 
 def test_bad_lengths_and_ranges_are_checked_every_time():
@@ -150,6 +152,72 @@ def test_meta_tensors_have_a_result_and_no_backend():
     for _ in range(2):
         assert fa_ops.attention(*qkv(device="meta")).shape == (1, 2, 5, 8)
     assert not prepared._runs
+
+
+@pytest.fixture
+def cached_calls(monkeypatch):
+    """Arguments of prepared calls over caches, and the keys that they are looked up by."""
+    calls, keys = [], []
+
+    def find(key):
+        keys.append(key)
+        return lambda *args: calls.append(args) or ("out", "lse")
+
+    monkeypatch.setattr(prepared, "find", find)
+    return calls, keys
+
+
+def test_a_cached_call_hands_its_tensors_over(cached_calls):
+    calls, _ = cached_calls
+    q, k, v = qkv(512)
+    call = fa_ops.attention_with_kv_cache
+    assert call(q, k, v, LENS) == "out"
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    assert call(q, k, v, LENS, table, return_lse=True) == ("out", "lse")
+    assert calls == [(False, q, k, v, LENS, None), (True, q, k, v, LENS, table)]
+
+    names = (
+        "key_ranges", "alibi_slopes", "sinks", "key", "value", "k_scale", "v_scale", "rotary_cos",
+        "rotary_sin", "unified_max",
+    )  # fmt: skip
+    for name in names:
+        given = torch.ones(1)
+        before = k._version
+        call(q, k, v, LENS, **{name: given})
+        assert calls[-1][:6] == (False, q, k, v, LENS, None)
+        assert calls[-1][6:] == tuple(given if name == other else None for other in names)
+        assert k._version == v._version == before + (name == "key")
+
+
+def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
+    _, keys = cached_calls
+    q, k, v = qkv(512)
+    other, call = torch.ones(2, 2), fa_ops.attention_with_kv_cache
+    tables = [torch.zeros(1, n, dtype=torch.int32) for n in (4, 5)]
+    options = (
+        {}, *({"page_table": table} for table in tables), {"page_table": tables[0].long()},
+        {"sinks": other}, {"sinks": other.t()[:1]}, {"alibi_slopes": other}, {"key": other},
+        {"value": other}, {"sinks": other, "alibi_slopes": other}, {"is_causal": True},
+        {"scale": 2.0}, {"window": (1, 2)}, {"softcap": 1.0}, {"num_splits": 2},
+        {"batch_invariant": True}, {"rotary_interleaved": True}, {"backend": "cpu"},
+    )  # fmt: skip
+    for one in options:
+        call(q, k, v, LENS, **one)
+    assert len(set(keys)) == len(keys) == len(options)
+    call(q, k, v, LENS + 1, tables[0] + 1)
+    assert keys[-1] == keys[1]
+
+
+def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):
+    _, keys = cached_calls
+    q, k, v = qkv(512)
+    call = fa_ops.attention_with_kv_cache
+    sinks = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="has no gradient"):
+        call(q, k, v, LENS, sinks=sinks)
+    with pytest.raises(TypeError, match="kv_lens must be a Tensor"):
+        call(q, k, v, [3])
+    assert not keys and not prepared._runs
 
 
 def test_a_backend_without_prepare_is_asked_once(monkeypatch):

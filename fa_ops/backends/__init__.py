@@ -22,9 +22,12 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
         optional, with the next: why it cannot attend such a key-value cache, and what can
     cache_forward(q, k, v, cache, spec) -> (out, lse)
         writes the new keys and values first, if there are any; q may be empty if there are
-    prepare_cached(q, k, v, cache, spec) -> (q, k, v, cache, spec) -> (out, lse)
+    prepare_cached(q, k, v, cache, spec) -> (with_lse, q, k, v, *tensors) -> (out, lse)
         optional: calls like this one again, at the least host cost; None where it cannot. Also for
-        dense calls with kv_lens or key_ranges that are decoding (`types.is_decoding`)
+        dense calls with kv_lens or key_ranges that are decoding (`types.is_decoding`). `tensors`:
+        kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
+        rotary_cos, rotary_sin, unified_max; at the end None may be left out. Without `with_lse` lse
+        may be None
 
 What they may rely on: shapes, dtypes and devices were checked by `ops`; no tensor is empty (`ops`
 answers zero-sized calls itself); the last dimension of q, k, v, out and grad_out is contiguous,

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fa_ops.backends.hopper import launch
 
@@ -23,7 +22,7 @@ def driver(monkeypatch):
     names = ("cuLaunchKernel", "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain", "cuGetErrorString")
     fake = SimpleNamespace(made=made, answers=answers, **{name: answer(name) for name in names})
     monkeypatch.setattr(launch, "driver", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
     launch._context.cache_clear()
     yield fake
     launch._context.cache_clear()

@@ -85,7 +85,7 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
             while re.fullmatch(r"\s*U?P\w", parts[0]):
                 parts.pop(0)
         registers = [[int(n) for n in _UNIFORM.findall(part)] for part in parts]
-        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "LDCU", "REDUX", "CREDUX"))
+        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "LDCU", "REDUX", "CREDUX", "ELECT"))
         sources = registers[1:] if writes else registers
         if any(n not in written for part in sources for n in part):
             found.append(f"{name} {operands}")

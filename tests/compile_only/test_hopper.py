@@ -27,12 +27,15 @@ OFF = dict.fromkeys(
         "HAS_ALIBI",
         "HAS_SINKS",
         "HAS_MASK",
+        "HAS_DROPOUT",
     ),
     0,
 )
 FEATURES = (
-    {}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1}, dict.fromkeys(OFF, 1)
+    {}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1},
+    {"IS_RAGGED": 1, "HAS_DROPOUT": 1}, dict.fromkeys(OFF, 1),
 )  # fmt: skip
+FEATURE_IDS = ["full", "causal", "mask", "dropout", "all"]
 SERIALISED = ("C7510", "C7512", "C7513", "C7514")
 
 
@@ -47,7 +50,7 @@ def assert_clean(log, spilled_bytes=0):
     assert spills and max(spills) <= spilled_bytes
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=["full", "causal", "mask", "all"])
+@pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
 def test_forward(dims, features, tmp_path):
     config = configs.forward_config(*dims)
@@ -66,17 +69,15 @@ def test_forward(dims, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-BACKWARD_FEATURES = pytest.mark.parametrize(
-    "features", FEATURES, ids=["full", "causal", "mask", "all"]
-)
+BACKWARD_FEATURES = pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
 
 
 @BACKWARD_FEATURES
 @pytest.mark.parametrize("delays_dq", [False, True], ids=["dq now", "dq later"])
 @pytest.mark.parametrize("head_dim, block_m", [(64, 64), (64, 128), (128, 64)])
 def test_backward_in_one_pass(head_dim, block_m, delays_dq, features, tmp_path):
-    if block_m == 128 and features.keys() & {"HAS_MASK", "HAS_SOFTCAP"}:
-        pytest.skip("masks and softcaps take the registers of 64 queries")
+    if block_m == 128 and features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"}:
+        pytest.skip("masks, hashes and softcaps take the registers of 64 queries")
     config = dataclasses.replace(
         configs.backward_config(head_dim, head_dim), block_m=block_m, delays_dq=delays_dq
     )
@@ -113,9 +114,44 @@ def test_backward_in_two_passes(dims, features, tmp_path):
     assert waits == {"backward": 6 if config.is_wide else 3, "backward_queries": 4}
 
 
-def kernel_counts(sass, instruction):
+BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
+
+
+@BIAS_BITS
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_forward_with_a_bias(dims, bits, tmp_path):
+    config = configs.forward_config(*dims, bits)
+    cubin, log = compiled("forward", config, IS_RAGGED=1, IS_DYNAMIC=1)
+    assert_clean(log)
+    sass = disassembled(cubin, tmp_path)
+    assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
+    assert sass.count("WARPGROUP.DEPBAR") == 4
+    # twice, 16 columns at once; float32 without ldmatrix
+    assert sass.count("LDSM") == (config.block_n // 8 if bits == 16 else 0)
+    assert not unwritten_uniform_registers(sass)
+
+
+@BIAS_BITS
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_backward_with_a_bias(dims, bits, tmp_path):
+    config = configs.backward_config(*dims, deterministic=dims == (64, 64), bias_bits=bits)
+    cubin, log = compiled("backward", config, IS_RAGGED=1)
+    assert_clean(log, spilled_bytes=12)
+    sass = disassembled(cubin, tmp_path)
+    assert not unwritten_uniform_registers(sass)
+    defines = configs.MaskGradientConfig(config).defines() | {"IS_RAGGED": 1, "IS_BF16": 1}
+    source = compiler.assemble("mask_gradient", OFF | config.defines() | defines)
+    cubin, log = compiler.compile_source(source, "--ptxas-options=-v")
+    assert_clean(log, spilled_bytes=12)
+    sass = disassembled(cubin, tmp_path)
+    assert kernel_counts(sass, "HGMMA", "mask")["mask_gradient"] == sum(dims) // 16
+    assert kernel_counts(sass, "WARPGROUP.DEPBAR", "mask")["mask_gradient"] == 1
+    assert not unwritten_uniform_registers(sass)
+
+
+def kernel_counts(sass, instruction, start="backward"):
     bodies = (part.partition("\n") for part in sass.split("Function : ")[1:])
-    return {n: body.count(instruction) for n, _, body in bodies if n.startswith("backward")}
+    return {n: body.count(instruction) for n, _, body in bodies if n.startswith(start)}
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -135,7 +171,7 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-@pytest.mark.parametrize("kind", ["packed", "mask"])
+@pytest.mark.parametrize("kind", ["packed", "mask", "dropout"])
 def test_what_other_kernels_need(kind):
     assert_clean(compiler.compile_source(compiler.assemble(kind, {}), "--ptxas-options=-v")[1])
 
@@ -172,6 +208,13 @@ def test_shared_memory_fits(dims):
             config = configs.backward_config(*dims, deterministic)
             assert config.shared_bytes <= configs.SHARED_LIMIT
             assert config.adds_dq or config.query_shared_bytes <= configs.SHARED_LIMIT
+        for bits, deterministic in itertools.product((16, 32), (False, True)):
+            assert configs.forward_config(*dims, bits).shared_bytes() <= configs.SHARED_LIMIT
+            config = configs.backward_config(*dims, deterministic, bits)
+            assert config.shared_bytes <= configs.SHARED_LIMIT
+            assert config.adds_dq or config.query_shared_bytes <= configs.SHARED_LIMIT
+            gradient = configs.MaskGradientConfig(config)
+            assert gradient.stages >= 1 and gradient.shared_bytes <= configs.SHARED_LIMIT
 
 
 class TestCache:

@@ -32,7 +32,8 @@ def run(backend: str) -> int:
         refuses = getattr(module, "backward_error", None)
         if not (refuses and refuses(q, k, v, spec)):
             grad_lse = torch.randn_like(lse)
-            module.backward(torch.randn_like(out), grad_lse, q, k, v, out, lse, spec)
+            grads = torch.randn_like(out), grad_lse
+            module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
         calls += 1
     if hasattr(module, "varlen_forward"):
         calls += run_packed(module)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import hopper
+from fa_ops.backends import dropout, hopper
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
-from fa_ops.types import Spec
+from fa_ops.types import Packing, Spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,11 +76,8 @@ def test_values_past_kv_lens_are_never_read_into_the_result():
 
 def test_refusals_name_what_can():
     q = torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16)
-    for spec in (
-        Spec(dropout_p=0.1),
-        Spec(attn_mask=torch.ones(64, 64, device="cuda")),
-    ):
-        assert "triton" in hopper.support_error(q, q, q, spec)
+    odd = q[..., :100].contiguous()
+    assert "triton" in hopper.support_error(odd, odd, odd, Spec())
     with pytest.raises(NotImplementedError, match="float32"):
         fa_ops.attention(q.float(), q.float(), q.float(), backend="hopper")
 
@@ -317,3 +314,144 @@ def test_deterministic_gradients_repeat_their_bits(D):
     )
     for grads in others:
         assert all(map(torch.equal, grads, first))
+
+
+def dropout_case(seed):
+    """Every head dim in one pass and in two, without a mask, with a bool and with a float one."""
+    D, Dv = DIMS[seed % len(DIMS)]
+    mask = (None, "bool", "float", None, "bool", "float", None)[seed % 7]
+    no_ranges = {"key_ranges": None} if mask == "bool" else {}
+    case = random_case(
+        seed, D=D, Dv=Dv, dtype=(torch.bfloat16, torch.float16)[seed // 16 % 2], device="cuda",
+        mask=mask, mask_shape=tuple(seed >> bit & 1 for bit in range(4)),
+        mask_grad=mask == "float" and seed % 5 < 3, dropout_p=(0.1, 0.5, 0.9, 1 / 3)[seed // 2 % 4],
+        deterministic=bool(seed // 8 % 2), **no_ranges,
+    )  # fmt: skip
+    return dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7))
+
+
+@pytest.mark.parametrize("seed", range(192))
+def test_dropout(seed):
+    check(dropout_case(seed))
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, {"window": (300, 100)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_long_dropout(dims, changes):
+    D, Dv = dims
+    for deterministic in (False, True):
+        case = Case(
+            B=2, Hq=4, Hkv=2, Sq=1300, Sk=1100, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda",
+            dropout_p=0.2, deterministic=deterministic, **changes,
+        )  # fmt: skip
+        check(case)
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_packed_dropout(seed):
+    D, Dv = DIMS[seed % len(DIMS)]
+    features = random_case(
+        seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
+        alibi=None, dropout_p=(0.1, 0.5)[seed % 2], deterministic=bool(seed // 8 % 2),
+        mask_grad=False,
+    )  # fmt: skip
+    lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (64, 64)][seed % 3]
+    keys = [(4, 9, 70, 0, 47), (300, 900, 129), (64, 64)][seed % 3]
+    case = PackedCase(lengths, keys, (0, 65)[seed // 16 % 2], features)
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert_close_to_oracle(case, "hopper")
+
+
+def one_hot(B, H, S, D, first, device="cuda"):
+    """(B, H, S, D): token first + d has feature d, others have none."""
+    x = torch.zeros(B, H, S, D, device=device, dtype=torch.bfloat16)
+    at = torch.arange(min(D, S - first), device=device)
+    x[:, :, first + at, at] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.875])
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+def test_each_kernel_drops_what_the_rule_says(D, p):
+    """Scores are 0; what else is there is one token a feature, so that each weight, or each
+    gradient of a score, is an element of a result, and its sign says whether it was kept."""
+    B, H, Sq, Sk = 2, 3, 333, 400
+    seed = torch.tensor([2**40 + D], device="cuda")
+    heads, i, j = (torch.arange(n, device="cuda") for n in (B * H, Sq, Sk))
+    kept = dropout.keep_mask(seed, heads.view(B, H, 1, 1), i.view(-1, 1), j, p)
+    zeros = [torch.zeros(B, H, S, D, device="cuda", dtype=torch.bfloat16) for S in (Sq, Sk, Sk)]
+    ones = torch.ones(B, H, Sq, D, device="cuda", dtype=torch.bfloat16)
+    for deterministic in (False, True):
+        spec = Spec(dropout_p=p, dropout_seed=seed, deterministic=deterministic)
+
+        def grads(q, k, v, grad_out, spec=spec):
+            out, lse = hopper.forward(q, k, v, spec)
+            return out, hopper.backward(grad_out, None, q, k, v, out, lse, spec)
+
+        zero_q, zero_k, zero_v = zeros
+        for first in range(0, Sk, D):
+            keys = one_hot(B, H, Sk, D, first)
+            out, _ = grads(zero_q, zero_k, keys, ones)
+            _, of_scores = grads(zero_q, keys, zero_v + 1, ones)
+            expected = kept[..., first : first + D]
+            for found in (out, of_scores.query):
+                assert torch.equal(found[..., : expected.shape[-1]] > 0, expected)
+        for first in range(0, Sq, D):
+            queries = one_hot(B, H, Sq, D, first)
+            _, of_values = grads(zero_q, zero_k, zero_v, queries)
+            _, of_scores = grads(queries, zero_k, zero_v + 1, ones)
+            expected = kept[..., first : first + D, :].mT
+            for found in (of_values.value, of_scores.key):
+                assert torch.equal(found[..., : expected.shape[-1]] > 0, expected)
+
+
+def test_packed_dropout_drops_what_the_rule_says():
+    H, D, p, lengths = 3, 64, 0.4, [70, 0, 200, 64, 1]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    packing, seed = Packing(ends, ends), torch.tensor([99], device="cuda")
+    T = sum(lengths)
+    zeros = torch.zeros(T, H, D, device="cuda", dtype=torch.bfloat16)
+    spec, found = Spec(dropout_p=p, dropout_seed=seed), []
+    for first in range(0, T, D):
+        values = one_hot(1, H, T, D, first)[0].transpose(0, 1)
+        found.append(hopper.varlen_forward(zeros, zeros, values, packing, spec)[0] > 0)
+    found = torch.cat(found, -1)  # (T, H, tokens)
+    for b, (start, n) in enumerate(zip(ends.tolist(), lengths)):
+        heads, tokens = torch.arange(H, device="cuda") + b * H, torch.arange(n, device="cuda")
+        kept = dropout.keep_mask(seed, heads.view(-1, 1), tokens.view(-1, 1, 1), tokens, p)
+        assert torch.equal(found[start : start + n, :, start : start + n], kept)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_deterministic_dropout_repeats_its_bits(D):
+    q, k, v = (
+        torch.randn(2, h, 1500, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (8, 2, 2)
+    )
+    grad, results = torch.randn_like(q), []
+    for _ in range(4):
+        torch.manual_seed(7)
+        out = fa_ops.attention(
+            q, k, v, is_causal=True, dropout_p=0.1, deterministic=True, backend="hopper"
+        )
+        results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+def test_a_graph_replays_dropout_with_another_seed():
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    seed = torch.tensor([1], device="cuda")
+    spec = Spec(dropout_p=0.5, dropout_seed=seed)
+    hopper.forward(q, k, v, spec)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = hopper.forward(q, k, v, spec)
+    seed.fill_(2)
+    graph.replay()
+    expected = spec._replace(dropout_seed=torch.tensor([2], device="cuda"))
+    assert torch.equal(out, hopper.forward(q, k, v, expected)[0])
+    assert not torch.equal(out, hopper.forward(q, k, v, spec._replace(dropout_seed=seed - 1))[0])

@@ -53,10 +53,8 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
-        return f"has no float masks yet (key_ranges it has), got {spec.attn_mask.dtype}"
-    if spec.dropout_p > 0:
-        return "has no dropout yet"
+    if D > 192 and spec.attn_mask is not None and spec.attn_mask.dtype == torch.float32:
+        return f"has float32 masks for head dims to 192, got {D}"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
     return None
@@ -78,8 +76,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     if mla.has_dims(q, v):
         return None  # where the values lie is no part of what is prepared
     if decode.decodes(q, k, v, spec):
-        run, cache = decode.prepare(q, k, v, Cache(), spec), Cache()
-        return lambda q, k, v: run(q, k, v, cache, spec)[0]
+        run = decode.prepare(q, k, v, Cache(), spec)
+        return lambda q, k, v: run(False, q, k, v)[0]
     return dense_forward.prepare(q, k, v, spec)
 
 
@@ -96,7 +94,7 @@ def backward(
 ) -> Gradients:
     from fa_ops.backends.hopper import dense_backward
 
-    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec)
+    return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
 
 
 def varlen_forward(
@@ -146,7 +144,7 @@ def cache_forward(
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]] | None:
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     from fa_ops.backends.hopper import decode, mla
 
     if mla.has_dims(q, v):

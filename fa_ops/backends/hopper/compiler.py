@@ -70,9 +70,14 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     if kind == "forward":
         products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
         products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
-        parts = ("scheduler.cuh", "softmax.cuh", "forward.cu")
+        parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
+        if defines.get("BIAS_BITS"):
+            parts = ("elements.cuh", "bias.cuh", *parts)
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
+    elif kind == "mask_gradient":
+        products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
+        parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
@@ -81,8 +86,12 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products += wgmma("wgmma_output", half, dtype, "registers", "columns")
         products += wgmma("wgmma_other", half, dtype, "rows", "columns")
         parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
-    else:  # "packed", "mask": what other kernels need, written before they run
-        parts = (f"{kind}.cu",)
+    else:  # what other kernels need, written before they run
+        parts = {
+            "dropout": ("dropout.cuh", "sequences.cuh", "dropout.cu"),
+            "mask": ("mask.cu",),
+            "packed": ("sequences.cuh", "packed.cu"),
+        }[kind]
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))
@@ -99,7 +108,8 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
         # of 64 queries a consumer has half the columns, of 128 half the queries
         columns = D * defines["BLOCK_M"] // 128
         products += wgmma("wgmma_queries", columns, dtype, "columns", "columns")
-    parts = ("elements.cuh", "backward.cuh", "backward_keys.cu" if wide else "backward.cu")
+    own = "backward_keys.cu" if wide else "backward.cu"
+    parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
         return products, parts
     products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")

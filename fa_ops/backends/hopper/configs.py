@@ -19,6 +19,11 @@ class Config:
     block_n: int
     stages: int = 2
     slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
+    bias_bits: int = 0  # of an element of a float mask; 0: there is none
+
+    def __post_init__(self) -> None:
+        # the product with the values takes 16 keys at a time
+        assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
 
     @property
     def threads(self) -> int:
@@ -29,13 +34,15 @@ class Config:
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
         barriers = 2 * consumers + 4 * self.stages + 4
         tiles = 2 * (self.block_m * self.head_dim + keys)
+        bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
+        tiles += bias if self.bias_bits else 0
         return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "STAGES": self.stages, "SLACK": self.slack,
+            "STAGES": self.stages, "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
 
 
@@ -57,10 +64,14 @@ class BackwardConfig:
     stages: int = 2
     query_block_n: int = 64
     query_stages: int = 3
+    bias_bits: int = 0  # as the forward's
+    buffers: int = 2  # of weights, from the consumer of dV to that of dK
     delays_dq: bool = False  # by a step, so that consumers need not keep pace
     overlaps_steps: bool = False  # dK's product ends in the next step
     weighs_first: bool = False  # exponentials before the wait for dP
-    starts_early: bool = False  # each kernel comes onto multiprocessors that the last one has left
+    starts_early: bool = (
+        False  # onto multiprocessors that the last kernel has left, and wider copies
+    )
     section_bytes: int = 64 << 20  # of Q and dO that CTAs side by side pass over
 
     threads = 384  # a warpgroup copies, two compute
@@ -69,15 +80,16 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.value_dim
         keys = self.block_n * dims * 2
-        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8)
-        return keys + queries + self._exchange_bytes + 8 * (5 + 4 * self.stages)
+        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
+        bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
+        return keys + queries + self._exchange_bytes + bias + 8 * (5 + 4 * self.stages)
 
     @property
     def _exchange_bytes(self) -> int:
-        scores = 2 * self.block_m * self.block_n
+        scores = self.block_m * self.block_n
         if self.is_wide:
-            return scores * 4
-        return scores * 2 + self.block_m * self.head_dim * 4 if self.adds_dq else 0
+            return scores * 4 * self.buffers
+        return scores * 4 + self.block_m * self.head_dim * 4 if self.adds_dq else 0
 
     @property
     def query_shared_bytes(self) -> int:
@@ -92,10 +104,38 @@ class BackwardConfig:
             "EXCHANGE_BYTES": self._exchange_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
             "DELAYS_DQ": int(self.adds_dq and self.delays_dq),
+            "STARTS_EARLY": int(self.starts_early),
             "WEIGHS_FIRST": int(self.weighs_first),
             "OVERLAPS_STEPS": int(self.adds_dq and self.delays_dq and self.overlaps_steps),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
+            "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskGradientConfig:
+    """Sums of 128 queries by 64 keys, twice as many registers for 128: a stage has both."""
+
+    backward: BackwardConfig
+
+    rows = 128
+    columns = 64
+    threads = 384
+
+    @property
+    def stages(self) -> int:
+        return min(4, (SHARED_LIMIT - 128) // self._stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self._stage_bytes + 16)
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + self.columns) * (self.backward.head_dim + self.backward.value_dim) * 2
+
+    def defines(self) -> dict[str, int]:
+        return {"QUERY_BLOCK_N": self.columns, "MASK_STAGES": self.stages}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,25 +216,48 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def forward_config(D: int, Dv: int) -> Config:
+def forward_config(D: int, Dv: int, bias_bits: int = 0) -> Config:
     """The forward's tile."""
-    head_dim, value_dim = padded(D), padded(Dv)
+    config = _forward_config(padded(D), padded(Dv))
+    if bias_bits == 0:
+        return config
+    # a tile of the bias beside the others, of whole boxes: what shared memory holds
+    return dataclasses.replace(
+        config,
+        bias_bits=bias_bits,
+        block_n=128 if config.head_dim <= 128 else 64,
+    )
+
+
+def _forward_config(head_dim: int, value_dim: int) -> Config:
     if head_dim == 64:
         # slower with slack, with two stages, and with two consumers of more keys
         return Config(64, 64, 192, 128, stages=3, slack=0)
     if head_dim == 128:
-        # slower without slack, with 96 to 120 and 144 to 176 keys, and with three stages
+        # slower without slack, with 96, 112 and 144 to 176 keys, and with three stages
         return Config(128, value_dim, 128, 128)
     if head_dim == 192:
-        # of 80 to 112 keys 88 are fastest for values of 192; 128 are not measured against others
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 88)
-    # faster than 48 to 80 keys; slower without slack, as rescaling 256 columns is dear
-    return Config(256, value_dim, 128, 72)
+        # what shared memory holds
+        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
+    # as fast as 64 keys; slower without slack, as rescaling 256 columns is dear
+    return Config(256, value_dim, 128, 80)
 
 
-def backward_config(D: int, Dv: int, deterministic: bool = False) -> BackwardConfig:
+def backward_config(
+    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0
+) -> BackwardConfig:
     """The backward's tiles."""
     head_dim, value_dim = padded(D), padded(Dv)
+    if bias_bits == 0:
+        return _backward_config(head_dim, value_dim, deterministic)
+    # what shared memory holds beside a tile of the bias
+    deterministic = deterministic or (head_dim == 128 and bias_bits == 32)
+    config = _backward_config(head_dim, value_dim, deterministic)
+    buffers = 1 if head_dim == 256 else 2
+    return dataclasses.replace(config, bias_bits=bias_bits, buffers=buffers)
+
+
+def _backward_config(head_dim: int, value_dim: int, deterministic: bool) -> BackwardConfig:
     if head_dim == value_dim <= 128:
         # registers hold dK and dV of 64 keys, and dQ
         config = BackwardConfig(head_dim, value_dim, adds_dq=not deterministic)

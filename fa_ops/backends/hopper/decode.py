@@ -18,17 +18,20 @@ from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_confi
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Kernel,
+    Params,
     TensorMap,
     address,
+    current_device,
     current_stream,
+    empty,
     kernel,
-    on_device,
-    one_parameter,
+    launch_early,
 )
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
 from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
-_WORDS, _SCALARS = struct.Struct("<9Q"), struct.Struct("<15i3f48x")  # after the maps in Params
+# struct Params: maps and addresses, then what all calls of a plan share
+_HEAD, _SCALARS = struct.Struct("<128s128s128s9Q"), struct.Struct("<15i3f48x")
 _MAX_ROWS = 16
 
 
@@ -72,30 +75,21 @@ def decodes(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    return _plan_of(q, k, v, cache, spec).run(q, k, v, cache, spec)
+    small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
+    return _plan_of(q, k, v, *_options(cache, spec)).run(True, q, k, v, *small)
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    plan = _plan_of(q, k, v, cache, spec)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(*map(copyable, (q, k, v)), cache, spec)
-        return plan.run(q, k, v, cache, spec)
-
-    return run
+    return _plan_of(q, k, v, *_options(cache, spec)).run
 
 
-def _plan_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Plan:
+def _options(cache: Cache, spec: Spec) -> tuple:
+    """What a plan depends on besides query, key and value."""
     table, slopes = cache.page_table, spec.alibi_slopes
-    return _plan(
-        q.dtype,
-        q.device.index,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride()),
+    return (
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         None if table is None else (table.shape[1], table.stride(0)),
         spec.kv_lens is not None,
@@ -105,12 +99,16 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Plan:
     )
 
 
+def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> Plan:
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    return _plan(q.dtype, q.device.index, shapes, strides, options)
+
+
 class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
-    def __init__(
-        self, dtype, device, shapes, strides, statics, table, has_lens, slopes, has_sinks, ranges
-    ):
+    def __init__(self, dtype, device, shapes, strides, options):
+        self.options = statics, table, has_lens, slopes, has_sinks, ranges = options
         (B, Hq, Sq, D), key_shape, (*_, Dv) = shapes
         page, pages, stride = 0, 0, 0
         k_strides, v_strides = strides[1:]
@@ -131,7 +129,7 @@ class Plan:
             right = FAR  # one query stands at the last key
         units = ScoreUnits.of(D, scale, softcap)
         config = decode_config(D, Dv, group * Sq, page)
-        self.device, self.has_lens = device, has_lens
+        self.device = device
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         defines = kernel_defines(
             config,
@@ -157,43 +155,53 @@ class Plan:
             cached(key_shape, k_strides),
             cached((*key_shape[:3], Dv), v_strides),
         )
-        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
-        # of each CTA's first and last unit: sums and statistics
+        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
+        # of each CTA's first and last unit: sums and statistics; behind them the lse of a call that
+        # gives none (one that does has it apart, as it would keep all of the workspace)
         rows = 2 * self.ctas * config.rows
         self.stats_at = rows * config.value_dim * 4
-        self.workspace = self.stats_at + rows * 8
-        self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
-        self.scalars = _SCALARS.pack(
+        self.lse_at = self.stats_at + rows * 8
+        self.workspace = (self.lse_at + B * Hq * Sq * 4,), (1,), torch.uint8
+        scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, capacity, Dv, idle, left, right, page, pages, stride),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
         )
+        self.params = Params(_HEAD, scalars)
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-    ) -> tuple[Tensor, Tensor]:
-        out = q.new_empty_strided(*self.out)
-        lse = q.new_empty(self.lse, dtype=torch.float32)
-        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
-        at, (of_q, of_k, of_v) = workspace.data_ptr(), self.maps
-        lens, sinks, slopes, ranges = spec.kv_lens, spec.sinks, spec.alibi_slopes, spec.key_ranges
+        self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
+        table: Tensor | None = None, ranges: Tensor | None = None, slopes: Tensor | None = None,
+        sinks: Tensor | None = None, *_: None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """out and lse, which is None unless asked for."""
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_at | k_at | v_at) & 15:
+            q, k, v = map(copyable, (q, k, v))
+            other = _plan_of(q, k, v, *self.options)
+            return other.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
         if ranges is not None:
             ranges = ranges.contiguous()
         if sinks is not None:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
-        words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, address(lens), address(ranges),
-            address(cache.page_table), address(sinks), address(slopes),
+        out, workspace = empty(*self.out), empty(*self.workspace)
+        lse = empty(*self.lse) if with_lse else None
+        of_q, of_k, of_v = self.maps
+        at = workspace.data_ptr()
+        params = self.params.take(
+            of_q.at(q_at), of_k.at(k_at), of_v.at(v_at), out.data_ptr(),
+            at + self.lse_at if lse is None else lse.data_ptr(), at, at + self.stats_at,
+            address(kv_lens), address(ranges), address(table), address(sinks), address(slopes),
         )  # fmt: skip
-        maps = (of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()))
-        params = one_parameter(b"".join((*maps, words, self.scalars)))
-        stream = current_stream(self.device)
-        with on_device(self.device):
-            for one in self.kernels:
-                one.launch_early(self.ctas, stream, params)
+        launch_early(self.kernels, self.ctas, current_stream(self.device), params[1])
+        self.params.give_back(params)
         return out, lse
 
 

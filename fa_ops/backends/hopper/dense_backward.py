@@ -10,6 +10,8 @@ import struct
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper import dropout
+from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
 from fa_ops.backends.hopper.launch import (
     Kernel,
@@ -21,6 +23,7 @@ from fa_ops.backends.hopper.launch import (
     pointers_to,
 )
 from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share, run_at
+from fa_ops.backends.hopper.mask_gradient import mask_gradient
 from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
@@ -29,10 +32,11 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Gradients, Spec
+from fa_ops.types import Gradients, Packing, Spec
 
-_PARAMS = struct.Struct("<896s7Q14i4f10Qi")  # struct Params in cuda/backward.cuh
-_PARAMS_BYTES = 1152  # its size there
+_PARAMS = struct.Struct("<896s7Q14i4f10Qi4x32s")  # struct Params in cuda/backward.cuh
+_PARAMS_BYTES = 1152  # its size there, up to a bias
+_BIAS_BYTES = 192
 _ROWS = 64  # tokens that one copy brings
 
 
@@ -45,11 +49,13 @@ def backward(
     out: Tensor,
     lse: Tensor,
     spec: Spec,
+    mask_grad: bool = False,
+    packing: Packing | None = None,
 ) -> Gradients:
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
     B, Hq, Sq, D = q.shape
-    config = backward_config(D, v.shape[-1], spec.deterministic)
+    config = backward_config(D, v.shape[-1], spec.deterministic, bits_of(spec.attn_mask))
     m_blocks = -(-Sq // config.block_m)
     rows = m_blocks * config.block_m
     lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
@@ -61,9 +67,10 @@ def backward(
         stream = current_stream(q.device.index)
         runs = _runs(q, k, spec, m_blocks, config, kernels, stream)
         workspace = (lse_log2, delta, sums, *runs)
-        params = _params(q, k, v, grad_out, grads, workspace, spec, config)
+        row_keys = dropout.row_keys(q, spec, packing)
+        params = _params(q, k, v, grad_out, grads, workspace, row_keys, spec, config)
         kernels.prepare.launch(
-            (rows // 64, B * Hq),
+            (rows // (64 if config.starts_early else 8), B * Hq),
             stream,
             pointers_to(
                 *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
@@ -72,25 +79,30 @@ def backward(
             ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        launch = Kernel.launch_early if config.starts_early else _launch
-        launch(kernels.products, blocks, stream, pointers_to(params))
+        if config.starts_early:
+            kernels.products.launch_early(blocks, stream, pointers_to(params))
+        else:
+            kernels.products.launch((blocks, 1), stream, pointers_to(params))
         dq = grads[0]
         if sums is None:
             kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
         else:
-            scale = ctypes.c_float(ScoreUnits.of(D, spec.scale, spec.softcap).gradient)
-            sizes = _ints(m_blocks, Hq, Sq, D)
-            pointers = pointers_to(*_words(sums, dq), _strides(dq), *sizes, scale)
-            launch(kernels.finish, m_blocks * B * Hq, stream, pointers)
-    return Gradients(*grads, None, _sink_gradient(spec, lse, delta))
-
-
-def _launch(entry: Kernel, ctas: int, stream: int, pointers: ctypes.Array) -> None:
-    entry.launch((ctas, 1), stream, pointers)
+            scale = ctypes.c_float(_gradient_scale(D, spec))
+            where, sizes = (*_words(sums, dq), _strides(dq)), _ints(Hq, Sq, D)
+            if config.starts_early:
+                pointers = pointers_to(*where, *_ints(m_blocks), *sizes, scale)
+                kernels.finish.launch_early(m_blocks * B * Hq, stream, pointers)
+            else:
+                pointers = pointers_to(*where, *sizes, scale)
+                kernels.finish.launch((m_blocks, B * Hq), stream, pointers)
+        dmask = None
+        if mask_grad:
+            dmask = mask_gradient(spec.attn_mask, q, k, config, kernels.defines, params, stream)
+    return Gradients(*grads, dmask, _sink_gradient(spec, lse, delta))
 
 
 def _params(
-    q, k, v, grad_out, grads, workspace, spec: Spec, config: BackwardConfig
+    q, k, v, grad_out, grads, workspace, row_keys, spec: Spec, config: BackwardConfig
 ) -> ctypes.Array:
     (B, Hq, Sq, D), (Hkv, Sk), group = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
     m_blocks, n_blocks = -(-Sq // config.block_m), -(-Sk // config.block_n)
@@ -103,10 +115,11 @@ def _params(
     lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
     by_key, by_query = _mask_bits(spec, Sk, config)
+    bias, held = Bias.of(spec.attn_mask) if config.bias_bits else (None, None)
     dims = D + v.shape[-1]
     section = section_of(B * Hkv, Sq * 2 * dims * group, config.section_bytes)
     query_section = section_of(B * Hkv, Sk * 2 * dims) * group
-    params = ctypes.create_string_buffer(_PARAMS_BYTES)
+    params = ctypes.create_string_buffer(_PARAMS_BYTES + _BIAS_BYTES)
     _PARAMS.pack_into(
         params,
         0,
@@ -116,19 +129,31 @@ def _params(
         *(section, query_section),
         Hq if slopes is not None and slopes.dim() == 2 else 0,
         1 if spec.key_ranges is None else spec.key_ranges.shape[1],
-        *(units.gradient, units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+        *(_gradient_scale(D, spec), units.inside_tanh),
+        LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+        1.0 / units.accumulator,
         *_as_read(by_key),
         *_as_read(by_query),
         0 if by_key is None or queries_share(spec.attn_mask) else config.block_m // 8,
+        dropout.parameters(row_keys, spec.dropout_p),
     )
-    params.keep = (lens, slopes, by_key, by_query)  # until the launch has read their addresses
+    if bias is not None:
+        packed = bias.packed(bias.map(), address(held), units.accumulator)
+        ctypes.memmove(ctypes.addressof(params) + _PARAMS_BYTES, packed, len(packed))
+    # until the launch has read their addresses
+    params.keep = (lens, slopes, by_key, by_query, held)
     return params
+
+
+def _gradient_scale(D: int, spec: Spec) -> float:
+    """Of q's and k's: the kernels leave out what dropout multiplies weights with."""
+    return ScoreUnits.of(D, spec.scale, spec.softcap).gradient * dropout.scale(spec.dropout_p)
 
 
 def _mask_bits(spec: Spec, Sk: int, config) -> tuple[Tensor | None, Tensor | None]:
     """A mask's bits for the scores that have a row a key, and for those that have one a query."""
     mask = spec.attn_mask
-    if mask is None:
+    if mask is None or config.bias_bits:
         return None, None
     return bits_by_key(mask), None if config.adds_dq else bits_by_query(mask, Sk)
 
@@ -187,6 +212,7 @@ class _Kernels:
         def entry(name: str, threads: int, shared: int = 0) -> Kernel:
             return kernel("backward", name, device, threads, shared, defines)
 
+        self.defines = defines
         self.prepare = entry("prepare", 256)
         self.products = entry("backward", config.threads, config.shared_bytes)
         if config.adds_dq:
@@ -209,7 +235,8 @@ def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
         ranges=spec.key_ranges is not None,
         softcap=spec.softcap > 0,
         alibi=spec.alibi_slopes is not None,
-        mask=spec.attn_mask is not None,
+        mask=spec.attn_mask is not None and not config.bias_bits,
+        dropout=spec.dropout_p > 0,
     )
     return _kernels(tuple(defines.items()), config, q.device.index)
 
@@ -217,6 +244,7 @@ def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
 def kernel_defines(
     config: BackwardConfig, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, mask: bool = False,
+    dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What the kernels are compiled for; `ragged` has a window or is causal."""
     return config.defines() | {
@@ -227,4 +255,5 @@ def kernel_defines(
         "HAS_SOFTCAP": int(softcap),
         "HAS_ALIBI": int(alibi),
         "HAS_MASK": int(mask),
+        "HAS_DROPOUT": int(dropout),
     }

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper import dropout
+from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -29,16 +31,24 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Spec
+from fa_ops.types import Packing, Spec
 
-# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars; 576 bytes
-_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi28x")
+# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout; 640 bytes
+_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
+_PADDING = bytes(56)
 _NONE = (None,) * 5
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, packing: Packing | None = None
+) -> tuple[Tensor, Tensor]:
+    """`packing`: where a sequence's queries and keys begin, which matters to dropout alone."""
     q, k, v = copyable(q), copyable(k), copyable(v)
-    bits = None if spec.attn_mask is None else bits_by_query(spec.attn_mask, k.shape[2])
+    bits = bias = held = None
+    if bits_of(spec.attn_mask):
+        bias, held = Bias.of(spec.attn_mask)
+    elif spec.attn_mask is not None:
+        bits = bits_by_query(spec.attn_mask, k.shape[2])
     optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
     plan = _plan(
         q.dtype,
@@ -51,9 +61,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         sinks is not None,
         shared_strides(slopes),
         None if bits is None else (*shared_strides(bits), run_at(bits)),
+        bias,
+        spec.dropout_p,
     )
+    row_keys = dropout.row_keys(q, spec, packing)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return plan.run(q, k, v, lse, optional), lse
+    return plan.run(q, k, v, lse, optional, held, row_keys), lse
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
@@ -90,13 +103,14 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask
-    ):
+        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
+        bias=None, dropout_p=0.0,
+    ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        config = forward_config(D, Dv)
+        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
@@ -112,11 +126,15 @@ class Plan:
                 alibi=slopes is not None,
                 sinks=has_sinks,
                 mask=mask is not None,
+                dropout=dropout_p > 0,
             ),
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
         boxes = (64, config.block_n, config.block_n)
         families = zip(shapes, strides, boxes)
+        self.bias = None
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
         section = group * section_of(B * Hkv, Sk * 2 * (D + Dv))
@@ -125,9 +143,12 @@ class Plan:
             *(B, Hq, group, Sq, Sk, Dv, left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
-            *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+            units.inside_tanh,
+            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            1.0 / units.accumulator,
             mask_run,
         )
+        self.dropout_p = dropout_p
 
     def _schedule(self, config, tiles: int, varied: bool, features: dict):
         """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
@@ -147,6 +168,8 @@ class Plan:
         v: Tensor,
         lse: Tensor | None = None,
         optional: tuple[Tensor | None, ...] = _NONE,
+        bias: Tensor | None = None,
+        row_keys: Tensor | None = None,
     ) -> Tensor:
         out = q.new_empty_strided(*self.out)
         stream, counter = current_stream(self.device), None
@@ -156,7 +179,8 @@ class Plan:
         params = (
             of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
             _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
-            self.scalars,
+            self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
+            b"" if bias is None else self.bias(address(bias)),
         )  # fmt: skip
         with on_device(self.device):
             if counter is not None:
@@ -168,7 +192,7 @@ class Plan:
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
-    dynamic: bool = False, left: bool = False, mask: bool = False,
+    dynamic: bool = False, left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
@@ -181,6 +205,7 @@ def kernel_defines(
         "HAS_ALIBI": int(alibi),
         "HAS_SINKS": int(sinks),
         "HAS_MASK": int(mask),
+        "HAS_DROPOUT": int(dropout),
         "IS_DYNAMIC": int(dynamic),
     }
 

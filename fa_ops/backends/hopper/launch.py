@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from fa_ops.backends.hopper import compiler
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 PROMOTE_128B, PROMOTE_256B = 2, 3  # what the L2 fetches at once
 _REMEMBERED_MAPS = 256
@@ -27,9 +28,20 @@ current_stream: Callable[[int], int] = getattr(
 )
 
 
+# Without asking whether CUDA is ready, as it is where a CUDA tensor is.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+try:  # empty(size, stride, dtype), on the current device: a third of torch.empty_strided's time
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty
+except ImportError:
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
 def on_device(index: int) -> AbstractContextManager:
     """Makes the device current; costs next to nothing where it already is."""
-    return _SAME if torch.cuda.current_device() == index else torch.cuda.device(index)
+    return _SAME if current_device() == index else torch.cuda.device(index)
 
 
 _SAME = nullcontext()
@@ -70,18 +82,22 @@ def _context(device: int) -> ctypes.c_void_p:
 
 
 def call(name: str, *args) -> None:
-    """A driver call on torch's current device.
+    """A driver call on torch's current device."""
+    status = getattr(driver(), name)(*args)
+    if status:
+        _after_failure(status, name, *args)
+
+
+def _after_failure(status: int, name: str, *args) -> None:
+    """Once more, or raise.
 
     A thread on which the CUDA runtime has done nothing yet, as one of autograd's may be, has no
     context: it gets one then.
     """
-    function = getattr(driver(), name)
-    status = function(*args)
     if status == _NO_CONTEXT:
-        check(driver().cuCtxSetCurrent(_context(torch.cuda.current_device())), "cuCtxSetCurrent")
-        status = function(*args)
-    if status:
-        check(status, name)
+        check(driver().cuCtxSetCurrent(_context(current_device())), "cuCtxSetCurrent")
+        status = getattr(driver(), name)(*args)
+    check(status, name)
 
 
 @functools.cache
@@ -118,24 +134,17 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 _EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
 
 
-@functools.lru_cache(maxsize=256)
-def _early_config(ctas: int, threads: int, shared: int, stream: int) -> object:
-    """By reference; building it takes 2 us."""
-    where = ctypes.addressof(_EARLY)
-    return ctypes.byref(_Config((ctas, 1, 1), (threads, 1, 1), shared, stream, where, 1))
-
-
 class Kernel:
     """An entry point with its block size and its shared memory."""
 
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
 
-    def launch_early(self, ctas: int, stream: int, pointers: ctypes.Array) -> None:
-        """As `launch`, but its CTAs may start before the stream's last kernel has ended: the kernel
-        itself waits for that before it touches memory."""
-        config = _early_config(ctas, self._threads, self._shared, stream)
-        call("cuLaunchKernelEx", config, self._function, pointers, None)
+    def early(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
+        """The first arguments of cuLaunchKernelEx."""
+        config = _Config((ctas, 1, 1), (self._threads, 1, 1), self._shared, stream)
+        config.attributes, config.count = ctypes.addressof(_EARLY), 1
+        return ctypes.byref(config), self._function
 
     def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
         """`pointers` to the kernel's parameters; the driver copies them before this returns."""
@@ -144,6 +153,27 @@ class Kernel:
             "cuLaunchKernel", self._function, x, y, 1, self._threads, 1, 1, self._shared,
             ctypes.c_void_p(stream), pointers, None,
         )  # fmt: skip
+
+
+def launch_early(
+    kernels: tuple[Kernel, ...], ctas: int, stream: int, pointers: ctypes.Array
+) -> None:
+    """Launch one after the other, with the same parameters.
+
+    The CTAs of each may start before the stream's last kernel has ended: the kernel itself waits
+    for that before it touches memory.
+    """
+    start = driver().cuLaunchKernelEx
+    for one in _early(kernels, ctas, stream):
+        status = start(*one, pointers, None)
+        if status:
+            _after_failure(status, "cuLaunchKernelEx", *one, pointers, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _early(kernels: tuple[Kernel, ...], ctas: int, stream: int) -> list[tuple]:
+    """Making them takes 2 us each."""
+    return [one.early(ctas, stream) for one in kernels]
 
 
 def pointers_to(*params: ctypes._CData) -> ctypes.Array:
@@ -157,6 +187,30 @@ def pointers_to(*params: ctypes._CData) -> ctypes.Array:
 one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
 
 
+class Params:
+    """A kernel's only parameter, a struct of which calls fill in the head and share the tail.
+
+    Memory that a call has launched from serves a later one: making it takes longer than filling.
+    """
+
+    def __init__(self, head: struct.Struct, tail: bytes) -> None:
+        self._pack, self._tail = head.pack_into, bytes(head.size) + tail
+        self._free: list[tuple[ctypes.Array, ctypes.Array]] = []
+
+    def take(self, *head: int | bytes) -> tuple[ctypes.Array, ctypes.Array]:
+        """The struct, this call's alone, and what `Kernel.launch` takes."""
+        try:
+            params = self._free.pop()  # one step for all threads, as append is
+        except IndexError:
+            memory = ctypes.create_string_buffer(self._tail, len(self._tail))
+            params = memory, (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self._pack(params[0], 0, *head)
+        return params
+
+    def give_back(self, params: tuple[ctypes.Array, ctypes.Array]) -> None:
+        self._free.append(params)
+
+
 def set_zero(word: Tensor, stream: int) -> None:
     call("cuMemsetD32Async", word.data_ptr(), 0, 1, stream)
 
@@ -168,9 +222,9 @@ def address(t: Tensor | None) -> int:
 class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ in their address only.
 
-    Coordinates are (feature, token, head, batch), boxes 64 features by `rows` tokens of `heads`
-    heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a box
-    has all features of a token, 64 after 64, and coordinates lack the first.
+    Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
+    `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
+    box has all features of a token, 64 after 64, and coordinates lack the first.
     """
 
     def __init__(
@@ -186,10 +240,10 @@ class TensorMap:
         B, H, S, D = shape
         # the stride of a dimension of one element is never used, but must be legal
         steps = [
-            2 * stride if size > 1 else 16
+            dtype.itemsize * stride if size > 1 else 16
             for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
         ]
-        sizes, box = [D, S, H, B], [64, rows, heads, 1]
+        sizes, box = [D, S, H, B], [128 // dtype.itemsize, rows, heads, 1]
         if whole_rows:
             sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
         self._rank = len(sizes)
@@ -200,8 +254,6 @@ class TensorMap:
             (ctypes.c_uint32 * 5)(*box),
             (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
         )
-        self._buffer = (ctypes.c_uint64 * 24)()
-        self._aligned = (ctypes.addressof(self._buffer) + 63) & ~63
         self._dtype, self._promotion = _MAP_DTYPE[dtype], promotion
         self._known: dict[int, bytes] = {}
 
@@ -214,9 +266,11 @@ class TensorMap:
         return found
 
     def _encode(self, where: int) -> bytes:
+        memory = (ctypes.c_uint64 * 24)()  # its own: other threads run during the call
+        aligned = (ctypes.addressof(memory) + 63) & ~63
         status = driver().cuTensorMapEncodeTiled(
-            self._aligned, self._dtype, self._rank, where, *self._arrays, 0, _SWIZZLE_128B,
+            aligned, self._dtype, self._rank, where, *self._arrays, 0, _SWIZZLE_128B,
             self._promotion, 0,
         )  # fmt: skip
         check(status, self._what)
-        return ctypes.string_at(self._aligned, 128)
+        return ctypes.string_at(aligned, 128)

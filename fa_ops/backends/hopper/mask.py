@@ -24,7 +24,7 @@ _MOST_HEADS = 65535  # in the grid's second dimension; a CTA takes the heads bey
 
 def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
     """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sq|1, bytes): the keys of each query."""
-    mask = _without_repetition(mask)
+    mask = without_repetition(mask)
     return _packed(mask.expand(*mask.shape[:3], Sk))
 
 
@@ -33,7 +33,7 @@ def bits_by_key(mask: Tensor) -> Tensor:
 
     Where queries share the mask, its one block of 64 queries is every block.
     """
-    mask = _without_repetition(mask).mT
+    mask = without_repetition(mask).mT
     return _packed(mask.expand(*mask.shape[:3], _QUERIES) if mask.shape[3] == 1 else mask)
 
 
@@ -44,7 +44,7 @@ def run_at(bits: Tensor) -> int:
 
 def queries_share(mask: Tensor) -> bool:
     """Whether `bits_by_key` has one block of queries."""
-    return _without_repetition(mask).shape[2] == 1
+    return without_repetition(mask).shape[2] == 1
 
 
 def _row_bytes(columns: int) -> int:
@@ -75,7 +75,7 @@ class Geometry(NamedTuple):
         return cls(kernel, (ctas, min(B * H, _MOST_HEADS)), strides, sizes)
 
 
-def _without_repetition(mask: Tensor) -> Tensor:
+def without_repetition(mask: Tensor) -> Tensor:
     """Four dimensions, each of one element where all its elements are the same memory."""
     mask = mask[(None,) * (4 - mask.dim())]
     for dim, stride in enumerate(mask.stride()):

@@ -15,17 +15,20 @@ from fa_ops.backends.hopper.configs import MlaConfig, mla_config
 from fa_ops.backends.hopper.decode import kernels
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
+    Params,
     TensorMap,
     address,
+    current_device,
     current_stream,
-    on_device,
-    one_parameter,
+    empty,
+    launch_early,
 )
 from fa_ops.backends.hopper.problem import FAR, LOG2E
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
-_WORDS, _SCALARS = struct.Struct("<6Q"), struct.Struct("<13if24x")  # after the maps in Params
+# struct Params: maps and addresses, then what all calls of a plan share
+_HEAD, _SCALARS = struct.Struct("<128s128s6Q"), struct.Struct("<13if24x")
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
@@ -110,36 +113,39 @@ class Plan:
             TensorMap(dtype, shapes[0], strides[0], tokens, heads=heads),
             TensorMap(dtype, key_shape, k_strides, config.copy_keys, promotion=PROMOTE_128B),
         )
-        self.out = (B, Hq, Sq, VALUE_DIM), (Sq * Hq * VALUE_DIM, VALUE_DIM, Hq * VALUE_DIM, 1)
+        self.out = (
+            (B, Hq, Sq, VALUE_DIM),
+            (Sq * Hq * VALUE_DIM, VALUE_DIM, Hq * VALUE_DIM, 1),
+            dtype,
+        )
+        # apart from the workspace: it would keep all of that
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
         # of each CTA's first and last unit: sums and statistics
         rows = 2 * self.ctas * config.rows
         self.stats_at = rows * VALUE_DIM * 4
-        self.workspace = self.stats_at + rows * 8
-        self.lse = (B, Hq, Sq)  # apart: it would keep all of the workspace
-        self.scalars = _SCALARS.pack(
+        self.workspace = (self.stats_at + rows * 8,), (1,), torch.uint8
+        scalars = _SCALARS.pack(
             *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
             *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
             (D**-0.5 if scale is None else scale) * LOG2E,
         )
+        self.params = Params(_HEAD, scalars)
 
     def run(
         self, q: Tensor, k: Tensor, table: Tensor | None, kv_lens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out = q.new_empty_strided(*self.out)
-        lse = q.new_empty(self.lse, dtype=torch.float32)
-        workspace = q.new_empty(self.workspace, dtype=torch.uint8)
-        at = workspace.data_ptr()
-        words = _WORDS.pack(
-            out.data_ptr(), lse.data_ptr(), at, at + self.stats_at, address(kv_lens),
-            address(table),
-        )  # fmt: skip
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(q, k, table, kv_lens)
+        out, lse, workspace = empty(*self.out), empty(*self.lse), empty(*self.workspace)
         of_q, of_k = self.maps
-        maps = of_q.at(q.data_ptr()), of_k.at(k.data_ptr())
-        params = one_parameter(b"".join((*maps, words, self.scalars)))
-        stream = current_stream(self.device)
-        with on_device(self.device):
-            for one in self.kernels:
-                one.launch_early(self.ctas, stream, params)
+        at = workspace.data_ptr()
+        params = self.params.take(
+            of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), out.data_ptr(), lse.data_ptr(), at,
+            at + self.stats_at, address(kv_lens), address(table),
+        )  # fmt: skip
+        launch_early(self.kernels, self.ctas, current_stream(self.device), params[1])
+        self.params.give_back(params)
         return out, lse
 
 

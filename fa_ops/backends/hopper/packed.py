@@ -27,7 +27,7 @@ _THREADS = 256
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
     dense = _with_runs(q, k, packing, spec)
-    out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense)
+    out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense, packing)
     if spec.sinks is not None:  # a token of no sequence has no sink either
         lse.masked_fill_(_of_no_sequence(len(q), packing.cu_seqlens_q), float("-inf"))
     return out[0].transpose(0, 1), lse[0]
@@ -46,6 +46,7 @@ def backward(
         *tensors,
         lse[None],
         _with_runs(q, k, packing, spec),
+        packing=packing,
     )
     dq, dk, dv = (x[0].transpose(0, 1) for x in grads[:3])
     return grads._replace(query=dq, key=dk, value=dv)

@@ -42,8 +42,8 @@ class Variant(NamedTuple):
 def variants(
     head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
-    """The kernels of calls without dense masks, softcap, ALiBi or sinks: forward, backward, and
-    decoding with up to 8 queries of a kv head, or over a latent cache."""
+    """The kernels of calls without dense masks, dropout, softcap, ALiBi or sinks: forward,
+    backward, and decoding with up to 8 queries of a kv head, or over a latent cache."""
     for D, dtype in itertools.product(head_dims, dtypes):
         config = forward_config(D, D)
         for features in _FORWARDS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import prepare_cache, scales_of_pages
+from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache, scales_of_pages
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.types import Cache, Spec, is_decoding
@@ -110,26 +110,30 @@ def cache_forward(
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Cache, Spec], tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    capacity = Memory.of(k, v, cache).capacity
-    changes = cache.key is not None or cache.rotary_cos is not None
-    new = 0 if cache.key is None else cache.key.shape[2]
+    new, write = 0 if cache.key is None else cache.key.shape[2], None
+    if cache.key is not None or cache.rotary_cos is not None:
+        write = bind_cache(q, k, v, cache, spec.kv_lens, Memory.of(k, v, cache).capacity)
+    (interleaved, *rest), before, after = cache[7:10], spec[:7], spec[11:]
     known: dict[tuple, Callable] = {}  # by what addresses can change
 
-    def run(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
-        if changes:
-            q = prepare_cache(q, k, v, cache, spec.kv_lens, capacity)
+    def run(
+        with_lse, q, k, v, kv_lens=None, table=None, ranges=None, slopes=None, sinks=None,
+        key=None, value=None, k_scale=None, v_scale=None, cos=None, sin=None, guesses=None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if write is not None:
+            q = write(q, k, v, kv_lens, table, key, value, k_scale, v_scale, cos, sin)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         addresses = ((q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at)
         call = known.get(addresses)
         if call is None:
-            rest = (new, cache.num_splits, cache.batch_invariant)
-            call = known[addresses] = _bind(q, Memory.of(k, v, cache), spec, *rest)
-        return call(
-            q, k, v, cache.page_table, cache.k_scale, cache.v_scale, cache.unified_max,
-            spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges,
-        )  # fmt: skip
+            tensors = (table, key, value, k_scale, v_scale, cos, sin)
+            memory = Memory.of(k, v, Cache(*tensors, interleaved, *rest, guesses))
+            spec = Spec(*before, slopes, sinks, kv_lens, ranges, *after)
+            call = known[addresses] = _bind(q, memory, spec, new, *rest)
+        small = (table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges)
+        return call(with_lse, q, k, v, *small)
 
     return run
 
@@ -138,8 +142,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     """Dense calls like this one again, if they count as decoding."""
     if not is_decoding(q.shape[2], k.shape[2], spec):
         return None
-    run, cache = prepare_cached(q, k, v, Cache(), spec), Cache()
-    return lambda q, k, v: run(q, k, v, cache, spec)[0]
+    run = prepare_cached(q, k, v, Cache(), spec)
+    return lambda q, k, v: run(False, q, k, v)[0]
 
 
 def decode(
@@ -150,12 +154,12 @@ def decode(
     m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
     small = (None if t is None else t.contiguous() for t in small)
     call = _bind(q, memory, spec, new, splits, invariant)
-    return call(q, m.key, m.value, *m.small(), *small)
+    return call(True, q, m.key, m.value, *m.small(), *small)
 
 
 def _bind(
     q: Tensor, memory: Memory, spec: Spec, new: int, splits: int, invariant: bool
-) -> Callable[..., tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """All of a call that its tensors' contents and addresses do not change."""
     B, Hq, Sq, D = q.shape
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
@@ -172,34 +176,34 @@ def _bind(
         splits = max(1, -(-capacity // FIXED_KEYS)) if mode == "fixed" else splits
         programs = B * Hkv * -(-group * Sq // tile.block_m) * splits
         slots = programs if splits > 1 else 0
-    shapes = (
-        ((B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), q.dtype, device),
-        ((B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device),
-        ((slots, tile.block_m, Dv), (tile.block_m * Dv, Dv, 1), torch.float32, device),
-        ((slots, tile.block_m), (tile.block_m, 1), torch.float32, device),
-    )
+    shape_of_out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), q.dtype, device
+    shape_of_lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device
+    # pieces, their log-sums, and the lse of a call that gives none
+    parts = slots * tile.block_m * Dv, slots * tile.block_m, B * Hq * Sq
+    workspace = (sum(parts),), (1,), torch.float32, device
     sizes = (B, Hkv, group, Sq, capacity, new, splits)
     strides = (*q.stride()[:3], *memory.strides)
     table_stride = 0 if memory.table is None else memory.table.stride(0)
     pages = memory.key.shape[0]
     ranges_stride = 0 if spec.key_ranges is None or spec.key_ranges.shape[0] == 1 else 2
 
-    def call(
-        q, k, v, table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges, at=_address
-    ):  # fmt: skip
-        out, lse, partial, partial_lse = (empty(*shape) for shape in shapes)
+    def call(with_lse, q, k, v, *small, at=address):
+        out, lse = empty(*shape_of_out), empty(*shape_of_lse) if with_lse else None
         if Sq == 0:
             return out, lse
-        results = at(out), at(lse)
-        pieces = at(partial), at(partial_lse)
-        sinks, kv_lens, ranges = at(sinks), at(kv_lens), at(ranges)
+        work = empty(*workspace)
+        *pieces, unwanted = _parts(at(work), parts)
+        results = at(out), unwanted if lse is None else at(lse)
+        table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges = [
+            None if t is None else at(t) for t in small
+        ]
         split_args = (
-            at(q), at(k), at(v), *results, *pieces, *strides, *sizes, at(table), table_stride,
-            pages, at(k_scale), at(v_scale), scale, cap, at(slopes), slopes_stride, sinks, kv_lens,
-            ranges, ranges_stride, at(guesses), left, right,
+            at(q), at(k), at(v), *results, *pieces, *strides, *sizes, table, table_stride, pages,
+            k_scale, v_scale, scale, cap, slopes, slopes_stride, sinks, kv_lens, ranges,
+            ranges_stride, guesses, left, right,
         )  # fmt: skip
         merge_args = (*pieces, *results, *sizes, sinks, kv_lens, ranges, ranges_stride, left)
-        if at is not _address:
+        if at is not address:
             return split_args, merge_args
         plan.split((programs, 1, 1), split_args)
         if splits > 1:
@@ -209,12 +213,16 @@ def _bind(
     if plan.split is None and Sq:
         small = (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
         m = memory
-        plan = plan.compile(call(q, m.key, m.value, *m.small(), *small, at=lambda t: t))
+        plan = plan.compile(call(True, q, m.key, m.value, *m.small(), *small, at=lambda t: t))
     return call
 
 
-def _address(t: Tensor | None) -> Any:
-    return None if t is None else address(t)
+def _parts(work: Tensor | int, sizes: tuple[int, int, int]) -> Sequence[Tensor | int]:
+    """Of fp32 numbers, one behind the other: where each begins, if the whole does at `work`."""
+    if isinstance(work, int):
+        first, second, _ = sizes
+        return work, work + 4 * first, work + 4 * (first + second)
+    return work.split(sizes)
 
 
 class Plan(NamedTuple):

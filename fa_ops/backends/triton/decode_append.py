@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
-from fa_ops.backends.triton.launch import Launch, address, bind
+from fa_ops.backends.triton.launch import Launch, address, bind, empty
 from fa_ops.types import Cache
 
 _launches: dict[tuple, Launch] = {}
@@ -114,26 +115,30 @@ def prepare_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Tensor:
     """Write the new keys and values into the cache; returns the queries, turned if need be."""
+    return bind_cache(q, k, v, cache, kv_lens, capacity)(q, k, v, kv_lens, *cache[:7])
+
+
+def bind_cache(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
+) -> Callable[..., Tensor]:
+    """All of `prepare_cache` that its tensors' contents and addresses do not change."""
     B, Hq, Sq, D = q.shape
-    paged, turned = cache.page_table is not None, q
+    paged, device = cache.page_table is not None, q.get_device()
     Hkv, Dv = k.shape[2 if paged else 1], v.shape[3]
     key, value = (q, q) if cache.key is None else (cache.key, cache.value)
     tokens = 0 if cache.key is None else key.shape[2]
-    R = 0 if cache.rotary_cos is None else 2 * cache.rotary_cos.shape[1]
-    if R:
-        turned = torch.empty((B, Hq, Sq, D), dtype=q.dtype, device=q.device)
+    positions, half = (0, 0) if cache.rotary_cos is None else cache.rotary_cos.shape
+    R = 2 * half
     writers, turners = B * Hkv * tokens, B * Hq * Sq if R else 0
     kb, kh, ks, vb, vh, vs = (*k.stride()[:3], *v.stride()[:3])
     if paged:
         kh, ks, vh, vs = ks, kh, vs, vh
-    tensors = (q, turned, key, value, k, v)
-    rest = (
+    numbers = (
         *q.stride()[:3], *key.stride()[:3], *value.stride()[:3], kb, kh, ks, vb, vh, vs,
         Hq, Hkv, Sq, tokens, writers, capacity,
-        cache.page_table, cache.page_table.stride(0) if paged else 0, k.shape[0],
-        kv_lens, cache.k_scale, cache.v_scale, cache.rotary_cos, cache.rotary_sin,
-        cache.rotary_cos.shape[0] if R else 0,
     )  # fmt: skip
+    table_stride, pages = cache.page_table.stride(0) if paged else 0, k.shape[0]
+    shape_of_turned = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
@@ -141,13 +146,30 @@ def prepare_cache(
     }  # fmt: skip
     scaled = (cache.k_scale is not None, cache.v_scale is not None)
     angles = cache.rotary_cos.dtype if R else None
-    devices = (q.get_device(), q.dtype, k.dtype, angles)
-    key_of_launch = (*constants.values(), *scaled, *devices)
+    key_of_launch = (*constants.values(), *scaled, device, q.dtype, k.dtype, angles)
+
+    def write(q, k, v, *small, at=address):
+        turned = empty(*shape_of_turned) if R else q
+        kv_lens, table, key, value, k_scale, v_scale, cos, sin = [
+            None if t is None else at(t) for t in small
+        ]
+        q_at = at(q)
+        if key is None:
+            key = value = q_at
+        args = (
+            q_at, at(turned), key, value, at(k), at(v), *numbers, table, table_stride, pages,
+            kv_lens, k_scale, v_scale, cos, sin, positions,
+        )  # fmt: skip
+        if at is not address:
+            return args
+        if writers + turners:
+            launch((writers + turners, 1, 1), args)
+        return turned
+
     launch = _launches.get(key_of_launch)
     if launch is None:
-        launch = bind(append_kernel, (*tensors, *rest), constants, {"num_warps": 1},
-                      device=q.device)  # fmt: skip
-        _launches[key_of_launch] = launch
-    if writers + turners:
-        launch((writers + turners, 1, 1), (*(address(t) for t in tensors), *rest))
-    return turned
+        samples = write(q, k, v, kv_lens, *cache[:7], at=lambda t: t)
+        launch = _launches[key_of_launch] = bind(
+            append_kernel, samples, constants, {"num_warps": 1}, device=q.device
+        )
+    return write

@@ -48,15 +48,15 @@ struct Consumer : KeyRows {
     const u32 row = base_of(delta + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 d = shared_pair(row + i * 8);
-      dp[i] = s[i] * (dp[i] - d.x), dp[i + 1] = s[i + 1] * (dp[i + 1] - d.y);
-      dp[i + 2] = s[i + 2] * (dp[i + 2] - d.x), dp[i + 3] = s[i + 3] * (dp[i + 3] - d.y);
+      const float2 d = deltas(row + i * 8);
+      dp[i] = score_gradient(s[i], dp[i], d.x), dp[i + 1] = score_gradient(s[i + 1], dp[i + 1], d.y);
+      dp[i + 2] = score_gradient(s[i + 2], dp[i + 2], d.x), dp[i + 3] = score_gradient(s[i + 3], dp[i + 3], d.y);
     }
   }
 
   // To the sums of a block of queries.
-  DEVICE void add_query_gradients(int block) {
-    float* const to = p.sums + (long long)block * (BLOCK_M * HEAD_DIM);
+  DEVICE void add_query_gradients(long long block) {
+    float* const to = p.sums + block * (BLOCK_M * HEAD_DIM);
     const u32 at = sm.exchange + 2 * DS_BYTES + c * DQ_BYTES;
     if (tid == 0) tma_store_wait_read();
     named_sync(OWN_BARRIER + c, 128);
@@ -76,22 +76,24 @@ struct Consumer : KeyRows {
   }
 
   // dQ of the last step, once the other consumer has stored its gradients of scores.
-  DEVICE void delayed_product() {
-    named_sync(STORED_BARRIER + (c ^ 1) * 2 + (buffer ^ 1), 128 * CONSUMERS);
-    query_product(sm.exchange + (buffer ^ 1) * DS_BYTES);
+  DEVICE void delayed_product(u32 from) {
+    named_sync(STORED_BARRIER + (c ^ 1) * 2 + from, 128 * CONSUMERS);
+    query_product(sm.exchange + from * DS_BYTES);
   }
 
   // Before the arrival this consumer must have ended its products from the other buffer.
-  DEVICE void tell_stored() {
+  DEVICE void tell_stored(u32 to) {
     fence_async_smem();
-    named_arrive(STORED_BARRIER + c * 2 + buffer, 128 * CONSUMERS);
+    named_arrive(STORED_BARRIER + c * 2 + to, 128 * CONSUMERS);
   }
 
   // After a wait for dK and dV: till then their operands keep their registers.
   DEVICE void end_products() {
     pin(dk);
     pin(dv);
+#if DELAYS_DQ
     pin(ds);
+#endif
   }
 
   DEVICE void release(u32 stage) {
@@ -106,6 +108,7 @@ struct Consumer : KeyRows {
     score_product<HEAD_DIM>(s, sm.k, queries);
     mbar_wait(sm.do_full + 8 * i, ring.phase);
     score_product<VALUE_DIM>(dp, sm.v, grads);
+    find_dropped(sm.row_keys + i * KEY_BYTES, sm.do_full + 8 * i);
     wgmma_wait<1>();
     pin(s);
 #if OVERLAPS_STEPS
@@ -118,7 +121,7 @@ struct Consumer : KeyRows {
     for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
-    pack_all(w, s);
+    pack_kept(w, s);
 #if WEIGHS_FIRST
     pin(w);
     mbar_wait(sm.do_full + 8 * i, ring.phase);  // over: it ends a basic block, in which ptxas would wait for dP before most exponentials
@@ -133,21 +136,23 @@ struct Consumer : KeyRows {
 #endif
     pack_all(ds, dp);
 #if ADDS_DQ
-    const int block = (t.b * p.Hq + h) * p.m_blocks + m;
+    const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
+    [[maybe_unused]] const u32 own = buffer;
     const u32 ds_at = sm.exchange + buffer * DS_BYTES;
+    buffer ^= 1;
 #if DELAYS_DQ
     if (before >= 0) {
-      delayed_product();
+      delayed_product(buffer);
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
       gradient_product(dk, ds, queries);
       wgmma_wait<1>();
       pin(dq);
-      tell_stored();
+      tell_stored(own);
       add_query_gradients(before);
     } else {  // apart: what dQ has in one branch only would take registers in all of the loop
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
       gradient_product(dk, ds, queries);
-      tell_stored();
+      tell_stored(own);
     }
     before = block;
 #else
@@ -160,7 +165,6 @@ struct Consumer : KeyRows {
     pin(dq);
     add_query_gradients(block);
 #endif
-    buffer ^= 1;
 #else
     gradient_product(dk, ds, queries);
 #endif
@@ -188,13 +192,13 @@ struct Consumer : KeyRows {
 #endif
 #if DELAYS_DQ
     if (before >= 0) {
-      delayed_product();
+      delayed_product(buffer ^ 1);
       wgmma_wait<0>();
       pin(dq);
       add_query_gradients(before);
     }
 #endif
-    store(dv, 1.f, sm.v, p.dv);
+    store(dv, value_factor(), sm.v, p.dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all of K
     store(dk, p.scale, sm.k, p.dk);
     if (tid == 0) tma_store_wait();
@@ -208,7 +212,9 @@ struct Consumer : KeyRows {
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
+#if STARTS_EARLY
   next_grid_may_start();
+#endif
   if (threadIdx.x == 0) {
     sm.init();
     mbar_init_fence();
@@ -227,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
 }
 
 #if ADDS_DQ
+#if STARTS_EARLY
 // After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries; of two rows a thread has eight columns,
 // which four lanes held side by side.
 extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int m_blocks, int Hq, int Sq, int D, float scale) {
@@ -251,4 +258,22 @@ extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Elem
     if (column < D && row + 8 < Sq) *(uint4*)(at + (row + 8) * q.s + column) = high;
   }
 }
+#else
+// After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries.
+extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int Hq, int Sq, int D, float scale) {
+  const int tid = threadIdx.x & 127, c = threadIdx.x / 128, lane = tid & 31;
+  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
+  const float4* block = (const float4*)(sums + ((long long)bh * gridDim.x + blockIdx.x) * (BLOCK_M * HEAD_DIM) + c * (DQ_BYTES / 4));
+  const int row = blockIdx.x * BLOCK_M + (tid >> 5) * 16 + (lane >> 2);
+#pragma unroll
+  for (int i = 0; i < QUERY_GRADS / 4; i++) {
+    const float4 x = block[i * 128 + tid];
+    const int col = c * (HEAD_DIM / 2) + i * 8 + (lane & 3) * 2;
+    if (col >= D) break;
+    Element* at = to + b * q.b + h * q.h + col;
+    if (row < Sq) *(u32*)(at + row * q.s) = pack(x.x * scale, x.y * scale);
+    if (row + 8 < Sq) *(u32*)(at + (row + 8) * q.s) = pack(x.z * scale, x.w * scale);
+  }
+}
+#endif
 #endif

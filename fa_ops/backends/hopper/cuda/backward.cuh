@@ -1,10 +1,11 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
-constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0;
+constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0, KEY_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
+constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK), "swizzle atoms of queries; a mask's bits of 64");
@@ -14,7 +15,7 @@ struct Bits { const unsigned char* at; long long b, h, row, run; };
 
 struct Params {
   TensorMap q, k, v, grad_out, dq, dk, dv;
-  const float* lse;      // (B * Hq, padded Sq), in units of log2, +inf where a row has no keys or does not exist
+  const float* lse;      // (B * Hq, padded Sq), in units of log2 (with a bias, of 1), +inf where a row has no keys or does not exist
   const float* delta;    // the same shape
   float* sums;           // of dQ in one pass: (B * Hq, blocks of queries, BLOCK_M * HEAD_DIM), each block in accumulator order; or null
   const int* kv_lens;    // (B,) or null
@@ -30,18 +31,24 @@ struct Params {
   float alibi_unit;
   Bits by_key, by_query; // with a mask: each key's queries; in two passes, each query's keys too
   int mask_block;        // bytes from a block of queries to the next in `by_key`, 0 where they share bits
+  Dropout dropout;
+#if BIAS_BITS
+  Bias bias;
+#endif
 };
 
 // `exchange`: what consumers tell each other; `own`: barriers that a kernel has beside those of the copies.
 struct Smem {
-  u32 k, v, q, grad_out, exchange, lse, delta, runs, kv_full, q_full, q_empty, do_full, do_empty, own;
+  u32 k, v, q, grad_out, exchange, bias, lse, delta, runs, row_keys, kv_full, q_full, q_empty, do_full, do_empty, own, bias_full, bias_empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
-    lse = exchange + EXCHANGE_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES, kv_full = runs + STAGES * RUN_BYTES;
-    q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES;
+    bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES;
+    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
+    own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
   }
   DEVICE void init() const {
     mbar_init(kv_full, 1);
+    if (BIAS_BITS) mbar_init(bias_full, 1), mbar_init(bias_empty, IS_WIDE ? 128 : 128 * CONSUMERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(q_full + 8 * i, 1), mbar_init(do_full + 8 * i, 1);
       // by thread: racecheck does not follow one thread's arrival for its warp, at the same speed
@@ -131,31 +138,61 @@ DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& t, int h, 
   const u32 i = ring.stage, q_full = sm.q_full + 8 * i, do_full = sm.do_full + 8 * i;
   const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
   mbar_wait(sm.q_empty + 8 * i, ring.phase ^ 1);
-  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES);
+  mbar_expect(q_full, Q_BYTES + ROW_BYTES + RUN_BYTES + KEY_BYTES);
   load_tile(sm.q + i * Q_BYTES, p.q, q_full, HEAD_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
   load_rows(sm.lse + i * ROW_BYTES, p.lse + row, ROW_BYTES, q_full);
   if (HAS_RANGES) load_rows(sm.runs + i * RUN_BYTES, p.runs + (runs_of(p, h, t.b) * p.m_blocks + m) * BLOCK_M, RUN_BYTES, q_full);
+  if (HAS_DROPOUT) load_rows(sm.row_keys + i * KEY_BYTES, p.dropout.row_keys + row, KEY_BYTES, q_full);
   mbar_wait(sm.do_empty + 8 * i, ring.phase ^ 1);
   mbar_expect(do_full, DO_BYTES + ROW_BYTES);
   load_tile(sm.grad_out + i * DO_BYTES, p.grad_out, do_full, VALUE_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
   load_rows(sm.delta + i * ROW_BYTES, p.delta + row, ROW_BYTES, do_full);
 }
 
+#if BIAS_BITS
+DEVICE void load_bias(const Params& p, const Smem& sm, const Tile& t, int h, int m, Ring<1>& ring) {
+  mbar_wait(sm.bias_empty, ring.phase ^ 1);
+  mbar_expect(sm.bias_full, BIAS_BYTES);
+  load_bias_tile<BLOCK_N>(sm.bias, p.bias, sm.bias_full, m * BLOCK_M, t.n0, h, t.b);
+  ring.next();
+}
+#endif
+
+// What the exponential with base 2 makes a weight.
+DEVICE float exponent(const Params& p, float s, float lse) {
+#if BIAS_BITS  // exact where scores are so far from 0 that a product with them is not
+  return (s - lse) * p.scale_log2;
+#else
+  return fmaf(s, p.scale_log2, -lse);
+#endif
+}
+
 // One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
   const bool leader = elected();
-  if (leader && t.first < t.last) {
+#if !STARTS_EARLY
+  if (t.first == t.last) return;
+#endif
+  if (leader && (!STARTS_EARLY || t.first < t.last)) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
     load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
     load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
   }
+#if STARTS_EARLY
   wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
+#endif
   Ring<STAGES> ring;
+  [[maybe_unused]] Ring<1> bias;
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
     for (int base = t.first; base < t.last; base += 32) {
       Visits n = visits(p, t, h, base);
       for (; n.some; n.some &= n.some - 1, ring.next())
-        if (leader) load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring);
+        if (leader) {
+          load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring);
+#if BIAS_BITS
+          load_bias(p, sm, t, h, base + __ffs(n.some) - 1, bias);
+#endif
+        }
     }
 }
 
@@ -172,7 +209,7 @@ template <int R> DEVICE void pin(u32 (&x)[R]) {
 
 // Opaque to the compiler, which else keeps the sum of it and each constant in a register for all of a loop.
 DEVICE u32 base_of(u32 address) {
-  asm volatile("" : "+r"(address));
+  if (DELAYS_DQ || BLOCK_M == 128) asm volatile("" : "+r"(address));
   return address;
 }
 
@@ -189,6 +226,25 @@ DEVICE bool bit_of(u64 row, int i) { return row >> ((i >> 2 & 7) * 8 + (i & 1)) 
 template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
+}
+
+// Weights that are dropped have their sign set: what meets the values takes them for 0, gradients of scores need them as they were.
+template <int COUNT> DEVICE void pack_kept(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
+#if HAS_DROPOUT
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) to[i] = pack_positive(from[2 * i], from[2 * i + 1]);
+#else
+  pack_all(to, from);
+#endif
+}
+
+// Under dropout but for its scale.
+DEVICE float score_gradient(float weight, float dp, float delta) {
+#if HAS_DROPOUT
+  return fmaxf(weight, 0.f) * dp - fabsf(weight) * delta;
+#else
+  return weight * (dp - delta);
+#endif
 }
 
 // A warpgroup's accumulator, as 16-bit fragments, into 64 rows of 128 swizzled bytes per column of the tile at `at`.
@@ -223,9 +279,13 @@ struct KeyRows {
   const Tile t;
   const int first, tid, lane, key;  // `key`: this thread's first row of the block; the second is 8 below
   Ring<STAGES> ring;
+  Ring<1> bias;
   float slope;
 #if HAS_MASK
   u64 kept[2];  // a bit for each query of a block, for this thread's two rows
+#endif
+#if HAS_DROPOUT
+  u32 dropped;  // a bit for each of a thread's scores
 #endif
 
   DEVICE KeyRows(const Params& p, const Smem& sm, const Tile& t, int first)
@@ -253,6 +313,35 @@ struct KeyRows {
 #endif
   }
 
+  // Early as well: hashes are computed under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends a basic block, and
+  // within one ptxas puts hashes between the products, or after them.
+  DEVICE void find_dropped([[maybe_unused]] u32 row_keys, [[maybe_unused]] u32 arrived) {
+#if HAS_DROPOUT
+    static_assert(SCORES == 32, "a bit each");
+    mbar_wait(arrived, ring.phase);
+    const u32 columns[2] = {(t.n0 + key) * COLUMN_KEY, (t.n0 + key + 8) * COLUMN_KEY};
+    u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const int2 rows = shared_run(row_keys + (i * 2 + (lane & 3) * 2) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; e++) note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
+    }
+    dropped = found[0] | found[1] | found[2] | found[3];
+    asm volatile("" : "+r"(dropped)::"memory");
+    mbar_wait(arrived, ring.phase);
+#endif
+  }
+
+  // Two queries' deltas, in units of what the gradients of the weights are.
+  DEVICE float2 deltas(u32 at) const {
+    float2 d = shared_pair(at);
+#if HAS_DROPOUT
+    d.x *= p.dropout.kept, d.y *= p.dropout.kept;
+#endif
+    return d;
+  }
+
   // Scores to weights, in place.
   DEVICE void weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 runs) {
     [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
@@ -260,6 +349,12 @@ struct KeyRows {
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
       s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
+#endif
+#if BIAS_BITS
+    mbar_wait(sm.bias_full, bias.phase);
+    add_bias_columns(s, sm.bias, first, p.bias.unit);
+    mbar_arrive(sm.bias_empty);
+    bias.next();
 #endif
     if (edge) {
 #pragma unroll
@@ -290,10 +385,16 @@ struct KeyRows {
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
       const float2 l = shared_pair(row + i * 8);
-      s[i] = exp2_fast(fmaf(s[i], p.scale_log2, -l.x)), s[i + 1] = exp2_fast(fmaf(s[i + 1], p.scale_log2, -l.y));
-      s[i + 2] = exp2_fast(fmaf(s[i + 2], p.scale_log2, -l.x)), s[i + 3] = exp2_fast(fmaf(s[i + 3], p.scale_log2, -l.y));
+      s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
+      s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }
+#if HAS_DROPOUT
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) s[i] = __int_as_float(__float_as_int(s[i]) | (dropped << (31 - i) & 0x80000000));
+#endif
   }
+
+  DEVICE float value_factor() const { return HAS_DROPOUT ? p.dropout.scale : 1.f; }
 
   // Calls `self.step` for every block of queries that attends some key, in the order in which `produce` brings them.
   template <class Self> DEVICE void meet_queries(Self& self) {
@@ -313,6 +414,7 @@ struct KeyRows {
   }
 };
 
+#if STARTS_EARLY
 // Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
 constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
 
@@ -342,11 +444,35 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
     for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
     if (feature == 0) {
       const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * 1.4426950408889634f;
+      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
       delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
     }
   }
 }
+#else
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
+extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
+                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
+  const long long at = (long long)bh * rows + row;
+  float sum = 0.f;
+  if (row < Sq) {
+    const Element* x = out + b * o.b + h * o.h + row * o.s;
+    const Element* y = grad_out + b * d.b + h * d.h + row * d.s;
+    for (int i = lane * 8; i < Dv; i += 256) sum += dot8(x + i, y + i);
+  }
+#pragma unroll
+  for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
+  if (lane == 0) {
+    const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
+    lse_log2[at] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
+    delta[at] = row < Sq ? sum - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+  }
+  if (sums)
+    for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+#endif
 
 #if HAS_RANGES
 // Before: every query's run of keys after every mask, and of each block of queries the bounds of what some (x, y) and what all (z, w) of
@@ -368,8 +494,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
   __shared__ int4 parts[BLOCK_M / 32];
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  if (threadIdx.x) return;
-  for (int4 y : parts) x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
-  bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = x;
+#pragma unroll
+  for (int i = 1; i < BLOCK_M / 32; i++) {
+    const int4 y = parts[i];
+    x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+  }
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = x;
 }
 #endif

@@ -1,10 +1,11 @@
 // dK and dV of head dims for which registers hold neither both nor dQ beside them: one CTA per block of 64 keys, and two consumers that share the
 // block by product. One computes the scores and keeps dV, the other the gradients of the weights and keeps dK; the weights, in fp32, go from the first
-// to the second through two buffers of shared memory. Both leave the accumulators as the register operand of the next product.
+// to the second through two buffers of shared memory, one where a bias leaves no more room. Both leave the accumulators as the register operand of the next product.
 // Compile-time: what backward.cuh has
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
-static_assert(BLOCK_N == 64 && EXCHANGE_BYTES == 2 * WEIGHTS_BYTES, "one warpgroup's rows, two buffers");
+constexpr int BUFFERS = EXCHANGE_BYTES / WEIGHTS_BYTES;
+static_assert(BLOCK_N == 64 && BUFFERS * WEIGHTS_BYTES == EXCHANGE_BYTES && BUFFERS <= 2, "one warpgroup's rows");
 
 DEVICE u32 weights_full(const Smem& sm, int i) { return sm.own + 8 * i; }
 DEVICE u32 weights_empty(const Smem& sm, int i) { return sm.own + 16 + 8 * i; }
@@ -13,7 +14,7 @@ DEVICE u32 weights_empty(const Smem& sm, int i) { return sm.own + 16 + 8 * i; }
 DEVICE u32 weights_at(const Smem& sm, int buffer, int i) { return sm.exchange + buffer * WEIGHTS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16; }
 
 struct ValueConsumer : KeyRows {
-  Ring<2> exchange;
+  Ring<BUFFERS> exchange;
   u32 held = 0;  // the barrier that frees what the product in flight reads
   float s[SCORES], dv[VALUE_DIM / 2];
   u32 w[SCORES / 2];
@@ -25,6 +26,7 @@ struct ValueConsumer : KeyRows {
     read_mask(h, m);
     mbar_wait(sm.q_full + 8 * i, ring.phase);
     score_product<HEAD_DIM>(s, sm.k, sm.q + i * Q_BYTES);
+    find_dropped(sm.row_keys + i * KEY_BYTES, sm.q_full + 8 * i);
     wgmma_wait<1>();
     if (held) mbar_arrive(held);
     wgmma_wait<0>();
@@ -36,7 +38,7 @@ struct ValueConsumer : KeyRows {
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     mbar_arrive(sm.q_empty + 8 * i);
-    pack_all(w, s);
+    pack_kept(w, s);
 #if HAS_SOFTCAP
 #pragma unroll
     for (int e = 0; e < SCORES; e++) s[e] *= slack[e];
@@ -67,13 +69,13 @@ struct ValueConsumer : KeyRows {
     wgmma_wait<0>();
     pin(dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of V
-    store_gradients(dv, 1.f, sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
+    store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }
 };
 
 struct KeyConsumer : KeyRows {
-  Ring<2> exchange;
+  Ring<BUFFERS> exchange;
   u32 held = 0;
   float dp[SCORES], dk[HEAD_DIM / 2];
   u32 ds[SCORES / 2];
@@ -93,9 +95,9 @@ struct KeyConsumer : KeyRows {
     for (int e = 0; e < SCORES; e += 4) {
       float4 w;
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(weights_at(sm, exchange.stage, e)));
-      const float2 d = shared_pair(delta + (e * 2 + (lane & 3) * 2) * 4);
-      dp[e] = w.x * (dp[e] - d.x), dp[e + 1] = w.y * (dp[e + 1] - d.y);
-      dp[e + 2] = w.z * (dp[e + 2] - d.x), dp[e + 3] = w.w * (dp[e + 3] - d.y);
+      const float2 d = deltas(delta + (e * 2 + (lane & 3) * 2) * 4);
+      dp[e] = score_gradient(w.x, dp[e], d.x), dp[e + 1] = score_gradient(w.y, dp[e + 1], d.y);
+      dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);
     }
     mbar_arrive(weights_empty(sm, exchange.stage));
     mbar_arrive(sm.do_empty + 8 * i);
@@ -129,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
     sm.init();
-    for (int i = 0; i < 2; i++) mbar_init(weights_full(sm, i), 128), mbar_init(weights_empty(sm, i), 128);
+    for (int i = 0; i < BUFFERS; i++) mbar_init(weights_full(sm, i), 128), mbar_init(weights_empty(sm, i), 128);
     mbar_init_fence();
   }
   __syncthreads();

@@ -119,6 +119,13 @@ struct QueryConsumer {
 #if HAS_MASK
   u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
 #endif
+#if HAS_DROPOUT
+  u32 row_keys[2], dropped[ROW_SCORES / 32];  // a bit for each of a thread's scores
+#endif
+#if BIAS_BITS
+  static constexpr bool EARLY_BIAS = HEAD_DIM < 256;
+  BiasPair bias[ROW_SCORES / 2];
+#endif
 
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
@@ -132,6 +139,10 @@ struct QueryConsumer {
       const bool exists = t.m < p.m_blocks;
       lse[r] = exists ? p.lse[at] : __int_as_float(0x7f800000);
       delta[r] = exists ? p.delta[at] : 0.f;
+#if HAS_DROPOUT
+      delta[r] *= p.dropout.kept;
+      row_keys[r] = exists ? p.dropout.row_keys[at] : 0;
+#endif
       diagonal[r] = i + t.keys - p.Sq;
       run[r] = make_int2(0, t.keys);
 #if HAS_RANGES
@@ -170,8 +181,44 @@ struct QueryConsumer {
 #endif
   }
 
-  // The gradients of the scores, in dp.
-  template <bool EDGE> DEVICE void score_gradients(int n0) {
+  // Under the products of the scores. What it returns is 0, as `rows` is a multiple of 64, but ptxas does not know: it would compute hashes where they
+  // are used, after the products, did nothing before depend on them.
+  DEVICE u32 find_dropped([[maybe_unused]] int n0) {
+    u32 any = 0;
+#if HAS_DROPOUT
+    const u32 column = (n0 + (lane & 3) * 2) * COLUMN_KEY, first[2] = {row_keys[0] + column, row_keys[1] + column};
+#pragma unroll
+    for (int w = 0; w < ROW_SCORES / 32; w++) {
+      u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + (i >> 2) * 8 + (i & 1)) * p.dropout.column_key, p.dropout.threshold);
+      dropped[w] = found[0] | found[1] | found[2] | found[3];
+      any |= dropped[w];
+    }
+    any &= p.dropout.rows & 1;
+#endif
+    return any;
+  }
+
+  // The bias, early where registers hold it beside the products, for the same reason.
+  DEVICE void read_bias(int n0) {
+#if BIAS_BITS
+    const char* from = p.bias.at + t.b * p.bias.b + t.h * p.bias.h;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const char* row = from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.bias.row;
+#pragma unroll
+      for (int i = r; i < ROW_SCORES / 2; i += 2) bias[i] = bias_pair(row, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+    }
+#endif
+  }
+
+  // The gradients of the scores, or with OF_PRODUCTS those of what a softcap took, in dp; under dropout but for its scale.
+  template <bool EDGE, bool OF_PRODUCTS = true> DEVICE void score_gradients(int n0) {
+#if BIAS_BITS
+    if (!EARLY_BIAS) read_bias(n0);
+#endif
 #if HAS_MASK
     u64 rows[2][QUERY_BLOCK_N / 64];
 #pragma unroll
@@ -188,13 +235,20 @@ struct QueryConsumer {
 #if HAS_ALIBI
       x -= slope * fabsf((float)(diagonal[r] - j));
 #endif
+#if BIAS_BITS
+      const float2 y = floats(bias[i / 2]);
+      x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
+#endif
 #if HAS_MASK
       if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
 #endif
       if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
-      dp[i] = exp2_fast(fmaf(x, p.scale_log2, -lse[r])) * (dp[i] - delta[r]);
+#if HAS_DROPOUT
+      if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
+#endif
+      dp[i] = exp2_fast(exponent(p, x, lse[r])) * (dp[i] - delta[r]);
 #if HAS_SOFTCAP
-      dp[i] *= slack;
+      if (OF_PRODUCTS) dp[i] *= slack;
 #endif
     }
   }
@@ -206,6 +260,9 @@ struct QueryConsumer {
 
   DEVICE void step(int n0) {
     read_mask(n0);
+#if BIAS_BITS
+    if (EARLY_BIAS) read_bias(n0);
+#endif
     const u32 values = arrived(), values_empty = sm.empty + 8 * ring.stage;
     score_product<VALUE_DIM>(dp, sm.grad_out + c * OWN_DO_BYTES, values);
     wgmma_wait<1>();
@@ -213,8 +270,9 @@ struct QueryConsumer {
     ring.next();
     const u32 keys = arrived();
     score_product<HEAD_DIM>(s, sm.q + c * OWN_Q_BYTES, keys);
+    const u32 nothing = find_dropped(n0);
     wgmma_wait<1>();
-    mbar_arrive(values_empty);
+    mbar_arrive(values_empty + nothing);
     wgmma_wait<0>();
     pin(dp);
     pin(s);

@@ -1,6 +1,6 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -9,13 +9,14 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_B
 constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
-constexpr int READERS = 128 * CONSUMERS + (HAS_MASK ? CONSUMERS : 0);  // of a task
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
+constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
 
 struct Smem {
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
+  u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
     q = base, k = q + CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
-    q_full = v + STAGES * V_BYTES, q_empty = q_full + 8 * CONSUMERS, k_full = q_empty + 8 * CONSUMERS;
+    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES, q_empty = q_full + 8 * CONSUMERS, k_full = q_empty + 8 * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
     mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
@@ -109,6 +110,29 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
 }
 #endif
 
+#if BIAS_BITS
+// One warp for each consumer: the bias of its rows and every block that it visits, one block ahead.
+DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
+  const bool leader = elected();
+  const u32 full = sm.mask_full + 8 * c;
+  Ring<2> tasks;
+  Ring<1> blocks;
+  for (;; tasks.next()) {
+    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
+    __syncwarp();
+    if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    if (task.tile.m0 == NO_TASK) break;
+    for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
+      if (!leader) continue;
+      mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
+      mbar_expect(full, BIAS_BYTES);
+      load_bias_tile<BLOCK_N>(sm.bias + c * BIAS_BYTES, p.bias, full, task.tile.m0 + c * 64, j * BLOCK_N, task.tile.h, task.tile.b);
+    }
+  }
+}
+#endif
+
 // What a consumer warpgroup holds: one tile's running state, in registers.
 struct Consumer {
   const Params& p;
@@ -190,6 +214,16 @@ struct Consumer {
   }
 #endif
 
+#if BIAS_BITS
+  // From accumulator units to those of the bias, which is added.
+  DEVICE void add_bias() {
+    mbar_wait(sm.mask_full + 8 * c, mask.phase);
+    add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
+    mbar_arrive(sm.mask_empty + 8 * c);
+    mask.next();
+  }
+#endif
+
   DEVICE void modify_scores(int block, const Blocks& n) {
 #if HAS_SOFTCAP
 #pragma unroll
@@ -202,6 +236,9 @@ struct Consumer {
 #if HAS_MASK
     apply_mask();
 #endif
+#if BIAS_BITS
+    add_bias();
+#endif
     if (block >= n.full_last || block < n.full_first) {
       const int from = column(block, 0);  // element i is this many columns further: a constant
 #pragma unroll
@@ -213,6 +250,58 @@ struct Consumer {
         if (!keep) s[i] = -__int_as_float(0x7f800000);
       }
     }
+  }
+
+#if HAS_DROPOUT
+  static constexpr int EARLY_ROWS = 1;  // of a thread's two: those that `find_dropped` finds
+  u32 row_keys[2], dropped[2];          // a bit for each of a row's weights
+
+  DEVICE void read_row_keys(const Tile& tile, int row) {
+    const u32* keys = p.dropout.row_keys + (long long)(tile.b * p.Hq + tile.h) * p.dropout.rows;
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_keys[r] = keys[min(row + 8 * r, p.Sq - 1)];
+  }
+
+  // Of the `i`-th weight of a row.
+  DEVICE u32 key_of(int row, int block, int i) const {
+    return row_keys[row] + column(block, 0) * COLUMN_KEY + ((i >> 1) * 8 + (i & 1)) * p.dropout.column_key;
+  }
+#endif
+
+  // Hashes under the product of the scores: as many as take its time, since to keep what they say costs more than to use it at once. `arrived` is a
+  // barrier whose phase is over: ptxas leaves what is between two waits where it is, if the second depends on it. `rows` is a multiple of 64.
+  DEVICE void find_dropped([[maybe_unused]] int block, [[maybe_unused]] u32 arrived, [[maybe_unused]] u32 phase) {
+#if HAS_DROPOUT
+    mbar_wait(arrived, phase);
+    asm volatile("" : "+r"(row_keys[0]), "+r"(row_keys[1])::"memory");
+    u32 any = 0;
+#pragma unroll
+    for (int r = 0; r < EARLY_ROWS; r++) {
+      u32 found[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < SCORES / 2; i++) note_dropped(found[i & 1], i, key_of(r, block, i), p.dropout.threshold);
+      dropped[r] = found[0] | found[1];
+      any |= dropped[r];
+    }
+    mbar_wait(arrived + (any & p.dropout.rows & 1), phase);
+#endif
+  }
+
+  // Of a row's weights, after they have been summed. What multiplies is less busy than what selects.
+  template <int ROW> DEVICE void drop([[maybe_unused]] int block) {
+#if HAS_DROPOUT
+    const u32 threshold = p.dropout.threshold;
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) {
+      float& weight = s[(i >> 1) * 4 + ROW * 2 + (i & 1)];
+      if (ROW < EARLY_ROWS)
+        asm("{ .reg .pred q; .reg .b32 bit; and.b32 bit, %1, %2; setp.ne.u32 q, bit, 0; @q mul.f32 %0, %0, 0f00000000; }"
+            : "+f"(weight) : "r"(dropped[ROW]), "r"(1u << i));
+      else
+        asm("{ .reg .pred q; setp.lo.u32 q, %1, %2; @q mul.f32 %0, %0, 0f00000000; }"
+            : "+f"(weight) : "r"(compared(key_of(ROW, block, i), threshold)), "r"(threshold));
+    }
+#endif
   }
 
   DEVICE void pack_weights() {
@@ -256,6 +345,7 @@ struct Consumer {
     wait_values(block + 1, n);
     value_product();
     pass_turn();
+    find_dropped(block, sm.v_full + 8 * v.stage, v.phase);
     wgmma_wait<1>();
     pin(s);
     release(sm.k_empty, k);
@@ -263,6 +353,7 @@ struct Consumer {
     modify_scores(block, n);
     bool raised = softmax.raise<0>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2);
+    drop<0>(block);
     raised |= softmax.raise<1>(s, p.scale_log2);
     softmax.pin();
     pin(s);
@@ -271,6 +362,7 @@ struct Consumer {
     pin(o);
     release(sm.v_empty, v);
     softmax.weigh<1>(s, p.scale_log2);
+    drop<1>(block);
     pack_weights();
     if (raised) rescale_output();
   }
@@ -280,6 +372,7 @@ struct Consumer {
     take_turn();
     score_product();
     pass_turn();
+    find_dropped(n.last - 1, sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(s);
     release(sm.k_empty, k);
@@ -287,6 +380,7 @@ struct Consumer {
     modify_scores(n.last - 1, n);
     softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
     softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+    drop<0>(n.last - 1), drop<1>(n.last - 1);
     pack_weights();
     if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
 #pragma unroll 1
@@ -314,6 +408,9 @@ struct Consumer {
       const int row = first + 8 * r;
       float inverse;
       const float lse = finish_row(r ? softmax.max1 : softmax.max0, r ? softmax.sum1 : softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse);
+#if HAS_DROPOUT
+      inverse *= p.dropout.scale;
+#endif
       if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
       unsigned short* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
 #pragma unroll
@@ -342,6 +439,9 @@ struct Consumer {
       slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
       diagonal = row + now.keys - p.Sq;
 #endif
+#if HAS_DROPOUT
+      read_row_keys(tile, row);
+#endif
       softmax.reset();
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
@@ -365,6 +465,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     }
     if (HAS_MASK)
       for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 32), mbar_init(sm.mask_empty + 8 * c, 128);
+    if (BIAS_BITS)
+      for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 1), mbar_init(sm.mask_empty + 8 * c, 128);
     mbar_init_fence();
   }
   __syncthreads();
@@ -374,6 +476,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     if (threadIdx.x < 32) produce(p, sm);
 #if HAS_MASK
     else if (threadIdx.x < 32 + 32 * CONSUMERS) fill_mask(p, sm, uniform(threadIdx.x / 32) - 1);
+#endif
+#if BIAS_BITS
+    else if (threadIdx.x < 32 + 32 * CONSUMERS) load_bias(p, sm, uniform(threadIdx.x / 32) - 1);
 #endif
   } else {
     register_claim<(CONSUMERS == 2 ? 232 : 160)>();

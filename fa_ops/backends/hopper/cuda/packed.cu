@@ -4,14 +4,10 @@ extern "C" __global__ void __launch_bounds__(256) packed_runs(const int* ends_q,
                                                             int Tq, int Tk, int left, int right) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= Tq) return;
-  int after = 0, stop = B + 1;  // the first boundary above i lies in [after, stop]
-  while (after < stop) {
-    const int middle = (after + stop) / 2;
-    if (ends_q[middle] <= i) after = middle + 1; else stop = middle;
-  }
+  const int b = sequence_of(ends_q, B, i);
   int2 run = make_int2(0, 0);
-  if (after > 0 && after <= B) {
-    const int b = after - 1, first = max(0, ends_k[b]), end = min(Tk, ends_k[b + 1]);
+  if (b >= 0 && b < B) {
+    const int first = max(0, ends_k[b]), end = min(Tk, ends_k[b + 1]);
     const int last = kv_lens ? min(end, first + max(0, kv_lens[b])) : end;
     const int diagonal = i - ends_q[b] + first + (last - first) - (ends_q[b + 1] - ends_q[b]);
     run.x = max(first, diagonal - left);

@@ -119,6 +119,17 @@ DEVICE u32 pack(float low, float high) {
   return y;
 }
 
+// The same, with 0 for what is negative.
+DEVICE u32 pack_positive(float low, float high) {
+  u32 y;
+#if IS_BF16
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+
 DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");

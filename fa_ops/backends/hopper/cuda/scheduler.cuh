@@ -19,6 +19,10 @@ struct Params {
   float scale_log2;     // from score units to log2 units: scale, or softcap, times log2(e)
   float alibi_unit;     // from score units of a bias to accumulator units
   int mask_run;         // where in a row of the mask's bits its run stands, in bytes
+  Dropout dropout;
+#if BIAS_BITS
+  Bias bias;
+#endif
 };
 
 constexpr int FAR = 1 << 29;

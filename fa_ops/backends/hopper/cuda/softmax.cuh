@@ -1,6 +1,11 @@
 // Online softmax on wgmma accumulators: a thread holds two rows, elements 4i, 4i+1 of the first and 4i+2, 4i+3 of the second.
 
-constexpr float NEVER = -1e30f;  // below every score and finite, so that a row with nothing yet needs no special case
+// Below every score and finite, so that a row with nothing yet needs no special case.
+#if BIAS_BITS
+constexpr float NEVER = -3.4028235e38f;  // what masks are filled with is a score too
+#else
+constexpr float NEVER = -1e30f;
+#endif
 
 template <int R> struct Softmax {
   float max0, max1, sum0, sum1;      // running maximum (unscaled scores) and this thread's share of the sum
@@ -33,7 +38,11 @@ template <int R> struct Softmax {
     float t = 0.f;
 #pragma unroll
     for (int i = 2 * ROW; i < R; i += 4) {
+#if BIAS_BITS  // exact where scores are so far from 0 that a product with them is not
+      s[i] = exp2_fast((s[i] - (ROW ? max1 : max0)) * scale_log2), s[i + 1] = exp2_fast((s[i + 1] - (ROW ? max1 : max0)) * scale_log2);
+#else
       s[i] = exp2_fast(fmaf(s[i], scale_log2, n)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, n));
+#endif
       t += s[i] + s[i + 1];
     }
     float& sum = ROW ? sum1 : sum0;
@@ -52,7 +61,11 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 // Natural-log LSE of a finished row, and in `inverse` what its output must be multiplied with. The sink joins the sum only.
 DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink, float& inverse) {
+#if BIAS_BITS
+  const float m2 = fmaxf(row_max * scale_log2, NEVER);
+#else
   const float m2 = row_max * scale_log2;
+#endif
   if (has_sink) {
     const float sink2 = sink * LOG2E, top = sum > 0.f ? fmaxf(m2, sink2) : sink2;
     const float total = (sum > 0.f ? sum * exp2_fast(m2 - top) : 0.f) + exp2_fast(sink2 - top);
@@ -60,6 +73,9 @@ DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sin
     return (top + log2_fast(total)) * LN2;
   }
   inverse = sum == 0.f ? 0.f : 1.f / sum;
+#if BIAS_BITS
+  if (sum != 0.f) return row_max + log2_fast(sum) * LN2;
+#endif
   return sum == 0.f ? -__int_as_float(0x7f800000) : (m2 + log2_fast(sum)) * LN2;
 }
 

@@ -1,0 +1,75 @@
+"""Float masks, which are added to the scores: read in place where the copy engine can, else copied.
+
+What a mask shares between batches, heads, queries or keys is read again, never repeated, but for
+one block of the queries or keys that share it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper.launch import TensorMap
+from fa_ops.backends.hopper.mask import without_repetition
+
+ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
+_FIELDS = struct.Struct("<Q3q5if8x")  # struct Bias in cuda/bias.cuh, behind its tensor map
+
+
+def bits_of(mask: Tensor | None) -> int:
+    """Of an element of a float mask; 0 without one."""
+    return 0 if mask is None or mask.dtype == torch.bool else mask.element_size() * 8
+
+
+class Bias(NamedTuple):
+    """A float mask as kernels read it. Plain data but for the address, which `packed` takes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # 1 in batches and heads that share it; one block of queries or keys
+    strides: tuple[int, ...]
+    steps: tuple[int, int, int, int]  # 0 where a dimension is shared, else 1
+    last_column: int  # where the last pair of a row begins
+
+    @classmethod
+    def of(cls, mask: Tensor) -> tuple[Bias, Tensor]:
+        """The bias, and the tensor in which it lies."""
+        mask = without_repetition(mask)
+        steps = tuple(int(size > 1) for size in mask.shape)
+        B, H, rows, columns = mask.shape
+        held = mask.expand(B, H, ROWS if rows == 1 else rows, _COLUMNS if columns == 1 else columns)
+        if not _copyable(held):
+            held = _copied(held)
+        return cls(
+            held.dtype, tuple(held.shape), held.stride(), steps, (held.shape[3] - 1) // 2 * 2
+        ), held
+
+    def map(self) -> TensorMap:
+        return TensorMap(self.dtype, self.shape, self.strides, ROWS)
+
+    def packed(self, tensor_map: TensorMap, address: int, unit: float) -> bytes:
+        """struct Bias: `unit` is that of the accumulators, in scores."""
+        size = self.dtype.itemsize
+        at = (s * size * step for s, step in zip(self.strides[:3], self.steps))
+        fields = _FIELDS.pack(address, *at, *self.steps, self.last_column, unit)
+        return tensor_map.at(address) + fields
+
+
+def _copyable(t: Tensor) -> bool:
+    """Whether the copy engine reads its rows: contiguous, and at multiples of 16 bytes."""
+    unit = 16 // t.element_size()
+    pairs = zip(t.shape[:3], t.stride())
+    return (
+        t.stride(3) == 1
+        and t.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % unit == 0 for size, stride in pairs if size > 1)
+    )
+
+
+def _copied(t: Tensor) -> Tensor:
+    """In rows of whole multiples of 16 bytes."""
+    *outer, columns = t.shape
+    unit = 16 // t.element_size()
+    return t.new_empty((*outer, -(-columns // unit) * unit))[..., :columns].copy_(t)

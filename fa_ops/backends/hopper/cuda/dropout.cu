@@ -1,0 +1,14 @@
+// The keys of all rows, `rows` a head. Of a packed batch, whose heads have one row a token, they are those of its sequences: a column counts from its
+// sequence's first, which the row's key makes up for. One thread a row.
+extern "C" __global__ void __launch_bounds__(256) row_keys(const u64* seed, const int* ends_q, const int* ends_k, u32* keys, int sequences, int heads,
+                                                          u32 rows, u32 count) {
+  const u32 at = blockIdx.x * 256 + threadIdx.x;
+  if (at >= count) return;
+  u32 head = at / rows, row = at - head * rows, column = 0;
+  if (ends_q) {
+    const int b = sequence_of(ends_q, sequences, row);
+    if (b < 0 || b >= sequences) return;  // attends nothing
+    head += b * heads, row -= ends_q[b], column = ends_k[b];
+  }
+  keys[at] = row_key(*seed, head, row) - column * COLUMN_KEY;
+}

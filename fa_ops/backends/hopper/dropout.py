@@ -1,0 +1,75 @@
+"""Dropout: a word for each query of each head, written before the kernels that drop.
+
+A word is the part of the rule's hash (`backends/dropout.py`) that keys have no part in, so that a
+weight costs two rounds of three; sequences of a packed batch need nothing else, as their places are
+in it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import dropout
+from fa_ops.backends.hopper.launch import (
+    address,
+    current_stream,
+    kernel,
+    on_device,
+    pointers_to,
+)
+from fa_ops.types import Packing, Spec
+
+_PARAMS = struct.Struct("<QiI2fI4x")  # struct Dropout in cuda/dropout.cuh
+_COLUMN_KEY = 0xC2B2AE35
+_THREADS = 256
+_ROWS = 64  # that a head's are padded to
+
+
+def row_keys(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | None:
+    """int32 (B * Hq, rows) of queries (B, Hq, Sq, D), rows from Sq on undefined; None without
+    dropout. With a packing q is (1, Hq, Tq, D)."""
+    if spec.dropout_p == 0.0:
+        return None
+    B, Hq, Sq, _ = q.shape
+    keys = torch.empty((B * Hq, padded_rows(Sq)), dtype=torch.int32, device=q.device)
+    ends = (None, None) if packing is None else packing[:2]
+    ends_q, ends_k = (None if t is None else t.contiguous() for t in ends)
+    _launch(
+        q.device,
+        -(-keys.numel() // _THREADS),
+        *(ctypes.c_uint64(address(t)) for t in (spec.dropout_seed, ends_q, ends_k, keys)),
+        ctypes.c_int(0 if ends_q is None else len(ends_q) - 1),
+        ctypes.c_int(Hq),
+        *map(ctypes.c_uint32, (keys.shape[1], keys.numel())),
+    )
+    return keys
+
+
+def padded_rows(Sq: int) -> int:
+    return -(-Sq // _ROWS) * _ROWS
+
+
+def scale(p: float) -> float:
+    """What kept weights are multiplied with."""
+    return 1.0 / max(1.0 - p, 2.0**-32)
+
+
+def parameters(keys: Tensor | None, p: float) -> bytes:
+    """What a kernel reads of them."""
+    if keys is None:
+        return bytes(_PARAMS.size)
+    factor = scale(p)
+    return _PARAMS.pack(
+        address(keys), keys.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_KEY
+    )
+
+
+def _launch(device: torch.device, ctas: int, *params: ctypes._CData) -> None:
+    with on_device(device.index):
+        stream = current_stream(device.index)
+        entry = kernel("dropout", "row_keys", device.index, _THREADS)
+        entry.launch((ctas, 1), stream, pointers_to(*params))

@@ -1,0 +1,216 @@
+"""A decoding call of the Hopper tier on the host: CPU tensors and a driver that takes notes."""
+
+import ctypes
+import struct
+import sys
+import threading
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fa_ops.backends.hopper import decode, launch, mla
+from fa_ops.types import Cache, Spec
+
+STREAM = 77
+
+
+class Launched(NamedTuple):
+    name: str
+    params: bytes
+    thread: int
+
+
+class Driver:
+    """Notes the parameter struct of each kernel launched, as the kernel would find it."""
+
+    def __init__(self):
+        self.size = 576  # of the struct
+        self.launched: list[Launched] = []
+        self.answers, self.others = [], []
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        params = ctypes.string_at(pointers[0], self.size)
+        self.launched.append(Launched(function, params, threading.get_ident()))
+        return self.answers.pop(0) if self.answers else 0
+
+    def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
+        ctypes.memmove(out, struct.pack("<Q", where) * 16, 128)
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *args: self.others.append(name) or 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(launch, "driver", lambda: fake)
+    monkeypatch.setattr(launch, "kernel", lambda source, name, *rest: launch.Kernel(name, 128, 0))
+    device = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    for module in (launch, decode, mla):
+        monkeypatch.setattr(module, "current_device", lambda: None)
+        monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
+        monkeypatch.setattr(
+            module,
+            "empty",
+            lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        )
+    monkeypatch.setattr(decode, "kernel", launch.kernel)
+    plans = (decode._plan, mla._plan, launch._early, launch._context)
+    for one in plans:
+        one.cache_clear()
+    yield fake
+    for one in plans:
+        one.cache_clear()
+
+
+def qkv(Sk=600):
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16)
+    return q, *(torch.randn(2, 2, Sk, 64, dtype=torch.bfloat16) for _ in range(2))
+
+
+def words(params: bytes) -> tuple[int, ...]:
+    """Addresses of query, keys and values, and the nine behind the tensor maps."""
+    return struct.unpack_from("<Q120xQ120xQ120x9Q", params)
+
+
+LENS = torch.tensor([3, 500], dtype=torch.int32)
+
+
+def test_both_kernels_find_the_addresses_of_the_call(driver):
+    q, k, v = qkv()
+    slopes, sinks = torch.ones(4), torch.ones(4)
+    ranges = torch.tensor([0, 9], dtype=torch.int32).view(1, 1, 1, 2)
+    spec = Spec(kv_lens=LENS, alibi_slopes=slopes, sinks=sinks, key_ranges=ranges)
+    out, lse = decode.forward(q, k, v, Cache(), spec)
+    assert [one.name for one in driver.launched] == ["decode", "merge_parts"]
+    first, second = (one.params for one in driver.launched)
+    assert first == second
+    found = words(first)
+    given = (q, k, v, out, lse)
+    assert found[:5] == tuple(t.data_ptr() for t in given)
+    assert found[7:] == (LENS.data_ptr(), ranges.data_ptr(), 0, sinks.data_ptr(), slopes.data_ptr())
+    assert out.shape == (2, 4, 1, 64) and lse.shape == (2, 4, 1)
+
+
+def test_a_prepared_call_fills_the_same_struct(driver):
+    q, k, v = qkv()
+    run = decode.prepare(q, k, v, Cache(), Spec(kv_lens=LENS))
+    out, lse = run(True, q, k, v, LENS)
+    kept = words(driver.launched[-1].params)
+    decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
+    again = words(driver.launched[-1].params)
+    assert kept[3:5] == (out.data_ptr(), lse.data_ptr())
+    assert kept[:3] == again[:3] and kept[7:] == again[7:]
+    assert driver.launched[0].params[456:] == driver.launched[-1].params[456:]
+
+
+def test_an_unwanted_lse_lies_behind_the_workspace(driver):
+    q, k, v = qkv()
+    plan = decode.prepare(q, k, v, Cache(), Spec()).__self__
+    out, lse = plan.run(False, q, k, v)
+    assert lse is None and out.shape == q.shape
+    _, _, _, _, lse_at, sums_at, stats_at, *_ = words(driver.launched[-1].params)
+    (size,), _, _ = plan.workspace
+    assert sums_at < stats_at < lse_at and lse_at + 2 * 4 * 4 == sums_at + size
+    assert lse_at % 16 == 0
+
+
+def test_tensors_off_their_alignment_are_copied(driver):
+    q, k, v = qkv()
+    run = decode.prepare(q, k, v, Cache(), Spec())
+    off = torch.cat([k.flatten()[:1], k.flatten()])[1:].view_as(k)
+    assert off.data_ptr() % 16
+    out, _ = run(False, q, off, v)
+    found = words(driver.launched[-1].params)
+    assert found[0] == q.data_ptr() and found[2] == v.data_ptr() and found[3] == out.data_ptr()
+    assert found[1] % 16 == 0 and found[1] != off.data_ptr()
+
+
+def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
+    q, k, v = qkv()
+    plan, current, entered = decode.prepare(q, k, v, Cache(), Spec()).__self__, [1], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            current[0] = self.index
+
+        def __exit__(self, *_):
+            current[0] = 1
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(decode, "current_device", lambda: current[0])
+    plan.run(False, q, k, v)
+    assert entered == [None] and len(driver.launched) == 1
+
+
+def test_threads_share_a_plan_and_no_struct(driver):
+    q, k, v = qkv()
+    run, mine = decode.prepare(q, k, v, Cache(), Spec(kv_lens=LENS)), {}
+    start = threading.Barrier(4)
+
+    def work():
+        own = torch.randn_like(q)
+        start.wait()
+        outs = [run(False, own, k, v, LENS)[0].data_ptr() for _ in range(100)]
+        mine[threading.get_ident()] = own.data_ptr(), set(outs)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(mine) == 4 and len(driver.launched) == 4 * 100 * 2
+    for one in driver.launched:
+        q_at, outs = mine[one.thread]
+        found = words(one.params)
+        assert found[0] == q_at and found[3] in outs
+
+
+def test_a_struct_serves_a_later_call_and_keeps_its_tail():
+    params = launch.Params(struct.Struct("<2Q"), b"tail")
+    one, two = params.take(1, 2), params.take(3, 4)
+    assert one[0].raw == struct.pack("<2Q", 1, 2) + b"tail"
+    assert two[0].raw == struct.pack("<2Q", 3, 4) + b"tail"
+    assert two[1][0] == ctypes.addressof(two[0])
+    params.give_back(one)
+    assert params.take(5, 6) is one and one[0].raw == struct.pack("<2Q", 5, 6) + b"tail"
+
+
+def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
+    driver.answers[:] = [201, 0, 0]
+    q, k, v = qkv()
+    decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
+    assert [one.name for one in driver.launched] == ["decode", "decode", "merge_parts"]
+    assert driver.others == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    driver.answers[:] = [700]
+    with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
+        decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
+    assert len(driver.launched) == 4
+
+
+def test_the_struct_of_a_latent_cache(driver):
+    driver.size = 384
+    q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
+    k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
+    table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    out, lse = mla.forward(q, k, Cache(table), Spec(kv_lens=LENS))
+    assert [one.name for one in driver.launched] == ["mla", "merge_parts"]
+    params = driver.launched[0].params
+    at = struct.unpack_from("<Q", params)[0], struct.unpack_from("<Q", params, 128)[0]
+    assert at == (q.data_ptr(), k.data_ptr())
+    out_at, lse_at, _, _, lens_at, table_at = struct.unpack_from("<6Q", params, 256)
+    assert (out_at, lse_at) == (out.data_ptr(), lse.data_ptr())
+    assert (lens_at, table_at) == (LENS.data_ptr(), table.data_ptr())

@@ -1,0 +1,162 @@
+"""Float masks on a Hopper GPU against the oracle: every broadcast, dtype and layout, gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import hopper
+from fa_ops.testing import Case, random_case
+from fa_ops.types import Spec
+from tests.gpu.test_hopper import DIMS, MASK_LAYOUTS, check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
+]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BiasedCase(Case):
+    """A case whose float mask lies in memory in one of several ways, or is of float32."""
+
+    mask: str | None = "float"
+    is_wide: bool = False
+    mask_layout: str = "contiguous"
+    expanded: bool = False
+
+    def fresh(self, dtype=None, requires_grad=False):
+        q, k, v, spec = super().fresh(dtype, requires_grad)
+        mask = spec.attn_mask.detach()
+        if self.is_wide:
+            mask = mask.float() * 1.2345
+        mask = MASK_LAYOUTS[self.mask_layout](mask)
+        if self.expanded:
+            mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
+        mask.requires_grad_(requires_grad and self.mask_grad)
+        return q, k, v, spec._replace(attn_mask=mask)
+
+
+def biased_case(seed):
+    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
+    dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
+    is_causal = bool((dims + shape + deterministic) % 2)
+    return BiasedCase(
+        B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
+        Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
+        dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
+        mask_shape=tuple(shape >> bit & 1 for bit in range(4)), mask_holes=seed % 5 < 2,
+        mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)], expanded=seed % 11 < 3,
+        is_causal=is_causal, deterministic=bool(deterministic), mask_grad=seed % 3 < 2,
+        is_wide=seed // 2 % 3 == 0,
+        window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(256))
+def test_gradients(seed):
+    check(biased_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_random(seed):
+    D, Dv = DIMS[seed % len(DIMS)]
+    case = random_case(
+        seed, D=D, Dv=Dv, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3],
+        dtype=(torch.bfloat16, torch.float16)[seed // 8 % 2], device="cuda", mask="float",
+        mask_shape=tuple(seed >> bit & 1 for bit in range(4)), dropout_p=0.0, scale=None,
+    )  # fmt: skip
+    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
+    more = {"mask_layout": layout, "expanded": seed % 11 < 3, "is_wide": seed % 4 == 0}
+    check(BiasedCase(**vars(case), **more))
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1), (1, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_long(dims, is_wide, shape):
+    D, Dv = dims
+    base = BiasedCase(
+        B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda",
+        mask_shape=shape, mask_grad=True, is_wide=is_wide, deterministic=is_wide,
+    )  # fmt: skip
+    for is_causal in (False, True):
+        check(dataclasses.replace(base, is_causal=is_causal))
+
+
+def test_more_tiles_than_processors():
+    base = BiasedCase(
+        B=20, Hq=4, Hkv=4, Sq=300, Sk=300, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
+        is_causal=True, mask_grad=True,
+    )  # fmt: skip
+    for shape in ((0, 0, 1, 1), (1, 1, 1, 1)):
+        check(dataclasses.replace(base, mask_shape=shape))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_finite_fill_is_a_score(D, dtype):
+    """Rows whose keys are all filled average every value, and spoil no gradient of the others."""
+    q, k, v = (
+        torch.randn(1, 2, 200, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    reason = hopper.support_error(
+        q, k, v, Spec(attn_mask=torch.zeros(1, 1, device="cuda", dtype=dtype))
+    )
+    if reason:
+        pytest.skip(reason)
+    for fill in (-1e9, torch.finfo(dtype).min):
+        mask = torch.zeros(200, 200, device="cuda", dtype=dtype)
+        mask[3], mask[:, 50:] = fill, fill
+        out, lse = fa_ops.attention(q, k, v, mask, return_lse=True, backend="hopper")
+        mean = v.double().mean(2)
+        torch.testing.assert_close(out[:, :, 3].double(), mean, atol=4e-3, rtol=2e-2)
+        torch.testing.assert_close(lse[:, :, 3], mask[3, 0].float().expand_as(lse[:, :, 3]))
+        seed = torch.randn_like(out)
+        seed[:, :, 3] = 0
+        grads = torch.autograd.grad(out, (q, k, v), seed)
+        expected = fa_ops.attention(q, k, v, mask == 0, backend="hopper")
+        for found, wanted in zip(grads, torch.autograd.grad(expected, (q, k, v), seed)):
+            torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_rows_without_keys():
+    q = torch.randn(2, 4, 100, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.randn(100, 100, device="cuda")
+    mask[7] = mask[64:] = float("-inf")
+    mask.requires_grad_()
+    out, lse = fa_ops.attention(q, q, q, mask, return_lse=True, backend="hopper")
+    dead = torch.isneginf(mask).all(1)
+    assert (out[:, :, dead] == 0).all() and torch.isneginf(lse[:, :, dead]).all()
+    assert not out.isnan().any() and not lse[:, :, ~dead].isinf().any()
+    dq, dmask = torch.autograd.grad(out.float().sum(), (q, mask))
+    assert not dq.isnan().any() and (dmask[dead] == 0).all() and not dmask.isnan().any()
+
+
+def test_gradients_of_masks_repeat_their_bits():
+    q, k, v = (
+        torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    grad = torch.randn_like(q)
+    for shape in ((1000, 1000), (2, 1, 1, 1000), (1, 8, 1000, 1)):
+        mask = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        options = {"is_causal": True, "deterministic": True, "backend": "hopper"}
+        first, *others = (
+            torch.autograd.grad(fa_ops.attention(q, k, v, mask, **options), (q, k, v, mask), grad)
+            for _ in range(3)
+        )
+        for grads in others:
+            assert all(map(torch.equal, grads, first))
+
+
+def test_prepared_maps_serve_other_masks():
+    """A plan is remembered by layout; where the mask lies is read anew at each call."""
+    q = torch.randn(1, 2, 130, 64, device="cuda", dtype=torch.bfloat16)
+    masks = [torch.randn(130, 136, device="cuda", dtype=torch.bfloat16)[:, :130] for _ in range(3)]
+    for mask in masks:
+        out, _ = hopper.forward(q, q, q, Spec(attn_mask=mask))
+        expected = fa_ops.attention(q.float(), q.float(), q.float(), mask.float())
+        torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
