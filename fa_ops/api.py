@@ -97,12 +97,15 @@ def attention(
         torch.Size([1, 9, 512, 64])
     """
     call = None
-    if not (torch.compiler.is_compiling() or dropout_p or return_lse) and (
+    if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse) and (
         attn_mask is alibi_slopes is sinks is None
     ):
-        sides = tuple(window) if isinstance(window, list) else window
         bounds = () if kv_lens is key_ranges is None else (kv_lens, key_ranges)
-        plain = (is_causal, scale, sides, softcap, backend)
+        both = None if window is None else sides(window)
+        plain = (
+            is_causal, scale, both, softcap, backend,
+            is_causal.__class__, scale.__class__, softcap.__class__,
+        )  # fmt: skip
         call = prepared.key_of(query, key, value, bounds, *plain)
         run = call and prepared.find(call)
         if run is not None:

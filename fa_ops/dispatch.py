@@ -78,13 +78,11 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
     decoding = not backward and _decodes(q, k, spec)
     layout = _layout(q, k, v, False) if decoding and _hopper_asked(name) else decoding
     shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device)
-    key = (*_features(spec), *shape, name, backward, layout)
+    key = (*_features(spec), *shape, name, layout)
     backend = _selected.get(key)
     if backend is None:
         ask = _decoding_refusal if decoding and name == "auto" else refusal
-        backend = _selected[key] = _choose(
-            name, q, lambda candidate: ask(candidate, q, k, v, spec, backward)
-        )
+        backend = _selected[key] = _choose(name, q, lambda candidate: ask(candidate, q, k, v, spec))
     return backend
 
 
@@ -205,24 +203,16 @@ def available_error(name: str) -> str | None:
     return _available[name]
 
 
-def refusal(
-    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
-) -> str | None:
-    """Why the backend cannot run this call, or with `backward` its gradients; None where it can."""
-    reason = available_error(name) or load(name).support_error(q, k, v, spec)
-    if reason is None and backward:
-        own = getattr(load(name), "backward_error", None)
-        reason = own and own(q, k, v, spec)
-    return reason
+def refusal(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why the backend cannot run this call; None where it can."""
+    return available_error(name) or load(name).support_error(q, k, v, spec)
 
 
-def _decoding_refusal(
-    name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False
-) -> str | None:
+def _decoding_refusal(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """The same for few queries against many keys: a kernel that cuts the keys, or another tier."""
     if name == "hopper":
         return cache_refusal(name, q, k, v, Cache(), spec)
-    return refusal(name, q, k, v, spec, backward)
+    return refusal(name, q, k, v, spec)
 
 
 def backends() -> list[tuple[str, str | None]]:

@@ -124,12 +124,18 @@ def attention_with_kv_cache(
         is rotary_sin is unified_max is None
     ):  # fmt: skip
         tensors += others
-    plain = (
-        is_causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant, backend
-    )  # fmt: skip
     call = None
     if not (torch.compiler.is_compiling() or kv_cache.DEBUG):
-        call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain)
+        both = None if window is None else api.sides(window)
+        plain = (
+            is_causal, scale, both, softcap, rotary_interleaved, num_splits, batch_invariant,
+            backend,
+        )  # fmt: skip
+        types = (
+            is_causal.__class__, scale.__class__, softcap.__class__, rotary_interleaved.__class__,
+            num_splits.__class__, batch_invariant.__class__,
+        )  # fmt: skip
+        call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain, *types)
     if call is not None and (run := prepared.find(call)) is not None:
         result = run(return_lse, query, key_cache, value_cache, *tensors)
         if key is not None:
@@ -178,8 +184,8 @@ def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
     (
         kv_lens, table, ranges, slopes, sinks, key, value, k_scale, v_scale, cos, sin, guesses
     ) = (*tensors, *[None] * 10)[:12]  # fmt: skip
-    (causal, scale, window, softcap, interleaved, splits, invariant, backend) = plain
-    left, right = (-1, -1) if window is None else api.sides(window)
+    causal, scale, window, softcap, interleaved, splits, invariant, backend = plain
+    left, right = window or (-1, -1)
     return (
         Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant,
               guesses),

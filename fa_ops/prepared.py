@@ -26,21 +26,25 @@ _runs: dict[tuple, Callable[..., Tensor] | None] = {}
 def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
     """What makes two calls the same, or None where a call must not be remembered.
 
-    What the tensors hold makes no other call of it.
+    What the tensors hold makes no other call of it. `options` include the types of those that equal
+    one of another type: 1 is no bool, which the checks have to say, and yet it equals True.
     """
     if not (type(q) is type(k) is type(v) is Tensor and library.nobody_watches(q, k, v)):
         return None
-    key = [
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
-    ]  # fmt: skip
-    for t in tensors:
-        if t is None:
-            key.append(None)
-        elif type(t) is Tensor and not t.requires_grad:
-            key += (t.shape, t.stride(), t.dtype, t.device)
-        else:
-            return None
+    try:
+        key = [
+            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
+        ]  # fmt: skip
+        for t in tensors:
+            if t is None:
+                key.append(None)
+            elif type(t) is Tensor and not t.requires_grad:
+                key += (t.shape, t.stride(), t.dtype, t.device)
+            else:
+                return None
+    except RuntimeError:  # a layout without sizes or strides, which the operator refuses
+        return None
     return tuple(key)
 
 

@@ -1,5 +1,7 @@
 """Repeated eager calls: the second goes to the prepared function, and only where it may."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -138,6 +140,45 @@ def test_bad_calls_are_never_remembered():
     assert not prepared._runs
 
 
+@pytest.mark.parametrize(
+    "good, bad",
+    [
+        ({"is_causal": True}, {"is_causal": 1}),
+        ({}, {"is_causal": 0}),
+        ({"window": (3, 0)}, {"window": (3.0, 0)}),
+        ({"scale": 1.0}, {"scale": Fraction(1)}),
+        ({"softcap": 2.0}, {"softcap": Fraction(2)}),
+        ({}, {"dropout_p": None}),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused_also_where_it_equals_the_last_calls(good, bad):
+    q, k, v = qkv()
+    assert is_fast(q, k, v, **good)
+    (name,) = bad
+    with pytest.raises(TypeError, match=name):
+        fa_ops.attention(q, k, v, **bad)
+
+
+def test_windows_are_told_apart_by_what_they_mean():
+    q, k, v = qkv()
+    assert is_fast(q, k, v, window=(3, None))
+    assert fa_ops.attention(q, k, v, window=[3, -1]) is FAST
+    assert fa_ops.attention(q, k, v, window=(None, 3)) is not FAST
+    for bad in ((), (3,), "3-", 3):
+        with pytest.raises(TypeError, match="window must be a pair"):
+            fa_ops.attention(q, k, v, window=bad)
+
+
+def test_layouts_without_sizes_are_the_operators_to_refuse():
+    rows = [torch.randn(2, n, 8) for n in (3, 4)]
+    q = torch.nested.nested_tensor(rows, layout=torch.strided)
+    with pytest.raises(NotImplementedError, match="fa::attention"):
+        fa_ops.attention(q, q, q)
+    with pytest.raises(NotImplementedError, match="fa::attention"):
+        fa_ops.attention(*qkv(), kv_lens=q)
+
+
 def test_empty_calls_and_many_calls(monkeypatch):
     q, k, v = qkv()
     assert fa_ops.attention(q[:, :, :0], k, v).shape == (1, 2, 0, 8)
@@ -200,12 +241,18 @@ def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
         {"value": other}, {"sinks": other, "alibi_slopes": other}, {"is_causal": True},
         {"scale": 2.0}, {"window": (1, 2)}, {"softcap": 1.0}, {"num_splits": 2},
         {"batch_invariant": True}, {"rotary_interleaved": True}, {"backend": "cpu"},
+        {"is_causal": 1}, {"num_splits": 2.0}, {"batch_invariant": 1}, {"rotary_interleaved": 1},
+        {"scale": Fraction(2)}, {"softcap": Fraction(1)},
     )  # fmt: skip
     for one in options:
         call(q, k, v, LENS, **one)
     assert len(set(keys)) == len(keys) == len(options)
     call(q, k, v, LENS + 1, tables[0] + 1)
     assert keys[-1] == keys[1]
+    call(q, k, v, LENS, window=[1, 2])
+    assert keys[-1] in keys[:-1]
+    with pytest.raises(TypeError, match="window must hold ints"):
+        call(q, k, v, LENS, window=(1.0, 2))
 
 
 def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):

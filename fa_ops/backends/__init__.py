@@ -7,9 +7,8 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     available_error() -> str | None
         why it cannot run on this machine at all
     support_error(q, k, v, spec) -> str | None
-        why it cannot run this call, and what can; also called with packed (T, H, D) tensors
-    backward_error(q, k, v, spec) -> str | None
-        optional: the same for gradients, where they can less than forward
+        why it cannot run this call and its gradients, and what can; also called with packed
+        (T, H, D) tensors
     forward(q, k, v, spec) -> (out, lse)
     prepare(q, k, v, spec) -> (q, k, v) -> out
         optional: calls like this one again, at the least host cost; None where it cannot

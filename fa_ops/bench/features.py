@@ -13,7 +13,7 @@ from torch import Tensor
 import fa_ops
 from fa_ops.bench.timing import Run, Time, device_times
 
-WINDOW, DOCUMENT, SOFTCAP, DIM = 1024, 1024, 30.0, 128
+WINDOW, DOCUMENT, SOFTCAP, DROPOUT, DIM = 1024, 1024, 30.0, 0.1, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,8 @@ def features(H: int, S: int, device: str) -> list[Feature]:
     document = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
     )
+    half = torch.bfloat16 if device == "cuda" else torch.float32  # as the queries
+    bias = torch.randn(S, S, device=device, dtype=half)
     past = lambda b, h, q, k: q >= k  # noqa: E731
     return [
         Feature("causal", causal, past),
@@ -80,6 +82,11 @@ def features(H: int, S: int, device: str) -> list[Feature]:
             lambda b, h, q, k: (q >= k) & (k >= left[q]),
         ),
         Feature("causal as a bool mask", {"attn_mask": i[None] <= i[:, None]}, past),
+        Feature(
+            "causal and a float mask", causal | {"attn_mask": bias}, past,
+            lambda s, b, h, q, k: s + bias[q, k],
+        ),
+        Feature(f"causal, dropout {DROPOUT:g}", causal | {"dropout_p": DROPOUT}),
         Feature(
             f"{len(lengths)} packed documents", causal,
             lambda b, h, q, k: (q >= k) & (document[q] == document[k]), lengths=lengths,

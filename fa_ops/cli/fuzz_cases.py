@@ -52,17 +52,15 @@ class Run(NamedTuple):
 def outcomes(run: Run) -> Iterator[Outcome]:
     """Try the run's cases, one after the other."""
     try:
-        family, gradients = family_of(run.target, run.family)
+        family = family_of(run.target, run.family)
     except Exception as error:
         yield Outcome(run.target, run.family, run.first, error=_message(error))
         return
     for number in range(run.first, run.last):
-        yield _outcome(run.target, run.family, number, family, gradients)
+        yield _outcome(run.target, run.family, number, family)
 
 
-def _outcome(
-    target: Target, number: int, index: int, family: draws.Family, gradients: bool
-) -> Outcome:
+def _outcome(target: Target, number: int, index: int, family: draws.Family) -> Outcome:
     result = Outcome(target, number, index, family.kind)
     case = None
     try:
@@ -71,8 +69,8 @@ def _outcome(
         if isinstance(case, CacheCase):
             assert_cache_close(case, target.backend)
             return result
-        assert_close_to_oracle(case, target.backend, gradients)
-        return result._replace(gradients=gradients)
+        assert_close_to_oracle(case, target.backend)
+        return result._replace(gradients=True)
     except AssertionError as error:
         return result._replace(error=str(error))
     except Exception as error:  # one that cannot run must not hide the others
@@ -92,8 +90,8 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def family_of(target: Target, number: int) -> tuple[draws.Family, bool]:
-    """The first draw of that number that the backend takes, and whether it has its gradients.
+def family_of(target: Target, number: int) -> draws.Family:
+    """The first draw of that number that the backend takes.
 
     Raises:
         LookupError: it takes none.
@@ -105,8 +103,7 @@ def family_of(target: Target, number: int) -> tuple[draws.Family, bool]:
         case = family.case(pick, target.device)
         reason = _refusal(target.backend, case)
         if reason is None:
-            cached = isinstance(case, CacheCase)
-            return family, not cached and _refusal(target.backend, case, backward=True) is None
+            return family
     raise LookupError(f"{target.backend} took none of {TRIES} {kind} calls; of the last: {reason}")
 
 
@@ -120,10 +117,10 @@ def _case_of(target: Target, number: int, index: int, family: draws.Family) -> d
             raise LookupError(f"{target.backend} takes one call in {TRIES} of {family} at most")
 
 
-def _refusal(backend: str, case: draws.AnyCase, backward: bool = False) -> str | None:
+def _refusal(backend: str, case: draws.AnyCase) -> str | None:
     if isinstance(case, CacheCase):
         return dispatch.cache_refusal(backend, *case.fresh())
-    return dispatch.refusal(backend, *case.fresh(), backward=backward)
+    return dispatch.refusal(backend, *case.fresh())
 
 
 @contextlib.contextmanager

@@ -77,9 +77,8 @@ def _append(q, k, v, key, value, *args, **options):
 
 
 def written(k: Tensor, v: Tensor) -> None:
-    """Tell autograd that both caches have changed."""
-    if not (k.is_inference() or v.is_inference()):
-        torch.autograd.graph.increment_version((k, v))
+    """Tell autograd that both caches have changed; inference tensors have no version."""
+    torch.autograd.graph.increment_version(tuple(t for t in (k, v) if not t.is_inference()))
 
 
 def _fake(q, k, v, *args, **options):

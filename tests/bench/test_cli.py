@@ -77,7 +77,7 @@ def test_features_stand_beside_plain_causal_attention(tmp_path):
     for name in ("causal", "causal as key_ranges", "causal, softcap 30", "16 packed documents"):
         assert name in result.output
     rows = json.loads(path.read_text())["records"]
-    assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 10
+    assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 12
 
 
 @pytest.mark.parametrize("S", [1, 2, 64, 100, 256, 300, 16384])

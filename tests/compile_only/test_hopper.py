@@ -182,7 +182,7 @@ def test_mla(page, tmp_path):
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
     cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
-    assert_clean(log, spilled_bytes=24 if page == 16 else 0)  # the copying warp has 40 registers
+    assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     sass = disassembled(cubin, tmp_path)
     # of either warpgroup one product per 16 features, and one per 16 keys of its tiles and of the
     # other's, with and without scores of its own for the second

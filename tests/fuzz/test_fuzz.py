@@ -43,7 +43,7 @@ def fuzz(strategy: st.SearchStrategy, share: float) -> None:
     )
     @given(strategy)
     def compare(case: Case | PackedCase) -> None:
-        reason = dispatch.refusal(BACKEND, *case.fresh(), backward=True)
+        reason = dispatch.refusal(BACKEND, *case.fresh())
         hypothesis.assume(reason is None)
         assert_close_to_oracle(case, BACKEND)
 

@@ -41,13 +41,13 @@ def no_synchronisation():
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_generated_tokens_are_those_of_eager_attention(model_type, cache, side):
-    """With a static cache transformers compiles decoding, as CUDA graphs."""
+    """With a static cache transformers compiles decoding, as CUDA graphs: ours alone, since what
+    eager attention of DeepSeek becomes there does not compile on torch 2.11."""
     options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    results = [
-        build(model_type, name).generate(**prompt(side), cache_implementation=cache, **options)
-        for name in ("eager", "fa_ops")
-    ]
-    assert torch.equal(*results)
+    expected = build(model_type, "eager").generate(**prompt(side), **options)
+    model = build(model_type, "fa_ops")
+    found = model.generate(**prompt(side), cache_implementation=cache, **options)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("side", [None, "left"])

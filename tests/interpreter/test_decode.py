@@ -196,6 +196,43 @@ def test_a_prepared_call_takes_other_tensors(changes):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_a_prepared_call_follows_torchs_switch_of_fp32_precision(monkeypatch):
+    q, k, v, cache, spec = CacheCase(S=70).fresh()
+    compiled, real = [], decode.constants
+
+    def spy(*args):
+        compiled.append(real(*args)[0]["PRECISION"])
+        return real(*args)
+
+    monkeypatch.setattr(decode, "_launches", {})
+    monkeypatch.setattr(decode, "constants", spy)
+    run = decode.prepare_cached(q, k, v, cache, spec)
+    for switch in ("ieee", "tf32", "tf32", "ieee"):
+        monkeypatch.setattr(decode, "precision", lambda dtype, switch=switch: switch)
+        run(False, q, k, v, spec.kv_lens)
+    assert compiled == ["ieee", "tf32"]
+
+
+def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(monkeypatch):
+    case = CacheCase(fp8=True, dtype=torch.float16, new=1, S=40, lens=(3, 20))
+    q, k, v, cache, spec = case.fresh()
+
+    def moved(x, by):
+        data = torch.zeros(x.numel() + 16, dtype=torch.uint8).view(x.dtype)
+        return data.as_strided(x.shape, x.stride(), by).copy_(x)
+
+    run = decode.prepare_cached(q, k, v, cache, spec)
+    monkeypatch.setattr(decode, "_bind", lambda *call: lambda *args: "attended")
+    small = (spec.kv_lens, None, None, None, None, *cache[1:7])
+    assert run(False, q, moved(k, 2), moved(v, 2), *small) == "attended"
+    for name, by in (("key_cache", (1, 2)), ("value_cache", (2, 1))):
+        caches = [moved(x, offset) for x, offset in zip((k, v), by)]
+        with pytest.raises(NotImplementedError, match=f"even strides and addresses, {name}"):
+            run(False, q, *caches, *small)
+        for found, before in zip(caches, (k, v)):
+            assert torch.equal(found.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_new_keys_are_divided_by_the_scales_of_their_pages():
     """Exactly where the interpreter can round: powers of two times numbers that e4m3 has."""
     q, k, v, cache, spec = CacheCase(

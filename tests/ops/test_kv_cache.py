@@ -152,6 +152,23 @@ def test_inference_tensors_have_no_version():
         door(key_cache=k.clone(), value_cache=v.clone())
 
 
+def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():
+    q, k, v, cache, spec = CASES["append"].fresh()
+    with torch.inference_mode():
+        other = v.clone()
+    before = k._version
+    fa_ops.attention_with_kv_cache(q, k, other, spec.kv_lens, key=cache.key, value=cache.value)
+    assert k._version > before
+
+
+@pytest.mark.parametrize("window", [[3, 0], (3, 0), [None, -1]])
+def test_a_window_may_be_a_list(window):
+    q, k, v, cache, spec = CASES["append"].fresh()
+    out = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=window)
+    named = fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, window=tuple(window))
+    assert torch.equal(out, named)
+
+
 @pytest.mark.parametrize("name", ["append", "append to pages"])
 def test_compiled_append_clones_no_cache(name):
     q, k, v, cache, spec = CASES[name].fresh()

@@ -37,14 +37,21 @@ def available_error() -> str | None:
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why the tier cannot run this call, or None."""
+    if q.device.type != "cuda":
+        return _foreign(q)
     reason = _unsupported(q, v, spec)
-    return reason and f"{reason}; {_ELSEWHERE}"
+    where = (
+        _ELSEWHERE if max(q.shape[-1], v.shape[-1]) <= 256 else "the reference backend takes any"
+    )
+    return reason and f"{reason}; {where}"
+
+
+def _foreign(q: Tensor) -> str:
+    return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
 
 
 def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
-    if q.device.type != "cuda":
-        return f"needs CUDA tensors, query is on {q.device}"
     if q.dim() == 3 and spec.alibi_slopes is not None:
         return "has no ALiBi for packed sequences"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -53,8 +60,8 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if D > 192 and spec.attn_mask is not None and spec.attn_mask.dtype == torch.float32:
-        return f"has float32 masks for head dims to 192, got {D}"
+    if D > 128 and spec.attn_mask is not None and spec.attn_mask.dtype == torch.float32:
+        return f"has float32 masks for head dims to 128, got {D}"
     if default_scale(spec, D) <= 0:
         return f"needs a positive scale, got {spec.scale}"
     return None
@@ -124,7 +131,7 @@ def varlen_backward(
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the tier cannot attend such a cache, or None."""
     if q.device.type != "cuda":
-        return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
+        return _foreign(q)
     from fa_ops.backends.hopper import decode, mla
 
     own = mla if mla.has_dims(q, v) else decode

@@ -116,22 +116,25 @@ def prepare_cached(
     if cache.key is not None or cache.rotary_cos is not None:
         write = bind_cache(q, k, v, cache, spec.kv_lens, Memory.of(k, v, cache).capacity)
     (interleaved, *rest), before, after = cache[7:10], spec[:7], spec[11:]
-    known: dict[tuple, Callable] = {}  # by what addresses can change
+    exact = q.dtype == torch.float32  # unless torch's switch says otherwise
+    known: dict[tuple, Callable] = {}  # by what addresses and that switch can change
 
     def run(
         with_lse, q, k, v, kv_lens=None, table=None, ranges=None, slopes=None, sinks=None,
         key=None, value=None, k_scale=None, v_scale=None, cos=None, sin=None, guesses=None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        k_at, v_at = k.data_ptr(), v.data_ptr()
+        if (k_at | v_at) % 2:
+            _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         if write is not None:
             q = write(q, k, v, kv_lens, table, key, value, k_scale, v_scale, cos, sin)
-        k_at, v_at = k.data_ptr(), v.data_ptr()
-        addresses = ((q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at)
-        call = known.get(addresses)
+        kind = (q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at, exact and precision(q.dtype)
+        call = known.get(kind)
         if call is None:
             tensors = (table, key, value, k_scale, v_scale, cos, sin)
             memory = Memory.of(k, v, Cache(*tensors, interleaved, *rest, guesses))
             spec = Spec(*before, slopes, sinks, kv_lens, ranges, *after)
-            call = known[addresses] = _bind(q, memory, spec, new, *rest)
+            call = known[kind] = _bind(q, memory, spec, new, *rest)
         small = (table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges)
         return call(with_lse, q, k, v, *small)
 

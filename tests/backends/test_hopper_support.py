@@ -1,0 +1,62 @@
+"""What the Hopper tier takes and refuses, of tensors that are on a GPU in name only."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fa_ops.backends import hopper
+from fa_ops.types import Spec
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def fake_tensors():
+    with FakeTensorMode():
+        yield
+
+
+def qkv(D=64, Dv=None, dtype=torch.bfloat16, device="cuda"):
+    dims = (D, D, Dv or D)
+    return [torch.empty(2, 4, 64, width, dtype=dtype, device=device) for width in dims]
+
+
+def mask(dtype, *shape):
+    return torch.empty(shape or (64, 64), dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("D", [8, 64, 128, 192, 256])
+def test_masks_and_dropout_together(D, dtype):
+    for own in (None, mask(torch.bool), mask(dtype), mask(dtype, 2, 1, 1, 64)):
+        for p in (0.0, 0.1):
+            for deterministic in (False, True):
+                spec = Spec(own, p, True, softcap=2.0, deterministic=deterministic)
+                assert hopper.support_error(*qkv(D, dtype=dtype), spec) is None
+    wide = hopper.support_error(*qkv(D, dtype=dtype), Spec(mask(torch.float32)))
+    assert (wide is None) == (D <= 128)
+    assert wide is None or wide.endswith(f"got {D}; the triton backend can run it")
+
+
+def test_packed_dropout_and_alibi():
+    q, k, v = (torch.empty(64, 4, 64, dtype=torch.float16, device="cuda") for _ in range(3))
+    assert hopper.support_error(q, k, v, Spec(None, 0.1, True)) is None
+    slopes = torch.empty(4, device="cuda")
+    assert "no ALiBi for packed" in hopper.support_error(q, k, v, Spec(alibi_slopes=slopes))
+    assert hopper.support_error(*qkv(), Spec(alibi_slopes=slopes)) is None
+
+
+def test_what_is_named_instead_can_run_it():
+    refused = {
+        "got 576 and 512; the reference backend takes any": (576, 512),
+        "got 60 and 60; the triton backend can run it": (60,),
+        "got 64 and 128; the triton backend can run it": (64, 128),
+        "query is torch.float32; the triton backend can run it": (64, 64, torch.float32),
+        "query is on cpu; the cpu backend can run it": (64, 64, torch.bfloat16, "cpu"),
+    }
+    for end, case in refused.items():
+        assert hopper.support_error(*qkv(*case), Spec()).endswith(end)
+    q, k, v = qkv(device="cpu")
+    assert hopper.cache_error(q, k, v, None, Spec()).endswith("the cpu backend can run it")
+    error = hopper.support_error(*qkv(), Spec(scale=-1.0))
+    assert error == "needs a positive scale, got -1.0; the triton backend can run it"
