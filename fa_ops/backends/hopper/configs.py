@@ -66,6 +66,13 @@ class BackwardConfig:
     query_stages: int = 3
     bias_bits: int = 0  # as the forward's
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
+    delays_dq: bool = False  # by a step, so that consumers need not keep pace
+    overlaps_steps: bool = False  # dK's product ends in the next step
+    weighs_first: bool = False  # exponentials before the wait for dP
+    starts_early: bool = (
+        False  # onto multiprocessors that the last kernel has left, and wider copies
+    )
+    section_bytes: int = 64 << 20  # of Q and dO that CTAs side by side pass over
 
     threads = 384  # a warpgroup copies, two compute
 
@@ -96,6 +103,10 @@ class BackwardConfig:
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
+            "DELAYS_DQ": int(self.adds_dq and self.delays_dq),
+            "STARTS_EARLY": int(self.starts_early),
+            "WEIGHS_FIRST": int(self.weighs_first),
+            "OVERLAPS_STEPS": int(self.adds_dq and self.delays_dq and self.overlaps_steps),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits,
         }  # fmt: skip

@@ -70,7 +70,7 @@ def backward(
         row_keys = dropout.row_keys(q, spec, packing)
         params = _params(q, k, v, grad_out, grads, workspace, row_keys, spec, config)
         kernels.prepare.launch(
-            (rows // 8, B * Hq),
+            (rows // (64 if config.starts_early else 8), B * Hq),
             stream,
             pointers_to(
                 *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
@@ -79,17 +79,22 @@ def backward(
             ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        kernels.products.launch((blocks, 1), stream, pointers_to(params))
+        if config.starts_early:
+            kernels.products.launch_early(blocks, stream, pointers_to(params))
+        else:
+            kernels.products.launch((blocks, 1), stream, pointers_to(params))
         dq = grads[0]
         if sums is None:
             kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
         else:
             scale = ctypes.c_float(_gradient_scale(D, spec))
-            kernels.finish.launch(
-                (m_blocks, B * Hq),
-                stream,
-                pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
-            )
+            where, sizes = (*_words(sums, dq), _strides(dq)), _ints(Hq, Sq, D)
+            if config.starts_early:
+                pointers = pointers_to(*where, *_ints(m_blocks), *sizes, scale)
+                kernels.finish.launch_early(m_blocks * B * Hq, stream, pointers)
+            else:
+                pointers = pointers_to(*where, *sizes, scale)
+                kernels.finish.launch((m_blocks, B * Hq), stream, pointers)
         dmask = None
         if mask_grad:
             dmask = mask_gradient(spec.attn_mask, q, k, config, kernels.defines, params, stream)
@@ -112,7 +117,7 @@ def _params(
     by_key, by_query = _mask_bits(spec, Sk, config)
     bias, held = Bias.of(spec.attn_mask) if config.bias_bits else (None, None)
     dims = D + v.shape[-1]
-    section = section_of(B * Hkv, Sq * 2 * dims * group)
+    section = section_of(B * Hkv, Sq * 2 * dims * group, config.section_bytes)
     query_section = section_of(B * Hkv, Sk * 2 * dims) * group
     params = ctypes.create_string_buffer(_PARAMS_BYTES + _BIAS_BYTES)
     _PARAMS.pack_into(

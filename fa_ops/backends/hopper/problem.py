@@ -36,9 +36,9 @@ def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
     return left, right, min(left, right) < FAR
 
 
-def section_of(heads: int, bytes_per_head: int) -> int:
+def section_of(heads: int, bytes_per_head: int, limit: int = _SECTION_BYTES) -> int:
     """How many heads are computed side by side: as many in each section, but for rounding."""
-    sections = -(-heads * bytes_per_head // _SECTION_BYTES)
+    sections = -(-heads * bytes_per_head // limit)
     return -(-heads // sections)
 
 

@@ -8,7 +8,7 @@ constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
-static_assert(BLOCK_M == 64, "one swizzle atom of queries");
+static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK), "swizzle atoms of queries; a mask's bits of 64");
 
 // A mask's bits from mask.cu: the steps between batches, heads and rows in bytes, 0 where they share bits, and where in a row its run stands.
 struct Bits { const unsigned char* at; long long b, h, row, run; };
@@ -170,12 +170,17 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 // One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
   const bool leader = elected();
+#if !STARTS_EARLY
   if (t.first == t.last) return;
-  if (leader) {
+#endif
+  if (leader && (!STARTS_EARLY || t.first < t.last)) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
     load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
     load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
   }
+#if STARTS_EARLY
+  wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
+#endif
   Ring<STAGES> ring;
   [[maybe_unused]] Ring<1> bias;
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
@@ -195,6 +200,17 @@ DEVICE float2 shared_pair(u32 address) {
   float2 y;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
   return y;
+}
+
+template <int R> DEVICE void pin(u32 (&x)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Opaque to the compiler, which else keeps the sum of it and each constant in a register for all of a loop.
+DEVICE u32 base_of(u32 address) {
+  if (DELAYS_DQ || BLOCK_M == 128) asm volatile("" : "+r"(address));
+  return address;
 }
 
 DEVICE int2 shared_run(u32 address) {
@@ -366,9 +382,10 @@ struct KeyRows {
         if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
     }
 #endif
+    const u32 row = base_of(lse + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 l = shared_pair(lse + (i * 2 + (lane & 3) * 2) * 4);
+      const float2 l = shared_pair(row + i * 8);
       s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
       s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }
@@ -398,6 +415,42 @@ struct KeyRows {
   }
 };
 
+#if STARTS_EARLY
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
+constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
+
+extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
+                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
+  next_grid_may_start();
+  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
+  const long long base = (long long)bh * rows;
+  if (sums) {
+    float4* block = (float4*)(sums + (base + blockIdx.x * 64) * HEAD_DIM);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) block[i * 256 + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  const Element* x = out + b * o.b + h * o.h + there;
+  const Element* y = grad_out + b * d.b + h * d.h + there;
+  float sum[LANES / 4];  // of each row that these lanes have
+#pragma unroll
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = min(blockIdx.x * 64 + (i * 256 + (int)threadIdx.x) / LANES, Sq - 1);  // no branch: all loads are under way at once
+    const float found = dot8(x + row * o.s, y + row * d.s);
+    sum[i] = feature < Dv ? found : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = blockIdx.x * 64 + (i * 256 + threadIdx.x) / LANES;
+#pragma unroll
+    for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
+    if (feature == 0) {
+      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
+      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
+      delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+    }
+  }
+}
+#else
 // Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
                                                          float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
@@ -420,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
   if (sums)
     for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
 }
+#endif
 
 #if HAS_RANGES
 // Before: every query's run of keys after every mask, and of each block of queries the bounds of what some (x, y) and what all (z, w) of
@@ -438,10 +492,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
   const bool any = run.y > run.x;
   int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
   x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
-  __shared__ int4 halves[2];
-  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = x;
+  __shared__ int4 parts[BLOCK_M / 32];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  const int4 y = halves[1];
-  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+#pragma unroll
+  for (int i = 1; i < BLOCK_M / 32; i++) {
+    const int4 y = parts[i];
+    x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+  }
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = x;
 }
 #endif
