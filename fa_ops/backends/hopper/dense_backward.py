@@ -19,6 +19,7 @@ from fa_ops.backends.hopper.launch import (
     address,
     current_stream,
     kernel,
+    launch_early,
     on_device,
     pointers_to,
 )
@@ -80,7 +81,7 @@ def backward(
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
         if config.starts_early:
-            kernels.products.launch_early(blocks, stream, pointers_to(params))
+            launch_early((kernels.products,), blocks, stream, pointers_to(params))
         else:
             kernels.products.launch((blocks, 1), stream, pointers_to(params))
         dq = grads[0]
@@ -91,7 +92,7 @@ def backward(
             where, sizes = (*_words(sums, dq), _strides(dq)), _ints(Hq, Sq, D)
             if config.starts_early:
                 pointers = pointers_to(*where, *_ints(m_blocks), *sizes, scale)
-                kernels.finish.launch_early(m_blocks * B * Hq, stream, pointers)
+                launch_early((kernels.finish,), m_blocks * B * Hq, stream, pointers)
             else:
                 pointers = pointers_to(*where, *sizes, scale)
                 kernels.finish.launch((m_blocks, B * Hq), stream, pointers)
