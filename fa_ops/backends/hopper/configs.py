@@ -66,13 +66,6 @@ class BackwardConfig:
     query_stages: int = 3
     bias_bits: int = 0  # as the forward's
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
-    delays_dq: bool = False  # by a step, so that consumers need not keep pace
-    overlaps_steps: bool = False  # dK's product ends in the next step
-    weighs_first: bool = False  # exponentials before the wait for dP
-    starts_early: bool = (
-        False  # onto multiprocessors that the last kernel has left, and wider copies
-    )
-    section_bytes: int = 64 << 20  # of Q and dO that CTAs side by side pass over
 
     threads = 384  # a warpgroup copies, two compute
 
@@ -103,10 +96,6 @@ class BackwardConfig:
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
-            "DELAYS_DQ": int(self.adds_dq and self.delays_dq),
-            "STARTS_EARLY": int(self.starts_early),
-            "WEIGHS_FIRST": int(self.weighs_first),
-            "OVERLAPS_STEPS": int(self.adds_dq and self.delays_dq and self.overlaps_steps),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
@@ -244,16 +233,17 @@ def _forward_config(head_dim: int, value_dim: int) -> Config:
 
 
 def backward_config(
-    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0
+    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, is_crowded: bool = False
 ) -> BackwardConfig:
-    """The backward's tiles."""
+    """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
     head_dim, value_dim = padded(D), padded(Dv)
-    if bias_bits == 0:
-        return _backward_config(head_dim, value_dim, deterministic)
     # what shared memory holds beside a tile of the bias
     deterministic = deterministic or (head_dim == 128 and bias_bits == 32)
     config = _backward_config(head_dim, value_dim, deterministic)
-    buffers = 1 if head_dim == 256 else 2
+    if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
+        # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
+        config = dataclasses.replace(config, block_m=128)
+    buffers = 1 if head_dim == 256 and bias_bits else 2
     return dataclasses.replace(config, bias_bits=bias_bits, buffers=buffers)
 
 

@@ -38,7 +38,10 @@ from fa_ops.types import Gradients, Packing, Spec
 _PARAMS = struct.Struct("<896s7Q14i4f10Qi4x32s")  # struct Params in cuda/backward.cuh
 _PARAMS_BYTES = 1152  # its size there, up to a bias
 _BIAS_BYTES = 192
-_ROWS = 64  # tokens that one copy brings
+_ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
+# Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
+# them are fast where they stay in the L2.
+_SECTION_BYTES = 16 << 20
 
 
 def backward(
@@ -56,7 +59,7 @@ def backward(
     grads = tuple(torch.empty_like(t) for t in (q, k, v))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
     B, Hq, Sq, D = q.shape
-    config = backward_config(D, v.shape[-1], spec.deterministic, bits_of(spec.attn_mask))
+    config = _config(D, v.shape[-1], spec)
     m_blocks = -(-Sq // config.block_m)
     rows = m_blocks * config.block_m
     lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
@@ -71,7 +74,7 @@ def backward(
         row_keys = dropout.row_keys(q, spec, packing)
         params = _params(q, k, v, grad_out, grads, workspace, row_keys, spec, config)
         kernels.prepare.launch(
-            (rows // (64 if config.starts_early else 8), B * Hq),
+            (rows // _ROWS, B * Hq),
             stream,
             pointers_to(
                 *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
@@ -80,26 +83,25 @@ def backward(
             ),
         )
         blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        if config.starts_early:
-            launch_early((kernels.products,), blocks, stream, pointers_to(params))
-        else:
-            kernels.products.launch((blocks, 1), stream, pointers_to(params))
-        dq = grads[0]
+        launch_early((kernels.products,), blocks, stream, pointers_to(params))
         if sums is None:
             kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
         else:
-            scale = ctypes.c_float(_gradient_scale(D, spec))
-            where, sizes = (*_words(sums, dq), _strides(dq)), _ints(Hq, Sq, D)
-            if config.starts_early:
-                pointers = pointers_to(*where, *_ints(m_blocks), *sizes, scale)
-                launch_early((kernels.finish,), m_blocks * B * Hq, stream, pointers)
-            else:
-                pointers = pointers_to(*where, *sizes, scale)
-                kernels.finish.launch((m_blocks, B * Hq), stream, pointers)
+            dq, scale = grads[0], ctypes.c_float(_gradient_scale(D, spec))
+            where = *_words(sums, dq), _strides(dq), *_ints(m_blocks, Hq, Sq, D)
+            blocks = m_blocks * B * Hq
+            launch_early((kernels.finish,), blocks, stream, pointers_to(*where, scale))
         dmask = None
         if mask_grad:
             dmask = mask_gradient(spec.attn_mask, q, k, config, kernels.defines, params, stream)
     return Gradients(*grads, dmask, _sink_gradient(spec, lse, delta))
+
+
+def _config(D: int, Dv: int, spec: Spec) -> BackwardConfig:
+    bits = bits_of(spec.attn_mask)
+    has_mask = spec.attn_mask is not None and not bits
+    is_crowded = has_mask or spec.dropout_p > 0 or spec.softcap > 0
+    return backward_config(D, Dv, spec.deterministic, bits, is_crowded)
 
 
 def _params(
@@ -118,7 +120,7 @@ def _params(
     by_key, by_query = _mask_bits(spec, Sk, config)
     bias, held = Bias.of(spec.attn_mask) if config.bias_bits else (None, None)
     dims = D + v.shape[-1]
-    section = section_of(B * Hkv, Sq * 2 * dims * group, config.section_bytes)
+    section = section_of(B * Hkv, Sq * 2 * dims * group, _SECTION_BYTES)
     query_section = section_of(B * Hkv, Sk * 2 * dims) * group
     params = ctypes.create_string_buffer(_PARAMS_BYTES + _BIAS_BYTES)
     _PARAMS.pack_into(

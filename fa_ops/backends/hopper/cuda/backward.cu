@@ -1,10 +1,10 @@
 // Attention backward in one pass, one CTA per block of keys. Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and
 // dV in registers while the queries of the whole group of heads pass by. Scores are computed transposed, so that weights and their
 // gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
-// shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction.
-// With DELAYS_DQ that happens a step later: neither consumer then waits for the other as long as it is less than a step ahead.
+// shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction. That
+// happens a step later: neither consumer then waits for the other as long as it is less than a step ahead.
 // Without ADDS_DQ it leaves dQ, whose sums that adds in no fixed order, to backward_queries.cu.
-// Compile-time, beside backward.cuh: ADDS_DQ DELAYS_DQ OVERLAPS_STEPS WEIGHS_FIRST
+// Compile-time, beside backward.cuh: ADDS_DQ
 
 constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = BLOCK_M * HEAD_DIM / 256;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2, DQ_BYTES = BLOCK_M * HEAD_DIM * 4 / CONSUMERS;
@@ -91,9 +91,7 @@ struct Consumer : KeyRows {
   DEVICE void end_products() {
     pin(dk);
     pin(dv);
-#if DELAYS_DQ
     pin(ds);
-#endif
   }
 
   DEVICE void release(u32 stage) {
@@ -111,10 +109,6 @@ struct Consumer : KeyRows {
     find_dropped(sm.row_keys + i * KEY_BYTES, sm.do_full + 8 * i);
     wgmma_wait<1>();
     pin(s);
-#if OVERLAPS_STEPS
-    end_products();
-    if (before >= 0) release(i ^ 1);
-#endif
 #if HAS_SOFTCAP
     float slack[SCORES];
 #pragma unroll
@@ -122,10 +116,8 @@ struct Consumer : KeyRows {
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     pack_kept(w, s);
-#if WEIGHS_FIRST
     pin(w);
     mbar_wait(sm.do_full + 8 * i, ring.phase);  // over: it ends a basic block, in which ptxas would wait for dP before most exponentials
-#endif
     wgmma_wait<0>();
     pin(dp);
     gradient_product(dv, w, grads);
@@ -137,10 +129,9 @@ struct Consumer : KeyRows {
     pack_all(ds, dp);
 #if ADDS_DQ
     const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
-    [[maybe_unused]] const u32 own = buffer;
+    const u32 own = buffer;
     const u32 ds_at = sm.exchange + buffer * DS_BYTES;
     buffer ^= 1;
-#if DELAYS_DQ
     if (before >= 0) {
       delayed_product(buffer);
       store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
@@ -156,41 +147,20 @@ struct Consumer : KeyRows {
     }
     before = block;
 #else
-    store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
-    fence_async_smem();
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);
-    query_product(ds_at);
-    gradient_product(dk, ds, queries);
-    wgmma_wait<1>();
-    pin(dq);
-    add_query_gradients(block);
-#endif
-#else
     gradient_product(dk, ds, queries);
 #endif
-#if !OVERLAPS_STEPS
     wgmma_wait<0>();
     end_products();
     release(i);
-#endif
     ring.next();
   }
 
   DEVICE void work() {
 #pragma unroll
     for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
-#if OVERLAPS_STEPS
-    static_assert(DELAYS_DQ && STAGES == 2, "a step is known by what it delays, a stage by the next");
-#pragma unroll
-    for (u32& x : ds) x = 0;
-#endif
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
     meet_queries(*this);
-#if OVERLAPS_STEPS
-    wgmma_wait<0>();
-    end_products();
-#endif
-#if DELAYS_DQ
+#if ADDS_DQ
     if (before >= 0) {
       delayed_product(buffer ^ 1);
       wgmma_wait<0>();
@@ -212,9 +182,7 @@ struct Consumer : KeyRows {
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
-#if STARTS_EARLY
   next_grid_may_start();
-#endif
   if (threadIdx.x == 0) {
     sm.init();
     mbar_init_fence();
@@ -233,7 +201,6 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
 }
 
 #if ADDS_DQ
-#if STARTS_EARLY
 // After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries; of two rows a thread has eight columns,
 // which four lanes held side by side.
 extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int m_blocks, int Hq, int Sq, int D, float scale) {
@@ -258,22 +225,4 @@ extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Elem
     if (column < D && row + 8 < Sq) *(uint4*)(at + (row + 8) * q.s + column) = high;
   }
 }
-#else
-// After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int Hq, int Sq, int D, float scale) {
-  const int tid = threadIdx.x & 127, c = threadIdx.x / 128, lane = tid & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const float4* block = (const float4*)(sums + ((long long)bh * gridDim.x + blockIdx.x) * (BLOCK_M * HEAD_DIM) + c * (DQ_BYTES / 4));
-  const int row = blockIdx.x * BLOCK_M + (tid >> 5) * 16 + (lane >> 2);
-#pragma unroll
-  for (int i = 0; i < QUERY_GRADS / 4; i++) {
-    const float4 x = block[i * 128 + tid];
-    const int col = c * (HEAD_DIM / 2) + i * 8 + (lane & 3) * 2;
-    if (col >= D) break;
-    Element* at = to + b * q.b + h * q.h + col;
-    if (row < Sq) *(u32*)(at + row * q.s) = pack(x.x * scale, x.y * scale);
-    if (row + 8 < Sq) *(u32*)(at + (row + 8) * q.s) = pack(x.z * scale, x.w * scale);
-  }
-}
-#endif
 #endif

@@ -170,17 +170,12 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 // One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
   const bool leader = elected();
-#if !STARTS_EARLY
-  if (t.first == t.last) return;
-#endif
-  if (leader && (!STARTS_EARLY || t.first < t.last)) {
+  if (leader && t.first < t.last) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
     load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
     load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
   }
-#if STARTS_EARLY
   wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
-#endif
   Ring<STAGES> ring;
   [[maybe_unused]] Ring<1> bias;
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
@@ -209,7 +204,7 @@ template <int R> DEVICE void pin(u32 (&x)[R]) {
 
 // Opaque to the compiler, which else keeps the sum of it and each constant in a register for all of a loop.
 DEVICE u32 base_of(u32 address) {
-  if (DELAYS_DQ || BLOCK_M == 128) asm volatile("" : "+r"(address));
+  asm volatile("" : "+r"(address));
   return address;
 }
 
@@ -415,7 +410,6 @@ struct KeyRows {
   }
 };
 
-#if STARTS_EARLY
 // Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
 constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
 
@@ -450,30 +444,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
     }
   }
 }
-#else
-// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
-extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
-                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
-  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const long long at = (long long)bh * rows + row;
-  float sum = 0.f;
-  if (row < Sq) {
-    const Element* x = out + b * o.b + h * o.h + row * o.s;
-    const Element* y = grad_out + b * d.b + h * d.h + row * d.s;
-    for (int i = lane * 8; i < Dv; i += 256) sum += dot8(x + i, y + i);
-  }
-#pragma unroll
-  for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
-  if (lane == 0) {
-    const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-    lse_log2[at] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
-    delta[at] = row < Sq ? sum - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
-  }
-  if (sums)
-    for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
-}
-#endif
 
 #if HAS_RANGES
 // Before: every query's run of keys after every mask, and of each block of queries the bounds of what some (x, y) and what all (z, w) of

@@ -5,6 +5,7 @@
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
 constexpr int BUFFERS = EXCHANGE_BYTES / WEIGHTS_BYTES;
+constexpr u32 K_READ_BARRIER = ALL_BARRIER, V_READ_BARRIER = OWN_BARRIER + CONSUMERS;
 static_assert(BLOCK_N == 64 && BUFFERS * WEIGHTS_BYTES == EXCHANGE_BYTES && BUFFERS <= 2, "one warpgroup's rows");
 
 DEVICE u32 weights_full(const Smem& sm, int i) { return sm.own + 8 * i; }
@@ -72,7 +73,8 @@ struct ValueConsumer : KeyRows {
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dv);
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of V
+    named_arrive(K_READ_BARRIER, 128 * CONSUMERS);
+    named_sync(V_READ_BARRIER, 128 * CONSUMERS);
     store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }
@@ -124,7 +126,8 @@ struct KeyConsumer : KeyRows {
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dk);
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of K
+    named_arrive(V_READ_BARRIER, 128 * CONSUMERS);
+    named_sync(K_READ_BARRIER, 128 * CONSUMERS);
     store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, OWN_BARRIER + 1, p.dk, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }
