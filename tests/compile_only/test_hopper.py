@@ -83,8 +83,8 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 16)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
-    # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. As it
-    # comes a step later, the first step has none and a dK of its own, and the last dQ comes alone
+    # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It
+    # comes a step later: the first step has none and a dK of its own, and the last dQ comes alone
     scores, grads, queries = head_dim // 16, config.block_m // 16, config.block_n // 16
     assert sass.count("HGMMA") == 2 * scores + 3 * grads + 2 * queries
     assert sass.count("WARPGROUP.DEPBAR") == 5
