@@ -167,7 +167,20 @@ def nobody_watches(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_any_autocast_enabled()
         or torch.autograd._profiler_enabled()
+        or torch._C._is_tracing()
     )
+
+
+def may_leave_dispatcher_out(*tensors: Tensor | None) -> bool:
+    """Whether the kernel for CPU and CUDA is what such a call would end in, unnoticed."""
+    if torch.compiler.is_compiling():
+        return False
+    for t in tensors:
+        if t is not None and not (
+            (t.is_cuda or t.is_cpu) and t.layout is torch.strided and not t.is_nested
+        ):
+            return False
+    return nobody_watches(*tensors)
 
 
 def without_autocast(device: str):
