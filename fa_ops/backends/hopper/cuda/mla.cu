@@ -9,7 +9,7 @@
 constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
-constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
+constexpr u32 OWN_BARRIER = 1, SUMS_BARRIER = 3;  // named barriers: for each warpgroup, of its own threads and of those that wait for its sums
 static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
 
 struct Params {
@@ -357,7 +357,8 @@ template <int W> struct Consumer {
     const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4;
     if ((lane & 3) == 0)
       asm volatile("st.shared.f32 [%0], %2; st.shared.f32 [%1], %3;" ::"r"(sums + W * ROWS * 4), "r"(sums + W * ROWS * 4 + 32), "f"(softmax.sum0), "f"(softmax.sum1) : "memory");
-    named_sync(ALL_BARRIER, 256);
+    named_arrive(SUMS_BARRIER + W, 256);
+    named_sync(SUMS_BARRIER + 1 - W, 256);
     float other0, other1;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other0) : "r"(sums + (1 - W) * ROWS * 4) : "memory");
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other1) : "r"(sums + (1 - W) * ROWS * 4 + 32) : "memory");
