@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -219,6 +218,15 @@ def row(family: Family) -> Row:
     return Row(family.name, cold, others, warm)
 
 
+def _told(rows: list[Row]) -> list[Row]:
+    """A line on stderr for each, as all of them take a while."""
+    for r in rows:
+        others = ", ".join(_cell(other) for other in r.others)
+        line = f"{r.family}: cold {_cell(r.cold)} ms, then {others}, warm {_cell(r.warm)}"
+        Console(stderr=True, width=200).print(line, highlight=False)
+    return rows
+
+
 def _median(rows: list[Row]) -> Row:
     """The row whose cold call is the median one, with the median warm call."""
     by = lambda name: sorted(rows, key=lambda r: getattr(r, name).ms)  # noqa: E731
@@ -307,9 +315,8 @@ def main(
         raise typer.BadParameter(str(error)) from error
     if reason := hopper.available_error():
         raise typer.BadParameter(f"first calls are those of the Hopper tier, which {reason}")
-    shown = track(chosen, "first", console=Console(stderr=True), transient=True)
     try:
-        measured = [[row(family) for _ in range(rounds)] for family in shown]
+        measured = [_told([row(family) for _ in range(rounds)]) for family in chosen]
     except RuntimeError as error:
         raise SystemExit(str(error)) from None
     rows = [_median(several) for several in measured]

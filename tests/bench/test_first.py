@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -115,3 +116,26 @@ def test_records_hold_every_number():
     (record,) = first.records([SLOW])
     assert record["cold"] == {"length": 64, "ms": 1500.0, "compiled": 2, "compile_ms": 1400.0}
     assert record["others"][0]["compiled"] == 1 and record["warm"]["ms"] == 70.0
+
+
+def test_the_command_prints_and_writes_what_processes_measured(monkeypatch, tmp_path):
+    asked = []
+
+    def alone(folder, family, lengths):
+        asked.append((folder, family.name, lengths))
+        ms = 800.0 if len(lengths) > 1 else 20.0
+        return [First(length, ms, 0, 0.0) for length in lengths]
+
+    monkeypatch.setattr(first, "alone", alone)
+    monkeypatch.setattr(hopper, "available_error", lambda: None)
+    monkeypatch.setattr(first.torch.cuda, "get_device_name", lambda: "a GPU")
+    path = tmp_path / "out.json"
+    result = run("--only", "MLA", "--rounds", "2", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "first calls, a GPU" in result.output and "no other length compiled" in result.output
+    content = json.loads(path.read_text())
+    assert content["family"] == "first" and len(content["records"]) == 4
+    assert [r["warm"]["ms"] for r in content["records"]] == [20.0] * 4
+    folders = [folder for folder, *_ in asked]
+    assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # cold, then the same one warm
+    assert [len(lengths) for *_, lengths in asked] == [4, 1] * 4

@@ -9,7 +9,8 @@ without waiting: bit for bit, or, for gradients that are not deterministic, with
 the error budget allows. Memory is filled with NaN before it goes back to the allocator, so that
 what a kernel leaves unwritten is not an earlier, right result.
 
-Ends with 1 after a wrong result or an error, with 2 where a stream makes no progress.
+Ends with 1 after a wrong result, an error or too long a time, with 2 where a stream makes no
+progress.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import itertools
 import math
 import os
@@ -70,23 +72,25 @@ class Problem:
             q, k, v, cache, spec = self.case.fresh()
             args = q, k, v, spec.kv_lens, cache.page_table, spec.is_causal
             return lambda: (fa_ops.attention_with_kv_cache(*args, backend=BACKEND),)
-        q, k, v, spec = self.case.fresh(requires_grad=self.gradients)
+        q, k, v, spec = self.case.fresh()
         options = {
             "is_causal": spec.is_causal, "deterministic": spec.deterministic, "backend": BACKEND,
         }  # fmt: skip
         if isinstance(self.case, PackedCase):
-            packing = self.case.packing()
-            attend = lambda: fa_ops.attention_varlen(q, k, v, *packing, **options)  # noqa: E731
+            attend = functools.partial(fa_ops.attention_varlen, **options)
+            inputs = q, k, v, *self.case.packing()
         else:
-            attend = lambda: fa_ops.attention(q, k, v, **options)  # noqa: E731
+            attend, inputs = functools.partial(fa_ops.attention, **options), (q, k, v)
         if not self.gradients:
-            return lambda: (attend(),)
-        out = attend()
+            return lambda: (attend(*inputs),)
+        out = attend(*inputs)
         grad, _ = self.case.grad_outputs(out, out)
 
         def both() -> Results:
-            out = attend()
-            return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+            # leaves of this call alone: autograd would make streams wait for those that share one
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = attend(*leaves, *inputs[3:])
+            return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
         return both
 
