@@ -31,6 +31,7 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
+    key_section,
     section_of,
     shared_strides,
     window,
@@ -125,11 +126,11 @@ class Plan:
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride, *_ in layouts]
         # the kernels leave out what dropout multiplies weights with
         gradient = units.gradient * dropout.scale(dropout_p)
-        per_query, per_key = Sq * 2 * (D + Dv) * (Hq // Hkv), Sk * 2 * (D + Dv)
+        per_query = Sq * 2 * (D + Dv) * (Hq // Hkv)
         scalars = _SCALARS.pack(
             *(B, Hq, Hkv, Hq // Hkv, Sq, Sk, left, right, m_blocks, n_blocks),
             section_of(B * Hkv, per_query, _SECTION_BYTES),
-            section_of(B * Hkv, per_key) * (Hq // Hkv),
+            key_section(B * Hkv, Sk, D + Dv) * (Hq // Hkv),
             Hq if slopes_dim == 2 else 0,
             1 if ranges is None else ranges[0],
             *(gradient, units.inside_tanh),
