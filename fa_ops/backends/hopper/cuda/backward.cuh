@@ -191,12 +191,6 @@ DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
     }
 }
 
-DEVICE float2 shared_pair(u32 address) {
-  float2 y;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
-  return y;
-}
-
 template <int R> DEVICE void pin(u32 (&x)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
@@ -206,12 +200,6 @@ template <int R> DEVICE void pin(u32 (&x)[R]) {
 DEVICE u32 base_of(u32 address) {
   asm volatile("" : "+r"(address));
   return address;
-}
-
-DEVICE int2 shared_run(u32 address) {
-  int2 y;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
-  return y;
 }
 
 // Of 64 of a row's bits, moved down by `first_bit`, the one for a thread's `i`-th accumulator element: two of every eight are its own.
@@ -318,7 +306,7 @@ struct KeyRows {
     u32 found[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const int2 rows = shared_run(row_keys + (i * 2 + (lane & 3) * 2) * 4);
+      const int2 rows = load_shared<int2>(row_keys + (i * 2 + (lane & 3) * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; e++) note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
     }
@@ -330,7 +318,7 @@ struct KeyRows {
 
   // Two queries' deltas, in units of what the gradients of the weights are.
   DEVICE float2 deltas(u32 at) const {
-    float2 d = shared_pair(at);
+    float2 d = load_shared<float2>(at);
 #if HAS_DROPOUT
     d.x *= p.dropout.kept, d.y *= p.dropout.kept;
 #endif
@@ -357,7 +345,7 @@ struct KeyRows {
       for (int i = 0; i < SCORES; i++) {
         const int j = t.n0 + key + (i & 2) * 4;
 #if HAS_RANGES
-        const int2 run = shared_run(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const int2 run = load_shared<int2>(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
         const bool keep = j >= run.x && j < run.y;
 #else
         bool keep = j < t.keys;
@@ -380,7 +368,7 @@ struct KeyRows {
     const u32 row = base_of(lse + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 l = shared_pair(row + i * 8);
+      const float2 l = load_shared<float2>(row + i * 8);
       s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
       s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }

@@ -32,18 +32,6 @@ DEVICE u32 columns_on(u32 at, int columns) {
   return (at ^ (columns % BOX_COLUMNS / CHUNK << 4)) + columns / BOX_COLUMNS * BOX_BYTES;
 }
 
-DEVICE float load_float(u32 address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
-DEVICE float2 load_floats(u32 address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
 // To a warpgroup's scores, a row a query: s * unit + bias.
 template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, float unit) {
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16;
@@ -61,7 +49,7 @@ template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, floa
 #else
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
-      const float2 y = load_floats(columns_on(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
+      const float2 y = load_shared<float2>(columns_on(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
       s[i + e] = fmaf(s[i + e], unit, y.x), s[i + e + 1] = fmaf(s[i + e + 1], unit, y.y);
     }
 #endif
@@ -86,7 +74,7 @@ template <int COUNT> DEVICE void add_bias_columns(float (&s)[COUNT], u32 tile, i
 #else
 #pragma unroll
     for (int e = 0; e < 8; e++)
-      s[i + e] = fmaf(s[i + e], unit, load_float((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128));  // the next query, or 8 keys on
+      s[i + e] = fmaf(s[i + e], unit, load_shared<float>((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128));  // the next query, or 8 keys on
 #endif
   }
 }

@@ -103,7 +103,7 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
       for (int i = 0; i < 16; i++, at += 4 * p.mask_q) found[i] = i * 4 < there ? *(const unsigned short*)at : 0;
       mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < 16; i++) asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + i * 64), "h"(found[i]) : "memory");
+      for (int i = 0; i < 16; i++) store_shared(to + i * 64, found[i]);
       mbar_arrive(sm.mask_full + 8 * c);
     }
   }
@@ -197,7 +197,7 @@ struct Consumer {
   DEVICE void apply_mask() {
     const u32 at = sm.mask + c * MASK_BYTES + ((tid >> 5) * 16 + (lane >> 2)) * 16;
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
-    int4 x[2] = {load_shared(at), load_shared(at + 8 * 16)};
+    int4 x[2] = {load_shared<int4>(at), load_shared<int4>(at + 8 * 16)};
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
     const u32 words[2][4] = {{(u32)x[0].x, (u32)x[0].y, (u32)x[0].z, (u32)x[0].w}, {(u32)x[1].x, (u32)x[1].y, (u32)x[1].z, (u32)x[1].w}};
@@ -324,8 +324,7 @@ struct Consumer {
     const u32 values_at = sm.v + v.stage * V_BYTES;
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
-      for (int x = 0; x < VALUE_WIDTH; x++)
-        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values_at + x * BLOCK_N * 128 + i * 16), "r"(0) : "memory");
+      for (int x = 0; x < VALUE_WIDTH; x++) store_shared(values_at + x * BLOCK_N * 128 + i * 16, make_int4(0, 0, 0, 0));
     fence_async_smem();
     named_sync(OWN_BARRIER + c, 128);
   }

@@ -33,12 +33,29 @@ template <int N> struct Ring {
   }
 };
 
+DEVICE void store_shared(u32 at, unsigned short x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory"); }
+DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+DEVICE void store_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+DEVICE void store_shared(u32 at, float2 x) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory"); }
 DEVICE void store_shared(u32 at, int4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-DEVICE int4 load_shared(u32 at) {
-  int4 x;
+DEVICE void store_shared(u32 at, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+DEVICE void load_shared(u32& x, u32 at) { asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory"); }
+DEVICE void load_shared(float& x, u32 at) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory"); }
+DEVICE void load_shared(int2& x, u32 at) { asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory"); }
+DEVICE void load_shared(float2& x, u32 at) { asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory"); }
+DEVICE void load_shared(int4& x, u32 at) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+}
+DEVICE void load_shared(float4& x, u32 at) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+}
+template <class T> DEVICE T load_shared(u32 at) {
+  T x;
+  load_shared(x, at);
   return x;
 }
 

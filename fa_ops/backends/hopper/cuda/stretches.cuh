@@ -30,7 +30,7 @@ DEVICE void store_task(u32 at, const Task& t) {
   store_shared(at, make_int4(t.b, t.unit, t.tile, t.count)), store_shared(at + 16, make_int4(t.keys, t.flags, t.first_team, t.parts));
 }
 DEVICE Task load_task(u32 at) {
-  const int4 x = load_shared(at), y = load_shared(at + 16);
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16);
   return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 }
 
