@@ -96,7 +96,7 @@ DEVICE long long runs_of(const Params& p, int h, int b) { return b * p.run_heads
 // From the first to the last column that a mask keeps in some of COUNT rows.
 template <int COUNT> DEVICE int2 kept_run(const Bits& bits, int b, int h, int row, int rows) {
   const unsigned char* from = bits.at + b * bits.b + h * bits.h + bits.run;
-  int lo = 1 << 29, hi = 0;
+  int lo = FAR, hi = 0;
   for (int i = threadIdx.x & 31; i < COUNT; i += 32) {
     const int2 run = *(const int2*)(from + min(row + i, rows - 1) * bits.row);
     lo = min(lo, run.x), hi = max(hi, run.y);
@@ -354,7 +354,7 @@ struct KeyRows {
         keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
 #endif
 #endif
-        if (!keep) s[i] = -__int_as_float(0x7f800000);
+        if (!keep) s[i] = -INFINITE;
       }
     }
 #if HAS_MASK
@@ -362,7 +362,7 @@ struct KeyRows {
       const u64 rows[2] = {kept[0] >> first_bit(), kept[1] >> first_bit()};
 #pragma unroll
       for (int i = 0; i < SCORES; i++)
-        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
+        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -INFINITE;
     }
 #endif
     const u32 row = base_of(lse + (lane & 3) * 8);
@@ -426,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
 #pragma unroll
     for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
     if (feature == 0) {
-      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
+      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -INFINITE;
+      lse_log2[base + row] = l == -INFINITE ? INFINITE : l * (BIAS_BITS ? 1.f : LOG2E);
       delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
     }
   }

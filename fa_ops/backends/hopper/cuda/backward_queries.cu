@@ -137,7 +137,7 @@ struct QueryConsumer {
       const int i = t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r;
       const long long at = (long long)(t.b * p.Hq + t.h) * p.m_blocks * ROWS + i;
       const bool exists = t.m < p.m_blocks;
-      lse[r] = exists ? p.lse[at] : __int_as_float(0x7f800000);
+      lse[r] = exists ? p.lse[at] : INFINITE;
       delta[r] = exists ? p.delta[at] : 0.f;
 #if HAS_DROPOUT
       delta[r] *= p.dropout.kept;
@@ -240,9 +240,9 @@ struct QueryConsumer {
       x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
 #endif
 #if HAS_MASK
-      if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
+      if (!bit_of(rows[r][i / 32], i)) x = -INFINITE;
 #endif
-      if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
+      if (EDGE && (j < run[r].x || j >= run[r].y)) x = -INFINITE;
 #if HAS_DROPOUT
       if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
 #endif

@@ -7,7 +7,6 @@ constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
 constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr u32 ALL_BARRIER = 1;
-constexpr int FAR = 1 << 29;
 constexpr float SLACK_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
 
@@ -251,7 +250,7 @@ struct Consumer {
 #if HAS_ALIBI
         y -= slope[r] * fabsf((float)(diagonal[r] - column));
 #endif
-        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -__int_as_float(0x7f800000);
+        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -INFINITE;
         x[j][i] = y;
       }
     u32 w[4] = {};

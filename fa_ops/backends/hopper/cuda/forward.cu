@@ -80,6 +80,15 @@ DEVICE void produce(const Params& p, const Smem& sm) {
   }
 }
 
+// By a warp that serves a consumer.
+DEVICE Task take_task(const Smem& sm, const Ring<2>& tasks, bool leader) {
+  mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+  const Task task = published(sm.task + tasks.stage * TASK_BYTES);
+  __syncwarp();
+  if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+  return task;
+}
+
 #if HAS_MASK
 // One warp for each consumer: the mask of its rows and every block that it visits, one block ahead. Eight lanes a row, 16 keys each.
 DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
@@ -88,10 +97,7 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
-    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    const Task task = take_task(sm, tasks, lane == 0);
     if (task.tile.m0 == NO_TASK) break;
     const int row = task.tile.m0 + c * 64 + first;
     const int there = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
@@ -118,10 +124,7 @@ DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
-    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-    __syncwarp();
-    if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    const Task task = take_task(sm, tasks, leader);
     if (task.tile.m0 == NO_TASK) break;
     for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
       if (!leader) continue;
@@ -209,7 +212,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
       const u32 mine = words[i >> 1 & 1][i >> 4] >> (lane & 3) * 2;
-      if (!(mine & 1u << ((i >> 2 & 3) * 8 + (i & 1)))) s[i] = -__int_as_float(0x7f800000);
+      if (!(mine & 1u << ((i >> 2 & 3) * 8 + (i & 1)))) s[i] = -INFINITE;
     }
   }
 #endif
@@ -248,7 +251,7 @@ struct Consumer {
         const Run r = i & 2 ? run1 : run0;
         bool keep = j < r.hi - from;
         if (HAS_LEFT) keep = keep && j >= r.lo - from;
-        if (!keep) s[i] = -__int_as_float(0x7f800000);
+        if (!keep) s[i] = -INFINITE;
       }
     }
   }

@@ -222,7 +222,7 @@ template <int W> struct Consumer {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = (i >> 2) * 8 + (i & 1);
-        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -__int_as_float(0x7f800000);
+        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
       }
     }
     bool raised = softmax.raise<0>(s, p.scale_log2);

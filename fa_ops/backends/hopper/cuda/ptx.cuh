@@ -5,6 +5,10 @@ typedef unsigned long long u64;
 struct __align__(64) TensorMap { u64 words[16]; };
 
 #define DEVICE __device__ __forceinline__
+#define INFINITE __int_as_float(0x7f800000)
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int FAR = 1 << 29;  // beyond every token, and twice that is no overflow
 
 DEVICE u32 smem_address(const void* p) {
   u32 a;
@@ -123,7 +127,7 @@ DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // tanh.approx errs by 5e-4, which a softcap of 50 turns into 0.02 of a score; this form errs by 1e-7.
-DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.8853900817779268f * x)); }
+DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
 
 // Two floats rounded to the 16-bit input type, the first in the low half.
 DEVICE u32 pack(float low, float high) {

@@ -25,8 +25,6 @@ struct Params {
 #endif
 };
 
-constexpr int FAR = 1 << 29;
-
 struct Tile { int m0, h, b; };
 
 // The tile after `t`: handed out on demand where tiles differ in length, so that no CTA waits for a longer one at the end.
