@@ -335,7 +335,7 @@ struct KeyRows {
 #endif
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
-    add_bias_columns(s, sm.bias, first, p.bias.unit);
+    add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
     fence_async_smem();  // as in forward.cu
     mbar_arrive(sm.bias_empty);
     bias.next();

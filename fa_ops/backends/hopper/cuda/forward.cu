@@ -221,7 +221,7 @@ struct Consumer {
   // From accumulator units to those of the bias, which is added.
   DEVICE void add_bias() {
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
-    add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
+    add_bias_tile<false>(s, sm.bias + c * BIAS_BYTES, 0, p.bias.unit);
     fence_async_smem();  // reads may still be in flight: where products take all of shared memory's time, the next copy would overtake them
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
