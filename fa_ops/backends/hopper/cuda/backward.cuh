@@ -60,6 +60,14 @@ struct Smem {
 // A block of keys of one key head, and the blocks of queries [first, last) that attend some of it.
 struct Tile { int n0, h, b, keys, first, last; };
 
+DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
 DEVICE Tile tile_of(const Params& p) {
   const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
   const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
@@ -69,11 +77,7 @@ DEVICE Tile tile_of(const Params& p) {
   t.n0 = (r / inside) * BLOCK_N;
   t.b = head / p.Hkv;
   t.h = head - t.b * p.Hkv;
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#else
-  t.keys = p.Sk;
-#endif
+  t.keys = keys_of(p, t.b);
   int lo = 0, hi = p.Sq;
 #if IS_RAGGED
   const int shift = t.keys - p.Sq;
@@ -204,7 +208,7 @@ DEVICE u32 base_of(u32 address) {
 
 // Of 64 of a row's bits, moved down by `first_bit`, the one for a thread's `i`-th accumulator element: two of every eight are its own.
 DEVICE int first_bit() { return (threadIdx.x & 3) * 2; }
-DEVICE bool bit_of(u64 row, int i) { return row >> ((i >> 2 & 7) * 8 + (i & 1)) & 1; }
+DEVICE bool bit_of(u64 row, int i) { return row >> column_offset(i % 32) & 1; }
 
 template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #pragma unroll
@@ -331,7 +335,7 @@ struct KeyRows {
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
-      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
+      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
 #endif
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
@@ -343,7 +347,7 @@ struct KeyRows {
     if (edge) {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = t.n0 + key + (i & 2) * 4;
+        const int j = t.n0 + key + row_offset(i);
 #if HAS_RANGES
         const int2 run = load_shared<int2>(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
         const bool keep = j >= run.x && j < run.y;

@@ -14,6 +14,7 @@ struct Bias {
 constexpr int BOX_COLUMNS = 1024 / BIAS_BITS, BOX_BYTES = 64 * 128;
 
 template <int COLUMNS> DEVICE void load_bias_tile(u32 to, const Bias& bias, u32 bar, int row, int column, int h, int b) {
+  static_assert(COLUMNS % BOX_COLUMNS == 0, "whole boxes");
 #pragma unroll
   for (int x = 0; x < COLUMNS; x += BOX_COLUMNS)
     tma_load(to + x / BOX_COLUMNS * BOX_BYTES, bias.map, bar, column * bias.of_column + x, row * bias.of_row, h * bias.of_h, b * bias.of_b);

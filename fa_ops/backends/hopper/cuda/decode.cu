@@ -9,6 +9,7 @@ constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 
 constexpr u32 ALL_BARRIER = 1;
 constexpr float SLACK_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
+static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
 
 struct Params {
   TensorMap q, k, v;
@@ -40,14 +41,6 @@ struct Smem {
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
 };
-
-DEVICE int keys_of(const Params& p, int b) {
-#if HAS_KV_LENS
-  return max(0, min(p.kv_lens[b], p.Sk));
-#else
-  return p.Sk;
-#endif
-}
 
 DEVICE Row row_of(const Params& p, int b) {
   Row r;

@@ -12,6 +12,10 @@ constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit 
 constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
 constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
 
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
+static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
+static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
+
 struct Smem {
   u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
@@ -235,7 +239,7 @@ struct Consumer {
 #endif
 #if HAS_ALIBI
 #pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + (i & 2) * 4 - column(block, i)));
+    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + row_offset(i) - column(block, i)));
 #endif
 #if HAS_MASK
     apply_mask();
@@ -247,7 +251,7 @@ struct Consumer {
       const int from = column(block, 0);  // element i is this many columns further: a constant
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = (i >> 2) * 8 + (i & 1);
+        const int j = column_offset(i);
         const Run r = i & 2 ? run1 : run0;
         bool keep = j < r.hi - from;
         if (HAS_LEFT) keep = keep && j >= r.lo - from;

@@ -27,11 +27,7 @@ struct Params {
 };
 
 DEVICE Row row_of(const Params& p, int b) {
-#if HAS_KV_LENS
-  const int keys = max(0, min(p.kv_lens[b], p.Sk));
-#else
-  const int keys = p.Sk;
-#endif
+  const int keys = keys_of(p, b);
   return {keys, 0, keys, 0, max(1, (keys + BLOCK_N - 1) / BLOCK_N)};
 }
 DEVICE int units_of(const Params& p) { return p.units; }
@@ -218,10 +214,11 @@ template <int W> struct Consumer {
     valid = load_shared<u32>(sm.valid + 4 * W);
 #endif
     if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
-      const int from = first + (lane & 3) * 2, keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
+      const int from = first + (lane & 3) * 2;
+      const int keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = (i >> 2) * 8 + (i & 1);
+        const int j = column_offset(i);
         if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
       }
     }

@@ -114,6 +114,11 @@ DEVICE u64 descriptor(u32 base, u32 bytes) { return (u64)(1u << 30 | 1024 >> 4) 
 // What is the same in all lanes, said so that the compiler uses uniform registers: descriptors that come from others cost two more
 // instructions a product, and the products wait for them.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// A thread has two rows of its warpgroup's accumulator, 8 apart, and two of each eight columns: how far its element `i` lies from its first one.
+DEVICE constexpr int row_offset(int i) { return (i & 2) * 4; }
+DEVICE constexpr int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
+
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }

@@ -4,6 +4,14 @@
 
 // What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
 struct Row { int keys, lo, hi, first, count; };
+template <class Params> DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
 struct Cut { int teams, steps, grain; };
 
 // All units' tiles in one line, and each team's stretch of it: as equal as can be in steps of `grain` tiles, empty only for teams beyond the number of
