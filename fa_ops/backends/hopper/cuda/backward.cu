@@ -62,9 +62,7 @@ struct Consumer : KeyRows {
     named_sync(OWN_BARRIER + c, 128);
 #pragma unroll
     for (int i = 0; i < QUERY_GRADS; i += 4)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at + (i / 4 * 128 + tid) * 16), "f"(dq[i]), "f"(dq[i + 1]),
-                   "f"(dq[i + 2]), "f"(dq[i + 3])
-                   : "memory");
+      store_shared(at + (i / 4 * 128 + tid) * 16, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
     fence_async_smem();
     named_sync(OWN_BARRIER + c, 128);
     if (tid == 0) {

@@ -60,6 +60,14 @@ struct Smem {
 // A block of keys of one key head, and the blocks of queries [first, last) that attend some of it.
 struct Tile { int n0, h, b, keys, first, last; };
 
+DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
 DEVICE Tile tile_of(const Params& p) {
   const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
   const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
@@ -69,11 +77,7 @@ DEVICE Tile tile_of(const Params& p) {
   t.n0 = (r / inside) * BLOCK_N;
   t.b = head / p.Hkv;
   t.h = head - t.b * p.Hkv;
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#else
-  t.keys = p.Sk;
-#endif
+  t.keys = keys_of(p, t.b);
   int lo = 0, hi = p.Sq;
 #if IS_RAGGED
   const int shift = t.keys - p.Sq;
@@ -96,7 +100,7 @@ DEVICE long long runs_of(const Params& p, int h, int b) { return b * p.run_heads
 // From the first to the last column that a mask keeps in some of COUNT rows.
 template <int COUNT> DEVICE int2 kept_run(const Bits& bits, int b, int h, int row, int rows) {
   const unsigned char* from = bits.at + b * bits.b + h * bits.h + bits.run;
-  int lo = 1 << 29, hi = 0;
+  int lo = FAR, hi = 0;
   for (int i = threadIdx.x & 31; i < COUNT; i += 32) {
     const int2 run = *(const int2*)(from + min(row + i, rows - 1) * bits.row);
     lo = min(lo, run.x), hi = max(hi, run.y);
@@ -191,12 +195,6 @@ DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
     }
 }
 
-DEVICE float2 shared_pair(u32 address) {
-  float2 y;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
-  return y;
-}
-
 template <int R> DEVICE void pin(u32 (&x)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
@@ -208,15 +206,9 @@ DEVICE u32 base_of(u32 address) {
   return address;
 }
 
-DEVICE int2 shared_run(u32 address) {
-  int2 y;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
-  return y;
-}
-
 // Of 64 of a row's bits, moved down by `first_bit`, the one for a thread's `i`-th accumulator element: two of every eight are its own.
 DEVICE int first_bit() { return (threadIdx.x & 3) * 2; }
-DEVICE bool bit_of(u64 row, int i) { return row >> ((i >> 2 & 7) * 8 + (i & 1)) & 1; }
+DEVICE bool bit_of(u64 row, int i) { return row >> column_offset(i % 32) & 1; }
 
 template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #pragma unroll
@@ -318,7 +310,7 @@ struct KeyRows {
     u32 found[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const int2 rows = shared_run(row_keys + (i * 2 + (lane & 3) * 2) * 4);
+      const int2 rows = load_shared<int2>(row_keys + (i * 2 + (lane & 3) * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; e++) note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
     }
@@ -330,7 +322,7 @@ struct KeyRows {
 
   // Two queries' deltas, in units of what the gradients of the weights are.
   DEVICE float2 deltas(u32 at) const {
-    float2 d = shared_pair(at);
+    float2 d = load_shared<float2>(at);
 #if HAS_DROPOUT
     d.x *= p.dropout.kept, d.y *= p.dropout.kept;
 #endif
@@ -343,11 +335,11 @@ struct KeyRows {
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
-      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
+      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
 #endif
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
-    add_bias_columns(s, sm.bias, first, p.bias.unit);
+    add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
     fence_async_smem();  // as in forward.cu
     mbar_arrive(sm.bias_empty);
     bias.next();
@@ -355,9 +347,9 @@ struct KeyRows {
     if (edge) {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = t.n0 + key + (i & 2) * 4;
+        const int j = t.n0 + key + row_offset(i);
 #if HAS_RANGES
-        const int2 run = shared_run(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const int2 run = load_shared<int2>(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
         const bool keep = j >= run.x && j < run.y;
 #else
         bool keep = j < t.keys;
@@ -366,7 +358,7 @@ struct KeyRows {
         keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
 #endif
 #endif
-        if (!keep) s[i] = -__int_as_float(0x7f800000);
+        if (!keep) s[i] = -INFINITE;
       }
     }
 #if HAS_MASK
@@ -374,13 +366,13 @@ struct KeyRows {
       const u64 rows[2] = {kept[0] >> first_bit(), kept[1] >> first_bit()};
 #pragma unroll
       for (int i = 0; i < SCORES; i++)
-        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
+        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -INFINITE;
     }
 #endif
     const u32 row = base_of(lse + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 l = shared_pair(row + i * 8);
+      const float2 l = load_shared<float2>(row + i * 8);
       s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
       s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }
@@ -438,8 +430,8 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
 #pragma unroll
     for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
     if (feature == 0) {
-      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-      lse_log2[base + row] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
+      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -INFINITE;
+      lse_log2[base + row] = l == -INFINITE ? INFINITE : l * (BIAS_BITS ? 1.f : LOG2E);
       delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
     }
   }

@@ -47,9 +47,7 @@ struct ValueConsumer : KeyRows {
     mbar_wait(weights_empty(sm, exchange.stage), exchange.phase ^ 1);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(weights_at(sm, exchange.stage, e)), "f"(s[e]), "f"(s[e + 1]), "f"(s[e + 2]),
-                   "f"(s[e + 3])
-                   : "memory");
+      store_shared(weights_at(sm, exchange.stage, e), make_float4(s[e], s[e + 1], s[e + 2], s[e + 3]));
     mbar_arrive(weights_full(sm, exchange.stage));
     exchange.next();
     mbar_wait(sm.do_full + 8 * i, ring.phase);
@@ -99,8 +97,7 @@ struct KeyConsumer : KeyRows {
     mbar_wait(weights_full(sm, exchange.stage), exchange.phase);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4) {
-      float4 w;
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(weights_at(sm, exchange.stage, e)));
+      const float4 w = load_shared<float4>(weights_at(sm, exchange.stage, e));
       const float2 d = deltas(delta + (e * 2 + (lane & 3) * 2) * 4);
       dp[e] = score_gradient(w.x, dp[e], d.x), dp[e + 1] = score_gradient(w.y, dp[e + 1], d.y);
       dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);

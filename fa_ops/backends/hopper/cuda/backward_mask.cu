@@ -44,11 +44,7 @@ DEVICE int tiles_of(const MaskGrid& n, const MaskParams& m, bool summed) {
 }
 
 DEVICE QueryBlock queries_of(const Params& p, const ScoreBlock& x) {
-  QueryBlock t = {x.row * CONSUMERS, x.h, x.b, p.Sk};
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#endif
-  return t;
+  return {x.row * CONSUMERS, x.h, x.b, keys_of(p, x.b)};
 }
 
 DEVICE bool attends(const Params& p, const QueryBlock& t, int column) {

@@ -7,9 +7,9 @@ constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
 constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr u32 ALL_BARRIER = 1;
-constexpr int FAR = 1 << 29;
 constexpr float SLACK_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
+static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
 
 struct Params {
   TensorMap q, k, v;
@@ -41,14 +41,6 @@ struct Smem {
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
 };
-
-DEVICE int keys_of(const Params& p, int b) {
-#if HAS_KV_LENS
-  return max(0, min(p.kv_lens[b], p.Sk));
-#else
-  return p.Sk;
-#endif
-}
 
 DEVICE Row row_of(const Params& p, int b) {
   Row r;
@@ -112,7 +104,7 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leade
   mbar_wait(sm.empty + 8 * stage, ring.phase ^ 1);
   if (leader) {
 #if IS_PAGED
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(found) : "memory");
+    store_shared(sm.valid + 4 * stage, found);
 #endif
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
     copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, t.unit, token, page);
@@ -169,13 +161,6 @@ template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int unit) {
   if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, unit);
   const int line = row * WIDE + (unit >> 3);
   return base + line * 128 + (((unit & 7) ^ (line & 7)) << 4);
-}
-
-DEVICE void store_pair(u32 at, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory"); }
-DEVICE float2 load_pair(u32 at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
 }
 
 // Two columns of a row of a unit: normalised, with LSE and the sink, to where they belong.
@@ -238,8 +223,7 @@ struct Consumer {
     }
     u32 present = 3;  // which of the two runs of 8 keys exist
 #if IS_PAGED
-    u32 found;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(found) : "r"(sm.valid + 4 * stage) : "memory");
+    const u32 found = load_shared<u32>(sm.valid + 4 * stage);
     present = 0;
 #pragma unroll
     for (int j = 0; j < 2; j++) present |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
@@ -259,7 +243,7 @@ struct Consumer {
 #if HAS_ALIBI
         y -= slope[r] * fabsf((float)(diagonal[r] - column));
 #endif
-        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -__int_as_float(0x7f800000);
+        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -INFINITE;
         x[j][i] = y;
       }
     u32 w[4] = {};
@@ -313,10 +297,10 @@ struct Consumer {
     for (int r = 0; r < ROWS / 8; r++) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
-      if ((lane & 3) == 0) store_pair(sm.stats + (warp * ROWS + row) * 8, top[r] * p.scale_log2, sum[r]);
+      if ((lane & 3) == 0) store_shared(sm.stats + (warp * ROWS + row) * 8, make_float2(top[r] * p.scale_log2, sum[r]));
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 8; i++)
-        store_pair(sums_at(warp, row, i * 8 + (lane & 3) * 2), o[i][2 * r], o[i][2 * r + 1]);
+        store_shared(sums_at(warp, row, i * 8 + (lane & 3) * 2), make_float2(o[i][2 * r], o[i][2 * r + 1]));
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
   }
@@ -330,13 +314,13 @@ struct Consumer {
       float m2 = NEVER, total = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        stats[w] = load_pair(sm.stats + (w * ROWS + row) * 8);
+        stats[w] = load_shared<float2>(sm.stats + (w * ROWS + row) * 8);
         if (stats[w].y > 0.f) m2 = fmaxf(m2, stats[w].x);
       }
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - m2) : 0.f;
-        const float2 y = load_pair(sums_at(w, row, column));
+        const float2 y = load_shared<float2>(sums_at(w, row, column));
         total += stats[w].y * factor, x.x += y.x * factor, x.y += y.y * factor;
       }
       if (t.parts == 1) write(p, t, row, column, x, m2, total);
@@ -354,7 +338,7 @@ struct Consumer {
       const u32 at = sm.task + units.stage * PART_BYTES;
       Part t;
       static_cast<Task&>(t) = load_task(at);
-      const int4 keys = load_shared(at + TASK_BYTES);
+      const int4 keys = load_shared<int4>(at + TASK_BYTES);
       t.lo = keys.x, t.hi = keys.y;
       if (t.count == 0) break;
       begin(t, sm.q + units.stage * Q_BYTES);

@@ -25,8 +25,6 @@ struct Params {
 #endif
 };
 
-constexpr int FAR = 1 << 29;
-
 struct Tile { int m0, h, b; };
 
 // The tile after `t`: handed out on demand where tiles differ in length, so that no CTA waits for a longer one at the end.
@@ -147,12 +145,12 @@ DEVICE void publish(u32 at, const Task& t) {
 }
 
 DEVICE Tile published_tile(u32 at) {
-  const int4 x = load_shared(at);
+  const int4 x = load_shared<int4>(at);
   return {uniform(x.x), uniform(x.y), uniform(x.z)};
 }
 
 DEVICE Task published(u32 at) {
-  const int4 x = load_shared(at), y = load_shared(at + 16), z = load_shared(at + 32);
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16), z = load_shared<int4>(at + 32);
   Task t;
   t.tile = {uniform(x.x), uniform(x.y), uniform(x.z)}, t.keys = uniform(x.w);
   t.n = {uniform(y.x), uniform(y.y), uniform(y.z), uniform(y.w), uniform(z.x)};
