@@ -73,8 +73,11 @@ def causal(visible: int, device: torch.device | str, padding_was_read: bool = Fa
 
 
 def lens(lengths: Tensor, batch_size: int) -> Tensor:
-    """From lengths of shape (B or 1, 1); contiguous, as kernels want them in every layer."""
-    lengths = lengths.to(torch.int32).expand(batch_size, -1).contiguous().view(batch_size)
+    """From lengths of shape (B or 1) or (B or 1, 1); contiguous, as kernels want them."""
+    lengths = lengths.to(torch.int32).flatten()
+    if lengths.shape[0] != batch_size:
+        lengths = lengths.expand(batch_size)
+    lengths = lengths.contiguous()
     mask = lengths.view(batch_size, 1, 1, 1)
     if not torch.compiler.is_compiling():
         setattr(mask, _LENS, lengths)

@@ -42,20 +42,17 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple |
 def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple:
     """What makes two calls the same. What the tensors hold makes no other call of it."""
     dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
-    key = [
+    key = (
         q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
-        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
-    ]  # fmt: skip
+        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, options,
+    )  # fmt: skip
     if k_shape != v_shape:  # values may be part of the keys
-        key.append(k.data_ptr() == v.data_ptr())
+        key += (k.data_ptr() == v.data_ptr(),)
     if dtype is torch.float32:
-        key.append(torch.backends.cuda.matmul.fp32_precision)
+        key += (torch.backends.cuda.matmul.fp32_precision,)
     for t in tensors:
-        if t is None:
-            key.append(None)
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.device)
-    return tuple(key)
+        key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+    return key
 
 
 def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
