@@ -118,13 +118,15 @@ def attention(
         need_tensor("attn_mask", attn_mask)
     if key_ranges is not None:
         options["key_ranges"] = need_tensor("key_ranges", key_ranges)
+    if call:
+        spec = Spec(None, 0.0, is_causal, **options)
+        run = prepared.make(call, query, key, value, spec)
+        if run is not None:
+            return run(query, key, value, *bounds)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
     recorded = (query, key, value, attn_mask, sinks, alibi_slopes)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    result = call_operator(operator, recorded, args, options)
-    if call:
-        prepared.remember(call, query, key, value, Spec(None, 0.0, is_causal, **options))
-    return result
+    return call_operator(operator, recorded, args, options)
 
 
 def attention_varlen(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import library
+from fa_ops.ops import checks, library
 from fa_ops.types import Cache, Spec, is_decoding
 
 _LIMIT = 1024
@@ -74,8 +74,8 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
 
 
 def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-    """The same for a call over a cache. Kernels want small tensors contiguous: calls with others go
-    the long way."""
+    """Keep what the backend of a call over a cache prepares for it, if it does. Kernels want small
+    tensors contiguous: calls with others go the long way."""
     small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
     new = cache.key is None or cache.key.numel() > 0
@@ -87,18 +87,28 @@ def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, s
     _runs[key] = prepare and prepare(q, k, v, cache, spec)
 
 
-def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
-    """Keep what the call's backend prepares for it, if it does. The call has passed its checks."""
-    if key in _runs or q.is_meta or not (q.numel() and k.numel() and v.numel()):
-        return
+def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """What the call's backend prepares for it, if it does; the next call finds it by its key.
+
+    Raises what the operator would. A cache that grows makes a new call in every step, so this is
+    all that such a call goes through.
+    """
+    if key in _runs or q.device.type not in _DEVICES or not (q.numel() and k.numel() and v.numel()):
+        return None
+    checks.dense(q, k, v, spec, real=True)
     if len(_runs) >= _LIMIT:
         _runs.clear()
     backend = dispatch.select(q, k, v, spec)
     if spec.kv_lens is spec.key_ranges is None:
         prepare = getattr(backend, "prepare", None)
-        _runs[key] = prepare and prepare(q, k, v, spec)
+        run = prepare and prepare(q, k, v, spec)
     else:
-        _runs[key] = _bounded(backend, q, k, v, spec)
+        run = _bounded(backend, q, k, v, spec)
+    _runs[key] = run
+    return run
+
+
+_DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
 
 
 def _bounded(
