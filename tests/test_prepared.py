@@ -77,30 +77,39 @@ def test_gradients_and_tensor_options_need_the_operator():
 
 LENS = torch.tensor([3], dtype=torch.int32)
 RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
+SINKS = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [{"kv_lens": LENS}, {"key_ranges": RANGES}, {"kv_lens": LENS, "key_ranges": RANGES}],
-    ids=lambda bounds: " and ".join(bounds),
+    "small",
+    [
+        {"kv_lens": LENS},
+        {"key_ranges": RANGES},
+        {"sinks": SINKS},
+        {"kv_lens": LENS, "key_ranges": RANGES, "sinks": SINKS},
+    ],
+    ids=" and ".join,
 )
-def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
+def test_small_tensors_repeat_with_other_values(small, monkeypatch):
     def prepare(q, k, v, cache, spec):
-        return lambda with_lse, q, k, v, lens=None, table=None, ranges=None: ((lens, ranges), None)
+        return lambda with_lse, q, k, v, *tensors: (tensors, None)
 
     monkeypatch.setattr(cpu, "prepare_cached", prepare)
     q, k, v = qkv(512)
-    fa_ops.attention(q, k, v, **bounds)
-    others = {name: t + 1 for name, t in bounds.items()}
+    fa_ops.attention(q, k, v, **small)
+    others = {name: t + 1 for name, t in small.items()}
     given = fa_ops.attention(q, k, v, **others)
-    assert given[0] is others.get("kv_lens") and given[1] is others.get("key_ranges")
+    names = ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks")
+    for name, found in zip(names, given, strict=True):
+        assert found is others.get(name)
     assert is_another(q, k, v)
-    assert is_another(q, k, v, **bounds, is_causal=True)
+    assert is_another(q, k, v, **small, is_causal=True)
 
 
-def test_lengths_and_ranges_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
-    assert is_fast(*qkv(512), kv_lens=LENS)
-    assert not is_fast(*qkv(511), kv_lens=LENS)
+def test_small_tensors_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
+    for small in ({"kv_lens": LENS}, {"sinks": SINKS}):
+        assert is_fast(*qkv(512), **small)
+        assert not is_fast(*qkv(511), **small)
     monkeypatch.setattr(cpu, "cache_error", lambda *call: "cannot", raising=False)
     assert not is_fast(*qkv(600), kv_lens=LENS)
 

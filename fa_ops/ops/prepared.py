@@ -99,11 +99,11 @@ def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..
     if len(_runs) >= _LIMIT:
         _runs.clear()
     backend = dispatch.select(q, k, v, spec)
-    if spec.kv_lens is spec.key_ranges is None:
+    if spec.kv_lens is spec.key_ranges is spec.sinks is None:
         prepare = getattr(backend, "prepare", None)
         run = prepare and prepare(q, k, v, spec)
     else:
-        run = _bounded(backend, q, k, v, spec)
+        run = _decoding(backend, q, k, v, spec)
     _runs[key] = run
     return run
 
@@ -111,15 +111,18 @@ def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..
 _DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
 
 
-def _bounded(
+def _decoding(
     backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
-    """Calls with kv_lens or key_ranges that are decoding: over a cache that nothing is added to."""
+) -> Callable[..., Tensor] | None:
+    """Calls with kv_lens, key_ranges or sinks: those over a cache that nothing is added to."""
     prepare, cache = getattr(backend, "prepare_cached", None), Cache()
-    plain = all(t is None or t.is_contiguous() for t in (spec.kv_lens, spec.key_ranges))
+    small = (spec.kv_lens, spec.key_ranges, spec.sinks)
+    plain = all(t is None or t.is_contiguous() for t in small)
     if not (prepare and plain and is_decoding(q.shape[2], k.shape[2], spec)):
         return None
     run = None if backend.cache_error(q, k, v, cache, spec) else prepare(q, k, v, cache, spec)
     if run is None:
         return None
-    return lambda q, k, v, kv_lens, ranges: run(False, q, k, v, kv_lens, None, ranges)[0]
+    return lambda q, k, v, lens, ranges, sinks: run(
+        False, q, k, v, lens, None, ranges, None, sinks
+    )[0]
