@@ -334,6 +334,19 @@ def test_a_repeated_operator_call_takes_the_prepared_function(prepared_tensors):
     assert k._version == v._version == before + 1
 
 
+def test_the_first_call_over_a_cache_is_checked_and_takes_the_prepared_function(prepared_tensors):
+    q, k, v = qkv(512)
+    call, new = fa_ops.attention_with_kv_cache, torch.randn(1, 2, 1, 8)
+    before = k._version
+    assert call(q, k, v, LENS).shape == (1,)
+    assert call(q, k, v, LENS, key=new, value=new, return_lse=True)[1].shape == (1,)
+    assert len(prepared_tensors) == 2 and k._version == v._version == before + 1
+    for bad in ({"kv_lens": LENS.long()}, {"sinks": torch.zeros(3)}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(bad))} "):
+            call(q, k, v, **{"kv_lens": LENS} | bad)
+    assert len(prepared_tensors) == len(prepared._runs) == 2
+
+
 def test_operator_calls_that_differ_are_not_taken_for_each_other(prepared_tensors):
     q, k, v = qkv(512)
     options = (

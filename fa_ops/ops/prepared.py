@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import checks, library
+from fa_ops.ops import cache_checks, checks, library
 from fa_ops.types import Cache, Spec, is_decoding
 
 _LIMIT = 1024
@@ -73,9 +73,23 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
         return None
 
 
+def make_cached(
+    key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """What the backend of a call over a cache prepares for it, if it does.
+
+    Raises what the operator would. Kernels want small tensors contiguous: calls with others go the
+    long way.
+    """
+    if key in _runs or not values_are_free(q):
+        return None
+    cache_checks.cached(q, k, v, cache, spec, real=True)
+    remember_cached(key, q, k, v, cache, spec)
+    return _runs.get(key)
+
+
 def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-    """Keep what the backend of a call over a cache prepares for it, if it does. Kernels want small
-    tensors contiguous: calls with others go the long way."""
+    """Keep what is prepared for a call over a cache that has passed its checks."""
     small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
     new = cache.key is None or cache.key.numel() > 0
