@@ -242,23 +242,18 @@ class TensorMap:
         promotion: int = PROMOTE_256B,
         whole_rows: bool = False,
     ):
-        B, H, S, D = shape
+        (B, H, S, D), size = shape, dtype.itemsize
         # the stride of a dimension of one element is never used, but must be legal
         steps = [
-            dtype.itemsize * stride if size > 1 else 16
-            for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
+            size * stride if count > 1 else 16
+            for count, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
         ]
-        sizes, box = [D, S, H, B], [128 // dtype.itemsize, rows, heads, 1]
+        sizes, box = [D, S, H, B], [128 // size, rows, heads, 1]
         if whole_rows:
             sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
         self._rank = len(sizes)
-        self._what = f"shape {tuple(shape)}, strides {strides}"
-        self._arrays = (
-            (ctypes.c_uint64 * 5)(*sizes),
-            (ctypes.c_uint64 * 4)(*steps),
-            (ctypes.c_uint32 * 5)(*box),
-            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
-        )
+        self._shape, self._strides = shape, strides
+        self._arrays = _SIZES(*sizes), _STEPS(*steps), _BOX(*box), _ONES
         self._dtype, self._promotion = _MAP_DTYPE[dtype], promotion
         self._known: dict[int, bytes] = {}
 
@@ -280,5 +275,11 @@ class TensorMap:
         try:
             call("cuTensorMapEncodeTiled", *arguments)
         except DriverError as error:
-            raise DriverError(f"{error} for {self._what}") from None
+            about = f"shape {tuple(self._shape)}, strides {self._strides}"
+            raise DriverError(f"{error} for {about}") from None
         return ctypes.string_at(aligned, 128)
+
+
+# Types are made once: a cache that grows has maps of its own in every step.
+_SIZES, _STEPS, _BOX = ctypes.c_uint64 * 5, ctypes.c_uint64 * 4, ctypes.c_uint32 * 5
+_ONES = _BOX(1, 1, 1, 1, 1)
