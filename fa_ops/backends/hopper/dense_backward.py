@@ -67,7 +67,7 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    like = tuple(t.stride() for t in (q, k, v))
+    grads = [torch.empty_like(t) for t in (q, k, v)]
     tensors = q, k, v, grad_out, out = [copyable(t) for t in (q, k, v, grad_out, out)]
     ranges, slopes, mask = spec.key_ranges, spec.alibi_slopes, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
@@ -77,8 +77,7 @@ def backward(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
-        like,
-        tuple(t.stride() for t in tensors),
+        tuple(t.stride() for t in (*tensors, *grads)),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         spec.deterministic,
         spec.kv_lens is not None,
@@ -90,20 +89,21 @@ def backward(
     )
     small = tuple(None if t is None else t.contiguous() for t in (spec.kv_lens, slopes))
     row_keys = dropout.row_keys(q, spec, packing)
-    *grads, delta = plan.run(
-        tensors, lse, grad_lse, (*small, ranges), mask, held, row_keys, mask_grad
+    dmask, delta = plan.run(
+        (*tensors, *grads), lse, grad_lse, (*small, ranges), mask, held, row_keys, mask_grad
     )
-    return Gradients(*grads, _sink_gradient(spec, lse, delta))
+    return Gradients(*grads, dmask, _sink_gradient(spec, lse, delta))
 
 
 class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
-        self, dtype, device, shapes, like, strides, statics, deterministic, has_lens, ranges,
+        self, dtype, device, shapes, strides, statics, deterministic, has_lens, ranges,
         slopes_dim, has_mask, bias, dropout_p,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        *_, of_grad_out, of_out, of_dq, _, _ = strides
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         crowded = has_mask or dropout_p > 0 or softcap > 0
@@ -121,9 +121,11 @@ class Plan:
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, n_blocks = m_blocks * config.block_m // _ROWS, -(-Sk // config.block_n)
         self.heads, self.ctas = B * Hq, n_blocks * B * Hkv
-        self._allocate(dtype, shapes, like, 0 if ranges is None else B * ranges[0])
-        layouts = *zip(shapes, strides), (self.out_shape, strides[3]), *self.grads
-        self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride, *_ in layouts]
+        self._allocate(0 if ranges is None else B * ranges[0])
+        out = B, Hq, Sq, Dv
+        layouts = zip((*shapes, out, out, *shapes), strides)
+        self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
+        del self.maps[4]  # of the output, which no copy reads
         # the kernels leave out what dropout multiplies weights with
         gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (Hq // Hkv)
@@ -138,23 +140,17 @@ class Plan:
             1.0 / units.accumulator,
         )
         self.params = Params(_PLACES, scalars.ljust(_PARAMS_BYTES - _PLACES.size, b"\0"))
-        rows = struct.pack("<6q4i", *strides[4][:3], *strides[3][:3], Hq, Sq, Dv, self.rows)
+        rows = struct.pack("<6q4i", *of_out[:3], *of_grad_out[:3], Hq, Sq, Dv, self.rows)
         self.prepare = Params(_PREPARE, rows, _PREPARE_OFFSETS)
-        rows = struct.pack("<3q4if", *self.grads[0][1][:3], m_blocks, Hq, Sq, D, gradient)
+        rows = struct.pack("<3q4if", *of_dq[:3], m_blocks, Hq, Sq, D, gradient)
         self.finish = Params(_FINISH, rows, _FINISH_OFFSETS)
         if ranges is not None:
             rows = struct.pack("<3q5i", *ranges[1:], ranges[0], Sq, Sk, left, right)
             self.keep_runs = Params(_RUNS, rows, _RUNS_OFFSETS)
 
-    def _allocate(self, dtype, shapes, like, run_heads: int) -> None:
-        """Shapes, strides and dtypes of the results and of the workspace, whose parts follow one
-        another: log-sum-exps, row sums, and, in one pass, the sums of dQ."""
-        (B, Hq, Sq, _), _, (*_, Dv) = shapes
-        self.out_shape = (B, Hq, Sq, Dv)
-        self.grads = []
-        for shape, stride in zip(shapes, like):
-            grad = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-            self.grads.append((tuple(shape), grad.stride(), dtype))
+    def _allocate(self, run_heads: int) -> None:
+        """Shapes, strides and dtypes of the workspace, whose parts follow one another:
+        log-sum-exps, row sums, and, in one pass, the sums of dQ."""
         self.rows = self.row_blocks * _ROWS
         rows = self.heads * self.rows
         floats = 2 * rows + (rows * self.config.head_dim if self.config.adds_dq else 0)
@@ -174,13 +170,12 @@ class Plan:
         bias: Tensor | None,
         row_keys: Tensor | None,
         mask_grad: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, the mask's gradient, and the row sums (B * Hq, rows)."""
-        (q, k, v, grad_out, out), (lens, slopes, ranges) = tensors, small
+    ) -> tuple[Tensor | None, Tensor]:
+        """Fills dq, dk and dv; the mask's gradient, and the row sums (B * Hq, rows)."""
+        (q, k, v, grad_out, out, *grads), (lens, slopes, ranges) = tensors, small
         config, kernels, dmask = self.config, self.kernels, None
         with on_device(self.device):
             stream = current_stream(self.device)
-            grads = [empty(*layout) for layout in self.grads]
             workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes if config.adds_dq else 0
@@ -209,7 +204,7 @@ class Plan:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
         del bits  # the kernels that read them are launched
-        return *grads, dmask, workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
+        return dmask, workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
 
     def _find_runs(self, ranges: Tensor | None, lens: Tensor | None, stream: int) -> Tensor | None:
         """Each query's keys after every mask, and each block of queries' bounds."""
