@@ -159,7 +159,8 @@ def _compilations() -> Iterator[list[float]]:
 def measure(family: Family, lengths: tuple[int, ...], device: str, backend: str) -> list[First]:
     """Calls of these lengths, one behind the other, in this process; each is synchronised."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    torch.ones(8, device=device).add_(1.0)
+    unrelated = torch.ones(8, device=device, requires_grad=True)
+    (unrelated + 1.0).backward(torch.ones_like(unrelated))  # torch imports for its first gradient
     found = []
     for length in lengths:
         call = family.call(length, device, backend)
