@@ -49,7 +49,10 @@ def assert_clean(log, spilled_bytes=0):
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (64, 64, 0, True), (128, 128), (192, 192), (192, 128), (256, 256)],
+)
 def test_forward(dims, features, tmp_path):
     config = configs.forward_config(*dims)
     cubin, log = compiled("forward", config, **features)

@@ -205,9 +205,14 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def forward_config(D: int, Dv: int, bias_bits: int = 0) -> Config:
-    """The forward's tile."""
+SHORT = 1024  # queries, up to which causal blocks of 192 of them pad too much
+
+
+def forward_config(D: int, Dv: int, bias_bits: int = 0, is_short: bool = False) -> Config:
+    """The forward's tile; `is_short`: of plain causal or windowed calls with few queries."""
     config = _forward_config(padded(D), padded(Dv))
+    if config.head_dim == 64 and is_short:
+        return dataclasses.replace(config, block_m=128)
     if bias_bits == 0:
         return config
     # a tile of the bias beside the others, of whole boxes: what shared memory holds

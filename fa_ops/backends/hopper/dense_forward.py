@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.configs import SHORT, Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
     address,
@@ -110,7 +110,9 @@ class Plan:
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0)
+        is_plain = mask is None and bias is None and dropout_p == 0.0
+        is_short = ragged and Sq <= SHORT and is_plain
+        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0, is_short)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,

@@ -40,6 +40,9 @@ def variants(
         config = forward_config(D, D)
         for features in _FORWARDS:
             yield Variant("forward", dense_forward.kernel_defines(config, dtype, **features))
+        if D == 64:
+            short = forward_config(D, D, is_short=True)
+            yield Variant("forward", dense_forward.kernel_defines(short, dtype, ragged=True))
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
             yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
