@@ -1,6 +1,6 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. Which tiles a CTA
-// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
-// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
+// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend 16 keys of each tile with maxima and sums
+// of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
@@ -96,7 +96,8 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leade
   at %= p.page;
   const u32 found = __ballot_sync(~0u, own >= 0);
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+    page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #else
 #pragma unroll
   for (int j = 0; j < COPIES; j++) token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.hi ? t.b : -1;
