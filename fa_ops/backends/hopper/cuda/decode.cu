@@ -209,6 +209,29 @@ struct Consumer {
     }
   }
 
+  // Scores to weights: the operand of the product with the values.
+  DEVICE void weigh(u32 (&w)[4], const float (&x)[2][4]) {
+#pragma unroll
+    for (int r = 0; r < ROWS / 8; r++) {
+      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      if (__any_sync(~0u, (m - top[r]) * p.scale_log2 > SLACK_LOG2)) {
+        m = fmaxf(m, top[r]);
+        const float factor = exp2_fast((top[r] - m) * p.scale_log2);
+        top[r] = m, sum[r] *= factor;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
+      }
+      const float n = -top[r] * p.scale_log2;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
+        sum[r] += a + b;
+        w[2 * j + r] = pack(a, b);
+      }
+    }
+  }
+
   DEVICE void attend(const Part& t, int tile) {
     const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
     float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
@@ -248,25 +271,7 @@ struct Consumer {
         x[j][i] = y;
       }
     u32 w[4] = {};
-#pragma unroll
-    for (int r = 0; r < ROWS / 8; r++) {
-      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (__any_sync(~0u, (m - top[r]) * p.scale_log2 > SLACK_LOG2)) {
-        m = fmaxf(m, top[r]);
-        const float factor = exp2_fast((top[r] - m) * p.scale_log2);
-        top[r] = m, sum[r] *= factor;
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
-      }
-      const float n = -top[r] * p.scale_log2;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
-        sum[r] += a + b;
-        w[2 * j + r] = pack(a, b);
-      }
-    }
+    weigh(w, x);
     mbar_wait(sm.v_full + 8 * stage, ring.phase);
     {
       // what lies outside the row's keys may be anything, and 0 * NaN is NaN
