@@ -36,7 +36,7 @@ def test_what_it_compiled_is_what_a_call_asks_for(folder, nvrtc, monkeypatch):
     assert len(list(folder.iterdir())) == 16
     monkeypatch.setattr(compiler, "compile_source", lambda *_: pytest.fail("compiled again"))
     config = forward_config(64, 64)
-    defines = dense_forward.kernel_defines(config, torch.float16, ragged=True, dynamic=True)
+    defines = dense_forward.kernel_defines(config, torch.float16, ragged=True)
     assert compiler.cubin("forward", defines).startswith(b"\x7fELF")
     assert (
         "0 kernels compiled, 16 were there"

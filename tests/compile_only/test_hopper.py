@@ -17,7 +17,6 @@ from tests.compile_only.sass import disassembled, unwritten_uniform_registers  #
 
 OFF = dict.fromkeys(
     (
-        "IS_DYNAMIC",
         "IS_RAGGED",
         "HAS_LEFT",
         "HAS_KV_LENS",
@@ -31,7 +30,7 @@ OFF = dict.fromkeys(
     0,
 )
 FEATURES = (
-    {}, {"IS_RAGGED": 1, "IS_DYNAMIC": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1},
+    {}, {"IS_RAGGED": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1},
     {"IS_RAGGED": 1, "HAS_DROPOUT": 1}, dict.fromkeys(OFF, 1),
 )  # fmt: skip
 FEATURE_IDS = ["full", "causal", "mask", "dropout", "all"]
@@ -116,7 +115,7 @@ BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_forward_with_a_bias(dims, bits, tmp_path):
     config = configs.forward_config(*dims, bits)
-    cubin, log = compiled("forward", config, IS_RAGGED=1, IS_DYNAMIC=1)
+    cubin, log = compiled("forward", config, IS_RAGGED=1)
     assert_clean(log)
     sass = disassembled(cubin, tmp_path)
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)

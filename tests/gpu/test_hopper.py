@@ -108,6 +108,38 @@ def test_a_thread_that_has_not_used_the_device():
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
+def test_tensors_that_a_thread_without_a_context_sees_first():
+    small, large = (
+        torch.randn(1, 2, S, 64, device="cuda", dtype=torch.bfloat16) for S in (64, 256)
+    )
+    found = []
+
+    def run(x):
+        out, lse = hopper.forward(x, x, x, Spec())
+        found.append(hopper.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
+
+    kept = torch.empty(1 << 24, device="cuda")
+    run(small)  # loads the kernels
+    del kept  # what the thread allocates comes out of torch's cache, and wakes nothing
+    thread = threading.Thread(target=run, args=(large,))
+    thread.start(), thread.join()
+    assert len(found) == 2
+
+
+def test_more_heads_than_a_grid_is_high():
+    q, k, v = (torch.randn(8192, 9, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ranges = torch.tensor([[0, 2], [0, 3], [1, 3]], device="cuda", dtype=torch.int32)[None, None]
+    for spec in (Spec(), Spec(key_ranges=ranges)):
+        out, lse = hopper.forward(q, k, v, spec)
+        grad = torch.randn_like(out)
+        whole = hopper.backward(grad, None, q, k, v, out, lse, spec)
+        last = slice(-2, None)
+        out, lse = hopper.forward(q[last], k[last], v[last], spec)
+        part = hopper.backward(grad[last], None, q[last], k[last], v[last], out, lse, spec)
+        for x, y in zip(whole[:3], part[:3]):
+            torch.testing.assert_close(x[last], y, rtol=0.02, atol=0.02)
+
+
 def test_two_streams_at_once():
     shapes = [(4, 8, 512, 128), (2, 16, 777, 64), (1, 4, 1500, 256)]
     inputs = [

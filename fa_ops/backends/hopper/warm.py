@@ -18,16 +18,8 @@ from fa_ops.backends.hopper.configs import (
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
-# full, causal, with a window, and with key ranges, each with few tiles and with many
-_FORWARDS = (
-    {},
-    {"ragged": True},
-    {"ragged": True, "dynamic": True},
-    {"ragged": True, "left": True},
-    {"ragged": True, "left": True, "dynamic": True},
-    {"ranges": True},
-    {"ranges": True, "dynamic": True},
-)
+# full, causal, with a window, and with key ranges
+_FORWARDS = ({}, {"ragged": True}, {"ragged": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 _BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
 

@@ -411,10 +411,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
                                                          float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv,
                                                          int rows) {
   next_grid_may_start();
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
+  const int bh = blockIdx.x, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
   const long long base = (long long)bh * rows;
   if (sums) {
-    float4* block = (float4*)(sums + (base + blockIdx.x * 64) * HEAD_DIM);
+    float4* block = (float4*)(sums + (base + blockIdx.y * 64) * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; i++) block[i * 256 + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
@@ -423,13 +423,13 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
   float sum[LANES / 4];  // of each row that these lanes have
 #pragma unroll
   for (int i = 0; i < LANES / 4; i++) {
-    const int row = min(blockIdx.x * 64 + (i * 256 + (int)threadIdx.x) / LANES, Sq - 1);  // no branch: all loads are under way at once
+    const int row = min(blockIdx.y * 64 + (i * 256 + (int)threadIdx.x) / LANES, Sq - 1);  // no branch: all loads are under way at once
     const float found = dot8(x + row * o.s, y + row * d.s);
     sum[i] = feature < Dv ? found : 0.f;
   }
 #pragma unroll
   for (int i = 0; i < LANES / 4; i++) {
-    const int row = blockIdx.x * 64 + (i * 256 + threadIdx.x) / LANES;
+    const int row = blockIdx.y * 64 + (i * 256 + threadIdx.x) / LANES;
 #pragma unroll
     for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
     if (feature == 0) {
@@ -445,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
 // them attend. One thread a query. Queries that do not exist attend nothing and bound nothing.
 extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* ranges, const int* kv_lens, int2* runs, int4* bounds, Strides r,
                                                                int heads, int Sq, int Sk, int left, int right) {
-  const int i = blockIdx.x * BLOCK_M + threadIdx.x, b = blockIdx.y / heads, h = blockIdx.y - b * heads;
+  const int i = blockIdx.y * BLOCK_M + threadIdx.x, b = blockIdx.x / heads, h = blockIdx.x - b * heads;
   int2 run = make_int2(0, 0);
   if (i < Sq) {
     const int keys = kv_lens ? max(0, min(kv_lens[b], Sk)) : Sk, diagonal = i + keys - Sq;
@@ -453,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
     run.x = max(max(0, range[0]), diagonal - left);
     run.y = min(min(keys, range[1]), diagonal + right + 1);
   }
-  runs[(long long)blockIdx.y * gridDim.x * BLOCK_M + i] = run;
+  runs[(long long)blockIdx.x * gridDim.y * BLOCK_M + i] = run;
   const bool any = run.y > run.x;
   int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
   x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
@@ -465,6 +465,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
     const int4 y = parts[i];
     x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
   }
-  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = x;
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.x * gridDim.y + blockIdx.y] = x;
 }
 #endif

@@ -9,7 +9,7 @@
 constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
-constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
+constexpr u32 OWN_BARRIER = 1, SUMS_BARRIER = 3;  // named barriers: for each warpgroup, of its own threads and of those that wait for its sums
 static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
 
 struct Params {
@@ -353,7 +353,8 @@ template <int W> struct Consumer {
     softmax.reduce();
     const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4, own = sums + W * ROWS * 4, other = sums + (1 - W) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
-    named_sync(ALL_BARRIER, 256);
+    named_arrive(SUMS_BARRIER + W, 256);
+    named_sync(SUMS_BARRIER + 1 - W, 256);
     const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2;
     const float sum0 = softmax.sum0 + load_shared<float>(other), sum1 = softmax.sum1 + load_shared<float>(other + 32);
     if (t.parts == 1) {
