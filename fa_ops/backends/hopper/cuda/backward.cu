@@ -3,7 +3,7 @@
 // gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
 // shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction. That
 // happens a step later: neither consumer then waits for the other as long as it is less than a step ahead.
-// Without ADDS_DQ it leaves dQ, whose sums that adds in no fixed order, to backward_queries.cu.
+// Those additions come in no fixed order: without ADDS_DQ, dQ is left to backward_queries.cu.
 // Compile-time, beside backward.cuh: ADDS_DQ
 
 constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = BLOCK_M * HEAD_DIM / 256;

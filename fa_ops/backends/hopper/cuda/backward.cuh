@@ -1,6 +1,7 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_WIDE IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
+// HAS_DROPOUT BIAS_BITS
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
@@ -43,8 +44,8 @@ struct Smem {
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
     bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES;
-    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
-    own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
+    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES;
+    do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
   }
   DEVICE void init() const {
     mbar_init(kv_full, 1);
@@ -246,7 +247,8 @@ template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], 
 
 // A warpgroup's gradients of 64 tokens, through shared memory to the tensor.
 template <int COUNT>
-DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h, int b) {
+DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h,
+                            int b) {
   u32 x[COUNT / 2];
 #pragma unroll
   for (int i = 0; i < COUNT / 2; i++) x[i] = pack(grads[2 * i] * factor, grads[2 * i + 1] * factor);
@@ -406,7 +408,8 @@ struct KeyRows {
 constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
 
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
-                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
+                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv,
+                                                         int rows) {
   next_grid_may_start();
   const int bh = blockIdx.x, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
   const long long base = (long long)bh * rows;

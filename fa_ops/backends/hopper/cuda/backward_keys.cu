@@ -1,6 +1,7 @@
 // dK and dV of head dims for which registers hold neither both nor dQ beside them: one CTA per block of 64 keys, and two consumers that share the
 // block by product. One computes the scores and keeps dV, the other the gradients of the weights and keeps dK; the weights, in fp32, go from the first
-// to the second through two buffers of shared memory, one where a bias leaves no more room. Both leave the accumulators as the register operand of the next product.
+// to the second through two buffers of shared memory, one where a bias leaves no more room. Weights and gradients leave the accumulators as the register
+// operand of the next product.
 // Compile-time: what backward.cuh has
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;

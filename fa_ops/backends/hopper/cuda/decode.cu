@@ -1,6 +1,6 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. Which tiles a CTA
-// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
-// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
+// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend 16 keys of each tile with maxima and sums
+// of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
@@ -96,7 +96,8 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leade
   at %= p.page;
   const u32 found = __ballot_sync(~0u, own >= 0);
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+    page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #else
 #pragma unroll
   for (int j = 0; j < COPIES; j++) token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.hi ? t.b : -1;
@@ -208,6 +209,29 @@ struct Consumer {
     }
   }
 
+  // Scores to weights: the operand of the product with the values.
+  DEVICE void weigh(u32 (&w)[4], const float (&x)[2][4]) {
+#pragma unroll
+    for (int r = 0; r < ROWS / 8; r++) {
+      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      if (__any_sync(~0u, (m - top[r]) * p.scale_log2 > SLACK_LOG2)) {
+        m = fmaxf(m, top[r]);
+        const float factor = exp2_fast((top[r] - m) * p.scale_log2);
+        top[r] = m, sum[r] *= factor;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
+      }
+      const float n = -top[r] * p.scale_log2;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
+        sum[r] += a + b;
+        w[2 * j + r] = pack(a, b);
+      }
+    }
+  }
+
   DEVICE void attend(const Part& t, int tile) {
     const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
     float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
@@ -247,25 +271,7 @@ struct Consumer {
         x[j][i] = y;
       }
     u32 w[4] = {};
-#pragma unroll
-    for (int r = 0; r < ROWS / 8; r++) {
-      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (__any_sync(~0u, (m - top[r]) * p.scale_log2 > SLACK_LOG2)) {
-        m = fmaxf(m, top[r]);
-        const float factor = exp2_fast((top[r] - m) * p.scale_log2);
-        top[r] = m, sum[r] *= factor;
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
-      }
-      const float n = -top[r] * p.scale_log2;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
-        sum[r] += a + b;
-        w[2 * j + r] = pack(a, b);
-      }
-    }
+    weigh(w, x);
     mbar_wait(sm.v_full + 8 * stage, ring.phase);
     {
       // what lies outside the row's keys may be anything, and 0 * NaN is NaN

@@ -1,6 +1,7 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -9,7 +10,7 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_B
 constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
-constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // a consumer's rows
 constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
@@ -148,7 +149,7 @@ struct Consumer {
   u32 q_phase = 0;
   Ring<2> tasks;
   Ring<STAGES> k, v;
-  Ring<1> mask;
+  Ring<1> mask;  // or bias: never both
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
@@ -159,12 +160,8 @@ struct Consumer {
   DEVICE Consumer(const Params& p, const Smem& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
-  DEVICE void take_turn() {
-    named_sync(TURN_BARRIER + c, 256);
-  }
-  DEVICE void pass_turn() {
-    named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
-  }
+  DEVICE void take_turn() { named_sync(TURN_BARRIER + c, 256); }
+  DEVICE void pass_turn() { named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256); }
 
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);

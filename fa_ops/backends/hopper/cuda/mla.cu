@@ -34,8 +34,8 @@ DEVICE int units_of(const Params& p) { return p.units; }
 DEVICE int width_of(const Params& p) { return p.width; }
 DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
 
-// A stretch of n tiles takes its team n of them, and a row of N of them has N / n parts, of which writing and merging each takes about 0.05 of a tile: least
-// together at the root.
+// A stretch of n tiles takes as long as n of them; of a row of N it makes N / n parts, each of which is written and merged in about 0.05 of a tile's time:
+// together that is least at the root of 0.05 N.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest));
   return {max(1, min((int)gridDim.x / p.width, total / least)), total, 1};
@@ -106,7 +106,8 @@ template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, cons
   const u32 valid = __ballot_sync(~0u, found >= 0);
   int token[COPIES], page[COPIES];
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+    page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
   copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
   copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
   phase ^= 1;
@@ -235,7 +236,8 @@ template <int W> struct Consumer {
     const int r = warp * 16 + (lane & 15);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i += 4)
-      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
+      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2],
+                      weights[i + 3]);
     if ((lane & 3) == 0) {
       const u32 at = sm.reference + (W * ROWS + row) * 4;
       store_shared(at, softmax.max0), store_shared(at + 32, softmax.max1);
