@@ -98,18 +98,18 @@ def attention(
     """
     call = None
     if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse) and (
-        attn_mask is alibi_slopes is sinks is None
+        attn_mask is alibi_slopes is None
     ):
-        bounds = () if kv_lens is key_ranges is None else (kv_lens, key_ranges)
+        small = () if kv_lens is key_ranges is sinks is None else (kv_lens, key_ranges, sinks)
         both = None if window is None else sides(window)
         plain = (
             is_causal, scale, both, softcap, backend,
             is_causal.__class__, scale.__class__, softcap.__class__,
         )  # fmt: skip
-        call = prepared.key_of(query, key, value, bounds, *plain)
+        call = prepared.key_of(query, key, value, small, *plain)
         run = call and prepared.find(call)
         if run is not None:
-            return run(query, key, value, *bounds)
+            return run(query, key, value, *small)
     options = spec_options(
         query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, deterministic, backend,
@@ -118,13 +118,15 @@ def attention(
         need_tensor("attn_mask", attn_mask)
     if key_ranges is not None:
         options["key_ranges"] = need_tensor("key_ranges", key_ranges)
+    if call:
+        spec = Spec(None, 0.0, is_causal, **options)
+        run = prepared.make(call, query, key, value, spec)
+        if run is not None:
+            return run(query, key, value, *small)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
     recorded = (query, key, value, attn_mask, sinks, alibi_slopes)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    result = call_operator(operator, recorded, args, options)
-    if call:
-        prepared.remember(call, query, key, value, Spec(None, 0.0, is_causal, **options))
-    return result
+    return call_operator(operator, recorded, args, options)
 
 
 def attention_varlen(

@@ -137,10 +137,7 @@ def attention_with_kv_cache(
         )  # fmt: skip
         call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain, *types)
     if call is not None and (run := prepared.find(call)) is not None:
-        result = run(return_lse, query, key_cache, value_cache, *tensors)
-        if key is not None:
-            kv_cache.written(key_cache, value_cache)
-        return result if return_lse else result[0]
+        return _attend(run, query, key_cache, value_cache, tensors, return_lse)
     options = api.spec_options(
         query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, False, backend,
@@ -168,6 +165,11 @@ def attention_with_kv_cache(
         api.need_tensor("page_table", page_table)
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together")
+    if call is not None:
+        bound = _bound(tensors, plain)
+        run = prepared.make_cached(call, query, key_cache, value_cache, *bound)
+        if run is not None:
+            return _attend(run, query, key_cache, value_cache, tensors, return_lse)
     operator, new = kv_cache.READ, ()
     if key is not None:
         operator, new = kv_cache.APPEND, (api.need_tensor("key", key),
@@ -175,9 +177,15 @@ def attention_with_kv_cache(
     args = (query, key_cache, value_cache, *new, kv_lens, page_table, is_causal)
     recorded = (query, key_cache, value_cache, *tensors)
     out, lse = api.call_operator(operator, recorded, args, options)
-    if call is not None:
-        prepared.remember_cached(call, query, key_cache, value_cache, *_bound(tensors, plain))
     return (out, lse) if return_lse else out
+
+
+def _attend(run, query, key_cache, value_cache, tensors: tuple, return_lse: bool):
+    """By what is prepared for the call."""
+    result = run(return_lse, query, key_cache, value_cache, *tensors)
+    if len(tensors) > 2 and tensors[5] is not None:  # a new key
+        kv_cache.written(key_cache, value_cache)
+    return result if return_lse else result[0]
 
 
 def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:

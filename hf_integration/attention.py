@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from hf_integration import architectures, forms, latent, packing, paged, weights
+from hf_integration import architectures, forms, latent, packing, paged, steps, weights
 from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
@@ -63,10 +63,18 @@ def fa_ops_attention_forward(
 
     Raises NotImplementedError for what only another attention implementation takes.
     """
+    plain = block_indices is cache is indices is position_bias is cu_seq_lens_q is None
+    plain = plain and attention_mask is not None and not (dropout or output_attentions)
+    sinks = sinks if s_aux is None else s_aux
+    if plain and not torch.compiler.is_compiling():
+        out = steps.attend(
+            module, query, key, value, attention_mask, scaling, softcap or 0.0, sinks
+        )
+        if out is not None:
+            return out.transpose(1, 2), None
     if block_indices is not None or cache is not None:
         own = paged.is_batch(cache)
         _refuse(module, block_indices=block_indices, cache=None if own else cache)
-    sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if cache is not None:

@@ -73,9 +73,23 @@ def causal(visible: int, device: torch.device | str, padding_was_read: bool = Fa
 
 
 def lens(lengths: Tensor, batch_size: int) -> Tensor:
-    """From lengths of shape (B or 1, 1); contiguous, as kernels want them in every layer."""
-    lengths = lengths.to(torch.int32).expand(batch_size, -1)
-    return lengths.contiguous().view(batch_size, 1, 1, 1)
+    """From lengths of shape (B or 1) or (B or 1, 1); contiguous, as kernels want them."""
+    lengths = lengths.to(torch.int32).flatten()
+    if lengths.shape[0] != batch_size:
+        lengths = lengths.expand(batch_size)
+    lengths = lengths.contiguous()
+    mask = lengths.view(batch_size, 1, 1, 1)
+    if not torch.compiler.is_compiling():
+        setattr(mask, _LENS, lengths)
+    return mask
+
+
+_LENS = "_fa_ops_lens"
+
+
+def shared_lens(mask: Tensor) -> Tensor | None:
+    """The lengths (B,) that a mask of `lens` is a view of, made once for all layers, or None."""
+    return getattr(mask, _LENS, None)
 
 
 def ranges(lo: Tensor, hi: Tensor, causal_documents: bool = False) -> Tensor:

@@ -92,12 +92,17 @@ def _compact(request: Request, compiling: bool) -> Tensor:
         raise NotARun("a mask function of the model's own")
     if isinstance(request.kv_offset, Tensor):
         raise NotARun("a cache whose first position is on the device")
+    mask = _of_newest_token(request)
+    if mask is not None:
+        return mask
     parts = _parts(request, compiling)
     is_causal = len(parts) == 1 and parts[0] is runs.causal
-    run, conditions = (None, []) if is_causal else _bounds(request, parts, compiling)
+    run, conditions = runs.Run(), []
+    if parts and not is_causal:
+        run, conditions = _bounds(request, parts, compiling)
     padding, q_offset = _read(request, conditions, is_causal, whole=not parts)
     if padding.kept is not None:
-        return _with_keys(request, run, parts, padding, compiling)
+        return _with_keys(request, None if is_causal else run, parts, padding, compiling)
     if not parts and padding.keys is not None and padding.keys == padding.width:
         return forms.full(request.device)
     if is_causal and padding.keys is not None and q_offset is not None:
@@ -105,7 +110,26 @@ def _compact(request: Request, compiling: bool) -> Tensor:
         if end <= padding.keys:
             return forms.causal(end, request.device, request.attention_mask is not None)
     packed = not compiling and padding.keys is not None and runs.is_causal_packing(parts)
-    return _ranges(request, run or _bounds(request, parts, compiling)[0], padding, packed)
+    if is_causal:
+        run, _ = _bounds(request, parts, compiling)
+    return _ranges(request, run, padding, packed)
+
+
+def _of_newest_token(request: Request) -> Tensor | None:
+    """The mask of one token behind a cache without padding, which most steps of decoding ask for.
+
+    None where the request is another, or where reading its offset tells more.
+    """
+    plain = request.mask_function is runs.causal and request.attention_mask is None
+    if not plain or request.q_length != 1:
+        return None
+    if not isinstance(request.q_offset, Tensor):
+        last_key = request.kv_offset + request.kv_length - 1
+        return forms.full(request.device) if last_key <= request.q_offset else None
+    if _reads_are_free(request.device):
+        return None
+    end = request.q_offset.reshape(1) + (1 - request.kv_offset)
+    return forms.lens(end.clamp(0, request.kv_length), request.batch_size)
 
 
 def _parts(request: Request, compiling: bool) -> list[runs.MaskFunction]:
@@ -173,14 +197,15 @@ def _read(
         if tracing and conditions:
             raise NotARun("packing while tracing")
         if tracing:
-            return _padding_runs(request, whole, has_holes=True)[0], None
+            return _kept_keys(request, whole), None
         if conditions or request.mask_function is runs.bidirectional:
             raise NotARun("padding in decoding")
         return _followed(request), None if on_device else offset
     padding, wanted = Padding(request.kv_length, request.kv_length), list(conditions)
     if mask is not None:
-        padding, facts = _padding_runs(request, whole)
-        wanted = facts + wanted
+        padding, is_run = _padding_runs(request, whole)
+        count, reaches_end = padding.hi - padding.lo, request.attention_mask[:, -1].all()
+        wanted[:0] = padding.lo.max(), count.min(), count.max(), is_run, reaches_end
     if on_device:
         offset = None
         if want_offset and may_read:
@@ -195,7 +220,7 @@ def _read(
         if request.mask_function is not runs.bidirectional:
             decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
         if not has_no_holes:
-            padding, _ = _padding_runs(request, whole, has_holes=True)
+            padding = _kept_keys(request, whole)
         elif last_start == 0 and fewest == most:
             padding = padding._replace(keys=most)
     if not all(numbers):
@@ -215,38 +240,39 @@ def _followed(request: Request) -> Padding:
     if not known.padded:
         decoding.check(request.attention_mask.all())
         return Padding(request.kv_length, request.kv_length)
-    padding, (*_, is_run, _) = _padding_runs(request, False)
+    padding, is_run = _padding_runs(request, False)
     decoding.check(is_run)
     return padding
 
 
-def _padding_runs(
-    request: Request, whole: bool, has_holes: bool = False
-) -> tuple[Padding, list[Tensor]]:
-    """The run of valid keys of every row, and five numbers to read.
+def _padding_runs(request: Request, whole: bool) -> tuple[Padding, Tensor]:
+    """The valid keys of every row, and whether they are a run in each, a bool that is not read."""
+    valid = _valid_keys(request, whole)
+    count, lo = valid.sum(-1), valid.to(torch.uint8).argmax(-1)
+    starts = (valid[:, 1:] > valid[:, :-1]).sum(-1) + valid[:, 0]
+    return Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None]), (starts <= 1).all()
 
-    These are the latest first key, the fewest and the most keys, whether no row has holes, and
-    whether every row is valid at the end of its mask.
+
+def _kept_keys(request: Request, whole: bool) -> Padding:
+    """The padding where it may have holes: runs end with the last valid key."""
+    kept = _valid_keys(request, whole)
+    valid, width = kept.to(torch.uint8), kept.shape[1]
+    lo, hi = valid.argmax(-1), width - valid.flip(-1).argmax(-1)
+    return Padding(width, None, lo[:, None], hi[:, None], kept)
+
+
+def _valid_keys(request: Request, whole: bool) -> Tensor:
+    """The padding mask as bool (B or 1, keys).
 
     `whole`: nothing but the padding restricts the keys, so its own length counts; kv_length may be
-    that of another cache then. `has_holes`: it may, so the runs end with the last valid key, and
-    the padding says which keys are kept.
+    that of another cache then.
     """
     valid = prepare_padding_mask(request.attention_mask, request.kv_length, request.kv_offset)
     if not whole or request.kv_offset != 0:
         valid = valid[:, request.kv_offset : request.kv_offset + request.kv_length]
     if valid.shape[0] not in (1, request.batch_size):
         raise NotARun("a padding mask of another batch size")
-    kept, valid = valid, valid.to(torch.uint8)
-    count = valid.sum(-1, dtype=torch.int64)
-    lo = valid.argmax(-1)
-    last = valid.shape[1] - valid.flip(-1).argmax(-1)
-    if has_holes:
-        return Padding(valid.shape[1], None, lo[:, None], last[:, None], kept), []
-    is_run = ((last - lo == count) | (count == 0)).all()
-    padding = Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None])
-    reaches_end = request.attention_mask[:, -1].all()
-    return padding, [lo.max(), count.min(), count.max(), is_run, reaches_end]
+    return valid.bool()
 
 
 def _with_keys(
@@ -277,9 +303,15 @@ def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> 
     end = padding.width if padding.keys is None else padding.keys
     if own.lo is None and own.hi is not None and request.q_length == 1:
         return forms.lens(own.hi.clamp(0, end), request.batch_size)
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
-    lo = zero if own.lo is None else own.lo.clamp(min=0)
-    hi = zero + end if own.hi is None else own.hi.clamp(0, end)
+    lo, hi = own
+    if run.lo is not None:
+        lo = lo.clamp(min=0)
+    elif lo is None:
+        lo = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
+    if run.hi is not None:
+        hi = hi.clamp(0, end)
+    elif hi is None:
+        hi = torch.full((1, 1), end, dtype=torch.int64, device=request.device)
     if padding.kept is not None:
         lo, hi = (bound.expand(-1, request.q_length) for bound in (lo, hi))
         return forms.ranges_and_keys(lo, hi, padding.kept)

@@ -1,4 +1,4 @@
-"""Repeated eager calls: the second goes to the prepared function, and only where it may."""
+"""Eager calls that repeat: they go to the prepared function, and only where they may."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -32,8 +32,17 @@ def is_fast(*args, **options):
     return fa_ops.attention(*args, **options) is FAST
 
 
-def test_a_repeated_call_takes_the_prepared_function():
-    assert is_fast(*qkv())
+def is_another(*args, **options):
+    """Whether no call before it was the same."""
+    before = len(prepared._runs)
+    fa_ops.attention(*args, **options)
+    return len(prepared._runs) > before
+
+
+def test_a_call_and_its_repetitions_take_the_prepared_function():
+    q, k, v = qkv()
+    assert fa_ops.attention(q, k, v) is FAST  # a growing cache has no second call of a length
+    assert is_fast(q, k, v)
     assert is_fast(*qkv(), is_causal=True, window=(3, 0), softcap=2.0, scale=0.3)
     with torch.inference_mode():
         assert is_fast(*qkv())
@@ -41,15 +50,15 @@ def test_a_repeated_call_takes_the_prepared_function():
 
 def test_what_differs_is_another_call():
     q, k, v = qkv()
-    assert is_fast(q, k, v)
+    assert is_another(q, k, v) and not is_another(q, k, v)
     for other in (q.double(), q.transpose(1, 2).contiguous().transpose(1, 2), q[:, :, :4]):
         others = (other, k.to(other.dtype), v.to(other.dtype))
-        assert fa_ops.attention(*others) is not FAST
-    assert fa_ops.attention(q, k, v, is_causal=True) is not FAST
-    assert fa_ops.attention(q, k, v, scale=0.5) is not FAST
+        assert is_another(*others)
+    assert is_another(q, k, v, is_causal=True)
+    assert is_another(q, k, v, scale=0.5)
     with fa_ops.use_backend("reference"):
-        assert fa_ops.attention(q, k, v) is not FAST
-    assert fa_ops.attention(q, k, v, backend="reference") is not FAST
+        assert is_another(q, k, v)
+    assert is_another(q, k, v, backend="reference")
 
 
 def test_gradients_and_tensor_options_need_the_operator():
@@ -68,30 +77,39 @@ def test_gradients_and_tensor_options_need_the_operator():
 
 LENS = torch.tensor([3], dtype=torch.int32)
 RANGES = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
+SINKS = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [{"kv_lens": LENS}, {"key_ranges": RANGES}, {"kv_lens": LENS, "key_ranges": RANGES}],
-    ids=lambda bounds: " and ".join(bounds),
+    "small",
+    [
+        {"kv_lens": LENS},
+        {"key_ranges": RANGES},
+        {"sinks": SINKS},
+        {"kv_lens": LENS, "key_ranges": RANGES, "sinks": SINKS},
+    ],
+    ids=" and ".join,
 )
-def test_lengths_and_ranges_repeat_with_other_values(bounds, monkeypatch):
+def test_small_tensors_repeat_with_other_values(small, monkeypatch):
     def prepare(q, k, v, cache, spec):
-        return lambda with_lse, q, k, v, lens=None, table=None, ranges=None: ((lens, ranges), None)
+        return lambda with_lse, q, k, v, *tensors: (tensors, None)
 
     monkeypatch.setattr(cpu, "prepare_cached", prepare)
     q, k, v = qkv(512)
-    fa_ops.attention(q, k, v, **bounds)
-    others = {name: t + 1 for name, t in bounds.items()}
+    fa_ops.attention(q, k, v, **small)
+    others = {name: t + 1 for name, t in small.items()}
     given = fa_ops.attention(q, k, v, **others)
-    assert given[0] is others.get("kv_lens") and given[1] is others.get("key_ranges")
-    assert fa_ops.attention(q, k, v) is not FAST  # a call of another kind
-    assert isinstance(fa_ops.attention(q, k, v, **bounds, is_causal=True), torch.Tensor)
+    names = ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks")
+    for name, found in zip(names, given, strict=True):
+        assert found is others.get(name)
+    assert is_another(q, k, v)
+    assert is_another(q, k, v, **small, is_causal=True)
 
 
-def test_lengths_and_ranges_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
-    assert is_fast(*qkv(512), kv_lens=LENS)
-    assert not is_fast(*qkv(511), kv_lens=LENS)
+def test_small_tensors_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
+    for small in ({"kv_lens": LENS}, {"sinks": SINKS}):
+        assert is_fast(*qkv(512), **small)
+        assert not is_fast(*qkv(511), **small)
     monkeypatch.setattr(cpu, "cache_error", lambda *call: "cannot", raising=False)
     assert not is_fast(*qkv(600), kv_lens=LENS)
 
@@ -166,7 +184,7 @@ def test_windows_are_told_apart_by_what_they_mean():
     q, k, v = qkv()
     assert is_fast(q, k, v, window=(3, None))
     assert fa_ops.attention(q, k, v, window=[3, -1]) is FAST
-    assert fa_ops.attention(q, k, v, window=(None, 3)) is not FAST
+    assert is_another(q, k, v, window=(None, 3))
     for bad in ((), (3,), "3-", 3):
         with pytest.raises(TypeError, match="window must be a pair"):
             fa_ops.attention(q, k, v, window=bad)
@@ -314,6 +332,19 @@ def test_a_repeated_operator_call_takes_the_prepared_function(prepared_tensors):
     assert torch.equal(other[9], new) and torch.equal(other[10], new + 1)
     assert other[5:9] == (None,) * 4 and other[11:] == (None,) * 5
     assert k._version == v._version == before + 1
+
+
+def test_the_first_call_over_a_cache_is_checked_and_takes_the_prepared_function(prepared_tensors):
+    q, k, v = qkv(512)
+    call, new = fa_ops.attention_with_kv_cache, torch.randn(1, 2, 1, 8)
+    before = k._version
+    assert call(q, k, v, LENS).shape == (1,)
+    assert call(q, k, v, LENS, key=new, value=new, return_lse=True)[1].shape == (1,)
+    assert len(prepared_tensors) == 2 and k._version == v._version == before + 1
+    for bad in ({"kv_lens": LENS.long()}, {"sinks": torch.zeros(3)}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(bad))} "):
+            call(q, k, v, **{"kv_lens": LENS} | bad)
+    assert len(prepared_tensors) == len(prepared._runs) == 2
 
 
 def test_operator_calls_that_differ_are_not_taken_for_each_other(prepared_tensors):

@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, decode, host, features, cpu."""
+"""`python -m fa_ops bench`: forward, backward, decode, first, host, features, cpu."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import track
 from fa_ops.bench import cpu as cpu_calls
 from fa_ops.bench import decode as decode_calls
 from fa_ops.bench import features as feature_costs
+from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
@@ -114,6 +115,7 @@ def features(
 
 app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
+app.command("first")(first_calls.main)
 
 
 def _family(

@@ -24,11 +24,13 @@ class Feature:
     FlexAttention's mask_mod and score_mod; without `keep` it has no such feature.
     """
 
-    name: str
     options: dict
     keep: Callable | None = None
     score: Callable | None = None
     lengths: tuple[int, ...] = ()
+
+
+Makers = dict[str, Callable[[], Feature]]  # of features, by name
 
 
 def mixed_lengths(S: int) -> tuple[int, ...]:
@@ -39,7 +41,8 @@ def mixed_lengths(S: int) -> tuple[int, ...]:
     return tuple(n for n in (*lengths, S - sum(lengths)) if n)
 
 
-def features(H: int, S: int, device: str) -> list[Feature]:
+def features(H: int, S: int, device: str) -> Makers:
+    """All features; each is made when it is measured, as two hold an (S, S) mask."""
     i = torch.arange(S, device=device, dtype=torch.int32)
     zeros, causal = torch.zeros_like(i), {"is_causal": True}
     slopes = torch.logspace(-1, -8, H, base=2.0, device=device)
@@ -49,70 +52,71 @@ def features(H: int, S: int, device: str) -> list[Feature]:
     document = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
     )
-    half = torch.bfloat16 if device == "cuda" else torch.float32  # as the queries
-    bias = torch.randn(S, S, device=device, dtype=half)
     past = lambda b, h, q, k: q >= k  # noqa: E731
-    return [
-        Feature("causal", causal, past),
-        Feature(
-            f"causal, softcap {SOFTCAP:g}", causal | {"softcap": SOFTCAP}, past,
+
+    def float_mask() -> Feature:
+        half = torch.bfloat16 if device == "cuda" else torch.float32  # as the queries
+        bias = torch.randn(S, S, device=device, dtype=half)
+        score = lambda s, b, h, q, k: s + bias[q, k]  # noqa: E731
+        return Feature(causal | {"attn_mask": bias}, past, score)
+
+    return {
+        "causal": lambda: Feature(causal, past),
+        f"causal, softcap {SOFTCAP:g}": lambda: Feature(
+            causal | {"softcap": SOFTCAP}, past,
             lambda s, b, h, q, k: SOFTCAP * torch.tanh(s / SOFTCAP),
         ),
-        Feature(
-            "causal, ALiBi", causal | {"alibi_slopes": slopes}, past,
+        "causal, ALiBi": lambda: Feature(
+            causal | {"alibi_slopes": slopes}, past,
             lambda s, b, h, q, k: s - slopes[h] * (q - k),
         ),
-        Feature("causal, sinks", causal | {"sinks": sinks}),
-        Feature(
-            f"causal, window {WINDOW}", causal | {"window": (WINDOW - 1, 0)},
+        "causal, sinks": lambda: Feature(causal | {"sinks": sinks}),
+        f"causal, window {WINDOW}": lambda: Feature(
+            causal | {"window": (WINDOW - 1, 0)},
             lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
         ),
-        Feature(
-            "causal as key_ranges", {"key_ranges": torch.stack([zeros, i + 1], -1)[None, None]},
-            past,
+        "causal as key_ranges": lambda: Feature(
+            {"key_ranges": torch.stack([zeros, i + 1], -1)[None, None]}, past
         ),
-        Feature(
-            f"documents of {DOCUMENT} as key_ranges",
+        f"documents of {DOCUMENT} as key_ranges": lambda: Feature(
             {"key_ranges": torch.stack([i // DOCUMENT * DOCUMENT, i + 1], -1)[None, None]},
             lambda b, h, q, k: (q >= k) & (q // DOCUMENT == k // DOCUMENT),
         ),
-        Feature(
-            "left padding as key_ranges",
+        "left padding as key_ranges": lambda: Feature(
             {"key_ranges": torch.stack([left, i + 1], -1)[None, None]},
             lambda b, h, q, k: (q >= k) & (k >= left[q]),
         ),
-        Feature("causal as a bool mask", {"attn_mask": i[None] <= i[:, None]}, past),
-        Feature(
-            "causal and a float mask", causal | {"attn_mask": bias}, past,
-            lambda s, b, h, q, k: s + bias[q, k],
+        "causal as a bool mask": lambda: Feature({"attn_mask": i[None] <= i[:, None]}, past),
+        "causal and a float mask": float_mask,
+        f"causal, dropout {DROPOUT:g}": lambda: Feature(causal | {"dropout_p": DROPOUT}),
+        f"{len(lengths)} packed documents": lambda: Feature(
+            causal, lambda b, h, q, k: (q >= k) & (document[q] == document[k]), lengths=lengths
         ),
-        Feature(f"causal, dropout {DROPOUT:g}", causal | {"dropout_p": DROPOUT}),
-        Feature(
-            f"{len(lengths)} packed documents", causal,
-            lambda b, h, q, k: (q >= k) & (document[q] == document[k]), lengths=lengths,
-        ),
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 Measured = dict[str, dict[str, Time]]  # by feature; "forward", "backward", "flex ..." inside
 
 
-def choose(known: list[Feature], words: list[str]) -> list[Feature]:
+def choose(known: Makers, words: list[str]) -> Makers:
     """Plain causal attention, and those whose name contains one of the words; all without words.
 
     Raises:
         ValueError: a word stands in no name.
     """
     for word in words:
-        if not any(word in f.name for f in known):
-            names = "; ".join(f.name for f in known)
-            raise ValueError(f"no feature is called {word!r}; there are: {names}")
-    first, *others = known
-    return [first, *(f for f in others if not words or any(word in f.name for word in words))]
+        if not any(word in name for name in known):
+            raise ValueError(f"no feature is called {word!r}; there are: {'; '.join(known)}")
+    first, *_ = known
+    return {
+        name: make
+        for name, make in known.items()
+        if name == first or not words or any(word in name for word in words)
+    }
 
 
 def times(
-    chosen: list[Feature], H: int, S: int, device: str, budget: float, flex: bool = False
+    chosen: Makers, H: int, S: int, device: str, budget: float, flex: bool = False
 ) -> Measured:
     """Forward and backward of each feature; the first is what the others are compared with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -120,15 +124,16 @@ def times(
         torch.randn(1, S, H, DIM, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
     measured: Measured = {}
-    for feature in chosen:
+    for name, make in chosen.items():
+        feature = make()
         calls = {"": _ours(feature, device)}
         if flex and feature.keep is not None:
             calls["flex "] = _flex(feature, S, device)
-        forward = {f"{name}forward": Run(lambda _, c=c: c(q, k, v)) for name, c in calls.items()}
+        forward = {f"{n}forward": Run(lambda _, c=c: c(q, k, v)) for n, c in calls.items()}
         with torch.no_grad():
-            measured[feature.name] = device_times(forward, device, budget)
+            measured[name] = device_times(forward, device, budget)
         backward = {f"{n}backward": _backward(c, q, k, v, grad_out) for n, c in calls.items()}
-        measured[feature.name] |= device_times(backward, device, budget)
+        measured[name] |= device_times(backward, device, budget)
     return measured
 
 

@@ -56,10 +56,11 @@ def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, 
     ]
 
 
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "issue": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
-    "lengths": lambda: _grid(16384, 2048, (128,), (512, 1024, 2048, 4096, 8192, 16384)),
-    "gqa": lambda: _grid(16384, 2048, (64, 128), (2048, 8192), group=4),
+    "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
+    "gqa": lambda: _grid(16384, 4096, (128,), _LENGTHS, group=4),
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,13 @@ from fa_ops.types import Packing, Spec, keywords
 
 
 class Operators(NamedTuple):
-    """A forward operator that returns lse, and its backward."""
+    """A forward operator that returns lse, and its backward; and what they run where there is no
+    one to see that they are called, which leaves the dispatcher out."""
 
     forward: OpOverload
     backward: OpOverload
+    forward_kernel: Callable[..., tuple[Tensor, Tensor]]
+    backward_kernel: Callable[..., tuple[Tensor, ...]]
 
 
 def arguments(packing: Packing | None, spec: Spec) -> tuple[tuple, dict]:
@@ -68,8 +72,11 @@ class Attention(library.SingleLevelFunction):
     @staticmethod
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):
         args, options = arguments(*_unflatten(packed, rest))
-        with library.recording():
-            out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
+        if library.may_leave_dispatcher_out(q, k, v):
+            out, lse = operators.forward_kernel(q, k, v, *args, **options)
+        else:
+            with library.recording():
+                out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
         tensors = (x if isinstance(x, Tensor) else None for x in rest)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.plain = [None if isinstance(x, Tensor) else x for x in rest]
@@ -87,9 +94,12 @@ class Attention(library.SingleLevelFunction):
         wanted = Spec(*ctx.needs_input_grad[-len(Spec._fields) :])
         if wanted.attn_mask:
             options["mask_grad"] = True
-        dq, dk, dv, *others = ctx.operators.backward(
-            grad_out, grad_lse, q, k, v, out, lse, *args, **options
-        )
+        backward = ctx.operators.backward
+        if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(
+            q, k, v, grad_out, grad_lse
+        ):
+            backward = ctx.operators.backward_kernel
+        dq, dk, dv, *others = backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options)
         grads = Spec(*[None] * len(Spec._fields))._replace(
             attn_mask=others[0] if wanted.attn_mask else None,
             sinks=others[-1] if wanted.sinks else None,

@@ -12,7 +12,6 @@ from fa_ops.types import Gradients, Spec
 ATTENTION = torch.ops.fa.attention.default
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 BACKWARD = torch.ops.fa.attention_backward.default
-OPERATORS = autograd.Operators(WITH_LSE, BACKWARD)
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +100,8 @@ def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real
         checks.mask_grad(spec)
     return spec
 
+
+OPERATORS = autograd.Operators(WITH_LSE, BACKWARD, _forward, _backward)
 
 library.register("attention", _attention, _attention_fake, _attention_autograd)
 library.register("attention_with_lse", _forward, _fake, _autograd)

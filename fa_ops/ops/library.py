@@ -156,18 +156,40 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def nobody_watches(*tensors: Tensor | None) -> bool:
     """Whether an eager call of plain tensors may leave the dispatcher out unnoticed."""
-    recording = torch.is_grad_enabled()
+    recording = _is_grad_enabled()
     for t in tensors:
         if t is not None and (type(t) not in _PLAIN or (recording and t.requires_grad)):
             return False
     return not (
         in_functorch()
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch.autograd._profiler_enabled()
+        or _dispatch_modes()
+        or _function_modes()
+        or _is_autocast_enabled()
+        or _is_profiler_enabled()
+        or _is_traced()
     )
+
+
+# Asked on every eager call, where each dot in a name would be looked up again.
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_profiler_enabled = torch.autograd._profiler_enabled
+_is_traced = torch._C._is_tracing
+
+
+def may_leave_dispatcher_out(*tensors: Tensor | None) -> bool:
+    """Whether the kernel for CPU and CUDA is what such a call would end in, unnoticed."""
+    if torch.compiler.is_compiling():
+        return False
+    for t in tensors:
+        if t is not None and not (
+            (t.is_cuda or t.is_cpu) and t.layout is torch.strided and not t.is_nested
+        ):
+            return False
+    return nobody_watches(*tensors)
 
 
 def without_autocast(device: str):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import library
+from fa_ops.ops import cache_checks, checks, library
 from fa_ops.types import Cache, Spec, is_decoding
 
 _LIMIT = 1024
@@ -42,20 +42,17 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple |
 def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple:
     """What makes two calls the same. What the tensors hold makes no other call of it."""
     dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
-    key = [
+    key = (
         q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
-        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, *options,
-    ]  # fmt: skip
+        dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, options,
+    )  # fmt: skip
     if k_shape != v_shape:  # values may be part of the keys
-        key.append(k.data_ptr() == v.data_ptr())
+        key += (k.data_ptr() == v.data_ptr(),)
     if dtype is torch.float32:
-        key.append(torch.backends.cuda.matmul.fp32_precision)
+        key += (torch.backends.cuda.matmul.fp32_precision,)
     for t in tensors:
-        if t is None:
-            key.append(None)
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.device)
-    return tuple(key)
+        key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+    return key
 
 
 def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
@@ -76,9 +73,23 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
         return None
 
 
+def make_cached(
+    key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """What the backend of a call over a cache prepares for it, if it does.
+
+    Raises what the operator would. Kernels want small tensors contiguous: calls with others go the
+    long way.
+    """
+    if key in _runs or not values_are_free(q):
+        return None
+    cache_checks.cached(q, k, v, cache, spec, real=True)
+    remember_cached(key, q, k, v, cache, spec)
+    return _runs.get(key)
+
+
 def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-    """The same for a call over a cache. Kernels want small tensors contiguous: calls with others go
-    the long way."""
+    """Keep what is prepared for a call over a cache that has passed its checks."""
     small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
     new = cache.key is None or cache.key.numel() > 0
@@ -90,29 +101,42 @@ def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, s
     _runs[key] = prepare and prepare(q, k, v, cache, spec)
 
 
-def remember(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
-    """Keep what the call's backend prepares for it, if it does. The call has passed its checks."""
-    if key in _runs or q.is_meta or not (q.numel() and k.numel() and v.numel()):
-        return
+def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """What the call's backend prepares for it, if it does; the next call finds it by its key.
+
+    Raises what the operator would. A cache that grows makes a new call in every step, so this is
+    all that such a call goes through.
+    """
+    if key in _runs or q.device.type not in _DEVICES or not (q.numel() and k.numel() and v.numel()):
+        return None
+    checks.dense(q, k, v, spec, real=True)
     if len(_runs) >= _LIMIT:
         _runs.clear()
     backend = dispatch.select(q, k, v, spec)
-    if spec.kv_lens is spec.key_ranges is None:
+    if spec.kv_lens is spec.key_ranges is spec.sinks is None:
         prepare = getattr(backend, "prepare", None)
-        _runs[key] = prepare and prepare(q, k, v, spec)
+        run = prepare and prepare(q, k, v, spec)
     else:
-        _runs[key] = _bounded(backend, q, k, v, spec)
+        run = _decoding(backend, q, k, v, spec)
+    _runs[key] = run
+    return run
 
 
-def _bounded(
+_DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
+
+
+def _decoding(
     backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
-    """Calls with kv_lens or key_ranges that are decoding: over a cache that nothing is added to."""
+) -> Callable[..., Tensor] | None:
+    """Calls with kv_lens, key_ranges or sinks: those over a cache that nothing is added to."""
     prepare, cache = getattr(backend, "prepare_cached", None), Cache()
-    plain = all(t is None or t.is_contiguous() for t in (spec.kv_lens, spec.key_ranges))
+    small = (spec.kv_lens, spec.key_ranges, spec.sinks)
+    plain = all(t is None or t.is_contiguous() for t in small)
     if not (prepare and plain and is_decoding(q.shape[2], k.shape[2], spec)):
         return None
     run = None if backend.cache_error(q, k, v, cache, spec) else prepare(q, k, v, cache, spec)
     if run is None:
         return None
-    return lambda q, k, v, kv_lens, ranges: run(False, q, k, v, kv_lens, None, ranges)[0]
+    return lambda q, k, v, lens, ranges, sinks: run(
+        False, q, k, v, lens, None, ranges, None, sinks
+    )[0]

@@ -11,7 +11,6 @@ from fa_ops.types import Packing, Spec
 
 VARLEN = torch.ops.fa.attention_varlen.default
 BACKWARD = torch.ops.fa.attention_varlen_backward.default
-OPERATORS = autograd.Operators(VARLEN, BACKWARD)
 
 
 def bind(
@@ -98,6 +97,8 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
     dsinks = q.new_empty(0) if spec.sinks is None else torch.empty_like(spec.sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
+
+OPERATORS = autograd.Operators(VARLEN, BACKWARD, _forward, _backward)
 
 library.register("attention_varlen", _forward, _fake, _autograd)
 library.register(

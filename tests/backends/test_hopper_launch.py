@@ -3,8 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fa_ops.backends.hopper import launch
+
+ASKED = "cuLaunchKernel", "cuTensorMapEncodeTiled"
 
 
 @pytest.fixture
@@ -15,11 +18,11 @@ def driver(monkeypatch):
     def answer(name, status=0):
         def function(*args):
             made.append(name)
-            return answers.pop(0) if name == "cuLaunchKernel" else status
+            return answers.pop(0) if name in ASKED else status
 
         return function
 
-    names = ("cuLaunchKernel", "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain", "cuGetErrorString")
+    names = (*ASKED, "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain", "cuGetErrorString")
     fake = SimpleNamespace(made=made, answers=answers, **{name: answer(name) for name in names})
     monkeypatch.setattr(launch, "driver", lambda: fake)
     monkeypatch.setattr(launch, "current_device", lambda: 0)
@@ -52,3 +55,13 @@ def test_nothing_is_asked_where_a_context_is(driver):
     driver.answers[:] = [0]
     start()
     assert driver.made == ["cuLaunchKernel"]
+
+
+def test_tensor_maps_of_a_thread_without_a_context(driver):
+    driver.answers[:] = [101, 0]
+    tensor_map = launch.TensorMap(torch.bfloat16, (1, 2, 3, 64), (384, 192, 64, 1), 64)
+    assert len(tensor_map.at(256)) == 128
+    assert driver.made[1:] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", driver.made[0]]
+    driver.answers[:] = [1]
+    with pytest.raises(launch.DriverError, match=r"cuTensorMapEncodeTiled .*shape \(1, 2, 3, 64\)"):
+        tensor_map.at(512)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from fa_ops.bench import features
@@ -89,12 +90,37 @@ def test_packed_documents_hold_every_token_once(S):
 def test_features_are_what_flex_attention_computes():
     S, H = 64, 2
     q, k, v = (torch.randn(1, H, S, features.DIM, dtype=torch.float64) for _ in range(3))
-    for feature in features.features(H, S, "cpu"):
+    for name, make in features.features(H, S, "cpu").items():
+        feature = make()
         ours = features._ours(feature, "cpu")(q, k, v)
         if feature.keep is not None:
             mask = create_block_mask(feature.keep, None, None, S, S, device="cpu")
             flex = flex_attention(q, k, v, block_mask=mask, score_mod=feature.score)
-            torch.testing.assert_close(ours, flex, msg=lambda m, f=feature: f"{f.name}: {m}")
+            torch.testing.assert_close(ours, flex, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor that anything returns, in elements."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_only_what_is_measured_has_its_mask_made():
+    S = 512
+    with Allocations() as seen:
+        known = features.features(2, S, "cpu")
+        for make in features.choose(known, ["softcap", "ALiBi", "key_ranges"]).values():
+            make()
+        assert seen.largest < 10 * S
+        for make in features.choose(known, ["float mask"]).values():
+            make()
+        assert seen.largest == S * S
 
 
 def test_cpu_compares_with_atens_kernel():

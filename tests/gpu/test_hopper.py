@@ -8,33 +8,31 @@ import torch
 
 import fa_ops
 from fa_ops.backends import dropout, hopper
-from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
+from fa_ops.testing import Case, PackedCase
 from fa_ops.types import Packing, Spec
+from tests.gpu.cases import (
+    FAR,
+    MaskedCase,
+    check,
+    drawn,
+    dropout_case,
+    lengthened,
+    masked_case,
+    random_masked_case,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
 ]
 
-DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
-
-
-def check(case):
-    """Forward and backward; skips what the tier refuses."""
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper")
+NO_MASK = {"mask": None, "mask_shape": None, "mask_grad": False}
+FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None, "alibi": None}
 
 
 @pytest.mark.parametrize("seed", range(400))
 def test_random(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
-    case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
-    case = dataclasses.replace(case, mask_grad=False, dropout_p=0.0, deterministic=False)
-    check(dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7)))
+    check(lengthened(drawn(seed, **NO_MASK, dropout_p=0.0, deterministic=False)))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +108,38 @@ def test_a_thread_that_has_not_used_the_device():
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
+def test_tensors_that_a_thread_without_a_context_sees_first():
+    small, large = (
+        torch.randn(1, 2, S, 64, device="cuda", dtype=torch.bfloat16) for S in (64, 256)
+    )
+    found = []
+
+    def run(x):
+        out, lse = hopper.forward(x, x, x, Spec())
+        found.append(hopper.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
+
+    kept = torch.empty(1 << 24, device="cuda")
+    run(small)  # loads the kernels
+    del kept  # what the thread allocates comes out of torch's cache, and wakes nothing
+    thread = threading.Thread(target=run, args=(large,))
+    thread.start(), thread.join()
+    assert len(found) == 2
+
+
+def test_more_heads_than_a_grid_is_high():
+    q, k, v = (torch.randn(8192, 9, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ranges = torch.tensor([[0, 2], [0, 3], [1, 3]], device="cuda", dtype=torch.int32)[None, None]
+    for spec in (Spec(), Spec(key_ranges=ranges)):
+        out, lse = hopper.forward(q, k, v, spec)
+        grad = torch.randn_like(out)
+        whole = hopper.backward(grad, None, q, k, v, out, lse, spec)
+        last = slice(-2, None)
+        out, lse = hopper.forward(q[last], k[last], v[last], spec)
+        part = hopper.backward(grad[last], None, q[last], k[last], v[last], out, lse, spec)
+        for x, y in zip(whole[:3], part[:3]):
+            torch.testing.assert_close(x[last], y, rtol=0.02, atol=0.02)
+
+
 def test_two_streams_at_once():
     shapes = [(4, 8, 512, 128), (2, 16, 777, 64), (1, 4, 1500, 256)]
     inputs = [
@@ -131,119 +161,32 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_packed(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
-    features = random_case(
-        seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, key_ranges=None, alibi=None
-    )
-    features = dataclasses.replace(features, dropout_p=0.0, deterministic=False, mask_grad=False)
+    features = drawn(seed, **FOR_PACKED, dropout_p=0.0, deterministic=False)
     lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (64, 64), (1,)][seed % 4]
     keys = [(4, 9, 70, 0, 47), (300, 900, 129), (64, 64), (500,)][seed % 4]
-    case = PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features)
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper")
+    check(PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features))
 
 
-def _inside(mask, *margins):
-    """As a part of a larger tensor, which is true around it."""
-    size = [n + before + after for n, (before, after) in zip(mask.shape, margins)]
-    part = mask.new_ones(size)
-    for dim, (before, _) in enumerate(margins):
-        part = part.narrow(dim, before, mask.shape[dim])
-    return part.copy_(mask)
-
-
-def _in_rows_of_16(mask):
-    return _inside(mask, (0, 0), (0, 0), (0, 2), (0, -mask.shape[3] % 16))
-
-
-MASK_LAYOUTS = {
-    "contiguous": lambda mask: mask,
-    "transposed": lambda mask: mask.mT.contiguous().mT,
-    "heads before batches": lambda mask: mask.transpose(0, 1).contiguous().transpose(0, 1),
-    "odd rows": lambda mask: _inside(mask, (0, 1), (1, 0), (1, 2), (3, 8)),
-    "rows of 16 bytes": _in_rows_of_16,
-    "transposed rows of 16 bytes": lambda mask: _in_rows_of_16(mask.mT).mT,
-    "every second": lambda mask: mask.repeat_interleave(2, -1)[..., ::2],
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class MaskedCase(Case):
-    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides.
-
-    Of query i, those of the keys from i + band[0] to i + band[1] - 1 that the case's mask keeps.
-    """
-
-    mask: str | None = "bool"
-    band: tuple[int, int] = (-(1 << 20), 1 << 20)
-    mask_layout: str = "contiguous"
-    expanded: bool = False
-
-    def fresh(self, dtype=None, requires_grad=False):
-        q, k, v, spec = super().fresh(dtype, requires_grad)
-        mask = spec.attn_mask
-        i, j = (torch.arange(n, device=mask.device) for n in mask.shape[2:])
-        shift = j - i[:, None]
-        mask = MASK_LAYOUTS[self.mask_layout](
-            mask & (shift >= self.band[0]) & (shift < self.band[1])
-        )
-        if self.expanded:
-            mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
-        return q, k, v, spec._replace(attn_mask=mask)
-
-
-def masked_case(seed):
-    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
-    dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
-    is_causal = bool((dims + shape + deterministic) % 2)
-    return MaskedCase(
-        B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
-        Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
-        dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
-        mask_shape=tuple(shape >> bit & 1 for bit in range(4)), mask_holes=seed % 7 == 0,
-        mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)], expanded=seed % 11 < 3,
-        is_causal=is_causal, deterministic=bool(deterministic),
-        window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
-        band=((-200, 60), (9, 320), (0, 1 << 20), (-(1 << 20), 1 << 20))[seed // 2 % 4],
-    )  # fmt: skip
-
-
-def random_masked_case(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    case = random_case(
-        seed, D=D, Dv=Dv, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3],
-        dtype=(torch.bfloat16, torch.float16)[seed % 2], device="cuda", mask="bool",
-        mask_shape=tuple(seed >> bit & 1 for bit in range(4)), mask_grad=False, dropout_p=0.0,
-        deterministic=False, scale=None, key_ranges=None,
-    )  # fmt: skip
-    return MaskedCase(
-        **vars(case), mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)],
-        expanded=seed % 11 < 3, band=(-(1 << 20), (1 << 20, 100)[seed // 2 % 2]),
-    )  # fmt: skip
+def random_bool_mask(seed):
+    fixed = {"mask_grad": False, "deterministic": False, "key_ranges": None}
+    fixed["dtype"] = (torch.bfloat16, torch.float16)[seed % 2]
+    return random_masked_case(seed, "bool", fixed, band=(-FAR, (FAR, 100)[seed // 2 % 2]))
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_bool_masks(seed):
-    case = random_masked_case(seed)
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper", gradients=False)
+    check(random_bool_mask(seed), gradients=False)
 
 
 @pytest.mark.parametrize("seed", range(256))
 def test_gradients_under_bool_masks(seed):
-    check(masked_case(seed))
+    bands = (-200, 60), (9, 320), (0, FAR), (-FAR, FAR)
+    check(masked_case(seed, mask_holes=seed % 7 == 0, band=bands[seed // 2 % 4]))
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_gradients_under_bool_masks(seed):
-    check(random_masked_case(seed))
+    check(random_bool_mask(seed))
 
 
 @pytest.mark.parametrize(
@@ -266,11 +209,7 @@ def test_long_gradients_under_bool_masks(changes):
 
 @pytest.mark.parametrize("seed", range(240))
 def test_gradients_in_two_passes(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
-    case = random_case(seed, D=D, Dv=Dv, dtype=dtype, device="cuda", mask=None, mask_shape=None)
-    case = dataclasses.replace(case, mask_grad=False, dropout_p=0.0, deterministic=True)
-    check(dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7)))
+    check(lengthened(drawn(seed, **NO_MASK, dropout_p=0.0, deterministic=True)))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 4000), (129, 129), (1300, 700), (2048, 2048)])
@@ -288,17 +227,8 @@ def test_lengths_in_two_passes(dims, changes, lengths):
 
 @pytest.mark.parametrize("seed", range(32))
 def test_packed_in_two_passes(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    features = random_case(
-        seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
-        alibi=None, dropout_p=0.0, deterministic=True, mask_grad=False,
-    )  # fmt: skip
-    case = PackedCase((700, 3, 129), (300, 900, 129), (0, 65)[seed // 8 % 2], features)
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper")
+    features = drawn(seed, dtype=torch.bfloat16, **FOR_PACKED, dropout_p=0.0, deterministic=True)
+    check(PackedCase((700, 3, 129), (300, 900, 129), (0, 65)[seed // 8 % 2], features))
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -314,20 +244,6 @@ def test_deterministic_gradients_repeat_their_bits(D):
     )
     for grads in others:
         assert all(map(torch.equal, grads, first))
-
-
-def dropout_case(seed):
-    """Every head dim in one pass and in two, without a mask, with a bool and with a float one."""
-    D, Dv = DIMS[seed % len(DIMS)]
-    mask = (None, "bool", "float", None, "bool", "float", None)[seed % 7]
-    no_ranges = {"key_ranges": None} if mask == "bool" else {}
-    case = random_case(
-        seed, D=D, Dv=Dv, dtype=(torch.bfloat16, torch.float16)[seed // 16 % 2], device="cuda",
-        mask=mask, mask_shape=tuple(seed >> bit & 1 for bit in range(4)),
-        mask_grad=mask == "float" and seed % 5 < 3, dropout_p=(0.1, 0.5, 0.9, 1 / 3)[seed // 2 % 4],
-        deterministic=bool(seed // 8 % 2), **no_ranges,
-    )  # fmt: skip
-    return dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7))
 
 
 @pytest.mark.parametrize("seed", range(192))
@@ -349,20 +265,13 @@ def test_long_dropout(dims, changes):
 
 @pytest.mark.parametrize("seed", range(48))
 def test_packed_dropout(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    features = random_case(
-        seed, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda", mask=None, key_ranges=None,
-        alibi=None, dropout_p=(0.1, 0.5)[seed % 2], deterministic=bool(seed // 8 % 2),
-        mask_grad=False,
+    features = drawn(
+        seed, dtype=torch.bfloat16, **FOR_PACKED, dropout_p=(0.1, 0.5)[seed % 2],
+        deterministic=bool(seed // 8 % 2),
     )  # fmt: skip
     lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (64, 64)][seed % 3]
     keys = [(4, 9, 70, 0, 47), (300, 900, 129), (64, 64)][seed % 3]
-    case = PackedCase(lengths, keys, (0, 65)[seed // 16 % 2], features)
-    q, k, v, spec = case.fresh()
-    reason = hopper.support_error(q, k, v, spec)
-    if reason:
-        pytest.skip(reason)
-    assert_close_to_oracle(case, "hopper")
+    check(PackedCase(lengths, keys, (0, 65)[seed // 16 % 2], features))
 
 
 def one_hot(B, H, S, D, first, device="cuda"):

@@ -7,9 +7,8 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper
-from fa_ops.testing import Case, random_case
 from fa_ops.types import Spec
-from tests.gpu.test_hopper import DIMS, MASK_LAYOUTS, check
+from tests.gpu.cases import MaskedCase, check, masked_case, random_masked_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,59 +16,15 @@ pytestmark = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class BiasedCase(Case):
-    """A case whose float mask lies in memory in one of several ways, or is of float32."""
-
-    mask: str | None = "float"
-    is_wide: bool = False
-    mask_layout: str = "contiguous"
-    expanded: bool = False
-
-    def fresh(self, dtype=None, requires_grad=False):
-        q, k, v, spec = super().fresh(dtype, requires_grad)
-        mask = spec.attn_mask.detach()
-        if self.is_wide:
-            mask = mask.float() * 1.2345
-        mask = MASK_LAYOUTS[self.mask_layout](mask)
-        if self.expanded:
-            mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
-        mask.requires_grad_(requires_grad and self.mask_grad)
-        return q, k, v, spec._replace(attn_mask=mask)
-
-
-def biased_case(seed):
-    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
-    dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
-    is_causal = bool((dims + shape + deterministic) % 2)
-    return BiasedCase(
-        B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
-        Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
-        dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
-        mask_shape=tuple(shape >> bit & 1 for bit in range(4)), mask_holes=seed % 5 < 2,
-        mask_layout=list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)], expanded=seed % 11 < 3,
-        is_causal=is_causal, deterministic=bool(deterministic), mask_grad=seed % 3 < 2,
-        is_wide=seed // 2 % 3 == 0,
-        window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("seed", range(256))
 def test_gradients(seed):
-    check(biased_case(seed))
+    of_mask = {"mask_holes": seed % 5 < 2, "mask_grad": seed % 3 < 2, "is_wide": seed // 2 % 3 == 0}
+    check(masked_case(seed, mask="float", **of_mask))
 
 
 @pytest.mark.parametrize("seed", range(48))
 def test_random(seed):
-    D, Dv = DIMS[seed % len(DIMS)]
-    case = random_case(
-        seed, D=D, Dv=Dv, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3],
-        dtype=(torch.bfloat16, torch.float16)[seed // 8 % 2], device="cuda", mask="float",
-        mask_shape=tuple(seed >> bit & 1 for bit in range(4)), dropout_p=0.0, scale=None,
-    )  # fmt: skip
-    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
-    more = {"mask_layout": layout, "expanded": seed % 11 < 3, "is_wide": seed % 4 == 0}
-    check(BiasedCase(**vars(case), **more))
+    check(random_masked_case(seed, "float", {}, is_wide=seed % 4 == 0))
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1), (1, 1, 1, 0)], ids=str)
@@ -77,18 +32,18 @@ def test_random(seed):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_long(dims, is_wide, shape):
     D, Dv = dims
-    base = BiasedCase(
+    base = MaskedCase(
         B=2, Hq=4, Hkv=2, Sq=1500, Sk=2100, D=D, Dv=Dv, dtype=torch.bfloat16, device="cuda",
-        mask_shape=shape, mask_grad=True, is_wide=is_wide, deterministic=is_wide,
+        mask="float", mask_shape=shape, mask_grad=True, is_wide=is_wide, deterministic=is_wide,
     )  # fmt: skip
     for is_causal in (False, True):
         check(dataclasses.replace(base, is_causal=is_causal))
 
 
 def test_more_tiles_than_processors():
-    base = BiasedCase(
+    base = MaskedCase(
         B=20, Hq=4, Hkv=4, Sq=300, Sk=300, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
-        is_causal=True, mask_grad=True,
+        mask="float", is_causal=True, mask_grad=True,
     )  # fmt: skip
     for shape in ((0, 0, 1, 1), (1, 1, 1, 1)):
         check(dataclasses.replace(base, mask_shape=shape))

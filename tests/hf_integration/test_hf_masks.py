@@ -309,3 +309,34 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
     k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
     ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("start", range(2))
+def test_the_run_of_every_padding_mask(start):
+    """All masks of five keys, the first of which the cache may have dropped."""
+    valid = torch.tensor([[bool(n >> j & 1) for j in range(5)] for n in range(32)])
+    fields = {"batch_size": 32, "q_length": 1, "kv_length": 5 - start, "kv_offset": start}
+    padding, is_run = masks._padding_runs(masks.Request(**fields, attention_mask=valid), False)
+    assert not is_run
+    for row, lo, hi in zip(valid[:, start:], padding.lo, padding.hi, strict=True):
+        own = masks.Request(**fields | {"batch_size": 1}, attention_mask=valid[:1])
+        kept = row.nonzero()[:, 0].tolist()
+        whole = torch.cat([torch.zeros(start).bool(), row])[None]
+        _, is_run = masks._padding_runs(own._replace(attention_mask=whole), False)
+        contiguous = kept == list(range(kept[0], kept[-1] + 1)) if kept else True
+        assert bool(is_run) == contiguous
+        if contiguous:
+            assert list(range(int(lo), int(hi))) == kept
+
+
+@pytest.mark.parametrize("kv_offset", [0, 3])
+def test_the_newest_token_sees_all_that_the_cache_holds(kv_offset, monkeypatch):
+    monkeypatch.setattr(masks, "_reads_are_free", lambda device: False)
+    fields = {"batch_size": 2, "q_length": 1, "kv_length": 8, "kv_offset": kv_offset}
+    for offset in (5, 12):
+        mask, counted = made(fields | {"q_offset": torch.tensor(offset), "config": LlamaConfig()})
+        expected = min(offset + 1 - kv_offset, 8)
+        assert counted == "lengths"
+        assert forms.shared_lens(mask).tolist() == mask.flatten().tolist() == [expected] * 2
+        mask, counted = made(fields | {"q_offset": offset, "config": LlamaConfig()})
+        assert counted == ("full" if expected == 8 else "causal")

@@ -105,7 +105,9 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
     if wide:
         products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
     else:
-        products += wgmma("wgmma_queries", D // 2, dtype, "columns", "columns")
+        # of 64 queries a consumer has half the columns, of 128 half the queries
+        columns = D * defines["BLOCK_M"] // 128
+        products += wgmma("wgmma_queries", columns, dtype, "columns", "columns")
     own = "backward_keys.cu" if wide else "backward.cu"
     parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:

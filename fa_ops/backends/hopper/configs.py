@@ -205,9 +205,14 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def forward_config(D: int, Dv: int, bias_bits: int = 0) -> Config:
-    """The forward's tile."""
+SHORT = 1024  # queries, up to which causal blocks of 192 of them pad too much
+
+
+def forward_config(D: int, Dv: int, bias_bits: int = 0, is_short: bool = False) -> Config:
+    """The forward's tile; `is_short`: of plain causal or windowed calls with few queries."""
     config = _forward_config(padded(D), padded(Dv))
+    if config.head_dim == 64 and is_short:
+        return dataclasses.replace(config, block_m=128)
     if bias_bits == 0:
         return config
     # a tile of the bias beside the others, of whole boxes: what shared memory holds
@@ -233,16 +238,17 @@ def _forward_config(head_dim: int, value_dim: int) -> Config:
 
 
 def backward_config(
-    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0
+    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, is_crowded: bool = False
 ) -> BackwardConfig:
-    """The backward's tiles."""
+    """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
     head_dim, value_dim = padded(D), padded(Dv)
-    if bias_bits == 0:
-        return _backward_config(head_dim, value_dim, deterministic)
     # what shared memory holds beside a tile of the bias
     deterministic = deterministic or (head_dim == 128 and bias_bits == 32)
     config = _backward_config(head_dim, value_dim, deterministic)
-    buffers = 1 if head_dim == 256 else 2
+    if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
+        # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
+        config = dataclasses.replace(config, block_m=128)
+    buffers = 1 if head_dim == 256 and bias_bits else 2
     return dataclasses.replace(config, bias_bits=bias_bits, buffers=buffers)
 
 

@@ -1,11 +1,12 @@
 """Dense backward on sm_90a in three launches: row sums, the products, and dQ: its sums to the input
-type, or, for wide heads and where its bits must repeat, its products as well."""
+type, or, for wide heads and where its bits must repeat, its products as well. A plan per family of
+calls."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
 from fa_ops.backends.hopper.launch import (
     Kernel,
+    Params,
     TensorMap,
     address,
     current_stream,
+    empty,
     kernel,
+    launch_early,
     on_device,
-    pointers_to,
 )
 from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share, run_at
 from fa_ops.backends.hopper.mask_gradient import mask_gradient
@@ -28,16 +31,28 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
+    key_section,
     section_of,
     shared_strides,
     window,
 )
 from fa_ops.types import Gradients, Packing, Spec
 
-_PARAMS = struct.Struct("<896s7Q14i4f10Qi4x32s")  # struct Params in cuda/backward.cuh
-_PARAMS_BYTES = 1152  # its size there, up to a bias
-_BIAS_BYTES = 192
-_ROWS = 64  # tokens that one copy brings
+# struct Params in cuda/backward.cuh: maps and addresses, scalars, a mask's bits, dropout, a bias
+_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "7Q"), struct.Struct("<14i4f")
+_BITS, _BITS_AT = struct.Struct("<10Qi4x"), _PLACES.size + _SCALARS.size
+_DROPOUT_AT = _BITS_AT + _BITS.size
+_BIAS_AT, _PARAMS_BYTES = 1152, 1344
+
+# What the kernels around the products take: addresses, then what calls share.
+_PREPARE, _PREPARE_OFFSETS = struct.Struct("<7Q"), (*range(0, 57, 8), 80, *range(104, 117, 4))
+_FINISH, _FINISH_OFFSETS = struct.Struct("<2Q"), (0, 8, 16, *range(40, 57, 4))
+_RUNS, _RUNS_OFFSETS = struct.Struct("<4Q"), (0, 8, 16, 24, 32, *range(56, 73, 4))
+
+_ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
+# Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
+# them are fast where they stay in the L2.
+_SECTION_BYTES = 16 << 20
 
 
 def backward(
@@ -52,133 +67,182 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    grads = tuple(torch.empty_like(t) for t in (q, k, v))
-    q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
-    B, Hq, Sq, D = q.shape
-    config = backward_config(D, v.shape[-1], spec.deterministic, bits_of(spec.attn_mask))
-    m_blocks = -(-Sq // config.block_m)
-    rows = m_blocks * config.block_m
-    lse_log2, delta = torch.empty((2, B * Hq, rows), dtype=torch.float32, device=q.device)
-    sums = None
-    if config.adds_dq:
-        sums = torch.empty((B * Hq, rows, config.head_dim), dtype=torch.float32, device=q.device)
-    kernels = _kernels_for(q, spec, config)
-    with on_device(q.device.index):
-        stream = current_stream(q.device.index)
-        runs = _runs(q, k, spec, m_blocks, config, kernels, stream)
-        workspace = (lse_log2, delta, sums, *runs)
-        row_keys = dropout.row_keys(q, spec, packing)
-        params = _params(q, k, v, grad_out, grads, workspace, row_keys, spec, config)
-        kernels.prepare.launch(
-            (rows // 8, B * Hq),
-            stream,
-            pointers_to(
-                *_words(out, grad_out, lse, grad_lse, lse_log2, delta, sums),
-                *(_strides(out), _strides(grad_out)),
-                *_ints(Hq, Sq, v.shape[-1], rows),
-            ),
-        )
-        blocks = -(-k.shape[2] // config.block_n) * k.shape[0] * k.shape[1]
-        kernels.products.launch((blocks, 1), stream, pointers_to(params))
-        dq = grads[0]
-        if sums is None:
-            kernels.queries.launch((-(-m_blocks // 2) * B * Hq, 1), stream, pointers_to(params))
-        else:
-            scale = ctypes.c_float(_gradient_scale(D, spec))
-            kernels.finish.launch(
-                (m_blocks, B * Hq),
-                stream,
-                pointers_to(*_words(sums, dq), _strides(dq), *_ints(Hq, Sq, D), scale),
-            )
-        dmask = None
-        if mask_grad:
-            dmask = mask_gradient(spec.attn_mask, q, k, config, kernels.defines, params, stream)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    tensors = q, k, v, grad_out, out = [copyable(t) for t in (q, k, v, grad_out, out)]
+    ranges, slopes, mask = spec.key_ranges, spec.alibi_slopes, spec.attn_mask
+    if ranges is not None and ranges.stride(3) != 1:
+        ranges = ranges.contiguous()
+    bias, held = Bias.of(mask) if bits_of(mask) else (None, None)
+    plan = _plan(
+        q.dtype,
+        q.device.index,
+        (q.shape, k.shape, v.shape),
+        tuple(t.stride() for t in (*tensors, *grads)),
+        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
+        spec.deterministic,
+        spec.kv_lens is not None,
+        None if ranges is None else (ranges.shape[1], *shared_strides(ranges)),
+        None if slopes is None else slopes.dim(),
+        mask is not None and bias is None,
+        bias,
+        spec.dropout_p,
+    )
+    small = tuple(None if t is None else t.contiguous() for t in (spec.kv_lens, slopes))
+    row_keys = dropout.row_keys(q, spec, packing)
+    dmask, delta = plan.run(
+        (*tensors, *grads), lse, grad_lse, (*small, ranges), mask, held, row_keys, mask_grad
+    )
     return Gradients(*grads, dmask, _sink_gradient(spec, lse, delta))
 
 
-def _params(
-    q, k, v, grad_out, grads, workspace, row_keys, spec: Spec, config: BackwardConfig
-) -> ctypes.Array:
-    (B, Hq, Sq, D), (Hkv, Sk), group = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
-    m_blocks, n_blocks = -(-Sq // config.block_m), -(-Sk // config.block_n)
-    left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
-    units = ScoreUnits.of(D, spec.scale, spec.softcap)
-    maps = (
-        TensorMap(t.dtype, t.shape, t.stride(), _ROWS).at(t.data_ptr())
-        for t in (q, k, v, grad_out, *grads)
-    )
-    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
-    slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.contiguous()
-    by_key, by_query = _mask_bits(spec, Sk, config)
-    bias, held = Bias.of(spec.attn_mask) if config.bias_bits else (None, None)
-    dims = D + v.shape[-1]
-    section = section_of(B * Hkv, Sq * 2 * dims * group)
-    query_section = section_of(B * Hkv, Sk * 2 * dims) * group
-    params = ctypes.create_string_buffer(_PARAMS_BYTES + _BIAS_BYTES)
-    _PARAMS.pack_into(
-        params,
-        0,
-        b"".join(maps),
-        *(address(t) for t in (*workspace[:3], lens, slopes, *workspace[3:])),
-        *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
-        *(section, query_section),
-        Hq if slopes is not None and slopes.dim() == 2 else 0,
-        1 if spec.key_ranges is None else spec.key_ranges.shape[1],
-        *(_gradient_scale(D, spec), units.inside_tanh),
-        LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
-        1.0 / units.accumulator,
-        *_as_read(by_key),
-        *_as_read(by_query),
-        0 if by_key is None or queries_share(spec.attn_mask) else config.block_m // 8,
-        dropout.parameters(row_keys, spec.dropout_p),
-    )
-    if bias is not None:
-        packed = bias.packed(bias.map(), address(held), units.accumulator)
-        ctypes.memmove(ctypes.addressof(params) + _PARAMS_BYTES, packed, len(packed))
-    # until the launch has read their addresses
-    params.keep = (lens, slopes, by_key, by_query, held)
-    return params
+class Plan:
+    """All of a call that does not depend on where its tensors lie or what they hold."""
+
+    def __init__(
+        self, dtype, device, shapes, strides, statics, deterministic, has_lens, ranges,
+        slopes_dim, has_mask, bias, dropout_p,
+    ):  # fmt: skip
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        *_, of_grad_out, of_out, of_dq, _, _ = strides
+        causal, scale, left, right, softcap = statics
+        left, right, ragged = window(causal, left, right)
+        crowded = has_mask or dropout_p > 0 or softcap > 0
+        bits = bias.dtype.itemsize * 8 if bias else 0
+        self.config = config = backward_config(D, Dv, deterministic, bits, crowded)
+        self.device, self.dropout_p = device, dropout_p
+        self.kernels = _kernels_for(
+            config, dtype, device, ragged=ragged, kv_lens=has_lens, ranges=ranges is not None,
+            softcap=softcap > 0, alibi=slopes_dim is not None, mask=has_mask, dropout=dropout_p > 0,
+        )  # fmt: skip
+        units = ScoreUnits.of(D, scale, softcap)
+        self.bias = None
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
+        self.m_blocks = m_blocks = -(-Sq // config.block_m)
+        self.row_blocks, n_blocks = m_blocks * config.block_m // _ROWS, -(-Sk // config.block_n)
+        self.heads, self.ctas = B * Hq, n_blocks * B * Hkv
+        self._allocate(0 if ranges is None else B * ranges[0])
+        out = B, Hq, Sq, Dv
+        layouts = zip((*shapes, out, out, *shapes), strides)
+        self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
+        del self.maps[4]  # of the output, which no copy reads
+        # the kernels leave out what dropout multiplies weights with
+        gradient = units.gradient * dropout.scale(dropout_p)
+        per_query = Sq * 2 * (D + Dv) * (Hq // Hkv)
+        scalars = _SCALARS.pack(
+            *(B, Hq, Hkv, Hq // Hkv, Sq, Sk, left, right, m_blocks, n_blocks),
+            section_of(B * Hkv, per_query, _SECTION_BYTES),
+            key_section(B * Hkv, Sk, D + Dv) * (Hq // Hkv),
+            Hq if slopes_dim == 2 else 0,
+            1 if ranges is None else ranges[0],
+            *(gradient, units.inside_tanh),
+            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            1.0 / units.accumulator,
+        )
+        self.params = Params(_PLACES, scalars.ljust(_PARAMS_BYTES - _PLACES.size, b"\0"))
+        rows = struct.pack("<6q4i", *of_out[:3], *of_grad_out[:3], Hq, Sq, Dv, self.rows)
+        self.prepare = Params(_PREPARE, rows, _PREPARE_OFFSETS)
+        rows = struct.pack("<3q4if", *of_dq[:3], m_blocks, Hq, Sq, D, gradient)
+        self.finish = Params(_FINISH, rows, _FINISH_OFFSETS)
+        if ranges is not None:
+            rows = struct.pack("<3q5i", *ranges[1:], ranges[0], Sq, Sk, left, right)
+            self.keep_runs = Params(_RUNS, rows, _RUNS_OFFSETS)
+
+    def _allocate(self, run_heads: int) -> None:
+        """Shapes, strides and dtypes of the workspace, whose parts follow one another:
+        log-sum-exps, row sums, and, in one pass, the sums of dQ."""
+        self.rows = self.row_blocks * _ROWS
+        rows = self.heads * self.rows
+        floats = 2 * rows + (rows * self.config.head_dim if self.config.adds_dq else 0)
+        self.row_bytes = 4 * rows
+        self.workspace = (floats,), (1,), torch.float32
+        self.run_bytes = 8 * run_heads * self.rows
+        self.runs = (run_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
+        self.run_grid = run_heads, self.m_blocks
+
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        small: tuple[Tensor | None, ...],
+        mask: Tensor | None,
+        bias: Tensor | None,
+        row_keys: Tensor | None,
+        mask_grad: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Fills dq, dk and dv; the mask's gradient, and the row sums (B * Hq, rows)."""
+        (q, k, v, grad_out, out, *grads), (lens, slopes, ranges) = tensors, small
+        config, kernels, dmask = self.config, self.kernels, None
+        with on_device(self.device):
+            stream = current_stream(self.device)
+            workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
+            at = lse_log2 = workspace.data_ptr()
+            delta, sums = at + self.row_bytes, at + 2 * self.row_bytes if config.adds_dq else 0
+            places = (t.data_ptr() for t in (q, k, v, grad_out, *grads))
+            params = self.params.take(
+                *(of.at(place) for of, place in zip(self.maps, places)),
+                *(lse_log2, delta, sums, address(lens), address(slopes), address(runs)),
+                0 if runs is None else runs.data_ptr() + self.run_bytes,
+            )
+            bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
+            rows = self.prepare.take(
+                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), address(grad_lse),
+                lse_log2, delta, sums,
+            )  # fmt: skip
+            kernels.prepare.launch((self.heads, self.row_blocks), stream, rows[1])
+            self.prepare.give_back(rows)
+            launch_early((kernels.products,), self.ctas, stream, params[1])
+            if config.adds_dq:
+                rows = self.finish.take(sums, grads[0].data_ptr())
+                launch_early((kernels.finish,), self.m_blocks * self.heads, stream, rows[1])
+                self.finish.give_back(rows)
+            else:
+                ctas = -(-self.m_blocks // 2) * self.heads
+                kernels.queries.launch((ctas, 1), stream, params[1])
+            if mask_grad:
+                dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
+        self.params.give_back(params)
+        del bits  # the kernels that read them are launched
+        return dmask, workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
+
+    def _find_runs(self, ranges: Tensor | None, lens: Tensor | None, stream: int) -> Tensor | None:
+        """Each query's keys after every mask, and each block of queries' bounds."""
+        if ranges is None:
+            return None
+        runs = empty(*self.runs)
+        at = runs.data_ptr()
+        params = self.keep_runs.take(ranges.data_ptr(), address(lens), at, at + self.run_bytes)
+        self.kernels.keep_runs.launch(self.run_grid, stream, params[1])
+        self.keep_runs.give_back(params)
+        return runs
+
+    def _write_features(
+        self, params, mask: Tensor | None, bias: Tensor | None, row_keys: Tensor | None, Sk: int
+    ) -> tuple[Tensor | None, ...]:
+        """What masks and dropout have in the parameters; the bits that these point to."""
+        by_key = by_query = None
+        if mask is not None and bias is None:
+            # for the scores that have a row a key, and for those that have one a query
+            by_key = bits_by_key(mask)
+            by_query = None if self.config.adds_dq else bits_by_query(mask, Sk)
+            block = 0 if queries_share(mask) else self.config.block_m // 8
+            _BITS.pack_into(params, _BITS_AT, *_as_read(by_key), *_as_read(by_query), block)
+        if row_keys is not None:
+            packed = dropout.parameters(row_keys, self.dropout_p)
+            params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
+        if bias is not None:
+            packed = self.bias(address(bias))
+            params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
+        return by_key, by_query
 
 
-def _gradient_scale(D: int, spec: Spec) -> float:
-    """Of q's and k's: the kernels leave out what dropout multiplies weights with."""
-    return ScoreUnits.of(D, spec.scale, spec.softcap).gradient * dropout.scale(spec.dropout_p)
-
-
-def _mask_bits(spec: Spec, Sk: int, config) -> tuple[Tensor | None, Tensor | None]:
-    """A mask's bits for the scores that have a row a key, and for those that have one a query."""
-    mask = spec.attn_mask
-    if mask is None or config.bias_bits:
-        return None, None
-    return bits_by_key(mask), None if config.adds_dq else bits_by_query(mask, Sk)
+_plan = functools.lru_cache(maxsize=1024)(Plan)
 
 
 def _as_read(bits: Tensor | None) -> tuple[int, ...]:
     """struct Bits in cuda/backward.cuh."""
     return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
-
-
-def _runs(q, k, spec: Spec, m_blocks: int, config, kernels, stream) -> tuple[Tensor | None, ...]:
-    """With key ranges, each query's keys after every mask, and each block of queries' bounds."""
-    ranges = spec.key_ranges
-    if ranges is None:
-        return None, None
-    ranges = ranges if ranges.stride(3) == 1 else ranges.contiguous()
-    (B, _, Sq, _), heads = q.shape, ranges.shape[1]
-    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
-    left, right, _ = window(spec.is_causal, spec.window_left, spec.window_right)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
-    runs, bounds = new((B * heads, m_blocks * config.block_m, 2)), new((B * heads, m_blocks, 4))
-    kernels.keep_runs.launch(
-        (m_blocks, B * heads),
-        stream,
-        pointers_to(
-            *_words(ranges, lens, runs, bounds),
-            (ctypes.c_int64 * 3)(*shared_strides(ranges)),
-            *_ints(heads, Sq, k.shape[2], left, right),
-        ),
-    )
-    return runs, bounds
 
 
 def _sink_gradient(spec: Spec, lse: Tensor, delta: Tensor) -> Tensor | None:
@@ -188,18 +252,6 @@ def _sink_gradient(spec: Spec, lse: Tensor, delta: Tensor) -> Tensor | None:
     B, Hq, Sq = lse.shape
     weight = torch.exp(spec.sinks.float().view(1, Hq, 1) - lse)
     return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(spec.sinks.dtype)
-
-
-def _words(*tensors: Tensor | None) -> list[ctypes.c_uint64]:
-    return [ctypes.c_uint64(address(t)) for t in tensors]
-
-
-def _ints(*values: int) -> list[ctypes.c_int]:
-    return [ctypes.c_int(v) for v in values]
-
-
-def _strides(t: Tensor) -> ctypes.Array:
-    return (ctypes.c_int64 * 3)(*t.stride()[:3])
 
 
 class _Kernels:
@@ -221,19 +273,10 @@ class _Kernels:
 _kernels = functools.cache(_Kernels)
 
 
-def _kernels_for(q: Tensor, spec: Spec, config: BackwardConfig) -> _Kernels:
-    defines = kernel_defines(
-        config,
-        q.dtype,
-        ragged=window(spec.is_causal, spec.window_left, spec.window_right)[2],
-        kv_lens=spec.kv_lens is not None,
-        ranges=spec.key_ranges is not None,
-        softcap=spec.softcap > 0,
-        alibi=spec.alibi_slopes is not None,
-        mask=spec.attn_mask is not None and not config.bias_bits,
-        dropout=spec.dropout_p > 0,
-    )
-    return _kernels(tuple(defines.items()), config, q.device.index)
+def _kernels_for(
+    config: BackwardConfig, dtype: torch.dtype, device: int, **features: bool
+) -> _Kernels:
+    return _kernels(tuple(kernel_defines(config, dtype, **features).items()), config, device)
 
 
 def kernel_defines(

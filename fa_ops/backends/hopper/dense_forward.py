@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.configs import SHORT, Config, forward_config
 from fa_ops.backends.hopper.launch import (
     TensorMap,
     address,
@@ -27,7 +27,7 @@ from fa_ops.backends.hopper.problem import (
     LOG2E,
     ScoreUnits,
     copyable,
-    section_of,
+    key_section,
     shared_strides,
     window,
 )
@@ -110,7 +110,9 @@ class Plan:
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0)
+        is_plain = mask is None and bias is None and dropout_p == 0.0
+        is_short = ragged and Sq <= SHORT and is_plain
+        config = forward_config(D, Dv, bias.dtype.itemsize * 8 if bias else 0, is_short)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
@@ -137,7 +139,7 @@ class Plan:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
         group = Hq // Hkv
-        section = group * section_of(B * Hkv, Sk * 2 * (D + Dv))
+        section = group * key_section(B * Hkv, Sk, D + Dv)
         *self.mask, mask_run = mask or (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, Dv, left, right, -(-Sq // config.block_m), tiles, section),
@@ -157,7 +159,7 @@ class Plan:
         found = kernel(
             "forward", "forward", self.device, config.threads,
             config.shared_bytes(features["mask"]),
-            tuple(kernel_defines(config, **features, dynamic=dynamic).items()),
+            tuple(kernel_defines(config, **features).items()),
         )  # fmt: skip
         return found, min(tiles, sms), dynamic, tiles
 
@@ -192,7 +194,7 @@ class Plan:
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
-    dynamic: bool = False, left: bool = False, mask: bool = False, dropout: bool = False,
+    left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
@@ -206,7 +208,6 @@ def kernel_defines(
         "HAS_SINKS": int(sinks),
         "HAS_MASK": int(mask),
         "HAS_DROPOUT": int(dropout),
-        "IS_DYNAMIC": int(dynamic),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -67,7 +67,7 @@ def check(status: int, what: str) -> None:
         raise DriverError(f"{what} failed: {(text.value or b'unknown error').decode()} ({status})")
 
 
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NO_CONTEXT = 101, 201  # CUDA_ERROR_INVALID_DEVICE, as tensor maps say it, and _INVALID_CONTEXT
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _after_failure(status: int, name: str, *args) -> None:
     A thread on which the CUDA runtime has done nothing yet, as one of autograd's may be, has no
     context: it gets one then.
     """
-    if status == _NO_CONTEXT:
+    if status in _NO_CONTEXT:
         check(driver().cuCtxSetCurrent(_context(current_device())), "cuCtxSetCurrent")
         status = getattr(driver(), name)(*args)
     check(status, name)
@@ -188,22 +188,27 @@ one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
 
 
 class Params:
-    """A kernel's only parameter, a struct of which calls fill in the head and share the tail.
+    """A kernel's parameters, of which calls fill in the head and share the tail.
 
-    Memory that a call has launched from serves a later one: making it takes longer than filling.
+    They lie one behind the other, each at its offset. Memory that a call has launched from serves a
+    later one: making it takes longer than filling.
     """
 
-    def __init__(self, head: struct.Struct, tail: bytes) -> None:
-        self._pack, self._tail = head.pack_into, bytes(head.size) + tail
+    def __init__(self, head: struct.Struct, tail: bytes, offsets: Sequence[int] = (0,)) -> None:
+        self._pack, self._tail, self._offsets = head.pack_into, bytes(head.size) + tail, offsets
         self._free: list[tuple[ctypes.Array, ctypes.Array]] = []
 
     def take(self, *head: int | bytes) -> tuple[ctypes.Array, ctypes.Array]:
-        """The struct, this call's alone, and what `Kernel.launch` takes."""
+        """The parameters, this call's alone, and what `Kernel.launch` takes."""
         try:
             params = self._free.pop()  # one step for all threads, as append is
         except IndexError:
             memory = ctypes.create_string_buffer(self._tail, len(self._tail))
-            params = memory, (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+            at = ctypes.addressof(memory)
+            params = (
+                memory,
+                (ctypes.c_void_p * len(self._offsets))(*(at + o for o in self._offsets)),
+            )
         self._pack(params[0], 0, *head)
         return params
 
@@ -237,23 +242,18 @@ class TensorMap:
         promotion: int = PROMOTE_256B,
         whole_rows: bool = False,
     ):
-        B, H, S, D = shape
+        (B, H, S, D), size = shape, dtype.itemsize
         # the stride of a dimension of one element is never used, but must be legal
         steps = [
-            dtype.itemsize * stride if size > 1 else 16
-            for size, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
+            size * stride if count > 1 else 16
+            for count, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
         ]
-        sizes, box = [D, S, H, B], [128 // dtype.itemsize, rows, heads, 1]
+        sizes, box = [D, S, H, B], [128 // size, rows, heads, 1]
         if whole_rows:
             sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
         self._rank = len(sizes)
-        self._what = f"cuTensorMapEncodeTiled for shape {tuple(shape)}, strides {strides}"
-        self._arrays = (
-            (ctypes.c_uint64 * 5)(*sizes),
-            (ctypes.c_uint64 * 4)(*steps),
-            (ctypes.c_uint32 * 5)(*box),
-            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
-        )
+        self._shape, self._strides = shape, strides
+        self._arrays = _SIZES(*sizes), _STEPS(*steps), _BOX(*box), _ONES
         self._dtype, self._promotion = _MAP_DTYPE[dtype], promotion
         self._known: dict[int, bytes] = {}
 
@@ -268,9 +268,18 @@ class TensorMap:
     def _encode(self, where: int) -> bytes:
         memory = (ctypes.c_uint64 * 24)()  # its own: other threads run during the call
         aligned = (ctypes.addressof(memory) + 63) & ~63
-        status = driver().cuTensorMapEncodeTiled(
+        arguments = (
             aligned, self._dtype, self._rank, where, *self._arrays, 0, _SWIZZLE_128B,
             self._promotion, 0,
         )  # fmt: skip
-        check(status, self._what)
+        try:
+            call("cuTensorMapEncodeTiled", *arguments)
+        except DriverError as error:
+            about = f"shape {tuple(self._shape)}, strides {self._strides}"
+            raise DriverError(f"{error} for {about}") from None
         return ctypes.string_at(aligned, 128)
+
+
+# Types are made once: a cache that grows has maps of its own in every step.
+_SIZES, _STEPS, _BOX = ctypes.c_uint64 * 5, ctypes.c_uint64 * 4, ctypes.c_uint32 * 5
+_ONES = _BOX(1, 1, 1, 1, 1)

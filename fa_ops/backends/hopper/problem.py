@@ -9,9 +9,6 @@ from torch import Tensor
 
 LOG2E = 1.4426950408889634
 FAR = 1 << 29  # an unbounded side of a window
-# What the tensors that a section of heads reads again may take. More than the L2's 50 MB: in
-# smaller sections the longest blocks of the last one end alone, and causal calls wait for them.
-_SECTION_BYTES = 64 << 20
 
 
 class ScoreUnits(NamedTuple):
@@ -36,10 +33,20 @@ def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
     return left, right, min(left, right) < FAR
 
 
-def section_of(heads: int, bytes_per_head: int) -> int:
+def section_of(heads: int, bytes_per_head: int, limit: int) -> int:
     """How many heads are computed side by side: as many in each section, but for rounding."""
-    sections = -(-heads * bytes_per_head // _SECTION_BYTES)
+    sections = -(-heads * bytes_per_head // limit)
     return -(-heads // sections)
+
+
+def key_section(heads: int, Sk: int, dims: int) -> int:
+    """The same for heads whose keys and values, `dims` features of 2 bytes, are read again.
+
+    What fits the L2, 32 MB of its 50, serves short sequences best. In long ones the blocks that run
+    at once read the same keys anyway, and the longest of a small last section would end alone.
+    """
+    limit = min(max(32 << 20, Sk << 14), 128 << 20)
+    return section_of(heads, Sk * 2 * dims, limit)
 
 
 def shared_strides(t: Tensor | None) -> tuple[int, ...] | None:

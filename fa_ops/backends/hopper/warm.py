@@ -18,16 +18,8 @@ from fa_ops.backends.hopper.configs import (
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
-# full, causal, with a window, and with key ranges, each with few tiles and with many
-_FORWARDS = (
-    {},
-    {"ragged": True},
-    {"ragged": True, "dynamic": True},
-    {"ragged": True, "left": True},
-    {"ragged": True, "left": True, "dynamic": True},
-    {"ranges": True},
-    {"ranges": True, "dynamic": True},
-)
+# full, causal, with a window, and with key ranges
+_FORWARDS = ({}, {"ragged": True}, {"ragged": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 _BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
 
@@ -48,6 +40,9 @@ def variants(
         config = forward_config(D, D)
         for features in _FORWARDS:
             yield Variant("forward", dense_forward.kernel_defines(config, dtype, **features))
+        if D == 64:
+            short = forward_config(D, D, is_short=True)
+            yield Variant("forward", dense_forward.kernel_defines(short, dtype, ragged=True))
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
             yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))

@@ -82,7 +82,8 @@ def write_row(
         x = rotated(x, source, cols, position, positions, cos, sin, R, INTERLEAVED)
         x = x.to(source.dtype.element_ty).to(tl.float32)
     if scale is not None:
-        x = x / tl.load(scale + at, mask=fits, other=1.0)
+        # rounded as IEEE says: an approximate quotient would become another fp8 number at times
+        x = tl.div_rn(x, tl.load(scale + at, mask=fits, other=1.0))
     if target.dtype.element_ty.primitive_bitwidth == 8:
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     tl.store(target + cols, x.to(target.dtype.element_ty), mask=fits & (cols < D))

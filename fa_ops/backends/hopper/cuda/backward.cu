@@ -1,17 +1,21 @@
 // Attention backward in one pass, one CTA per block of keys. Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and
 // dV in registers while the queries of the whole group of heads pass by. Scores are computed transposed, so that weights and their
 // gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
-// shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction.
-// Without ADDS_DQ it leaves dQ, whose sums that adds in no fixed order, to backward_queries.cu.
+// shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction. That
+// happens a step later: neither consumer then waits for the other as long as it is less than a step ahead.
+// Those additions come in no fixed order: without ADDS_DQ, dQ is left to backward_queries.cu.
 // Compile-time, beside backward.cuh: ADDS_DQ
 
-constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = HEAD_DIM / 4;
+constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = BLOCK_M * HEAD_DIM / 256;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2, DQ_BYTES = BLOCK_M * HEAD_DIM * 4 / CONSUMERS;
+constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries, or else half the columns
+constexpr u32 STORED_BARRIER = OWN_BARRIER + CONSUMERS;  // of each consumer and buffer of gradients of scores
 static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_DIM == HEAD_DIM, "halves of the head dim");
 
 struct Consumer : KeyRows {
   const int c;
   u32 buffer = 0;
+  int before = -1;  // the last step's block of queries, of all heads'
   float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS], dq[QUERY_GRADS];
   u32 w[SCORES / 2], ds[SCORES / 2];
 
@@ -27,7 +31,8 @@ struct Consumer : KeyRows {
   }
 
   DEVICE void query_product(u32 ds_at) {
-    const u32 columns = sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
+    const u32 columns = SPLITS_ROWS ? sm.k : sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
+    if (SPLITS_ROWS) ds_at += c * BLOCK_N * 128;
     const u32 from_ds = descriptor_base(ds_at, BLOCK_N * 128), from_k = descriptor_base(columns, BLOCK_N * 128);
     wgmma_fence();
 #pragma unroll
@@ -40,23 +45,24 @@ struct Consumer : KeyRows {
 
   // The gradient of the scores, in dp.
   DEVICE void score_gradients(u32 delta) {
+    const u32 row = base_of(delta + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 d = deltas(delta + (i * 2 + (lane & 3) * 2) * 4);
+      const float2 d = deltas(row + i * 8);
       dp[i] = score_gradient(s[i], dp[i], d.x), dp[i + 1] = score_gradient(s[i + 1], dp[i + 1], d.y);
       dp[i + 2] = score_gradient(s[i + 2], dp[i + 2], d.x), dp[i + 3] = score_gradient(s[i + 3], dp[i + 3], d.y);
     }
   }
 
-  DEVICE void add_query_gradients(float* to) {
+  // To the sums of a block of queries.
+  DEVICE void add_query_gradients(long long block) {
+    float* const to = p.sums + block * (BLOCK_M * HEAD_DIM);
     const u32 at = sm.exchange + 2 * DS_BYTES + c * DQ_BYTES;
     if (tid == 0) tma_store_wait_read();
     named_sync(OWN_BARRIER + c, 128);
 #pragma unroll
     for (int i = 0; i < QUERY_GRADS; i += 4)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at + (i / 4 * 128 + tid) * 16), "f"(dq[i]), "f"(dq[i + 1]),
-                   "f"(dq[i + 2]), "f"(dq[i + 3])
-                   : "memory");
+      store_shared(at + (i / 4 * 128 + tid) * 16, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
     fence_async_smem();
     named_sync(OWN_BARRIER + c, 128);
     if (tid == 0) {
@@ -65,6 +71,30 @@ struct Consumer : KeyRows {
                    : "memory");
       tma_store_commit();
     }
+  }
+
+  // dQ of the last step, once the other consumer has stored its gradients of scores.
+  DEVICE void delayed_product(u32 from) {
+    named_sync(STORED_BARRIER + (c ^ 1) * 2 + from, 128 * CONSUMERS);
+    query_product(sm.exchange + from * DS_BYTES);
+  }
+
+  // Before the arrival this consumer must have ended its products from the other buffer.
+  DEVICE void tell_stored(u32 to) {
+    fence_async_smem();
+    named_arrive(STORED_BARRIER + c * 2 + to, 128 * CONSUMERS);
+  }
+
+  // After a wait for dK and dV: till then their operands keep their registers.
+  DEVICE void end_products() {
+    pin(dk);
+    pin(dv);
+    pin(ds);
+  }
+
+  DEVICE void release(u32 stage) {
+    mbar_arrive(sm.q_empty + 8 * stage);
+    mbar_arrive(sm.do_empty + 8 * stage);
   }
 
   DEVICE void step(int h, int m, bool edge) {
@@ -84,6 +114,8 @@ struct Consumer : KeyRows {
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     pack_kept(w, s);
+    pin(w);
+    mbar_wait(sm.do_full + 8 * i, ring.phase);  // over: it ends a basic block, in which ptxas would wait for dP before most exponentials
     wgmma_wait<0>();
     pin(dp);
     gradient_product(dv, w, grads);
@@ -94,24 +126,30 @@ struct Consumer : KeyRows {
 #endif
     pack_all(ds, dp);
 #if ADDS_DQ
+    const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
+    const u32 own = buffer;
     const u32 ds_at = sm.exchange + buffer * DS_BYTES;
     buffer ^= 1;
-    store_fragments(ds_at + first * 128, ds, 0);
-    fence_async_smem();
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);
-    query_product(ds_at);
-    gradient_product(dk, ds, queries);
-    wgmma_wait<1>();
-    pin(dq);
-    add_query_gradients(p.sums + ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * (BLOCK_M * HEAD_DIM));
+    if (before >= 0) {
+      delayed_product(buffer);
+      store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
+      gradient_product(dk, ds, queries);
+      wgmma_wait<1>();
+      pin(dq);
+      tell_stored(own);
+      add_query_gradients(before);
+    } else {  // apart: what dQ has in one branch only would take registers in all of the loop
+      store_fragments(ds_at + first * 128, ds, BLOCK_N * 128);
+      gradient_product(dk, ds, queries);
+      tell_stored(own);
+    }
+    before = block;
 #else
     gradient_product(dk, ds, queries);
 #endif
     wgmma_wait<0>();
-    pin(dk);
-    pin(dv);
-    mbar_arrive(sm.q_empty + 8 * i);
-    mbar_arrive(sm.do_empty + 8 * i);
+    end_products();
+    release(i);
     ring.next();
   }
 
@@ -120,6 +158,14 @@ struct Consumer : KeyRows {
     for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
     meet_queries(*this);
+#if ADDS_DQ
+    if (before >= 0) {
+      delayed_product(buffer ^ 1);
+      wgmma_wait<0>();
+      pin(dq);
+      add_query_gradients(before);
+    }
+#endif
     store(dv, value_factor(), sm.v, p.dv);
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all of K
     store(dk, p.scale, sm.k, p.dk);
@@ -134,6 +180,7 @@ struct Consumer : KeyRows {
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
+  next_grid_may_start();
   if (threadIdx.x == 0) {
     sm.init();
     mbar_init_fence();
@@ -152,20 +199,28 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
 }
 
 #if ADDS_DQ
-// After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int Hq, int Sq, int D, float scale) {
-  const int tid = threadIdx.x & 127, c = threadIdx.x / 128, lane = tid & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const float4* block = (const float4*)(sums + ((long long)bh * gridDim.x + blockIdx.x) * (BLOCK_M * HEAD_DIM) + c * (DQ_BYTES / 4));
-  const int row = blockIdx.x * BLOCK_M + (tid >> 5) * 16 + (lane >> 2);
+// After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries; of two rows a thread has eight columns,
+// which four lanes held side by side.
+extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int m_blocks, int Hq, int Sq, int D, float scale) {
+  constexpr int COLUMNS = QUERY_GRADS / 4;  // of eight, that a consumer has
+  const int bh = blockIdx.x / m_blocks, m = blockIdx.x - bh * m_blocks, b = bh / Hq, h = bh - b * Hq;
+  const float4* const block = (const float4*)(sums + (long long)blockIdx.x * (BLOCK_M * HEAD_DIM));
+  Element* const at = to + b * q.b + h * q.h;
+  wait_for_last_grid();
 #pragma unroll
-  for (int i = 0; i < QUERY_GRADS / 4; i++) {
-    const float4 x = block[i * 128 + tid];
-    const int col = c * (HEAD_DIM / 2) + i * 8 + (lane & 3) * 2;
-    if (col >= D) break;
-    Element* at = to + b * q.b + h * q.h + col;
-    if (row < Sq) *(u32*)(at + row * q.s) = pack(x.x * scale, x.y * scale);
-    if (row + 8 < Sq) *(u32*)(at + (row + 8) * q.s) = pack(x.z * scale, x.w * scale);
+  for (int first = 0; first < CONSUMERS * COLUMNS * 32; first += 256) {
+    const int e = first + threadIdx.x, c = e / (COLUMNS * 32), i = e % COLUMNS, four = e / COLUMNS % 32;
+    float4 x[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = block[(c * COLUMNS + i) * 128 + four * 4 + j];
+    const int row = m * BLOCK_M + (SPLITS_ROWS ? c * 64 : 0) + four / 8 * 16 + four % 8, column = ((SPLITS_ROWS ? 0 : c * COLUMNS) + i) * 8;
+    uint4 low, high;
+    low.x = pack(x[0].x * scale, x[0].y * scale), low.y = pack(x[1].x * scale, x[1].y * scale);
+    low.z = pack(x[2].x * scale, x[2].y * scale), low.w = pack(x[3].x * scale, x[3].y * scale);
+    high.x = pack(x[0].z * scale, x[0].w * scale), high.y = pack(x[1].z * scale, x[1].w * scale);
+    high.z = pack(x[2].z * scale, x[2].w * scale), high.w = pack(x[3].z * scale, x[3].w * scale);
+    if (column < D && row < Sq) *(uint4*)(at + row * q.s + column) = low;
+    if (column < D && row + 8 < Sq) *(uint4*)(at + (row + 8) * q.s + column) = high;
   }
 }
 #endif

@@ -1,6 +1,7 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_WIDE IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
+// HAS_DROPOUT BIAS_BITS
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
@@ -8,7 +9,7 @@ constexpr u32 ROW_BYTES = BLOCK_M * 4, RUN_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
 constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of all consumers, and one per consumer
 constexpr int CONSUMERS = 2;
-static_assert(BLOCK_M == 64, "one swizzle atom of queries");
+static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK), "swizzle atoms of queries; a mask's bits of 64");
 
 // A mask's bits from mask.cu: the steps between batches, heads and rows in bytes, 0 where they share bits, and where in a row its run stands.
 struct Bits { const unsigned char* at; long long b, h, row, run; };
@@ -43,8 +44,8 @@ struct Smem {
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
     bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES;
-    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES, do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
-    own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
+    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES;
+    do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
   }
   DEVICE void init() const {
     mbar_init(kv_full, 1);
@@ -60,6 +61,14 @@ struct Smem {
 // A block of keys of one key head, and the blocks of queries [first, last) that attend some of it.
 struct Tile { int n0, h, b, keys, first, last; };
 
+DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
 DEVICE Tile tile_of(const Params& p) {
   const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
   const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
@@ -69,11 +78,7 @@ DEVICE Tile tile_of(const Params& p) {
   t.n0 = (r / inside) * BLOCK_N;
   t.b = head / p.Hkv;
   t.h = head - t.b * p.Hkv;
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#else
-  t.keys = p.Sk;
-#endif
+  t.keys = keys_of(p, t.b);
   int lo = 0, hi = p.Sq;
 #if IS_RAGGED
   const int shift = t.keys - p.Sq;
@@ -96,7 +101,7 @@ DEVICE long long runs_of(const Params& p, int h, int b) { return b * p.run_heads
 // From the first to the last column that a mask keeps in some of COUNT rows.
 template <int COUNT> DEVICE int2 kept_run(const Bits& bits, int b, int h, int row, int rows) {
   const unsigned char* from = bits.at + b * bits.b + h * bits.h + bits.run;
-  int lo = 1 << 29, hi = 0;
+  int lo = FAR, hi = 0;
   for (int i = threadIdx.x & 31; i < COUNT; i += 32) {
     const int2 run = *(const int2*)(from + min(row + i, rows - 1) * bits.row);
     lo = min(lo, run.x), hi = max(hi, run.y);
@@ -170,12 +175,12 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 // One warp; one lane issues copies.
 DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
   const bool leader = elected();
-  if (t.first == t.last) return;
-  if (leader) {
+  if (leader && t.first < t.last) {
     mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
     load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
     load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
   }
+  wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
   Ring<STAGES> ring;
   [[maybe_unused]] Ring<1> bias;
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
@@ -191,21 +196,20 @@ DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
     }
 }
 
-DEVICE float2 shared_pair(u32 address) {
-  float2 y;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address));
-  return y;
+template <int R> DEVICE void pin(u32 (&x)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-DEVICE int2 shared_run(u32 address) {
-  int2 y;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
-  return y;
+// Opaque to the compiler, which else keeps the sum of it and each constant in a register for all of a loop.
+DEVICE u32 base_of(u32 address) {
+  asm volatile("" : "+r"(address));
+  return address;
 }
 
 // Of 64 of a row's bits, moved down by `first_bit`, the one for a thread's `i`-th accumulator element: two of every eight are its own.
 DEVICE int first_bit() { return (threadIdx.x & 3) * 2; }
-DEVICE bool bit_of(u64 row, int i) { return row >> ((i >> 2 & 7) * 8 + (i & 1)) & 1; }
+DEVICE bool bit_of(u64 row, int i) { return row >> column_offset(i % 32) & 1; }
 
 template <int COUNT> DEVICE void pack_all(u32 (&to)[COUNT], const float (&from)[2 * COUNT]) {
 #pragma unroll
@@ -243,7 +247,8 @@ template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], 
 
 // A warpgroup's gradients of 64 tokens, through shared memory to the tensor.
 template <int COUNT>
-DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h, int b) {
+DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h,
+                            int b) {
   u32 x[COUNT / 2];
 #pragma unroll
   for (int i = 0; i < COUNT / 2; i++) x[i] = pack(grads[2 * i] * factor, grads[2 * i + 1] * factor);
@@ -307,7 +312,7 @@ struct KeyRows {
     u32 found[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const int2 rows = shared_run(row_keys + (i * 2 + (lane & 3) * 2) * 4);
+      const int2 rows = load_shared<int2>(row_keys + (i * 2 + (lane & 3) * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; e++) note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
     }
@@ -319,7 +324,7 @@ struct KeyRows {
 
   // Two queries' deltas, in units of what the gradients of the weights are.
   DEVICE float2 deltas(u32 at) const {
-    float2 d = shared_pair(at);
+    float2 d = load_shared<float2>(at);
 #if HAS_DROPOUT
     d.x *= p.dropout.kept, d.y *= p.dropout.kept;
 #endif
@@ -332,11 +337,11 @@ struct KeyRows {
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
-      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + (i & 2) * 4)));
+      s[i] -= slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
 #endif
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
-    add_bias_columns(s, sm.bias, first, p.bias.unit);
+    add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
     fence_async_smem();  // as in forward.cu
     mbar_arrive(sm.bias_empty);
     bias.next();
@@ -344,9 +349,9 @@ struct KeyRows {
     if (edge) {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = t.n0 + key + (i & 2) * 4;
+        const int j = t.n0 + key + row_offset(i);
 #if HAS_RANGES
-        const int2 run = shared_run(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const int2 run = load_shared<int2>(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
         const bool keep = j >= run.x && j < run.y;
 #else
         bool keep = j < t.keys;
@@ -355,7 +360,7 @@ struct KeyRows {
         keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
 #endif
 #endif
-        if (!keep) s[i] = -__int_as_float(0x7f800000);
+        if (!keep) s[i] = -INFINITE;
       }
     }
 #if HAS_MASK
@@ -363,12 +368,13 @@ struct KeyRows {
       const u64 rows[2] = {kept[0] >> first_bit(), kept[1] >> first_bit()};
 #pragma unroll
       for (int i = 0; i < SCORES; i++)
-        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -__int_as_float(0x7f800000);
+        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -INFINITE;
     }
 #endif
+    const u32 row = base_of(lse + (lane & 3) * 8);
 #pragma unroll
     for (int i = 0; i < SCORES; i += 4) {
-      const float2 l = shared_pair(lse + (i * 2 + (lane & 3) * 2) * 4);
+      const float2 l = load_shared<float2>(row + i * 8);
       s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
       s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
     }
@@ -398,27 +404,40 @@ struct KeyRows {
   }
 };
 
-// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. One warp a row.
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
+constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
+
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
-                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv, int rows) {
-  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int bh = blockIdx.y, b = bh / Hq, h = bh - b * Hq;
-  const long long at = (long long)bh * rows + row;
-  float sum = 0.f;
-  if (row < Sq) {
-    const Element* x = out + b * o.b + h * o.h + row * o.s;
-    const Element* y = grad_out + b * d.b + h * d.h + row * d.s;
-    for (int i = lane * 8; i < Dv; i += 256) sum += dot8(x + i, y + i);
+                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv,
+                                                         int rows) {
+  next_grid_may_start();
+  const int bh = blockIdx.x, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
+  const long long base = (long long)bh * rows;
+  if (sums) {
+    float4* block = (float4*)(sums + (base + blockIdx.y * 64) * HEAD_DIM);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) block[i * 256 + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  const Element* x = out + b * o.b + h * o.h + there;
+  const Element* y = grad_out + b * d.b + h * d.h + there;
+  float sum[LANES / 4];  // of each row that these lanes have
+#pragma unroll
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = min(blockIdx.y * 64 + (i * 256 + (int)threadIdx.x) / LANES, Sq - 1);  // no branch: all loads are under way at once
+    const float found = dot8(x + row * o.s, y + row * d.s);
+    sum[i] = feature < Dv ? found : 0.f;
   }
 #pragma unroll
-  for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
-  if (lane == 0) {
-    const float l = row < Sq ? lse[(long long)bh * Sq + row] : -__int_as_float(0x7f800000);
-    lse_log2[at] = l == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : l * (BIAS_BITS ? 1.f : 1.4426950408889634f);
-    delta[at] = row < Sq ? sum - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+  for (int i = 0; i < LANES / 4; i++) {
+    const int row = blockIdx.y * 64 + (i * 256 + threadIdx.x) / LANES;
+#pragma unroll
+    for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
+    if (feature == 0) {
+      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -INFINITE;
+      lse_log2[base + row] = l == -INFINITE ? INFINITE : l * (BIAS_BITS ? 1.f : LOG2E);
+      delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+    }
   }
-  if (sums)
-    for (int i = lane * 4; i < HEAD_DIM; i += 128) *(float4*)(sums + at * HEAD_DIM + i) = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
 #if HAS_RANGES
@@ -426,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
 // them attend. One thread a query. Queries that do not exist attend nothing and bound nothing.
 extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* ranges, const int* kv_lens, int2* runs, int4* bounds, Strides r,
                                                                int heads, int Sq, int Sk, int left, int right) {
-  const int i = blockIdx.x * BLOCK_M + threadIdx.x, b = blockIdx.y / heads, h = blockIdx.y - b * heads;
+  const int i = blockIdx.y * BLOCK_M + threadIdx.x, b = blockIdx.x / heads, h = blockIdx.x - b * heads;
   int2 run = make_int2(0, 0);
   if (i < Sq) {
     const int keys = kv_lens ? max(0, min(kv_lens[b], Sk)) : Sk, diagonal = i + keys - Sq;
@@ -434,14 +453,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) keep_runs(const int* range
     run.x = max(max(0, range[0]), diagonal - left);
     run.y = min(min(keys, range[1]), diagonal + right + 1);
   }
-  runs[(long long)blockIdx.y * gridDim.x * BLOCK_M + i] = run;
+  runs[(long long)blockIdx.x * gridDim.y * BLOCK_M + i] = run;
   const bool any = run.y > run.x;
   int4 x = make_int4(any ? run.x : 1 << 30, any ? run.y : 0, i < Sq ? run.x : 0, i < Sq ? run.y : 1 << 30);
   x.x = __reduce_min_sync(~0u, x.x), x.y = __reduce_max_sync(~0u, x.y), x.z = __reduce_max_sync(~0u, x.z), x.w = __reduce_min_sync(~0u, x.w);
-  __shared__ int4 halves[2];
-  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = x;
+  __shared__ int4 parts[BLOCK_M / 32];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  const int4 y = halves[1];
-  if (threadIdx.x == 0) bounds[(long long)blockIdx.y * gridDim.x + blockIdx.x] = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+#pragma unroll
+  for (int i = 1; i < BLOCK_M / 32; i++) {
+    const int4 y = parts[i];
+    x = make_int4(min(x.x, y.x), max(x.y, y.y), max(x.z, y.z), min(x.w, y.w));
+  }
+  if (threadIdx.x == 0) bounds[(long long)blockIdx.x * gridDim.y + blockIdx.y] = x;
 }
 #endif

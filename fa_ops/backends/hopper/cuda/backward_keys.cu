@@ -1,10 +1,12 @@
 // dK and dV of head dims for which registers hold neither both nor dQ beside them: one CTA per block of 64 keys, and two consumers that share the
 // block by product. One computes the scores and keeps dV, the other the gradients of the weights and keeps dK; the weights, in fp32, go from the first
-// to the second through two buffers of shared memory, one where a bias leaves no more room. Both leave the accumulators as the register operand of the next product.
+// to the second through two buffers of shared memory, one where a bias leaves no more room. Weights and gradients leave the accumulators as the register
+// operand of the next product.
 // Compile-time: what backward.cuh has
 
 constexpr u32 WEIGHTS_BYTES = BLOCK_M * BLOCK_N * 4;
 constexpr int BUFFERS = EXCHANGE_BYTES / WEIGHTS_BYTES;
+constexpr u32 K_READ_BARRIER = ALL_BARRIER, V_READ_BARRIER = OWN_BARRIER + CONSUMERS;
 static_assert(BLOCK_N == 64 && BUFFERS * WEIGHTS_BYTES == EXCHANGE_BYTES && BUFFERS <= 2, "one warpgroup's rows");
 
 DEVICE u32 weights_full(const Smem& sm, int i) { return sm.own + 8 * i; }
@@ -46,9 +48,7 @@ struct ValueConsumer : KeyRows {
     mbar_wait(weights_empty(sm, exchange.stage), exchange.phase ^ 1);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(weights_at(sm, exchange.stage, e)), "f"(s[e]), "f"(s[e + 1]), "f"(s[e + 2]),
-                   "f"(s[e + 3])
-                   : "memory");
+      store_shared(weights_at(sm, exchange.stage, e), make_float4(s[e], s[e + 1], s[e + 2], s[e + 3]));
     mbar_arrive(weights_full(sm, exchange.stage));
     exchange.next();
     mbar_wait(sm.do_full + 8 * i, ring.phase);
@@ -72,7 +72,8 @@ struct ValueConsumer : KeyRows {
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dv);
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of V
+    named_arrive(K_READ_BARRIER, 128 * CONSUMERS);
+    named_sync(V_READ_BARRIER, 128 * CONSUMERS);
     store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }
@@ -97,8 +98,7 @@ struct KeyConsumer : KeyRows {
     mbar_wait(weights_full(sm, exchange.stage), exchange.phase);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4) {
-      float4 w;
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(weights_at(sm, exchange.stage, e)));
+      const float4 w = load_shared<float4>(weights_at(sm, exchange.stage, e));
       const float2 d = deltas(delta + (e * 2 + (lane & 3) * 2) * 4);
       dp[e] = score_gradient(w.x, dp[e], d.x), dp[e + 1] = score_gradient(w.y, dp[e + 1], d.y);
       dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);
@@ -124,7 +124,8 @@ struct KeyConsumer : KeyRows {
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dk);
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // the other consumer has read all of K
+    named_arrive(V_READ_BARRIER, 128 * CONSUMERS);
+    named_sync(K_READ_BARRIER, 128 * CONSUMERS);
     store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, OWN_BARRIER + 1, p.dk, t.n0, t.h, t.b);
     if (tid == 0) tma_store_wait();
   }

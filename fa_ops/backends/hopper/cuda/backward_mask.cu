@@ -15,15 +15,16 @@ struct MaskParams {
   int steps, is_narrow;
 };
 
-// Blocks of scores and those that share one of the mask's, as digits: of which `of` counts what a tile has, `over` what it sums.
+// How many blocks of scores there are along each dimension.
 struct MaskGrid {
   int columns, rows, heads, batches;
-  DEVICE MaskGrid(const Params& p) : columns((p.Sk + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N), rows((p.Sq + MASK_QUERIES - 1) / MASK_QUERIES), heads(p.Hq), batches(p.B) {}
+  DEVICE MaskGrid(const Params& p)
+      : columns((p.Sk + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N), rows((p.Sq + MASK_QUERIES - 1) / MASK_QUERIES), heads(p.Hq), batches(p.B) {}
 };
 
 struct ScoreBlock { int column, row, h, b; };
 
-// The digits of `i` where `sums` says so, and of `tile` elsewhere.
+// A place along each dimension: a digit of `i`, which counts what a tile sums, where the mask is summed, and of `tile`, which counts tiles, elsewhere.
 DEVICE ScoreBlock block_at(const MaskGrid& n, const MaskParams& m, int tile, int i) {
   auto digit = [&](int count, int sums) {
     int& from = sums ? i : tile;
@@ -39,16 +40,14 @@ DEVICE ScoreBlock block_at(const MaskGrid& n, const MaskParams& m, int tile, int
   return x;
 }
 
+// How many blocks a tile sums, or how many tiles there are.
 DEVICE int tiles_of(const MaskGrid& n, const MaskParams& m, bool summed) {
-  return (m.sums_column == summed ? n.columns : 1) * (m.sums_row == summed ? n.rows : 1) * (m.sums_h == summed ? n.heads : 1) * (m.sums_b == summed ? n.batches : 1);
+  return (m.sums_column == summed ? n.columns : 1) * (m.sums_row == summed ? n.rows : 1) * (m.sums_h == summed ? n.heads : 1) *
+         (m.sums_b == summed ? n.batches : 1);
 }
 
 DEVICE QueryBlock queries_of(const Params& p, const ScoreBlock& x) {
-  QueryBlock t = {x.row * CONSUMERS, x.h, x.b, p.Sk};
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#endif
-  return t;
+  return {x.row * CONSUMERS, x.h, x.b, keys_of(p, x.b)};
 }
 
 DEVICE bool attends(const Params& p, const QueryBlock& t, int column) {
@@ -121,7 +120,8 @@ DEVICE void store_sums(const Params& p, const MaskParams& m, const ScoreBlock& x
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) mask_gradient(const __grid_constant__ Params p, const __grid_constant__ MaskParams m) {
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) mask_gradient(const __grid_constant__ Params p,
+                                                                                    const __grid_constant__ MaskParams m) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const MaskSmem sm(smem_address(shared));
   if (threadIdx.x == 0) {

@@ -7,6 +7,7 @@ constexpr int ROW_SCORES = QUERY_BLOCK_N / 2, ROWS = 64;
 constexpr u32 OWN_Q_BYTES = ROWS * HEAD_DIM * 2, OWN_DO_BYTES = ROWS * VALUE_DIM * 2;
 constexpr u32 KEYS_BYTES = QUERY_BLOCK_N * HEAD_DIM * 2;
 static_assert(VALUE_DIM <= HEAD_DIM, "a slot holds either");
+static_assert(QUERY_BLOCK_N % 64 == 0, "whole words of a mask's bits, and of those that are dropped");
 
 struct QuerySmem {
   u32 q, grad_out, slots, own_full, full, empty;
@@ -54,11 +55,7 @@ DEVICE QueryBlock first_block(const Params& p) {
   t.m = (IS_RAGGED || HAS_MASK ? tiles - 1 - r / inside : r / inside) * CONSUMERS;
   t.b = head / p.Hq;
   t.h = head - t.b * p.Hq;
-#if HAS_KV_LENS
-  t.keys = max(0, min(p.kv_lens[t.b], p.Sk));
-#else
-  t.keys = p.Sk;
-#endif
+  t.keys = keys_of(p, t.b);
   return t;
 }
 
@@ -130,14 +127,17 @@ struct QueryConsumer {
   DEVICE QueryConsumer(const Params& p, const QuerySmem& sm, const QueryBlock& first, int c)
       : p(p), sm(sm), t({first.m + c, first.h, first.b, first.keys}), span(span_of(p, t)), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
+  // A thread's first query, or the second.
+  DEVICE int row(int r) const { return t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r; }
+
   // What belongs to a thread's rows; those that do not exist have a weight of 0 for every key.
   DEVICE void read_rows() {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int i = t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r;
+      const int i = row(r);
       const long long at = (long long)(t.b * p.Hq + t.h) * p.m_blocks * ROWS + i;
       const bool exists = t.m < p.m_blocks;
-      lse[r] = exists ? p.lse[at] : __int_as_float(0x7f800000);
+      lse[r] = exists ? p.lse[at] : INFINITE;
       delta[r] = exists ? p.delta[at] : 0.f;
 #if HAS_DROPOUT
       delta[r] *= p.dropout.kept;
@@ -177,7 +177,7 @@ struct QueryConsumer {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
-        kept[r][w] = *(const u64*)(from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.by_query.row + w * 8);
+        kept[r][w] = *(const u64*)(from + min(row(r), p.Sq - 1) * p.by_query.row + w * 8);
 #endif
   }
 
@@ -192,7 +192,7 @@ struct QueryConsumer {
       u32 found[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < 32; i++)
-        note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + (i >> 2) * 8 + (i & 1)) * p.dropout.column_key, p.dropout.threshold);
+        note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + column_offset(i)) * p.dropout.column_key, p.dropout.threshold);
       dropped[w] = found[0] | found[1] | found[2] | found[3];
       any |= dropped[w];
     }
@@ -207,9 +207,9 @@ struct QueryConsumer {
     const char* from = p.bias.at + t.b * p.bias.b + t.h * p.bias.h;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const char* row = from + min(t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r, p.Sq - 1) * p.bias.row;
+      const char* at = from + min(row(r), p.Sq - 1) * p.bias.row;
 #pragma unroll
-      for (int i = r; i < ROW_SCORES / 2; i += 2) bias[i] = bias_pair(row, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+      for (int i = r; i < ROW_SCORES / 2; i += 2) bias[i] = bias_pair(at, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
     }
 #endif
   }
@@ -240,9 +240,9 @@ struct QueryConsumer {
       x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
 #endif
 #if HAS_MASK
-      if (!bit_of(rows[r][i / 32], i)) x = -__int_as_float(0x7f800000);
+      if (!bit_of(rows[r][i / 32], i)) x = -INFINITE;
 #endif
-      if (EDGE && (j < run[r].x || j >= run[r].y)) x = -__int_as_float(0x7f800000);
+      if (EDGE && (j < run[r].x || j >= run[r].y)) x = -INFINITE;
 #if HAS_DROPOUT
       if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
 #endif

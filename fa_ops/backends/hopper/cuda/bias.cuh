@@ -14,6 +14,7 @@ struct Bias {
 constexpr int BOX_COLUMNS = 1024 / BIAS_BITS, BOX_BYTES = 64 * 128;
 
 template <int COLUMNS> DEVICE void load_bias_tile(u32 to, const Bias& bias, u32 bar, int row, int column, int h, int b) {
+  static_assert(COLUMNS % BOX_COLUMNS == 0, "whole boxes");
 #pragma unroll
   for (int x = 0; x < COLUMNS; x += BOX_COLUMNS)
     tma_load(to + x / BOX_COLUMNS * BOX_BYTES, bias.map, bar, column * bias.of_column + x, row * bias.of_row, h * bias.of_h, b * bias.of_b);
@@ -32,85 +33,57 @@ DEVICE u32 columns_on(u32 at, int columns) {
   return (at ^ (columns % BOX_COLUMNS / CHUNK << 4)) + columns / BOX_COLUMNS * BOX_BYTES;
 }
 
-DEVICE float load_float(u32 address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
-DEVICE float2 load_floats(u32 address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
-// To a warpgroup's scores, a row a query: s * unit + bias.
-template <int COUNT> DEVICE void add_bias_rows(float (&s)[COUNT], u32 tile, float unit) {
-  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5 & 3) * 16;
-  const u32 at = BIAS_BITS == 16 ? bias_at(tile, first + (lane & 15), (lane >> 4) * 8) : bias_at(tile, first + (lane >> 2), (lane & 3) * 2);
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 8) {
+// Of a thread's scores the `i`-th and the seven after them: their bias. With TRANSPOSED scores have a row a column of the tile.
+template <bool TRANSPOSED> DEVICE void load_eight(float (&y)[8], u32 at, int i) {
 #if BIAS_BITS == 16
-    u32 x[4];
-    load_matrix_x4<false>(x, columns_on(at, i * 2));
+  u32 x[4];
+  load_matrix_x4<TRANSPOSED>(x, TRANSPOSED ? at + i * 2 * 128 : columns_on(at, i * 2));
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float2 y = unpack(x[e]);
-      s[i + 2 * e] = fmaf(s[i + 2 * e], unit, y.x), s[i + 2 * e + 1] = fmaf(s[i + 2 * e + 1], unit, y.y);
-    }
+  for (int e = 0; e < 4; e++) {
+    const float2 z = unpack(x[e]);
+    y[2 * e] = z.x, y[2 * e + 1] = z.y;
+  }
 #else
 #pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      const float2 y = load_floats(columns_on(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
-      s[i + e] = fmaf(s[i + e], unit, y.x), s[i + e + 1] = fmaf(s[i + e + 1], unit, y.y);
+  for (int e = 0; e < 8; e++) {
+    if (TRANSPOSED) {
+      y[e] = load_shared<float>((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128);  // the next query, or 8 keys on
+    } else if (e % 2 == 0) {
+      const float2 z = load_shared<float2>(columns_on(at, i * 2 + (e & 4) * 2) + (e & 2) * 4 * 128);
+      y[e] = z.x, y[e + 1] = z.y;
     }
-#endif
   }
+#endif
 }
 
-// The same for scores with a row a key, the first of them the tile's column `first`.
-template <int COUNT> DEVICE void add_bias_columns(float (&s)[COUNT], u32 tile, int first, float unit) {
+// To a warpgroup's scores, a row a query, or with TRANSPOSED a key: s * unit + bias. The first row is the tile's row, or column, `first`.
+template <bool TRANSPOSED, int COUNT> DEVICE void add_bias_tile(float (&s)[COUNT], u32 tile, int first, float unit) {
   const int lane = threadIdx.x & 31;
   first += (threadIdx.x >> 5 & 3) * 16;
-  const u32 at = BIAS_BITS == 16 ? bias_at(tile, (lane >> 4) * 8 + (lane & 7), first + (lane & 8)) : bias_at(tile, (lane & 3) * 2, first + (lane >> 2));
+  u32 at;
+  if (BIAS_BITS == 16)
+    at = TRANSPOSED ? bias_at(tile, (lane >> 4) * 8 + (lane & 7), first + (lane & 8)) : bias_at(tile, first + (lane & 15), (lane >> 4) * 8);
+  else
+    at = TRANSPOSED ? bias_at(tile, (lane & 3) * 2, first + (lane >> 2)) : bias_at(tile, first + (lane >> 2), (lane & 3) * 2);
 #pragma unroll
   for (int i = 0; i < COUNT; i += 8) {
-#if BIAS_BITS == 16
-    u32 x[4];
-    load_matrix_x4<true>(x, at + i * 2 * 128);
+    float y[8];
+    load_eight<TRANSPOSED>(y, at, i);
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float2 y = unpack(x[e]);
-      s[i + 2 * e] = fmaf(s[i + 2 * e], unit, y.x), s[i + 2 * e + 1] = fmaf(s[i + 2 * e + 1], unit, y.y);
-    }
-#else
-#pragma unroll
-    for (int e = 0; e < 8; e++)
-      s[i + e] = fmaf(s[i + e], unit, load_float((at ^ (e & 3) << 4) + (i * 2 + (e & 4) * 2 + (e & 1)) * 128));  // the next query, or 8 keys on
-#endif
+    for (int e = 0; e < 8; e++) s[i + e] = fmaf(s[i + e], unit, y[e]);
   }
 }
 
 // Two neighbours of a row in global memory, of a block of keys that starts at `column`.
-struct BiasPair { u32 x[BIAS_BITS / 16]; };
+#if BIAS_BITS == 16
+typedef u32 BiasPair;
+DEVICE float2 floats(BiasPair x) { return unpack(x); }
+#else
+typedef uint2 BiasPair;
+DEVICE float2 floats(BiasPair x) { return make_float2(__int_as_float(x.x), __int_as_float(x.y)); }
+#endif
 
 DEVICE BiasPair bias_pair(const char* row, const Bias& bias, int column, int inside) {
-  const char* from = row + (long long)min(column * bias.of_column + inside, bias.last_column) * (BIAS_BITS / 8);
-  BiasPair y;
-#if BIAS_BITS == 16
-  y.x[0] = *(const u32*)from;
-#else
-  const uint2 x = *(const uint2*)from;
-  y.x[0] = x.x, y.x[1] = x.y;
-#endif
-  return y;
-}
-
-DEVICE float2 floats(const BiasPair& y) {
-#if BIAS_BITS == 16
-  return unpack(y.x[0]);
-#else
-  return make_float2(__int_as_float(y.x[0]), __int_as_float(y.x[1]));
-#endif
+  return *(const BiasPair*)(row + (long long)min(column * bias.of_column + inside, bias.last_column) * (BIAS_BITS / 8));
 }
 #endif

@@ -1,15 +1,15 @@
 // Few queries against a long cache, for sm_90a. The rows of a unit are the queries of all heads that share a key head, at most ROWS. Which tiles a CTA
-// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend
-// 16 keys of each tile with maxima and sums of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
+// takes: stretches.cuh. One warp copies, as far ahead as the ring allows and across units; WARPS warps attend 16 keys of each tile with maxima and sums
+// of their own, which meet at the end of a unit. What becomes of a unit that several CTAs share: merge.cuh.
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS IS_PAGED COPY_KEYS WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 
 constexpr int BLOCK_N = 16 * WARPS, UNITS = 2;  // UNITS: queries held at once
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;
 constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr u32 ALL_BARRIER = 1;
-constexpr int FAR = 1 << 29;
 constexpr float SLACK_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
+static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
 
 struct Params {
   TensorMap q, k, v;
@@ -41,14 +41,6 @@ struct Smem {
     v_full = k_full + 8 * STAGES, empty = v_full + 8 * STAGES;
   }
 };
-
-DEVICE int keys_of(const Params& p, int b) {
-#if HAS_KV_LENS
-  return max(0, min(p.kv_lens[b], p.Sk));
-#else
-  return p.Sk;
-#endif
-}
 
 DEVICE Row row_of(const Params& p, int b) {
   Row r;
@@ -104,7 +96,8 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leade
   at %= p.page;
   const u32 found = __ballot_sync(~0u, own >= 0);
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+    page[j] = __shfl_sync(~0u, own, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #else
 #pragma unroll
   for (int j = 0; j < COPIES; j++) token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.hi ? t.b : -1;
@@ -112,7 +105,7 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Part& t, bool leade
   mbar_wait(sm.empty + 8 * stage, ring.phase ^ 1);
   if (leader) {
 #if IS_PAGED
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * stage), "r"(found) : "memory");
+    store_shared(sm.valid + 4 * stage, found);
 #endif
     mbar_expect(k_full, K_BYTES), mbar_expect(v_full, V_BYTES);
     copy_rows<WIDTH>(p.k, k_full, sm.k + stage * K_BYTES, t.unit, token, page);
@@ -171,13 +164,6 @@ template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int unit) {
   return base + line * 128 + (((unit & 7) ^ (line & 7)) << 4);
 }
 
-DEVICE void store_pair(u32 at, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory"); }
-DEVICE float2 load_pair(u32 at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
-}
-
 // Two columns of a row of a unit: normalised, with LSE and the sink, to where they belong.
 DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
   const int head = t.unit * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
@@ -223,46 +209,8 @@ struct Consumer {
     }
   }
 
-  DEVICE void attend(const Part& t, int tile) {
-    const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
-    float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
-    mbar_wait(sm.k_full + 8 * stage, ring.phase);
-    {
-      const int row = warp * 16 + (lane & 7) + (matrix >> 1) * 8;
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 16; d++) {
-        u32 k[4];
-        load_matrix_x4<false>(k, tile_at<WIDTH>(sm.k + stage * K_BYTES, row, 2 * d + (matrix & 1)));
-        mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
-      }
-    }
-    u32 present = 3;  // which of the two runs of 8 keys exist
-#if IS_PAGED
-    u32 found;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(found) : "r"(sm.valid + 4 * stage) : "memory");
-    present = 0;
-#pragma unroll
-    for (int j = 0; j < 2; j++) present |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
-#endif
-    const bool edge = key < t.lo || key + 16 > t.hi || present != 3 || p.window_right < FAR || p.window_left < FAR;
-    float x[2][4];
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int r = i >> 1, column = key + j * 8 + (lane & 3) * 2 + (i & 1);
-        if (r >= ROWS / 8) continue;
-        float y = s[j][0][i] + s[j][1][i];
-#if HAS_SOFTCAP
-        y = tanh_exact(y * p.score_scale);
-#endif
-#if HAS_ALIBI
-        y -= slope[r] * fabsf((float)(diagonal[r] - column));
-#endif
-        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -__int_as_float(0x7f800000);
-        x[j][i] = y;
-      }
-    u32 w[4] = {};
+  // Scores to weights: the operand of the product with the values.
+  DEVICE void weigh(u32 (&w)[4], const float (&x)[2][4]) {
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
       float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
@@ -282,6 +230,48 @@ struct Consumer {
         w[2 * j + r] = pack(a, b);
       }
     }
+  }
+
+  DEVICE void attend(const Part& t, int tile) {
+    const int stage = ring.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
+    float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
+    mbar_wait(sm.k_full + 8 * stage, ring.phase);
+    {
+      const int row = warp * 16 + (lane & 7) + (matrix >> 1) * 8;
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 16; d++) {
+        u32 k[4];
+        load_matrix_x4<false>(k, tile_at<WIDTH>(sm.k + stage * K_BYTES, row, 2 * d + (matrix & 1)));
+        mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
+      }
+    }
+    u32 present = 3;  // which of the two runs of 8 keys exist
+#if IS_PAGED
+    const u32 found = load_shared<u32>(sm.valid + 4 * stage);
+    present = 0;
+#pragma unroll
+    for (int j = 0; j < 2; j++) present |= (found >> (warp * 16 + j * 8) / COPY_KEYS & 1) << j;
+#endif
+    const bool edge = key < t.lo || key + 16 > t.hi || present != 3 || p.window_right < FAR || p.window_left < FAR;
+    float x[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i >> 1, column = key + j * 8 + (lane & 3) * 2 + (i & 1);
+        if (r >= ROWS / 8) continue;
+        float y = s[j][0][i] + s[j][1][i];
+#if HAS_SOFTCAP
+        y = tanh_exact(y * p.score_scale);
+#endif
+#if HAS_ALIBI
+        y -= slope[r] * fabsf((float)(diagonal[r] - column));
+#endif
+        if (edge && !(column >= lo[r] && column < hi[r] && (present >> j & 1))) y = -INFINITE;
+        x[j][i] = y;
+      }
+    u32 w[4] = {};
+    weigh(w, x);
     mbar_wait(sm.v_full + 8 * stage, ring.phase);
     {
       // what lies outside the row's keys may be anything, and 0 * NaN is NaN
@@ -313,10 +303,10 @@ struct Consumer {
     for (int r = 0; r < ROWS / 8; r++) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
-      if ((lane & 3) == 0) store_pair(sm.stats + (warp * ROWS + row) * 8, top[r] * p.scale_log2, sum[r]);
+      if ((lane & 3) == 0) store_shared(sm.stats + (warp * ROWS + row) * 8, make_float2(top[r] * p.scale_log2, sum[r]));
 #pragma unroll
       for (int i = 0; i < VALUE_DIM / 8; i++)
-        store_pair(sums_at(warp, row, i * 8 + (lane & 3) * 2), o[i][2 * r], o[i][2 * r + 1]);
+        store_shared(sums_at(warp, row, i * 8 + (lane & 3) * 2), make_float2(o[i][2 * r], o[i][2 * r + 1]));
     }
     named_sync(ALL_BARRIER, 32 * WARPS);
   }
@@ -330,13 +320,13 @@ struct Consumer {
       float m2 = NEVER, total = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        stats[w] = load_pair(sm.stats + (w * ROWS + row) * 8);
+        stats[w] = load_shared<float2>(sm.stats + (w * ROWS + row) * 8);
         if (stats[w].y > 0.f) m2 = fmaxf(m2, stats[w].x);
       }
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - m2) : 0.f;
-        const float2 y = load_pair(sums_at(w, row, column));
+        const float2 y = load_shared<float2>(sums_at(w, row, column));
         total += stats[w].y * factor, x.x += y.x * factor, x.y += y.y * factor;
       }
       if (t.parts == 1) write(p, t, row, column, x, m2, total);
@@ -354,7 +344,7 @@ struct Consumer {
       const u32 at = sm.task + units.stage * PART_BYTES;
       Part t;
       static_cast<Task&>(t) = load_task(at);
-      const int4 keys = load_shared(at + TASK_BYTES);
+      const int4 keys = load_shared<int4>(at + TASK_BYTES);
       t.lo = keys.x, t.hi = keys.y;
       if (t.count == 0) break;
       begin(t, sm.q + units.stage * Q_BYTES);

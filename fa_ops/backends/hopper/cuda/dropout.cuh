@@ -31,5 +31,6 @@ DEVICE u32 compared(u32 key, u32 threshold) { return mixed_twice(key) ^ threshol
 
 // Sets a bit if the weight with this key is dropped.
 DEVICE void note_dropped(u32& bits, int i, u32 key, u32 threshold) {
-  asm("{ .reg .pred dropped; setp.lo.u32 dropped, %1, %2; @dropped or.b32 %0, %0, %3; }" : "+r"(bits) : "r"(compared(key, threshold)), "r"(threshold), "r"(1u << i));
+  asm("{ .reg .pred dropped; setp.lo.u32 dropped, %1, %2; @dropped or.b32 %0, %0, %3; }"
+      : "+r"(bits) : "r"(compared(key, threshold)), "r"(threshold), "r"(1u << i));
 }

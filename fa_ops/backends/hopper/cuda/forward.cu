@@ -1,6 +1,7 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_DYNAMIC IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -9,8 +10,12 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_B
 constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
-constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;       // a consumer's rows
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // a consumer's rows
 constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
+
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
+static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
+static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
 struct Smem {
   u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
@@ -80,6 +85,15 @@ DEVICE void produce(const Params& p, const Smem& sm) {
   }
 }
 
+// By a warp that serves a consumer.
+DEVICE Task take_task(const Smem& sm, const Ring<2>& tasks, bool leader) {
+  mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
+  const Task task = published(sm.task + tasks.stage * TASK_BYTES);
+  __syncwarp();
+  if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+  return task;
+}
+
 #if HAS_MASK
 // One warp for each consumer: the mask of its rows and every block that it visits, one block ahead. Eight lanes a row, 16 keys each.
 DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
@@ -88,10 +102,7 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
-    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    const Task task = take_task(sm, tasks, lane == 0);
     if (task.tile.m0 == NO_TASK) break;
     const int row = task.tile.m0 + c * 64 + first;
     const int there = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
@@ -103,7 +114,7 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
       for (int i = 0; i < 16; i++, at += 4 * p.mask_q) found[i] = i * 4 < there ? *(const unsigned short*)at : 0;
       mbar_wait(sm.mask_empty + 8 * c, blocks.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < 16; i++) asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + i * 64), "h"(found[i]) : "memory");
+      for (int i = 0; i < 16; i++) store_shared(to + i * 64, found[i]);
       mbar_arrive(sm.mask_full + 8 * c);
     }
   }
@@ -118,10 +129,7 @@ DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
-    const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-    __syncwarp();
-    if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+    const Task task = take_task(sm, tasks, leader);
     if (task.tile.m0 == NO_TASK) break;
     for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
       if (!leader) continue;
@@ -141,7 +149,7 @@ struct Consumer {
   u32 q_phase = 0;
   Ring<2> tasks;
   Ring<STAGES> k, v;
-  Ring<1> mask;
+  Ring<1> mask;  // or bias: never both
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
@@ -152,12 +160,8 @@ struct Consumer {
   DEVICE Consumer(const Params& p, const Smem& sm, int c)
       : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
 
-  DEVICE void take_turn() {
-    named_sync(TURN_BARRIER + c, 256);
-  }
-  DEVICE void pass_turn() {
-    named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
-  }
+  DEVICE void take_turn() { named_sync(TURN_BARRIER + c, 256); }
+  DEVICE void pass_turn() { named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256); }
 
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
@@ -197,7 +201,7 @@ struct Consumer {
   DEVICE void apply_mask() {
     const u32 at = sm.mask + c * MASK_BYTES + ((tid >> 5) * 16 + (lane >> 2)) * 16;
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
-    int4 x[2] = {load_shared(at), load_shared(at + 8 * 16)};
+    int4 x[2] = {load_shared<int4>(at), load_shared<int4>(at + 8 * 16)};
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
     const u32 words[2][4] = {{(u32)x[0].x, (u32)x[0].y, (u32)x[0].z, (u32)x[0].w}, {(u32)x[1].x, (u32)x[1].y, (u32)x[1].z, (u32)x[1].w}};
@@ -209,7 +213,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
       const u32 mine = words[i >> 1 & 1][i >> 4] >> (lane & 3) * 2;
-      if (!(mine & 1u << ((i >> 2 & 3) * 8 + (i & 1)))) s[i] = -__int_as_float(0x7f800000);
+      if (!(mine & 1u << ((i >> 2 & 3) * 8 + (i & 1)))) s[i] = -INFINITE;
     }
   }
 #endif
@@ -218,7 +222,7 @@ struct Consumer {
   // From accumulator units to those of the bias, which is added.
   DEVICE void add_bias() {
     mbar_wait(sm.mask_full + 8 * c, mask.phase);
-    add_bias_rows(s, sm.bias + c * BIAS_BYTES, p.bias.unit);
+    add_bias_tile<false>(s, sm.bias + c * BIAS_BYTES, 0, p.bias.unit);
     fence_async_smem();  // reads may still be in flight: where products take all of shared memory's time, the next copy would overtake them
     mbar_arrive(sm.mask_empty + 8 * c);
     mask.next();
@@ -232,7 +236,7 @@ struct Consumer {
 #endif
 #if HAS_ALIBI
 #pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + (i & 2) * 4 - column(block, i)));
+    for (int i = 0; i < SCORES; i++) s[i] -= slope * fabsf((float)(diagonal + row_offset(i) - column(block, i)));
 #endif
 #if HAS_MASK
     apply_mask();
@@ -244,11 +248,11 @@ struct Consumer {
       const int from = column(block, 0);  // element i is this many columns further: a constant
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = (i >> 2) * 8 + (i & 1);
+        const int j = column_offset(i);
         const Run r = i & 2 ? run1 : run0;
         bool keep = j < r.hi - from;
         if (HAS_LEFT) keep = keep && j >= r.lo - from;
-        if (!keep) s[i] = -__int_as_float(0x7f800000);
+        if (!keep) s[i] = -INFINITE;
       }
     }
   }
@@ -324,8 +328,7 @@ struct Consumer {
     const u32 values_at = sm.v + v.stage * V_BYTES;
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
-      for (int x = 0; x < VALUE_WIDTH; x++)
-        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values_at + x * BLOCK_N * 128 + i * 16), "r"(0) : "memory");
+      for (int x = 0; x < VALUE_WIDTH; x++) store_shared(values_at + x * BLOCK_N * 128 + i * 16, make_int4(0, 0, 0, 0));
     fence_async_smem();
     named_sync(OWN_BARRIER + c, 128);
   }

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) find_runs(unsigned char* bits,
   const int lane = threadIdx.x & 31, row = blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
   unsigned char* at = bits + (long long)row * pitch;
-  int first = 1 << 29, end = 0;
+  int first = FAR, end = 0;
   for (int i = lane; i < pitch / 4 - 2; i += 32) {
     const u32 x = ((const u32*)at)[i];
     if (x) first = min(first, i * 32 + __ffs(x) - 1), end = max(end, i * 32 + 32 - __clz(x));

@@ -9,7 +9,7 @@
 constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
 constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
-constexpr u32 ALL_BARRIER = 1, OWN_BARRIER = 2;  // named barriers: of both warpgroups, and one for each
+constexpr u32 OWN_BARRIER = 1, SUMS_BARRIER = 3;  // named barriers: for each warpgroup, of its own threads and of those that wait for its sums
 static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
 
 struct Params {
@@ -27,19 +27,15 @@ struct Params {
 };
 
 DEVICE Row row_of(const Params& p, int b) {
-#if HAS_KV_LENS
-  const int keys = max(0, min(p.kv_lens[b], p.Sk));
-#else
-  const int keys = p.Sk;
-#endif
+  const int keys = keys_of(p, b);
   return {keys, 0, keys, 0, max(1, (keys + BLOCK_N - 1) / BLOCK_N)};
 }
 DEVICE int units_of(const Params& p) { return p.units; }
 DEVICE int width_of(const Params& p) { return p.width; }
 DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
 
-// A stretch of n tiles takes its team n of them, and a row of N of them has N / n parts, of which writing and merging each takes about 0.05 of a tile: least
-// together at the root.
+// A stretch of n tiles takes as long as n of them; of a row of N it makes N / n parts, each of which is written and merged in about 0.05 of a tile's time:
+// together that is least at the root of 0.05 N.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest));
   return {max(1, min((int)gridDim.x / p.width, total / least)), total, 1};
@@ -84,7 +80,7 @@ template <int STAGE, int SIDE>
 DEVICE void copy_half(const Params& p, const Smem& sm, bool leader, u32 phase, const int (&token)[COPIES], const int (&page)[COPIES], u32 valid) {
   mbar_wait(sm.half_empty(STAGE, SIDE), phase ^ 1);
   if (!leader) return;
-  if (SIDE == STAGE) asm volatile("st.shared.b32 [%0], %1;" ::"r"(sm.valid + 4 * STAGE), "r"(valid) : "memory");
+  if (SIDE == STAGE) store_shared(sm.valid + 4 * STAGE, valid);
 #pragma unroll
   for (int i = 0; i < HALF + (SIDE != STAGE); i++) {
     const int x = i == HALF ? 2 * HALF : SIDE * HALF + i;
@@ -110,7 +106,8 @@ template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, cons
   const u32 valid = __ballot_sync(~0u, found >= 0);
   int token[COPIES], page[COPIES];
 #pragma unroll
-  for (int j = 0; j < COPIES; j++) page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+    page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
   copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
   copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
   phase ^= 1;
@@ -215,14 +212,15 @@ template <int W> struct Consumer {
     const int first = tile * BLOCK_N;
     u32 valid = ~0u;
 #if IS_PAGED
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(valid) : "r"(sm.valid + 4 * W) : "memory");
+    valid = load_shared<u32>(sm.valid + 4 * W);
 #endif
     if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
-      const int from = first + (lane & 3) * 2, keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
+      const int from = first + (lane & 3) * 2;
+      const int keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = (i >> 2) * 8 + (i & 1);
-        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -__int_as_float(0x7f800000);
+        const int j = column_offset(i);
+        if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
       }
     }
     bool raised = softmax.raise<0>(s, p.scale_log2);
@@ -238,10 +236,11 @@ template <int W> struct Consumer {
     const int r = warp * 16 + (lane & 15);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i += 4)
-      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
+      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2],
+                      weights[i + 3]);
     if ((lane & 3) == 0) {
       const u32 at = sm.reference + (W * ROWS + row) * 4;
-      asm volatile("st.shared.f32 [%0], %2; st.shared.f32 [%1], %3;" ::"r"(at), "r"(at + 32), "f"(softmax.max0), "f"(softmax.max1) : "memory");
+      store_shared(at, softmax.max0), store_shared(at + 32, softmax.max1);
     }
     fence_async_smem();
     mbar_arrive(sm.weights_full(W));
@@ -253,9 +252,7 @@ template <int W> struct Consumer {
 #pragma unroll
     for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - W, W * HALF + x), other_phase);
     const u32 at = sm.reference + ((1 - W) * ROWS + row) * 4;
-    float top0, top1;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(top0) : "r"(at) : "memory");
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(top1) : "r"(at + 32) : "memory");
+    const float top0 = load_shared<float>(at), top1 = load_shared<float>(at + 32);
     if (!__any_sync(~0u, top0 != softmax.max0 || top1 != softmax.max1)) return;
     softmax.rescale0 = exp2_fast((softmax.max0 - top0) * p.scale_log2), softmax.rescale1 = exp2_fast((softmax.max1 - top1) * p.scale_log2);
     softmax.max0 = top0, softmax.max1 = top1, softmax.sum0 *= softmax.rescale0, softmax.sum1 *= softmax.rescale1;
@@ -354,14 +351,12 @@ template <int W> struct Consumer {
 
   DEVICE void finish(const Task& t, int parity) {
     softmax.reduce();
-    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4;
-    if ((lane & 3) == 0)
-      asm volatile("st.shared.f32 [%0], %2; st.shared.f32 [%1], %3;" ::"r"(sums + W * ROWS * 4), "r"(sums + W * ROWS * 4 + 32), "f"(softmax.sum0), "f"(softmax.sum1) : "memory");
-    named_sync(ALL_BARRIER, 256);
-    float other0, other1;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other0) : "r"(sums + (1 - W) * ROWS * 4) : "memory");
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other1) : "r"(sums + (1 - W) * ROWS * 4 + 32) : "memory");
-    const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2, sum0 = softmax.sum0 + other0, sum1 = softmax.sum1 + other1;
+    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4, own = sums + W * ROWS * 4, other = sums + (1 - W) * ROWS * 4;
+    if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
+    named_arrive(SUMS_BARRIER + W, 256);
+    named_sync(SUMS_BARRIER + 1 - W, 256);
+    const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2;
+    const float sum0 = softmax.sum0 + load_shared<float>(other), sum1 = softmax.sum1 + load_shared<float>(other + 32);
     if (t.parts == 1) {
       write(t, max0, max1, sum0, sum1);
       return;

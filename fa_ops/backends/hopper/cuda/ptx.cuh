@@ -5,6 +5,10 @@ typedef unsigned long long u64;
 struct __align__(64) TensorMap { u64 words[16]; };
 
 #define DEVICE __device__ __forceinline__
+#define INFINITE __int_as_float(0x7f800000)
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int FAR = 1 << 29;  // beyond every token, and twice that is no overflow
 
 DEVICE u32 smem_address(const void* p) {
   u32 a;
@@ -33,12 +37,29 @@ template <int N> struct Ring {
   }
 };
 
+DEVICE void store_shared(u32 at, unsigned short x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory"); }
+DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+DEVICE void store_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+DEVICE void store_shared(u32 at, float2 x) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory"); }
 DEVICE void store_shared(u32 at, int4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-DEVICE int4 load_shared(u32 at) {
-  int4 x;
+DEVICE void store_shared(u32 at, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+DEVICE void load_shared(u32& x, u32 at) { asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory"); }
+DEVICE void load_shared(float& x, u32 at) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory"); }
+DEVICE void load_shared(int2& x, u32 at) { asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory"); }
+DEVICE void load_shared(float2& x, u32 at) { asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory"); }
+DEVICE void load_shared(int4& x, u32 at) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+}
+DEVICE void load_shared(float4& x, u32 at) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+}
+template <class T> DEVICE T load_shared(u32 at) {
+  T x;
+  load_shared(x, at);
   return x;
 }
 
@@ -93,6 +114,11 @@ DEVICE u64 descriptor(u32 base, u32 bytes) { return (u64)(1u << 30 | 1024 >> 4) 
 // What is the same in all lanes, said so that the compiler uses uniform registers: descriptors that come from others cost two more
 // instructions a product, and the products wait for them.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// A thread has two rows of its warpgroup's accumulator, 8 apart, and two of each eight columns: how far its element `i` lies from its first one.
+DEVICE constexpr int row_offset(int i) { return (i & 2) * 4; }
+DEVICE constexpr int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
+
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -106,7 +132,7 @@ DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // tanh.approx errs by 5e-4, which a softcap of 50 turns into 0.02 of a score; this form errs by 1e-7.
-DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.8853900817779268f * x)); }
+DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
 
 // Two floats rounded to the 16-bit input type, the first in the low half.
 DEVICE u32 pack(float low, float high) {
@@ -137,7 +163,9 @@ DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
 
 template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&r)[4], u32 at) {
   if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
   else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }

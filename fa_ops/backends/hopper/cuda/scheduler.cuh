@@ -10,7 +10,7 @@ struct Params {
   const float* alibi;     // (B|1, Hq) or null
   const unsigned char* mask;            // bits of each query's keys, from mask.cu, with the strides below; or null
   long long mask_b, mask_h, mask_q;     // in bytes, 0 where it is the same for all
-  int* counter;           // tiles handed out beyond the first of each CTA; zero at launch
+  int* counter;           // tiles handed out beyond the first of each CTA, zero at launch; or null
   int B, Hq, group, Sq, Sk, Dv;
   int window_left, window_right;  // FAR: unbounded; causal is window_right = 0
   int m_blocks, tiles, section;   // heads per L2 section
@@ -25,25 +25,17 @@ struct Params {
 #endif
 };
 
-constexpr int FAR = 1 << 29;
-
 struct Tile { int m0, h, b; };
 
 // The tile after `t`: handed out on demand where tiles differ in length, so that no CTA waits for a longer one at the end.
-DEVICE int next_tile(const Params& p, int t) {
-#if IS_DYNAMIC
-  return gridDim.x + atomicAdd(p.counter, 1);
-#else
-  return t + gridDim.x;
-#endif
-}
+DEVICE int next_tile(const Params& p, int t) { return gridDim.x + (p.counter ? atomicAdd(p.counter, 1) : t); }
 
 // Sections of heads whose K and V share the L2; inside one, the longest query blocks come first over all its heads.
 DEVICE Tile tile_at(const Params& p, int t) {
   const int heads = p.B * p.Hq, per = p.section * p.m_blocks;
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
-#if IS_RAGGED || HAS_MASK  // nearly every mask is causal
+#if IS_RAGGED || HAS_RANGES || HAS_MASK  // nearly every mask is causal
   const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
 #else
   const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;
@@ -153,12 +145,12 @@ DEVICE void publish(u32 at, const Task& t) {
 }
 
 DEVICE Tile published_tile(u32 at) {
-  const int4 x = load_shared(at);
+  const int4 x = load_shared<int4>(at);
   return {uniform(x.x), uniform(x.y), uniform(x.z)};
 }
 
 DEVICE Task published(u32 at) {
-  const int4 x = load_shared(at), y = load_shared(at + 16), z = load_shared(at + 32);
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16), z = load_shared<int4>(at + 32);
   Task t;
   t.tile = {uniform(x.x), uniform(x.y), uniform(x.z)}, t.keys = uniform(x.w);
   t.n = {uniform(y.x), uniform(y.y), uniform(y.z), uniform(y.w), uniform(z.x)};

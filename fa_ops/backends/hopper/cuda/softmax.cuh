@@ -57,8 +57,6 @@ template <int R> struct Softmax {
   }
 };
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-
 // Natural-log LSE of a finished row, and in `inverse` what its output must be multiplied with. The sink joins the sum only.
 DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink, float& inverse) {
 #if BIAS_BITS
@@ -76,7 +74,7 @@ DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sin
 #if BIAS_BITS
   if (sum != 0.f) return row_max + log2_fast(sum) * LN2;
 #endif
-  return sum == 0.f ? -__int_as_float(0x7f800000) : (m2 + log2_fast(sum)) * LN2;
+  return sum == 0.f ? -INFINITE : (m2 + log2_fast(sum)) * LN2;
 }
 
 // Of four lanes with a word each of four runs of 8 columns, each gets one run.

@@ -4,6 +4,14 @@
 
 // What a row of the batch attends: keys [lo, hi) of its `keys`, in tiles [first, first + count). At least one, so that someone writes the result.
 struct Row { int keys, lo, hi, first, count; };
+template <class Params> DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}
+
 struct Cut { int teams, steps, grain; };
 
 // All units' tiles in one line, and each team's stretch of it: as equal as can be in steps of `grain` tiles, empty only for teams beyond the number of
@@ -30,7 +38,7 @@ DEVICE void store_task(u32 at, const Task& t) {
   store_shared(at, make_int4(t.b, t.unit, t.tile, t.count)), store_shared(at + 16, make_int4(t.keys, t.flags, t.first_team, t.parts));
 }
 DEVICE Task load_task(u32 at) {
-  const int4 x = load_shared(at), y = load_shared(at + 16);
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16);
   return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 }
 

@@ -1,0 +1,141 @@
+"""First calls: the command's parts, on a CPU; its measurements need a Hopper GPU."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import compiler
+from fa_ops.bench import first
+from fa_ops.bench.cli import app
+from fa_ops.bench.first import First, Row
+
+SLOW = Row("b", First(64, 1500.0, 2, 1400.0), [First(200, 900.5, 1, 800.0)], First(64, 70.0, 0, 0))
+FAST = Row("a", First(64, 700.0, 1, 600.0), [First(200, 0.5, 0, 0.0)], First(64, 20.0, 0, 0.0))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["first", *arguments], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--only", "sparse"), "no family is called 'sparse'"),
+        (("--rounds", "0"), "Invalid value for '--rounds'"),
+        (("--json", "nowhere/a.json"), "no such folder: nowhere"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in result.output
+
+
+@pytest.mark.skipif(hopper.available_error() is None, reason="measures where there is a Hopper GPU")
+def test_without_a_hopper_gpu_it_says_so():
+    result = run()
+    assert result.exit_code == 2
+    assert f"which {hopper.available_error()}"[:60] in result.output
+
+
+def test_words_choose_families():
+    assert [f.name for f in first.choose(["D64"])] == ["forward causal D64", "backward causal D64"]
+    assert first.choose([]) == list(first.FAMILIES)
+
+
+@pytest.mark.parametrize("family", first.FAMILIES, ids=lambda family: family.name)
+def test_families_call_what_they_are_named_after(family, monkeypatch):
+    called = []
+    for name in ("attention", "attention_varlen", "attention_with_kv_cache"):
+        original = getattr(first.fa_ops, name)
+        monkeypatch.setattr(
+            first.fa_ops, name, lambda *a, f=original, n=name, **o: called.append(n) or f(*a, **o)
+        )
+    found = first.measure(family, (65, 3), "cpu", "cpu")
+    assert [one.length for one in found] == [65, 3] and all(one.ms > 0 for one in found)
+    assert [one.compiled for one in found] == [0, 0]
+    door = {"forward": "", "backward": "", "varlen": "_varlen"}.get(family.kind, "_with_kv_cache")
+    assert called == [f"attention{door}"] * 2
+
+
+def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_source", lambda source: (compiler._ELF + b"code", ""))
+    monkeypatch.setattr(compiler, "_entry", lambda source: tmp_path / str(hash(source)))
+    monkeypatch.setitem(
+        first.CALLS, "forward", lambda f, S, *_: lambda: compiler.cubin("packed", {"S": S // 64})
+    )
+    found = first.measure(first.FAMILIES[0], (64, 65, 128), "cpu", "cpu")
+    assert [one.compiled for one in found] == [1, 0, 1]
+
+
+def test_a_process_of_its_own(tmp_path):
+    family = dataclasses.replace(first.FAMILIES[0], length=32)
+    (found,) = first.alone(str(tmp_path), family, (32,), "cpu", "cpu")
+    assert found.length == 32 and found.compiled == 0
+    with pytest.raises(RuntimeError, match="forward causal D64: its process ended, 1"):
+        first.alone(str(tmp_path), family, (32,), "cpu", "nothing")
+
+
+def test_the_table_shows_times_and_compilations():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(first.table("first calls", [FAST, SLOW]))
+    lines = console.file.getvalue().splitlines()
+    cells = {line.split("│")[1].strip(): line for line in lines if "│" in line}
+    assert [cell.strip() for cell in cells["b"].split("│")[1:-1]] == [
+        "b", "1500.0 +2", "1400", "900.5 +1", "70.0",
+    ]  # fmt: skip
+
+
+def test_verdicts_name_what_is_over_its_limit():
+    assert list(first.verdicts([FAST])) == [
+        "all cold within 1000 ms and warm within 50 ms; no other length compiled"
+    ]
+    stale = FAST._replace(warm=First(64, 20.0, 1, 15.0))
+    assert list(first.verdicts([SLOW, stale])) == [
+        "b: cold 1500 ms, more than 1000",
+        "b: warm 70 ms, more than 50",
+        "a: compiled with a full cache",
+        "b: 200 after 64 compiled 1 more",
+    ]
+
+
+def test_of_several_rounds_the_median_counts():
+    ms = lambda cold, warm: FAST._replace(  # noqa: E731
+        cold=FAST.cold._replace(ms=cold), warm=FAST.warm._replace(ms=warm)
+    )
+    median = first._median([ms(3.0, 1.0), ms(1.0, 2.0), ms(2.0, 3.0)])
+    assert (median.cold.ms, median.warm.ms) == (2.0, 2.0)
+
+
+def test_records_hold_every_number():
+    (record,) = first.records([SLOW])
+    assert record["cold"] == {"length": 64, "ms": 1500.0, "compiled": 2, "compile_ms": 1400.0}
+    assert record["others"][0]["compiled"] == 1 and record["warm"]["ms"] == 70.0
+
+
+def test_the_command_prints_and_writes_what_processes_measured(monkeypatch, tmp_path):
+    asked = []
+
+    def alone(folder, family, lengths):
+        asked.append((folder, family.name, lengths))
+        ms = 800.0 if len(lengths) > 1 else 20.0
+        return [First(length, ms, 0, 0.0) for length in lengths]
+
+    monkeypatch.setattr(first, "alone", alone)
+    monkeypatch.setattr(hopper, "available_error", lambda: None)
+    monkeypatch.setattr(first.torch.cuda, "get_device_name", lambda: "a GPU")
+    path = tmp_path / "out.json"
+    result = run("--only", "MLA", "--rounds", "2", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "first calls, a GPU" in result.output and "no other length compiled" in result.output
+    content = json.loads(path.read_text())
+    assert content["family"] == "first" and len(content["records"]) == 4
+    assert [r["warm"]["ms"] for r in content["records"]] == [20.0] * 4
+    folders = [folder for folder, *_ in asked]
+    assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # cold, then the same one warm
+    assert [len(lengths) for *_, lengths in asked] == [4, 1] * 4

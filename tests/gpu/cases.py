@@ -1,0 +1,131 @@
+"""Cases for the Hopper kernels, drawn by number: every head dim, every way a mask may lie."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fa_ops.backends import hopper
+from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
+
+DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
+FAR = 1 << 20
+
+
+def check(case: Case | PackedCase, gradients: bool = True) -> None:
+    """Forward and backward; skips what the tier refuses."""
+    q, k, v, spec = case.fresh()
+    reason = hopper.support_error(q, k, v, spec)
+    if reason:
+        pytest.skip(reason)
+    assert_close_to_oracle(case, "hopper", gradients=gradients)
+
+
+def drawn(seed: int, **fixed) -> Case:
+    """A random case, its head dims and dtype by turns; `fixed` as `random_case` has it."""
+    D, Dv = DIMS[seed % len(DIMS)]
+    dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
+    return random_case(seed, **{"D": D, "Dv": Dv, "dtype": dtype, "device": "cuda"} | fixed)
+
+
+def lengthened(case: Case) -> Case:
+    seed = case.seed
+    return dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7))
+
+
+def _inside(mask, *margins):
+    """As a part of a larger tensor, which is true around it."""
+    size = [n + before + after for n, (before, after) in zip(mask.shape, margins)]
+    part = mask.new_ones(size)
+    for dim, (before, _) in enumerate(margins):
+        part = part.narrow(dim, before, mask.shape[dim])
+    return part.copy_(mask)
+
+
+def _in_rows_of_16(mask):
+    return _inside(mask, (0, 0), (0, 0), (0, 2), (0, -mask.shape[3] % 16))
+
+
+MASK_LAYOUTS = {
+    "contiguous": lambda mask: mask,
+    "transposed": lambda mask: mask.mT.contiguous().mT,
+    "heads before batches": lambda mask: mask.transpose(0, 1).contiguous().transpose(0, 1),
+    "odd rows": lambda mask: _inside(mask, (0, 1), (1, 0), (1, 2), (3, 8)),
+    "rows of 16 bytes": _in_rows_of_16,
+    "transposed rows of 16 bytes": lambda mask: _in_rows_of_16(mask.mT).mT,
+    "every second": lambda mask: mask.repeat_interleave(2, -1)[..., ::2],
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MaskedCase(Case):
+    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides.
+
+    Of query i, a bool mask keeps at most the keys from i + band[0] to i + band[1] - 1; a float mask
+    may be of float32.
+    """
+
+    mask: str | None = "bool"
+    band: tuple[int, int] = (-FAR, FAR)
+    is_wide: bool = False
+    mask_layout: str = "contiguous"
+    expanded: bool = False
+
+    def fresh(self, dtype=None, requires_grad=False):
+        q, k, v, spec = super().fresh(dtype, requires_grad)
+        mask = spec.attn_mask.detach()
+        if self.is_wide:
+            mask = mask.float() * 1.2345
+        if self.mask == "bool":
+            i, j = (torch.arange(n, device=mask.device) for n in mask.shape[2:])
+            shift = j - i[:, None]
+            mask = mask & (shift >= self.band[0]) & (shift < self.band[1])
+        mask = MASK_LAYOUTS[self.mask_layout](mask)
+        if self.expanded:
+            mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
+        mask.requires_grad_(requires_grad and self.mask_grad)
+        return q, k, v, spec._replace(attn_mask=mask)
+
+
+def _lying(seed: int) -> dict:
+    layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
+    return {"mask_layout": layout, "expanded": seed % 11 < 3}
+
+
+def masked_case(seed: int, **fixed) -> MaskedCase:
+    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
+    dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
+    is_causal = bool((dims + shape + deterministic) % 2)
+    return MaskedCase(
+        B=2, Hq=4, Hkv=(1, 2, 4)[seed % 3], Sq=(1, 64, 77, 300)[seed // 3 % 4],
+        Sk=(15, 256, 400, 701, 130)[seed % 5], D=DIMS[dims][0], Dv=DIMS[dims][1],
+        dtype=torch.float16 if is_causal else torch.bfloat16, device="cuda", seed=seed,
+        mask_shape=tuple(shape >> bit & 1 for bit in range(4)),
+        is_causal=is_causal, deterministic=bool(deterministic),
+        window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
+        **_lying(seed), **fixed,
+    )  # fmt: skip
+
+
+def random_masked_case(seed: int, mask: str, fixed: dict, **more) -> MaskedCase:
+    """`fixed` of what is drawn, and `more` that only masked cases have."""
+    case = drawn(
+        seed, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3], mask=mask,
+        mask_shape=tuple(seed >> bit & 1 for bit in range(4)), dropout_p=0.0, scale=None, **fixed,
+    )  # fmt: skip
+    return MaskedCase(**vars(case), **_lying(seed), **more)
+
+
+def dropout_case(seed: int) -> Case:
+    """Every head dim in one pass and in two, without a mask, with a bool and with a float one."""
+    mask = (None, "bool", "float", None, "bool", "float", None)[seed % 7]
+    no_ranges = {"key_ranges": None} if mask == "bool" else {}
+    case = drawn(
+        seed, dtype=(torch.bfloat16, torch.float16)[seed // 16 % 2], mask=mask,
+        mask_shape=tuple(seed >> bit & 1 for bit in range(4)),
+        mask_grad=mask == "float" and seed % 5 < 3, dropout_p=(0.1, 0.5, 0.9, 1 / 3)[seed // 2 % 4],
+        deterministic=bool(seed // 8 % 2), **no_ranges,
+    )  # fmt: skip
+    return lengthened(case)
