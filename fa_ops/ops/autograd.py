@@ -73,7 +73,8 @@ class Attention(library.SingleLevelFunction):
     def forward(ctx, keyset, operators, packed, q, k, v, *rest):
         args, options = arguments(*_unflatten(packed, rest))
         if library.may_leave_dispatcher_out(q, k, v):
-            out, lse = operators.forward_kernel(q, k, v, *args, **options)
+            with library.below_autograd():
+                out, lse = operators.forward_kernel(q, k, v, *args, **options)
         else:
             with library.recording():
                 out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
@@ -94,12 +95,12 @@ class Attention(library.SingleLevelFunction):
         wanted = Spec(*ctx.needs_input_grad[-len(Spec._fields) :])
         if wanted.attn_mask:
             options["mask_grad"] = True
-        backward = ctx.operators.backward
-        if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(
-            q, k, v, grad_out, grad_lse
-        ):
-            backward = ctx.operators.backward_kernel
-        dq, dk, dv, *others = backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options)
+        given = grad_out, grad_lse, q, k, v, out, lse
+        if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(*given):
+            with library.below_autograd():
+                dq, dk, dv, *others = ctx.operators.backward_kernel(*given, *args, **options)
+        else:
+            dq, dk, dv, *others = ctx.operators.backward(*given, *args, **options)
         grads = Spec(*[None] * len(Spec._fields))._replace(
             attn_mask=others[0] if wanted.attn_mask else None,
             sinks=others[-1] if wanted.sinks else None,

@@ -109,12 +109,21 @@ def packed(
 
 
 def saved(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    real: bool = False,
+) -> None:  # fmt: skip
     """What a backward operator takes besides the forward's arguments."""
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     wide = lse_dtype(q.dtype)
+    if real and (  # in 2 us instead of 12
+        grad_out.shape == out.shape == out_shape
+        and lse.shape == lse_shape
+        and (grad_out.dtype is out.dtype is q.dtype and lse.dtype is wide)
+        and grad_out.device == out.device == lse.device == q.device
+        and grad_lse is None
+    ):
+        return
     expected = (
         ("grad_out", grad_out, out_shape, q.dtype),
         ("out", out, out_shape, q.dtype),

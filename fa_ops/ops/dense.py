@@ -95,7 +95,7 @@ def _backward_fake(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False
 
 def _check_backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad, real=False) -> Spec:
     spec = checks.dense(q, k, v, spec, real)
-    checks.saved(grad_out, grad_lse, q, v, out, lse)
+    checks.saved(grad_out, grad_lse, q, v, out, lse, real)
     if mask_grad:
         checks.mask_grad(spec)
     return spec

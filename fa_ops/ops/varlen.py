@@ -68,7 +68,7 @@ def _autograd(keyset, q, k, v, *args, **options):
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):
     packing, spec = checks.packed(q, k, v, *bind(*args, **options), real=True)
-    checks.saved(grad_out, grad_lse, q, v, out, lse)
+    checks.saved(grad_out, grad_lse, q, v, out, lse, real=True)
     if not (q.numel() and k.numel()):
         return _empty_gradients(grad_lse, q, k, v, packing, spec)
     spec = autograd.repeatable(spec)

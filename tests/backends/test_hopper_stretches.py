@@ -37,7 +37,7 @@ static void next_grid_may_start() {}
 static void wait_for_last_grid() {}
 static void store_shared(u32, int4) {}
 static void fence_async_smem() {}
-static int4 load_shared(u32) { return {}; }
+template <class T> static T load_shared(u32) { return {}; }
 
 static ucontext_t scheduler, lanes[32];
 static char stacks[32][1 << 16];
@@ -186,7 +186,7 @@ def kernels(tmp_path_factory):
         (SOURCES / name).read_text()
         for name in ("stretches.cuh", "merge.cuh", "decode.cu", "mla.cu")
     )
-    decode = decode[decode.index("DEVICE int keys_of(") : decode.index("// tma_load_once by a map")]
+    decode = decode[decode.index("DEVICE Row row_of(") : decode.index("// tma_load_once by a map")]
     latent = latent[latent.index("DEVICE Row row_of(") : latent.index("struct Smem {")]
     rest = merge + RUN + MERGE
     return {

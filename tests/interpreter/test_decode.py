@@ -279,8 +279,8 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         lens = torch.tensor([last, 7], dtype=torch.int32)
         bounds = {"kv_lens": lens, "key_ranges": torch.stack([lens // 2, lens], -1)[:, None, None]}
         spec = Spec(is_causal=True, **{name: bounds[name] for name in names})
-        run = run or prepared._bounded(triton, q, k, v, spec)
+        run = run or prepared._decoding(triton, q, k, v, spec)
         expected = reference.forward(q, k, v, spec)[0]
-        found = run(q, k, v, spec.kv_lens, spec.key_ranges)
+        found = run(q, k, v, spec.kv_lens, spec.key_ranges, None)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert prepared._bounded(triton, q, k[:, :, :100], v[:, :, :100], spec) is None
+    assert prepared._decoding(triton, q, k[:, :, :100], v[:, :, :100], spec) is None
