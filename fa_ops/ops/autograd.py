@@ -96,11 +96,10 @@ class Attention(library.SingleLevelFunction):
         if wanted.attn_mask:
             options["mask_grad"] = True
         given = grad_out, grad_lse, q, k, v, out, lse
+        backward = ctx.operators.backward
         if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(*given):
-            with library.below_autograd():
-                dq, dk, dv, *others = ctx.operators.backward_kernel(*given, *args, **options)
-        else:
-            dq, dk, dv, *others = ctx.operators.backward(*given, *args, **options)
+            backward = ctx.operators.backward_kernel
+        dq, dk, dv, *others = backward(*given, *args, **options)
         grads = Spec(*[None] * len(Spec._fields))._replace(
             attn_mask=others[0] if wanted.attn_mask else None,
             sinks=others[-1] if wanted.sinks else None,
