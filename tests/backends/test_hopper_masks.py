@@ -40,6 +40,7 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 static int __clz(u32 x) { return __builtin_clz(x); }
 static int2 make_int2(int x, int y) { return {x, y}; }
 #define DEVICE inline
+constexpr int FAR = 1 << 29;
 #define __global__
 #define __launch_bounds__(threads)
 """
