@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 import fa_ops
+from fa_ops.backends import hopper
 from fa_ops.testing import (
     CacheCase,
     Case,
@@ -287,6 +288,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the problems and their order")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for everything")
     options = parser.parse_args()
+    if (reason := hopper.available_error()) is not None:
+        parser.error(f"these are calls of the hopper backend, which {reason}")
     # a thread that needs no lock of Python's: the last resort where one is held in a launch
     faulthandler.dump_traceback_later(options.timeout, exit=True)
     start, known = time.monotonic(), []
