@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(dense_backward, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(dense_backward, "current_stream", lambda index: 77)
     monkeypatch.setattr(dense_backward, "empty", empty)
+    device = SimpleNamespace(multi_processor_count=10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     caches = dense_backward._plan, dense_backward._kernels, launch._early
     for one in caches:
         one.cache_clear()
@@ -117,12 +120,13 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
     assert rows["o"] == out.stride()[:3] and rows["d"] == g.stride()[:3]
     assert (rows["Hq"], rows["Sq"], rows["Dv"]) == ((4,), (200,), (D,))
     grid, products = driver.launched["backward"]
-    assert grid == (3 * 2 * 2, 1)
+    assert grid == (10, 1)  # of 3 blocks of keys for each of 4 heads
     maps = [struct.unpack_from("<Q", products, 128 * i)[0] for i in range(7)]
     assert maps == [x.data_ptr() for x in (q, k, v, g, *grads[:3])]
-    places = struct.unpack_from("<7Q", products, 896)
-    assert places[:3] == (*rows["lse_log2"], *rows["delta"], *rows["sums"])
-    numbers = struct.unpack_from("<14i4f", products, 952)
+    places = struct.unpack_from("<8Q", products, 896)
+    assert places[:4] == (*rows["lse_log2"], *rows["delta"], *rows["sums"], *rows["counter"])
+    assert rows["counter"][0] - rows["sums"][0] == 8 * 256 * D * 4
+    numbers = struct.unpack_from("<14i4f", products, 960)
     assert numbers[:6] == (2, 4, 2, 2, 200, 300) and numbers[8:10] == (256 // block, 3)
     assert numbers[14] == pytest.approx(D**-0.5)
     grid, last = driver.launched["finish"]
@@ -146,8 +150,8 @@ def test_key_ranges_and_lengths(driver):
         (300,),
         (7,),
     )
-    places = struct.unpack_from("<7Q", driver.launched["backward"][1], 896)
-    assert places[3] == lens.data_ptr() and places[5:] == (*runs["runs"], *runs["bounds"])
+    places = struct.unpack_from("<8Q", driver.launched["backward"][1], 896)
+    assert places[4] == lens.data_ptr() and places[6:] == (*runs["runs"], *runs["bounds"])
     assert runs["bounds"][0] - runs["runs"][0] == 2 * 256 * 8
 
 
@@ -160,4 +164,4 @@ def test_a_later_call_has_its_own_mask(driver, monkeypatch):
     for mask in masks:
         dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=mask))
         _, products = driver.launched["backward"]
-        assert struct.unpack_from("<Q", products, 1024)[0] == mask.data_ptr()
+        assert struct.unpack_from("<Q", products, 1032)[0] == mask.data_ptr()

@@ -99,7 +99,7 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
 def test_backward_in_two_passes(dims, features, tmp_path):
     config = configs.backward_config(*dims, deterministic=True)
     cubin, log = compiled("backward", config, **features)
-    assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 20)
+    assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 24)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     products = kernel_counts(sass, "HGMMA")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
+_TILE_BYTES = 32  # of what a backward CTA is told about its keys
 _TASK_BYTES = 2 * 48 + 8  # of struct Task in cuda/scheduler.cuh, two, and what aligns them
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
@@ -72,7 +73,7 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.value_dim
-        keys = self.block_n * dims * 2
+        keys = self.block_n * dims * 2 + _TILE_BYTES
         queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
         return keys + queries + self._exchange_bytes + bias + 8 * (5 + 4 * self.stages)

@@ -39,20 +39,20 @@ from fa_ops.backends.hopper.problem import (
 from fa_ops.types import Gradients, Packing, Spec
 
 # struct Params in cuda/backward.cuh: maps and addresses, scalars, a mask's bits, dropout, a bias
-_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "7Q"), struct.Struct("<14i4f")
+_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "8Q"), struct.Struct("<14i4f")
 _BITS, _BITS_AT = struct.Struct("<10Qi4x"), _PLACES.size + _SCALARS.size
 _DROPOUT_AT = _BITS_AT + _BITS.size
 _BIAS_AT, _PARAMS_BYTES = 1152, 1344
 
 # What the kernels around the products take: addresses, then what calls share.
-_PREPARE, _PREPARE_OFFSETS = struct.Struct("<7Q"), (*range(0, 57, 8), 80, *range(104, 117, 4))
+_PREPARE, _PREPARE_OFFSETS = struct.Struct("<8Q"), (*range(0, 65, 8), 88, *range(112, 125, 4))
 _FINISH, _FINISH_OFFSETS = struct.Struct("<2Q"), (0, 8, 16, *range(40, 57, 4))
 _RUNS, _RUNS_OFFSETS = struct.Struct("<4Q"), (0, 8, 16, 24, 32, *range(56, 73, 4))
 
 _ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
 # Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
 # them are fast where they stay in the L2.
-_SECTION_BYTES = 16 << 20
+_SECTION_BYTES = 8 << 20
 
 
 def backward(
@@ -121,6 +121,9 @@ class Plan:
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, n_blocks = m_blocks * config.block_m // _ROWS, -(-Sk // config.block_n)
         self.heads, self.ctas = B * Hq, n_blocks * B * Hkv
+        if not config.is_wide:  # CTAs are persistent
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.ctas = min(self.ctas, processors)
         self._allocate(0 if ranges is None else B * ranges[0])
         out = B, Hq, Sq, Dv
         layouts = zip((*shapes, out, out, *shapes), strides)
@@ -150,12 +153,13 @@ class Plan:
 
     def _allocate(self, run_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
-        log-sum-exps, row sums, and, in one pass, the sums of dQ."""
+        log-sum-exps, row sums, in one pass the sums of dQ, and the counter of tiles."""
         self.rows = self.row_blocks * _ROWS
         rows = self.heads * self.rows
         floats = 2 * rows + (rows * self.config.head_dim if self.config.adds_dq else 0)
+        self.counter_at = 4 * floats
         self.row_bytes = 4 * rows
-        self.workspace = (floats,), (1,), torch.float32
+        self.workspace = (floats + 1,), (1,), torch.float32
         self.run_bytes = 8 * run_heads * self.rows
         self.runs = (run_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
         self.run_grid = run_heads, self.m_blocks
@@ -179,16 +183,17 @@ class Plan:
             workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes if config.adds_dq else 0
+            counter = 0 if config.is_wide else at + self.counter_at
             places = (t.data_ptr() for t in (q, k, v, grad_out, *grads))
             params = self.params.take(
                 *(of.at(place) for of, place in zip(self.maps, places)),
-                *(lse_log2, delta, sums, address(lens), address(slopes), address(runs)),
+                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(runs)),
                 0 if runs is None else runs.data_ptr() + self.run_bytes,
             )
             bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
             rows = self.prepare.take(
                 out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), address(grad_lse),
-                lse_log2, delta, sums,
+                lse_log2, delta, sums, counter,
             )  # fmt: skip
             kernels.prepare.launch((self.heads, self.row_blocks), stream, rows[1])
             self.prepare.give_back(rows)

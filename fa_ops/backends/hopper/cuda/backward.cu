@@ -1,4 +1,5 @@
-// Attention backward in one pass, one CTA per block of keys. Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and
+// Attention backward in one pass, a block of keys after the other in persistent CTAs: the next one's keys come while the last one's gradients leave.
+// Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and
 // dV in registers while the queries of the whole group of heads pass by. Scores are computed transposed, so that weights and their
 // gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
 // shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction. That
@@ -11,6 +12,22 @@ constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2, DQ_BYTES = BLOCK_M * HEAD_DIM * 
 constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries, or else half the columns
 constexpr u32 STORED_BARRIER = OWN_BARRIER + CONSUMERS;  // of each consumer and buffer of gradients of scores
 static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_DIM == HEAD_DIM, "halves of the head dim");
+static_assert(HEAD_DIM <= 2 * BLOCK_M, "dK leaves by two buffers of gradients of scores");
+
+DEVICE u32 kv_empty(const Smem& sm) { return sm.own; }
+
+// With the phase of `kv_full` for the tile after.
+DEVICE void publish(const Smem& sm, const Tile& t, u32 phase) {
+  store_shared(sm.tile, make_int4(t.n0, t.h, t.b, t.keys));
+  store_shared(sm.tile + 16, make_int4(t.first, t.last, phase, 0));
+}
+
+DEVICE u32 phase_after(const Smem& sm) { return load_shared<u32>(sm.tile + 24); }
+
+DEVICE Tile published(const Smem& sm) {
+  const int4 x = load_shared<int4>(sm.tile), y = load_shared<int4>(sm.tile + 16);
+  return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w), uniform(y.x), uniform(y.y)};
+}
 
 struct Consumer : KeyRows {
   const int c;
@@ -19,7 +36,7 @@ struct Consumer : KeyRows {
   float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS], dq[QUERY_GRADS];
   u32 w[SCORES / 2], ds[SCORES / 2];
 
-  DEVICE Consumer(const Params& p, const Smem& sm, const Tile& t, int c) : KeyRows(p, sm, t, c * 64), c(c) {}
+  DEVICE Consumer(const Params& p, const Smem& sm, int c) : KeyRows(p, sm, {}, c * 64), c(c) {}
 
   DEVICE void gradient_product(float (&d)[GRADS], u32 (&a)[SCORES / 2], u32 queries) {
     const u32 from = descriptor_base(queries, BLOCK_M * 128);
@@ -153,29 +170,81 @@ struct Consumer : KeyRows {
     ring.next();
   }
 
-  DEVICE void work() {
-#pragma unroll
-    for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
-    if (t.first < t.last) mbar_wait(sm.kv_full, 0);
-    meet_queries(*this);
+  // Shared memory that keys do not come to: dV leaves by where this consumer's dQ does, dK by its rows of the gradients of scores.
+  DEVICE u32 end_tile() {
+    t = published(sm);
+    const u32 phase = phase_after(sm);
 #if ADDS_DQ
     if (before >= 0) {
       delayed_product(buffer ^ 1);
       wgmma_wait<0>();
       pin(dq);
+      mbar_arrive(kv_empty(sm));
       add_query_gradients(before);
+      before = -1;
+    } else {
+      mbar_arrive(kv_empty(sm));
     }
+    if (tid == 0) tma_store_wait_read();
+    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all gradients of scores
+    store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + c * DQ_BYTES, 64 * 128, p.dv);
+    store(dk, p.scale, sm.exchange + first * 128, BLOCK_N * 128, p.dk);
+#else
+    store(dv, value_factor(), sm.v + first * 128, BLOCK_N * 128, p.dv);
+    store(dk, p.scale, sm.k + first * 128, BLOCK_N * 128, p.dk);
+    if (tid == 0) tma_store_wait_read();
+    mbar_arrive(kv_empty(sm));
 #endif
-    store(dv, value_factor(), sm.v, p.dv);
-    named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all of K
-    store(dk, p.scale, sm.k, p.dk);
+    return phase;
+  }
+
+  DEVICE void work() {
+    for (u32 phase = 0;;) {
+      mbar_wait(sm.kv_full, phase);
+      t = published(sm);
+      if (t.n0 < 0) break;
+#pragma unroll
+      for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
+      meet_queries(*this);
+      phase = end_tile();
+#if ADDS_DQ
+      if (tid == 0) tma_store_wait_read();
+      named_sync(OWN_BARRIER + c, 128);
+#endif
+    }
     if (tid == 0) tma_store_wait();
   }
 
-  DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, const TensorMap& map) {
-    store_gradients(grads, factor, at + first * 128, BLOCK_N * 128, OWN_BARRIER + c, map, t.n0 + first, t.h, t.b);
+  DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, u32 column_bytes, const TensorMap& map) {
+    store_gradients(grads, factor, at, column_bytes, OWN_BARRIER + c, map, t.n0 + first, t.h, t.b);
   }
 };
+
+// One warp. What it publishes about a tile stands as long as the tile's keys do.
+DEVICE void produce(const Params& p, const Smem& sm) {
+  const bool leader = elected();
+  const int tiles = p.n_blocks * p.B * p.Hkv;
+  Ring<STAGES> ring;
+  Ring<1> bias;
+  u32 phase = 1;
+  for (int i = blockIdx.x; i < tiles; phase ^= 1) {
+    const Tile t = tile_at(p, i);
+    mbar_wait(kv_empty(sm), phase);
+    if (leader) {
+      publish(sm, t, phase);
+      if (t.first < t.last) load_keys(p, sm, t); else mbar_arrive(sm.kv_full);
+    }
+    wait_for_last_grid();  // `prepare` writes nothing read above
+    produce_queries(p, sm, t, leader, ring, bias);
+    if (leader) i = gridDim.x + atomicAdd(p.counter, 1);  // late: a tile claimed before could wait here while other CTAs have none
+    i = __shfl_sync(~0u, i, __ffs(__ballot_sync(~0u, leader)) - 1);
+  }
+  mbar_wait(kv_empty(sm), phase);
+  if (leader) {
+    publish(sm, {-1, 0, 0, 0, 0, 0}, 0);
+    mbar_arrive(sm.kv_full);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -183,17 +252,17 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
   next_grid_may_start();
   if (threadIdx.x == 0) {
     sm.init();
+    mbar_init(kv_empty(sm), 128 * CONSUMERS);
     mbar_init_fence();
   }
   __syncthreads();
-  const Tile t = tile_of(p);
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_release<24>();
-    if (threadIdx.x < 32) produce(p, sm, t);
+    if (threadIdx.x < 32) produce(p, sm);
   } else {
     register_claim<240>();
-    Consumer consumer(p, sm, t, warpgroup - 1);
+    Consumer consumer(p, sm, warpgroup - 1);
     consumer.work();
   }
 }

@@ -19,6 +19,7 @@ struct Params {
   const float* lse;      // (B * Hq, padded Sq), in units of log2 (with a bias, of 1), +inf where a row has no keys or does not exist
   const float* delta;    // the same shape
   float* sums;           // of dQ in one pass: (B * Hq, blocks of queries, BLOCK_M * HEAD_DIM), each block in accumulator order; or null
+  int* counter;          // tiles handed out beyond the first of each CTA, where CTAs are persistent
   const int* kv_lens;    // (B,) or null
   const float* alibi;    // (B|1, Hq) or null
   const int2* runs;      // with key ranges: (B, Hq|1, padded Sq), the keys that each query attends after every mask
@@ -38,13 +39,14 @@ struct Params {
 #endif
 };
 
-// `exchange`: what consumers tell each other; `own`: barriers that a kernel has beside those of the copies.
+// `exchange`: what consumers tell each other; `tile`: what the producer does; `own`: barriers that a kernel has beside those of the copies.
 struct Smem {
-  u32 k, v, q, grad_out, exchange, bias, lse, delta, runs, row_keys, kv_full, q_full, q_empty, do_full, do_empty, own, bias_full, bias_empty;
+  u32 k, v, q, grad_out, exchange, bias, lse, delta, runs, row_keys, tile, kv_full, q_full, q_empty, do_full, do_empty, own, bias_full, bias_empty;
   DEVICE Smem(u32 base) {
     k = base, v = k + K_BYTES, q = v + V_BYTES, grad_out = q + STAGES * Q_BYTES, exchange = grad_out + STAGES * DO_BYTES;
     bias = exchange + EXCHANGE_BYTES, lse = bias + BIAS_BYTES, delta = lse + STAGES * ROW_BYTES, runs = delta + STAGES * ROW_BYTES;
-    row_keys = runs + STAGES * RUN_BYTES, kv_full = row_keys + STAGES * KEY_BYTES, q_full = kv_full + 8, q_empty = q_full + 8 * STAGES;
+    row_keys = runs + STAGES * RUN_BYTES, tile = row_keys + STAGES * KEY_BYTES, kv_full = tile + 32, q_full = kv_full + 8;
+    q_empty = q_full + 8 * STAGES;
     do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES, own = do_empty + 8 * STAGES, bias_full = own + 32, bias_empty = bias_full + 8;
   }
   DEVICE void init() const {
@@ -69,9 +71,9 @@ DEVICE int keys_of(const Params& p, int b) {
 #endif
 }
 
-DEVICE Tile tile_of(const Params& p) {
+DEVICE Tile tile_at(const Params& p, int i) {
   const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
-  const int sec = blockIdx.x / per, r = blockIdx.x - sec * per;
+  const int sec = i / per, r = i - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
   const int head = sec * p.section + r % inside;
   Tile t;
@@ -172,17 +174,14 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 #endif
 }
 
-// One warp; one lane issues copies.
-DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
-  const bool leader = elected();
-  if (leader && t.first < t.last) {
-    mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
-    load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
-    load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
-  }
-  wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
-  Ring<STAGES> ring;
-  [[maybe_unused]] Ring<1> bias;
+DEVICE void load_keys(const Params& p, const Smem& sm, const Tile& t) {
+  mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
+  load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
+  load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
+}
+
+// One warp, whose leader issues the copies of all queries that a tile meets.
+DEVICE void produce_queries(const Params& p, const Smem& sm, const Tile& t, bool leader, Ring<STAGES>& ring, [[maybe_unused]] Ring<1>& bias) {
   for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
     for (int base = t.first; base < t.last; base += 32) {
       Visits n = visits(p, t, h, base);
@@ -265,7 +264,7 @@ DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u
 struct KeyRows {
   const Params& p;
   const Smem& sm;
-  const Tile t;
+  Tile t;
   const int first, tid, lane, key;  // `key`: this thread's first row of the block; the second is 8 below
   Ring<STAGES> ring;
   Ring<1> bias;
@@ -404,13 +403,15 @@ struct KeyRows {
   }
 };
 
-// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums, if any, at zero. A CTA has 64 rows.
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums and the counter, if any, at zero. A CTA
+// has 64 rows.
 constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
 
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
-                                                         float* lse_log2, float* delta, float* sums, Strides o, Strides d, int Hq, int Sq, int Dv,
-                                                         int rows) {
+                                                         float* lse_log2, float* delta, float* sums, int* counter, Strides o, Strides d, int Hq,
+                                                         int Sq, int Dv, int rows) {
   next_grid_may_start();
+  if (counter && blockIdx.x + blockIdx.y + threadIdx.x == 0) *counter = 0;
   const int bh = blockIdx.x, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
   const long long base = (long long)bh * rows;
   if (sums) {

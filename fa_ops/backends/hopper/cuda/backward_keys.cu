@@ -131,6 +131,16 @@ struct KeyConsumer : KeyRows {
   }
 };
 
+// One warp.
+DEVICE void produce(const Params& p, const Smem& sm, const Tile& t) {
+  const bool leader = elected();
+  if (leader && t.first < t.last) load_keys(p, sm, t);
+  wait_for_last_grid();  // `prepare` writes nothing read above; without queries too, as what waits for this kernel counts on that one
+  Ring<STAGES> ring;
+  Ring<1> bias;
+  produce_queries(p, sm, t, leader, ring, bias);
+}
+
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
@@ -140,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
     mbar_init_fence();
   }
   __syncthreads();
-  const Tile t = tile_of(p);
+  const Tile t = tile_at(p, blockIdx.x);
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_release<24>();
