@@ -39,6 +39,7 @@ struct ValueConsumer : KeyRows {
     for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
+    fence_async_smem();  // as in forward.cu
     mbar_arrive(sm.q_empty + 8 * i);
     pack_kept(w, s);
 #if HAS_SOFTCAP
@@ -104,6 +105,7 @@ struct KeyConsumer : KeyRows {
       dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);
     }
     mbar_arrive(weights_empty(sm, exchange.stage));
+    fence_async_smem();
     mbar_arrive(sm.do_empty + 8 * i);
     exchange.next();
     pack_all(ds, dp);

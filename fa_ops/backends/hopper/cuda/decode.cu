@@ -287,6 +287,7 @@ struct Consumer {
         mma(o[2 * i], w, v[0] & keep0, v[1] & keep1), mma(o[2 * i + 1], w, v[2] & keep0, v[3] & keep1);
       }
     }
+    fence_async_smem();  // as in forward.cu
     __syncwarp();
     if (lane == 0) mbar_arrive(sm.empty + 8 * stage);
     ring.next();
