@@ -15,6 +15,7 @@ import torch
 
 ROUNDS = 5
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
+_FLUSHES = 8  # as many take a GPU half a millisecond, in which the host launches what is timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +58,14 @@ def device_times(runs: dict[str, Run], device: str, budget_ms: float) -> dict[st
 
 
 def _cuda_samples(run: Run, count: int) -> list[float]:
-    """Event times with a cold L2. The flush also keeps the GPU busy while the host launches."""
+    """Event times with a cold L2: the GPU's alone, as the flushes keep it busy meanwhile."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     pairs = []
     with run.context():
         for _ in range(count):
             state = run.prepare()
-            flush.zero_()
+            for _ in range(_FLUSHES):
+                flush.zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run.timed(state)

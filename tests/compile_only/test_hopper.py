@@ -80,9 +80,9 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     config = configs.backward_config(head_dim, head_dim, is_crowded=is_crowded)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     cubin, log = compiled("backward", config, **features)
-    # the copying warp has 24 registers and keeps up to four words aside; a softcap keeps its
-    # derivative beside everything else
-    assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 16)
+    # around the loop over queries, what belongs to a tile; a softcap keeps its derivative beside
+    # everything else
+    assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 48)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It

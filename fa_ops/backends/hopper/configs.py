@@ -83,7 +83,7 @@ class BackwardConfig:
         scores = self.block_m * self.block_n
         if self.is_wide:
             return scores * 4 * self.buffers
-        return scores * 4 + self.block_m * self.head_dim * 4 if self.adds_dq else 0
+        return scores * 4 + self.block_n * self.head_dim * 2 if self.adds_dq else 0
 
     @property
     def query_shared_bytes(self) -> int:
@@ -243,8 +243,6 @@ def backward_config(
 ) -> BackwardConfig:
     """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
     head_dim, value_dim = padded(D), padded(Dv)
-    # what shared memory holds beside a tile of the bias
-    deterministic = deterministic or (head_dim == 128 and bias_bits == 32)
     config = _backward_config(head_dim, value_dim, deterministic)
     if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ

@@ -1,14 +1,14 @@
 // Attention backward in one pass, a block of keys after the other in persistent CTAs: the next one's keys come while the last one's gradients leave.
-// Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and
-// dV in registers while the queries of the whole group of heads pass by. Scores are computed transposed, so that weights and their
-// gradients leave the accumulators as the register operand of the next product. dQ needs all keys of the block: the gradients of the scores meet in
-// shared memory, each consumer multiplies them with its half of K's columns and adds the result to global memory in fp32 by bulk reduction. That
-// happens a step later: neither consumer then waits for the other as long as it is less than a step ahead.
+// Warpgroup 0 copies; each consumer warpgroup owns 64 keys and keeps their dK and dV in registers while the queries of the whole group of heads pass by.
+// Scores are computed transposed, so that weights and their gradients leave the accumulators as the register operand of the next product. dQ needs all
+// keys of the block: the gradients of the scores meet in shared memory, each consumer multiplies them with its half of K's columns and adds the result
+// to global memory in fp32, out of registers: shared memory has no time to spare. That happens a step later: neither consumer then waits for the other
+// as long as it is less than a step ahead.
 // Those additions come in no fixed order: without ADDS_DQ, dQ is left to backward_queries.cu.
 // Compile-time, beside backward.cuh: ADDS_DQ
 
 constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = BLOCK_M * HEAD_DIM / 256;
-constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2, DQ_BYTES = BLOCK_M * HEAD_DIM * 4 / CONSUMERS;
+constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2;
 constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries, or else half the columns
 constexpr u32 STORED_BARRIER = OWN_BARRIER + CONSUMERS;  // of each consumer and buffer of gradients of scores
 static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_DIM == HEAD_DIM, "halves of the head dim");
@@ -73,21 +73,12 @@ struct Consumer : KeyRows {
 
   // To the sums of a block of queries.
   DEVICE void add_query_gradients(long long block) {
-    float* const to = p.sums + block * (BLOCK_M * HEAD_DIM);
-    const u32 at = sm.exchange + 2 * DS_BYTES + c * DQ_BYTES;
-    if (tid == 0) tma_store_wait_read();
-    named_sync(OWN_BARRIER + c, 128);
+    float* const to = p.sums + block * (BLOCK_M * HEAD_DIM) + base_of(c * 128 * QUERY_GRADS + tid * 4);
 #pragma unroll
     for (int i = 0; i < QUERY_GRADS; i += 4)
-      store_shared(at + (i / 4 * 128 + tid) * 16, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
-    fence_async_smem();
-    named_sync(OWN_BARRIER + c, 128);
-    if (tid == 0) {
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to + c * (DQ_BYTES / 4)), "r"(at),
-                   "r"(DQ_BYTES)
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 128), "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]),
+                   "f"(dq[i + 3])
                    : "memory");
-      tma_store_commit();
-    }
   }
 
   // dQ of the last step, once the other consumer has stored its gradients of scores.
@@ -170,7 +161,7 @@ struct Consumer : KeyRows {
     ring.next();
   }
 
-  // Shared memory that keys do not come to: dV leaves by where this consumer's dQ does, dK by its rows of the gradients of scores.
+  // dK leaves by this consumer's rows of the gradients of scores, dV by what lies behind those: the next keys come to K and V at once.
   DEVICE u32 end_tile() {
     t = published(sm);
     const u32 phase = phase_after(sm);
@@ -185,9 +176,8 @@ struct Consumer : KeyRows {
     } else {
       mbar_arrive(kv_empty(sm));
     }
-    if (tid == 0) tma_store_wait_read();
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all gradients of scores
-    store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + c * DQ_BYTES, 64 * 128, p.dv);
+    store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + first * 128, BLOCK_N * 128, p.dv);
     store(dk, p.scale, sm.exchange + first * 128, BLOCK_N * 128, p.dk);
 #else
     store(dv, value_factor(), sm.v + first * 128, BLOCK_N * 128, p.dv);
