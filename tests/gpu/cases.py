@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from fa_ops.backends import hopper
+from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla
+from fa_ops.ops import prepared
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
@@ -21,6 +27,25 @@ def check(case: Case | PackedCase, gradients: bool = True) -> None:
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", gradients=gradients)
+
+
+@contextlib.contextmanager
+def few_processors(count: int) -> Iterator[None]:
+    """Persistent CTAs take many tiles each, of small problems too."""
+    real = torch.cuda.get_device_properties
+
+    def properties(device: object) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=count, major=real(device).major)
+
+    plans = dense_forward._plan, dense_backward._plan, decode._plan, mla._plan
+    with mock.patch.object(torch.cuda, "get_device_properties", properties):
+        for plan in plans:
+            plan.cache_clear()
+        prepared._runs.clear()
+        yield
+    for plan in plans:
+        plan.cache_clear()
+    prepared._runs.clear()
 
 
 def drawn(seed: int, **fixed) -> Case:

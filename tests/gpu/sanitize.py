@@ -6,6 +6,7 @@
 Prints how many calls ran; results are the other tests' business.
 """
 
+import contextlib
 import importlib
 import sys
 
@@ -14,6 +15,7 @@ import torch
 from fa_ops.testing import random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.types import Packing
+from tests.gpu.cases import few_processors
 
 CASES = 24
 
@@ -28,9 +30,11 @@ def run(backend: str) -> int:
         q, k, v, spec = case.fresh()
         if module.support_error(q, k, v, spec):
             continue
-        out, lse = module.forward(q, k, v, spec)
-        grads = torch.randn_like(out), torch.randn_like(lse)
-        module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
+        # with few processors persistent CTAs meet their second tile in a small problem
+        with few_processors(2) if seed // 4 % 2 else contextlib.nullcontext():
+            out, lse = module.forward(q, k, v, spec)
+            grads = torch.randn_like(out), torch.randn_like(lse)
+            module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
         calls += 1
     if hasattr(module, "varlen_forward"):
         calls += run_packed(module)

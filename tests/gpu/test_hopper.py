@@ -16,6 +16,7 @@ from tests.gpu.cases import (
     check,
     drawn,
     dropout_case,
+    few_processors,
     lengthened,
     masked_case,
     random_masked_case,
@@ -61,6 +62,12 @@ def test_more_tiles_than_processors():
     base = Case(B=40, Hq=4, Hkv=4, Sq=300, Sk=300, D=64, Dv=64, dtype=torch.bfloat16, device="cuda")
     for changes in ({}, {"is_causal": True}, {"kv_lens": True}, {"key_ranges": (1, 0, 1)}):
         check(dataclasses.replace(base, **changes))
+
+
+@pytest.mark.parametrize("seed", range(160))
+def test_few_processors(seed):
+    with few_processors(1 + seed % 5):
+        check(drawn(seed + 7000, deterministic=seed // 16 % 3 == 0))
 
 
 def test_values_past_kv_lens_are_never_read_into_the_result():
