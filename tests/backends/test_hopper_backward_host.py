@@ -70,7 +70,7 @@ class Driver:
         return self.note(function, tuple(config._obj.grid)[:2], pointers)
 
     def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
-        ctypes.memmove(out, struct.pack("<Q", where) * 16, 128)
+        ctypes.memmove(out, struct.pack("<Q", where.value) * 16, 128)
         return 0
 
 
