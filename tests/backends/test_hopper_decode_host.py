@@ -1,4 +1,4 @@
-"""A decoding call of the Hopper tier on the host: CPU tensors and a driver that takes notes."""
+"""A decoding call of the Hopper tier on the host: what its kernels find."""
 
 import ctypes
 import struct
@@ -10,6 +10,12 @@ import torch
 
 from fa_ops.backends.hopper import decode, launch, mla
 from fa_ops.types import Cache, Spec
+
+
+@pytest.fixture
+def driver(driver):
+    driver.struct_bytes = 576
+    return driver
 
 
 def qkv(Sk=600):
@@ -135,19 +141,19 @@ def test_a_struct_serves_a_later_call_and_keeps_its_tail():
 
 
 def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
-    driver.answers[:] = [201, 0, 0]
+    driver.answers["cuLaunchKernelEx"] = [201, 0, 0]
     q, k, v = qkv()
     decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
     assert [one.name for one in driver.launched] == ["decode", "decode", "merge_parts"]
-    assert driver.others == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
-    driver.answers[:] = [700]
+    assert driver.called[-4:-2] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    driver.answers["cuLaunchKernelEx"] = [700]
     with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
         decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
     assert len(driver.launched) == 4
 
 
 def test_the_struct_of_a_latent_cache(driver):
-    driver.size = 384
+    driver.struct_bytes = 384
     q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)
