@@ -136,7 +136,8 @@ class Family:
         self.idle = -(B * Hkv) % self.ctas  # as in the kernel
         self.is_varied = has_lens or ranges is not None
         self.of_q = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
-        # where every byte is read once, fetching 256 bytes at a time costs bandwidth
+        # from shape and strides; where every byte is read once, fetching 256 bytes at a time costs
+        # bandwidth
         self.cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
             whole_rows=config.whole_rows,
@@ -159,10 +160,11 @@ class Family:
         )
 
     def scalars(self, capacity: int) -> bytes:
+        """The end of the struct; `capacity`: keys that a row of the batch has room for."""
         return _SCALARS.pack(*self._before, capacity, *self._behind)
 
     def merges(self, capacity: int) -> bool:
-        """Whether CTAs may share a row."""
+        """Whether CTAs may share a row, as the kernel decides it."""
         tiles = -(-capacity // self.block_n)
         return tiles > 1 and (self.is_varied or self.idle * tiles > self.ctas)
 
@@ -171,26 +173,25 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(self, dtype, device, shapes, strides, options):
-        q_shape, (rows, *_), (*_, Dv) = shapes
+        q_shape, key_shape, (*_, Dv) = shapes
         q_strides, k_strides, v_strides = strides
-        table = options[1]
-        if table is None:
-            _, Hkv, capacity, D = shapes[1]
-            pages = page = 0
-            tokens = capacity
+        if options[1] is None:
+            rows, Hkv, tokens, D = key_shape
+            pages, page, capacity = 0, 0, tokens
         else:
-            pages, page, Hkv, D = shapes[1]
-            max_pages, _ = table
-            tokens, capacity = page, page * max_pages
+            rows, tokens, Hkv, D = key_shape
+            pages, page, capacity = rows, tokens, tokens * options[1][0]
             k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
         B = q_shape[0]
         if B * Hkv * capacity >= 2**37:
             raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
-        self.family = _family(dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options)
-        self.kernels = self.family.kernels[: 1 + self.family.merges(capacity)]
-        self.of_k = self.family.cached((rows, Hkv, tokens, D), k_strides)
-        self.of_v = self.family.cached((rows, Hkv, tokens, Dv), v_strides)
-        self.scalars = self.family.scalars(capacity)
+        self.family = family = _family(
+            dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options
+        )
+        self.kernels = family.kernels[: 1 + family.merges(capacity)]
+        self.of_k = family.cached((rows, Hkv, tokens, D), k_strides)
+        self.of_v = family.cached((rows, Hkv, tokens, Dv), v_strides)
+        self.scalars = family.scalars(capacity)
 
     def run(
         self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,

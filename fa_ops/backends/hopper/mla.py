@@ -141,21 +141,20 @@ class Plan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(self, dtype, device, shapes, strides, options):
-        q_shape, (rows, *_, D) = shapes
+        q_shape, key_shape = shapes
         q_strides, k_strides = strides
-        table = options[1]
-        if table is None:
-            pages = page = 0
-            tokens = capacity = shapes[1][2]
+        if options[1] is None:
+            rows, _, tokens, D = key_shape
+            pages, page, capacity = 0, 0, tokens
         else:
-            pages, page = shapes[1][:2]
-            max_pages, _ = table
-            tokens, capacity = page, page * max_pages
+            rows, tokens, _, D = key_shape
+            pages, page, capacity = rows, tokens, tokens * options[1][0]
             k_strides = tuple(k_strides[i] for i in (0, 2, 1, 3))
         self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
-        if q_shape[0] * family.units * capacity >= 2**37:
+        B, units = q_shape[0], family.units
+        if B * units * capacity >= 2**37:
             raise NotImplementedError(
-                f"counts tiles in 32 bits, got {q_shape[0]} x {family.units} x {capacity} keys"
+                f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
         self.of_k = family.cached((rows, 1, tokens, D), k_strides)
