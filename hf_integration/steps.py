@@ -44,7 +44,7 @@ def attend(
         return None
     lens, ranges = forms.shared_lens(mask), None
     if lens is None:
-        shape = tuple(mask.shape)
+        shape = mask.shape
         if shape == (1, 1, 0, 0):
             return fa_ops.attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks)
         if shape[1:] != (1, 1, 2) or not mask.is_cuda:

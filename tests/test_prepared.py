@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fa_ops
 from fa_ops import dispatch
 from fa_ops.backends import cpu
-from fa_ops.ops import kv_cache, prepared
+from fa_ops.ops import checks, kv_cache, prepared
 
 FAST = torch.tensor(7.0)
 
@@ -18,6 +18,7 @@ FAST = torch.tensor(7.0)
 @pytest.fixture(autouse=True)
 def preparing_backend(monkeypatch):
     monkeypatch.setattr(prepared, "_runs", {})
+    monkeypatch.setattr(prepared, "_ways", {})
     monkeypatch.setattr(cpu, "prepare", lambda q, k, v, spec: lambda q, k, v: FAST, raising=False)
     cached = lambda *call: lambda with_lse, q, k, v, *tensors: (FAST, None)  # noqa: E731
     monkeypatch.setattr(cpu, "prepare_cached", cached, raising=False)
@@ -111,7 +112,8 @@ def test_small_tensors_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch
         assert is_fast(*qkv(512), **small)
         assert not is_fast(*qkv(511), **small)
     monkeypatch.setattr(cpu, "cache_error", lambda *call: "cannot", raising=False)
-    assert not is_fast(*qkv(600), kv_lens=LENS)
+    assert is_fast(*qkv(600), kv_lens=LENS)  # asked when the first of the family was made
+    assert not is_fast(*qkv(600), kv_lens=LENS, scale=2.0)
 
 
 def test_ranges_laid_out_otherwise_go_the_long_way():
@@ -207,6 +209,44 @@ def test_empty_calls_and_many_calls(monkeypatch):
     for n in range(1, 5):
         assert is_fast(q[:, :, :n], k, v)
     assert len(prepared._runs) <= 2
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """How often the rules and the choice of a backend were asked."""
+    asked = []
+    for module, name in ((checks, "dense"), (dispatch, "select"), (cpu, "cache_error")):
+        one = getattr(module, name)
+        noted = lambda *a, one=one, name=name, **k: asked.append(name) or one(*a, **k)  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
+    return asked
+
+
+@pytest.mark.parametrize("small", [{}, {"kv_lens": LENS, "sinks": SINKS}], ids=("plain", "small"))
+def test_a_cache_that_grows_is_checked_once_and_prepared_in_every_step(small, checked, monkeypatch):
+    lengths = []
+    cached = lambda q, k, *call: lengths.append(k.shape[2]) or (lambda *call: (FAST, None))  # noqa: E731
+    monkeypatch.setattr(cpu, "prepare_cached", cached)
+    for Sk in range(512, 520):
+        assert is_fast(*qkv(Sk), **small)
+        assert checked == ["dense", "select", "cache_error"]
+    assert lengths == list(range(512, 520)) and len(prepared._runs) == 8
+    assert is_another(*qkv(520), **small, is_causal=True) and len(checked) == 6
+    with pytest.raises(ValueError, match="value has length 520, but key's is 521"):
+        fa_ops.attention(*qkv(521)[:2], qkv(520)[2], **small)
+
+
+def test_rows_apart_are_refused_where_nothing_is_aligned():
+    def off(*shape):
+        return torch.zeros(1, 2, shape[0] * shape[1] + 1)[..., 1:].unflatten(2, shape)
+
+    q, k, v = off(5, 8), off(600, 8), off(600, 4)
+    assert is_fast(q, k, v) and is_fast(q, off(601, 8), off(601, 4))
+    wide = off(601, 16)[..., ::2]
+    with pytest.raises(ValueError, match="key must be contiguous in its last dimension"):
+        fa_ops.attention(q, wide, off(601, 4))
+    with pytest.raises(ValueError, match="value must be contiguous in its last dimension"):
+        fa_ops.attention(q, off(601, 8), wide[..., :4])
 
 
 def test_meta_tensors_have_a_result_and_no_backend():

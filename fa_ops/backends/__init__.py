@@ -23,7 +23,7 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
         writes the new keys and values first, if there are any; q may be empty if there are
     prepare_cached(q, k, v, cache, spec) -> (with_lse, q, k, v, *tensors) -> (out, lse)
         optional: calls like this one again, at the least host cost; None where it cannot. Also for
-        dense calls with kv_lens or key_ranges that are decoding (`types.is_decoding`). `tensors`:
+        dense calls that are decoding (`types.is_decoding`), if `cache_error` has none. `tensors`:
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max; at the end None may be left out. Without `with_lse` lse
         may be None

@@ -77,7 +77,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
         cache = cache._replace(key=None, value=None)
     results = dispatch.select_cache(q, k, v, cache, spec).cache_forward(q, k, v, cache, spec)
     if call is not None:
-        prepared.remember_cached(call, q, k, v, given, asked)
+        prepared.make_cached(call, q, k, v, given, asked)
     return results
 
 

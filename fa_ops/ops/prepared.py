@@ -2,7 +2,9 @@
 
 The checks and the choice of a backend are most of the host time of a small call. None of them can
 decide anything new for a call with the same shapes, strides, dtypes, devices and options, so such a
-call is remembered with the function its backend prepared for it.
+call is remembered with the function its backend prepared for it. They ask little about the number
+of keys: what they have said holds for a family of calls, so that a cache which grows by a token in
+every step is checked once, and each of its lengths has only to be prepared.
 
 The doors look here before they call an operator, to leave the dispatcher out too. They may where
 nothing watches: torch.compile, functorch, autocast, dispatch modes and the profiler get to see the
@@ -11,6 +13,7 @@ operator itself. The operators over a cache, which have no gradient, look here b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -19,10 +22,12 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, checks, library
-from fa_ops.types import Cache, Spec, is_decoding
+from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
 _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
+# How (q, k, v, cache, spec) of a family that has passed its checks is prepared.
+_ways: dict[tuple, Callable[..., Callable[..., Tensor] | None]] = {}
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
@@ -73,70 +78,97 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
         return None
 
 
+def _family(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple | None:
+    """What makes two calls over contiguous caches the same to checks and backends: of the number
+    of keys and of strides, what these ask. None where they refuse the call."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return None
+    q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
+    return (
+        q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
+        k_shape[2] == v_shape[2], is_decoding(q_shape[2], k_shape[2], spec),
+        k_strides[3], v_strides[3], k_strides == v_strides, rows_are_aligned(q, k, v), *rest,
+    )  # fmt: skip
+
+
+def _keep(known: dict, key: tuple, value):
+    if len(known) >= _LIMIT:
+        known.clear()
+    known[key] = value
+    return value
+
+
 def make_cached(
     key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """What the backend of a call over a cache prepares for it, if it does.
 
-    Raises what the operator would. Kernels want small tensors contiguous: calls with others go the
-    long way.
+    Raises what the operator would.
     """
-    if key in _runs or not values_are_free(q):
+    if key in _runs or not (values_are_free(q) and q.numel() and k.numel()):
         return None
-    cache_checks.cached(q, k, v, cache, spec, real=True)
-    remember_cached(key, q, k, v, cache, spec)
-    return _runs.get(key)
+    family = key if cache.page_table is not None else _family(key, q, k, v, spec)
+    way = _ways.get(family)
+    if way is None:
+        cache_checks.cached(q, k, v, cache, spec, real=True)
+        way = _keep(_ways, family, _way_cached(q, k, v, cache, spec))
+    return _keep(_runs, key, way(q, k, v, cache, spec))
 
 
-def remember_cached(key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-    """Keep what is prepared for a call over a cache that has passed its checks."""
+def _way_cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[..., Callable[..., tuple[Tensor, Tensor | None]] | None]:
+    """Kernels want small tensors contiguous: calls with others go the long way."""
     small = (cache.page_table, *cache[3:7], cache.unified_max, *spec[7:11])
     plain = all(t is None or t.is_contiguous() for t in small)
-    new = cache.key is None or cache.key.numel() > 0
-    if key in _runs or not (values_are_free(q) and plain and new and q.numel() and k.numel()):
-        return
-    if len(_runs) >= _LIMIT:
-        _runs.clear()
-    prepare = getattr(dispatch.select_cache(q, k, v, cache, spec), "prepare_cached", None)
-    _runs[key] = prepare and prepare(q, k, v, cache, spec)
+    if not plain or (cache.key is not None and not cache.key.numel()):
+        return _nothing
+    return getattr(dispatch.select_cache(q, k, v, cache, spec), "prepare_cached", _nothing)
 
 
 def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
     """What the call's backend prepares for it, if it does; the next call finds it by its key.
 
-    Raises what the operator would. A cache that grows makes a new call in every step, so this is
-    all that such a call goes through.
+    Raises what the operator would.
     """
     if key in _runs or q.device.type not in _DEVICES or not (q.numel() and k.numel() and v.numel()):
         return None
-    checks.dense(q, k, v, spec, real=True)
-    if len(_runs) >= _LIMIT:
-        _runs.clear()
-    backend = dispatch.select(q, k, v, spec)
-    if spec.kv_lens is spec.key_ranges is spec.sinks is None:
-        prepare = getattr(backend, "prepare", None)
-        run = prepare and prepare(q, k, v, spec)
-    else:
-        run = _decoding(backend, q, k, v, spec)
-    _runs[key] = run
-    return run
+    family = _family(key, q, k, v, spec)
+    way = _ways.get(family)
+    if way is None:
+        checks.dense(q, k, v, spec, real=True)
+        way = _keep(_ways, family, _way(dispatch.select(q, k, v, spec), q, k, v, spec))
+    return _keep(_runs, key, way(q, k, v, Cache(), spec))
 
 
 _DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
 
 
-def _decoding(
+def _way(
     backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., Tensor] | None:
-    """Calls with kv_lens, key_ranges or sinks: those over a cache that nothing is added to."""
-    prepare, cache = getattr(backend, "prepare_cached", None), Cache()
-    small = (spec.kv_lens, spec.key_ranges, spec.sinks)
-    plain = all(t is None or t.is_contiguous() for t in small)
-    if not (prepare and plain and is_decoding(q.shape[2], k.shape[2], spec)):
-        return None
-    run = None if backend.cache_error(q, k, v, cache, spec) else prepare(q, k, v, cache, spec)
-    if run is None:
-        return None
-    return lambda q, k, v, lens, ranges, sinks: run(
-        False, q, k, v, lens, None, ranges, None, sinks
-    )[0]
+) -> Callable[..., Callable[..., Tensor] | None]:
+    """Calls that decode are those over a cache that nothing is added to; only they are prepared
+    with kv_lens, key_ranges or sinks."""
+    small = [t for t in (spec.kv_lens, spec.key_ranges, spec.sinks) if t is not None]
+    prepare = getattr(backend, "prepare_cached", None)
+    if prepare and is_decoding(q.shape[2], k.shape[2], spec):
+        plain = all(t.is_contiguous() for t in small)
+        if plain and backend.cache_error(q, k, v, Cache(), spec) is None:
+            return functools.partial(_decoding, prepare)
+    prepare = getattr(backend, "prepare", None)
+    if small or prepare is None:
+        return _nothing
+    return lambda q, k, v, cache, spec: prepare(q, k, v, spec)
+
+
+def _decoding(prepare: Callable, *call: Tensor | Cache | Spec) -> Callable[..., Tensor] | None:
+    run = prepare(*call)
+    return run and (
+        lambda q, k, v, lens=None, ranges=None, sinks=None: run(
+            False, q, k, v, lens, None, ranges, None, sinks
+        )[0]
+    )
+
+
+def _nothing(*call: object) -> None:
+    """For calls that always go the long way."""

@@ -37,15 +37,19 @@ def few_processors(count: int) -> Iterator[None]:
     def properties(device: object) -> SimpleNamespace:
         return SimpleNamespace(multi_processor_count=count, major=real(device).major)
 
-    plans = dense_forward._plan, dense_backward._plan, decode._plan, mla._plan
     with mock.patch.object(torch.cuda, "get_device_properties", properties):
-        for plan in plans:
-            plan.cache_clear()
-        prepared._runs.clear()
+        _forget()
         yield
-    for plan in plans:
-        plan.cache_clear()
-    prepared._runs.clear()
+    _forget()
+
+
+def _forget() -> None:
+    """Plans made for another number of processors."""
+    prepared._runs.clear(), prepared._ways.clear()
+    for module in (decode, dense_backward, dense_forward, mla):
+        for one in ("_plan", "_family"):
+            if hasattr(module, one):
+                getattr(module, one).cache_clear()
 
 
 def drawn(seed: int, **fixed) -> Case:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.ops import kv_cache, prepared
+from fa_ops.backends import reference
+from fa_ops.ops import checks, kv_cache, prepared
+from fa_ops.testing import assert_within_budget, naive
+from fa_ops.types import Spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,3 +132,47 @@ def test_two_graphs_replay_at_once(case):
         torch.cuda.synchronize()
         for _, out, expected, *_ in captured:
             assert torch.equal(out, expected)
+
+
+LENGTHS = (700, 701, 702, 703, 767, 768, 769, 1500, 512, 513, 2047, 2048)
+LAYOUTS = {
+    "contiguous": lambda t, S: t[:, :, :S].clone(),
+    "transposed": lambda t, S: t[:, :, :S].transpose(1, 2).contiguous().transpose(1, 2),
+    "a slice": lambda t, S: t[:, :, :S],
+}
+SIZES = [(1, 32, 8, 128, 128), (3, 8, 2, 64, 64), (2, 6, 3, 72, 40)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("small", ["", "kv_lens", "sinks kv_lens key_ranges"])
+def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeypatch):
+    """Beyond its end lies NaN: what is read there shows. Checked once, for all lengths."""
+    (B, Hq, Hkv, D, Dv), asked, dense = sizes, [], checks.dense
+    monkeypatch.setattr(checks, "dense", lambda *a, **k: asked.append(1) or dense(*a, **k))
+    prepared._runs.clear(), prepared._ways.clear()
+    whole = draw(B, Hkv, 2048, D), draw(B, Hkv, 2048, Dv)
+    sinks = torch.randn(Hq, device="cuda")
+    for S in LENGTHS:
+        q, caches = draw(B, Hq, 1, D), [t.clone() for t in whole]
+        for t in caches:
+            t[:, :, S:] = float("nan")
+        k, v = (LAYOUTS[layout](t, S) for t in caches)
+        lens = (S - 7 * torch.arange(B, device="cuda")).int()
+        bounds = torch.stack([lens // 9, lens], -1)[:, None, None].contiguous()
+        given = {"sinks": sinks, "kv_lens": lens, "key_ranges": bounds}
+        options = {name: given[name] for name in small.split()}
+        found, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
+        expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
+        assert_within_budget(f"{S} keys", found, expected, naive(q, k, v, spec)[0])
+    assert len(asked) == 1 and len(prepared._ways) == 1
+
+
+def test_a_latent_cache_that_grows():
+    whole = draw(2, 1, 2048, 576)
+    for S in LENGTHS:
+        q, k = draw(2, 16, 1, 576), whole[:, :, :S].clone()
+        found = fa_ops.attention(q, k, k[..., :512], scale=0.07)
+        call = (q, k, k[..., :512], Spec(scale=0.07))
+        expected, _ = reference.dense(*(t.double() for t in call[:3]), call[3])
+        assert_within_budget(f"{S} keys", found, expected, naive(*call)[0])

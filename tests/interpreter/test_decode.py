@@ -265,10 +265,12 @@ def test_scales_of_values_far_apart_keep_their_precision():
 
 def test_a_prepared_dense_call():
     q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
-    run = decode.prepare(q, k, v, Spec(is_causal=True))
-    expected = reference.forward(2 * q, k, v, Spec(is_causal=True))[0]
+    spec = Spec(is_causal=True)
+    run = prepared._way(triton, q, k, v, spec)(q, k, v, Cache(), spec)
+    expected = reference.forward(2 * q, k, v, spec)[0]
     torch.testing.assert_close(run(2 * q, k, v), expected, atol=1e-5, rtol=1e-5)
-    assert decode.prepare(q, k[:, :, :100], v[:, :, :100], Spec()) is None
+    short = q, k[:, :, :100], v[:, :, :100]
+    assert prepared._way(triton, *short, spec)(*short, Cache(), spec) is None
 
 
 @pytest.mark.parametrize("names", [("kv_lens",), ("key_ranges",), ("kv_lens", "key_ranges")])
@@ -279,8 +281,9 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         lens = torch.tensor([last, 7], dtype=torch.int32)
         bounds = {"kv_lens": lens, "key_ranges": torch.stack([lens // 2, lens], -1)[:, None, None]}
         spec = Spec(is_causal=True, **{name: bounds[name] for name in names})
-        run = run or prepared._decoding(triton, q, k, v, spec)
+        run = run or prepared._way(triton, q, k, v, spec)(q, k, v, Cache(), spec)
         expected = reference.forward(q, k, v, spec)[0]
         found = run(q, k, v, spec.kv_lens, spec.key_ranges, None)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert prepared._decoding(triton, q, k[:, :, :100], v[:, :, :100], spec) is None
+    short = q, k[:, :, :100], v[:, :, :100]
+    assert prepared._way(triton, *short, spec)(*short, Cache(), spec) is None

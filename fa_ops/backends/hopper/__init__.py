@@ -76,12 +76,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    from fa_ops.backends.hopper import decode, dense_forward, mla
+    from fa_ops.backends.hopper import dense_forward
 
-    own = mla if mla.has_dims(q, v) else decode
-    if own is mla or decode.decodes(q, k, v, spec):
-        run = own.prepare(q, k, v, Cache(), spec)
-        return lambda q, k, v: run(False, q, k, v)[0]
     return dense_forward.prepare(q, k, v, spec)
 
 

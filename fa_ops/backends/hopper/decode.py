@@ -2,7 +2,8 @@
 merges what several CTAs found of one row.
 
 Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
-CUDA graph serves every length.
+CUDA graph serves every length. A cache that grows has another shape in every step: a family of
+calls shares all that does not depend on how many keys there are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, win
 from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
 # struct Params: maps and addresses, then what all calls of a plan share
-_HEAD, _SCALARS = struct.Struct("<128s128s128s9Q"), struct.Struct("<15i3f48x")
+_PARAMS, _SCALARS = struct.Struct("<128s128s128s9Q120s"), struct.Struct("<15i3f48x")
 _MAX_ROWS = 16
 
 
@@ -104,24 +105,14 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> Plan:
     return _plan(q.dtype, q.device.index, shapes, strides, options)
 
 
-class Plan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+class Family:
+    """All of a call that depends neither on the number and the strides of keys and values, nor on
+    where its tensors lie or what they hold."""
 
-    def __init__(self, dtype, device, shapes, strides, options):
-        self.options = statics, table, has_lens, slopes, has_sinks, ranges = options
-        (B, Hq, Sq, D), key_shape, (*_, Dv) = shapes
-        page, pages, stride = 0, 0, 0
-        k_strides, v_strides = strides[1:]
-        if table is None:
-            _, Hkv, capacity, _ = key_shape
-        else:
-            pages, page, Hkv, _ = key_shape
-            max_pages, stride = table
-            capacity = page * max_pages
-            key_shape = (pages, Hkv, page, D)
-            k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
-        if B * Hkv * capacity >= 2**37:
-            raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
+    def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options):
+        statics, table, has_lens, slopes, has_sinks, ranges = options
+        self.options = options
+        B, Hq, Sq, D = q_shape
         group = Hq // Hkv
         causal, scale, left, right, softcap = statics
         left, right, _ = window(causal, left, right)
@@ -129,7 +120,7 @@ class Plan:
             right = FAR  # one query stands at the last key
         units = ScoreUnits.of(D, scale, softcap)
         config = decode_config(D, Dv, group * Sq, page)
-        self.device = device
+        self.device, self.block_n = device, config.block_n
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         defines = kernel_defines(
             config,
@@ -141,20 +132,16 @@ class Plan:
             alibi=slopes is not None,
             sinks=has_sinks,
         )
-        idle, tiles = -(B * Hkv) % self.ctas, -(-capacity // config.block_n)  # as in the kernel
-        varied = has_lens or ranges is not None
-        merges = tiles > 1 and (varied or idle * tiles > self.ctas)
-        self.kernels = kernels("decode", config, device, defines, merges)
-        # where every byte is read once, fetching 256 bytes at a time costs bandwidth
-        cached = functools.partial(
+        self.kernels = kernels("decode", config, device, defines)
+        self.idle = -(B * Hkv) % self.ctas  # as in the kernel
+        self.is_varied = has_lens or ranges is not None
+        self.of_q = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
+        # from shape and strides; where every byte is read once, fetching 256 bytes at a time costs
+        # bandwidth
+        self.cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
             whole_rows=config.whole_rows,
         )  # fmt: skip
-        self.maps = (
-            TensorMap(dtype, shapes[0], strides[0], Sq, heads=group),
-            cached(key_shape, k_strides),
-            cached((*key_shape[:3], Dv), v_strides),
-        )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
         # of each CTA's first and last unit: sums and statistics; behind them the lse of a call that
@@ -163,13 +150,48 @@ class Plan:
         self.stats_at = rows * config.value_dim * 4
         self.lse_at = self.stats_at + rows * 8
         self.workspace = (self.lse_at + B * Hq * Sq * 4,), (1,), torch.uint8
-        scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, group, Sq, capacity, Dv, idle, left, right, page, pages, stride),
+        self.params = Params(_PARAMS)
+        self._before = B, Hq, Hkv, group, Sq
+        self._behind = (
+            *(Dv, self.idle, left, right, page, pages, 0 if table is None else table[1]),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
             *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
         )
-        self.params = Params(_HEAD, scalars)
+
+    def scalars(self, capacity: int) -> bytes:
+        """The end of the struct; `capacity`: keys that a row of the batch has room for."""
+        return _SCALARS.pack(*self._before, capacity, *self._behind)
+
+    def merges(self, capacity: int) -> bool:
+        """Whether CTAs may share a row, as the kernel decides it."""
+        tiles = -(-capacity // self.block_n)
+        return tiles > 1 and (self.is_varied or self.idle * tiles > self.ctas)
+
+
+class Plan:
+    """All of a call that does not depend on where its tensors lie or what they hold."""
+
+    def __init__(self, dtype, device, shapes, strides, options):
+        q_shape, key_shape, (*_, Dv) = shapes
+        q_strides, k_strides, v_strides = strides
+        if options[1] is None:
+            rows, Hkv, tokens, D = key_shape
+            pages, page, capacity = 0, 0, tokens
+        else:
+            rows, tokens, Hkv, D = key_shape
+            pages, page, capacity = rows, tokens, tokens * options[1][0]
+            k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
+        B = q_shape[0]
+        if B * Hkv * capacity >= 2**37:
+            raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
+        self.family = family = _family(
+            dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options
+        )
+        self.kernels = family.kernels[: 1 + family.merges(capacity)]
+        self.of_k = family.cached((rows, Hkv, tokens, D), k_strides)
+        self.of_v = family.cached((rows, Hkv, tokens, Dv), v_strides)
+        self.scalars = family.scalars(capacity)
 
     def run(
         self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
@@ -177,13 +199,14 @@ class Plan:
         sinks: Tensor | None = None, *_: None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """out and lse, which is None unless asked for."""
-        if current_device() != self.device:
-            with torch.cuda.device(self.device):
+        family = self.family
+        if current_device() != family.device:
+            with torch.cuda.device(family.device):
                 return self.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & 15:
             q, k, v = map(copyable, (q, k, v))
-            other = _plan_of(q, k, v, *self.options)
+            other = _plan_of(q, k, v, *family.options)
             return other.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
         if ranges is not None:
             ranges = ranges.contiguous()
@@ -191,17 +214,17 @@ class Plan:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
-        out, workspace = empty(*self.out), empty(*self.workspace)
-        lse = empty(*self.lse) if with_lse else None
-        of_q, of_k, of_v = self.maps
+        out, workspace = empty(*family.out), empty(*family.workspace)
+        lse = empty(*family.lse) if with_lse else None
         at = workspace.data_ptr()
-        params = self.params.take(
-            of_q.at(q_at), of_k.at(k_at), of_v.at(v_at), out.data_ptr(),
-            at + self.lse_at if lse is None else lse.data_ptr(), at, at + self.stats_at,
+        params = family.params.take(
+            family.of_q.at(q_at), self.of_k.at(k_at), self.of_v.at(v_at), out.data_ptr(),
+            at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
             address(kv_lens), address(ranges), address(table), address(sinks), address(slopes),
+            self.scalars,
         )  # fmt: skip
-        launch_early(self.kernels, self.ctas, current_stream(self.device), params[1])
-        self.params.give_back(params)
+        launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
+        family.params.give_back(params)
         return out, lse
 
 
@@ -210,14 +233,13 @@ def kernels(
     config: DecodeConfig | MlaConfig,
     device: int,
     defines: dict[str, int],
-    merges: bool,
-) -> tuple[Kernel, ...]:
-    """What a call launches, one after the other; without `merges` nothing can be shared."""
+) -> tuple[Kernel, Kernel]:
+    """What a call launches, one after the other; the second only where CTAs may share a row."""
     options = tuple(defines.items())
-    first = kernel(source, source, device, config.threads, config.shared_bytes, options)
-    if not merges:
-        return (first,)
-    return first, kernel(source, "merge_parts", device, config.merge_threads, 0, options)
+    return (
+        kernel(source, source, device, config.threads, config.shared_bytes, options),
+        kernel(source, "merge_parts", device, config.merge_threads, 0, options),
+    )
 
 
 def kernel_defines(
@@ -236,4 +258,5 @@ def kernel_defines(
     }
 
 
+_family = functools.lru_cache(maxsize=256)(Family)
 _plan = functools.lru_cache(maxsize=1024)(Plan)

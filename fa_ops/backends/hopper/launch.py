@@ -54,9 +54,10 @@ class DriverError(RuntimeError):
 @functools.cache
 def driver() -> ctypes.CDLL:
     lib = ctypes.CDLL("libcuda.so.1")
-    u, p = ctypes.c_uint, ctypes.c_void_p  # cuLaunchKernel has no list: converting by it takes 2 us
-    lib.cuMemsetD32Async.argtypes = [p, u, ctypes.c_size_t, p]
-    lib.cuTensorMapEncodeTiled.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
+    # others have no list: converting by it takes 1 to 2 us
+    lib.cuMemsetD32Async.argtypes = [
+        ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
+    ]  # fmt: skip
     return lib
 
 
@@ -188,13 +189,15 @@ one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
 
 
 class Params:
-    """A kernel's parameters, of which calls fill in the head and share the tail.
+    """A kernel's parameters, of which calls fill in the head and share the tail, if there is one.
 
     They lie one behind the other, each at its offset. Memory that a call has launched from serves a
     later one: making it takes longer than filling.
     """
 
-    def __init__(self, head: struct.Struct, tail: bytes, offsets: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, head: struct.Struct, tail: bytes = b"", offsets: Sequence[int] = (0,)
+    ) -> None:
         self._pack, self._tail, self._offsets = head.pack_into, bytes(head.size) + tail, offsets
         self._free: list[tuple[ctypes.Array, ctypes.Array]] = []
 
@@ -242,19 +245,18 @@ class TensorMap:
         promotion: int = PROMOTE_256B,
         whole_rows: bool = False,
     ):
-        (B, H, S, D), size = shape, dtype.itemsize
+        (B, H, S, D), (b, h, s, _), size = shape, strides, dtype.itemsize
         # the stride of a dimension of one element is never used, but must be legal
-        steps = [
-            size * stride if count > 1 else 16
-            for count, stride in ((S, strides[2]), (H, strides[1]), (B, strides[0]))
-        ]
-        sizes, box = [D, S, H, B], [128 // size, rows, heads, 1]
+        s, h, b = s * size if S > 1 else 16, h * size if H > 1 else 16, b * size if B > 1 else 16
         if whole_rows:
-            sizes[:1], box[:1], steps[:0] = [64, D // 64], [64, D // 64], [128]
-        self._rank = len(sizes)
+            packed = _pack("<5Q", 64, D // 64, S, H, B), _pack("<4Q", 128, s, h, b)
+            self._rank, box = 5, _pack("<5I", 64, D // 64, rows, heads, 1)
+        else:
+            packed = _pack("<4Q", D, S, H, B), _pack("<3Q", s, h, b)
+            self._rank, box = 4, _pack("<4I", 128 // size, rows, heads, 1)
         self._shape, self._strides = shape, strides
-        self._arrays = _SIZES(*sizes), _STEPS(*steps), _BOX(*box), _ONES
-        self._dtype, self._promotion = _MAP_DTYPE[dtype], promotion
+        self._dtype = _MAP_DTYPE[dtype]
+        self._rest = *packed, box, _ONES, 0, _SWIZZLE_128B, promotion, 0
         self._known: dict[int, bytes] = {}
 
     def at(self, where: int) -> bytes:
@@ -266,20 +268,39 @@ class TensorMap:
         return found
 
     def _encode(self, where: int) -> bytes:
-        memory = (ctypes.c_uint64 * 24)()  # its own: other threads run during the call
-        aligned = (ctypes.addressof(memory) + 63) & ~63
-        arguments = (
-            aligned, self._dtype, self._rank, where, *self._arrays, 0, _SWIZZLE_128B,
-            self._promotion, 0,
-        )  # fmt: skip
         try:
-            call("cuTensorMapEncodeTiled", *arguments)
+            memory = _maps.pop()  # one step for all threads, as append is
+        except IndexError:
+            memory = _map_memory()
+        written, begin, to, at = memory
+        at.value = where
+        arguments = to, self._dtype, self._rank, at, *self._rest
+        status = driver().cuTensorMapEncodeTiled(*arguments)
+        if status:
+            self._after_failure(status, *arguments)
+        encoded = written[begin : begin + 128]
+        _maps.append(memory)
+        return encoded
+
+    def _after_failure(self, status: int, *arguments) -> None:
+        try:
+            _after_failure(status, "cuTensorMapEncodeTiled", *arguments)
         except DriverError as error:
             about = f"shape {tuple(self._shape)}, strides {self._strides}"
             raise DriverError(f"{error} for {about}") from None
-        return ctypes.string_at(aligned, 128)
 
 
-# Types are made once: a cache that grows has maps of its own in every step.
-_SIZES, _STEPS, _BOX = ctypes.c_uint64 * 5, ctypes.c_uint64 * 4, ctypes.c_uint32 * 5
-_ONES = _BOX(1, 1, 1, 1, 1)
+# Memory that a map is written to, where in it, that as an address, and the address that the map is
+# of; a call's alone. A cache that grows has maps of its own in every step.
+_maps: list[tuple[ctypes.Array, int, ctypes.c_void_p, ctypes.c_void_p]] = []
+
+
+def _map_memory() -> tuple[ctypes.Array, int, ctypes.c_void_p, ctypes.c_void_p]:
+    memory = (ctypes.c_char * 192)()
+    at = ctypes.addressof(memory)
+    begin = -at % 64
+    return memory, begin, ctypes.c_void_p(at + begin), ctypes.c_void_p()
+
+
+_pack = struct.pack  # sizes, strides and boxes: the driver is given where the bytes lie
+_ONES = _pack("<5I", 1, 1, 1, 1, 1)

@@ -1,6 +1,6 @@
 """Decoding over a latent cache on sm_90a: one kv head, values that are part of its keys.
 
-As with `decode`, all depends on shapes alone: a captured CUDA graph serves every length.
+As with `decode`, all depends on shapes alone, and little of it on how many keys there are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in
 
 HEAD_DIM, VALUE_DIM = 576, 512
 # struct Params: maps and addresses, then what all calls of a plan share
-_HEAD, _SCALARS = struct.Struct("<128s128s6Q"), struct.Struct("<13if24x")
+_PARAMS, _SCALARS = struct.Struct("<128s128s6Q80s"), struct.Struct("<13if24x")
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
@@ -92,39 +92,27 @@ def _plan_of(q: Tensor, k: Tensor, *options) -> Plan:
     return _plan(q.dtype, q.device.index, (q.shape, k.shape), (q.stride(), k.stride()), options)
 
 
-class Plan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+class Family:
+    """All of a call that depends neither on the number and the strides of keys, nor on where its
+    tensors lie or what they hold."""
 
-    def __init__(self, dtype, device, shapes, strides, options):
-        self.options = (is_causal, scale), table, has_lens = options
-        (B, Hq, Sq, D), key_shape = shapes
-        page, pages, stride, k_strides = 0, 0, 0, strides[1]
-        if table is None:
-            capacity = key_shape[2]
-        else:
-            pages, page = key_shape[:2]
-            max_pages, stride = table
-            capacity = page * max_pages
-            key_shape = (pages, 1, page, D)
-            k_strides = tuple(k_strides[i] for i in (0, 2, 1, 3))
+    def __init__(self, dtype, device, q_shape, q_strides, pages, page, options):
+        (is_causal, scale), table, has_lens = self.options = options
+        B, Hq, Sq, D = q_shape
         config = mla_config(page)
-        self.device = device
+        self.device, self.block_n = device, config.block_n
         self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         head_blocks = -(-Hq // config.rows)
         heads = -(-Hq // head_blocks)
         tokens = min(config.rows // heads, Sq)
         blocks = head_blocks * -(-Sq // tokens)
         width = _width(blocks, self.ctas)
-        units = -(-blocks // width)
-        if B * units * capacity >= 2**37:
-            raise NotImplementedError(
-                f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
-            )
+        self.units = -(-blocks // width)
         defines = kernel_defines(config, dtype, paged=table is not None, kv_lens=has_lens)
-        self.kernels = kernels("mla", config, device, defines, merges=capacity > config.block_n)
-        self.maps = (
-            TensorMap(dtype, shapes[0], strides[0], tokens, heads=heads),
-            TensorMap(dtype, key_shape, k_strides, config.copy_keys, promotion=PROMOTE_128B),
+        self.kernels = kernels("mla", config, device, defines)
+        self.of_q = TensorMap(dtype, q_shape, q_strides, tokens, heads=heads)
+        self.cached = functools.partial(
+            TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B
         )
         self.out = (
             (B, Hq, Sq, VALUE_DIM),
@@ -137,36 +125,64 @@ class Plan:
         self.stats_at = rows * VALUE_DIM * 4
         self.lse_at = self.stats_at + rows * 8
         self.workspace = (self.lse_at + B * Hq * Sq * 4,), (1,), torch.uint8
-        scalars = _SCALARS.pack(
-            *(B, Hq, Sq, capacity, tokens, heads, head_blocks, width, units),
-            *(0 if is_causal and Sq > 1 else FAR, page, pages, stride),
+        self.params = Params(_PARAMS)
+        self._before = B, Hq, Sq
+        self._behind = (
+            *(tokens, heads, head_blocks, width, self.units, 0 if is_causal and Sq > 1 else FAR),
+            *(page, pages, 0 if table is None else table[1]),
             (D**-0.5 if scale is None else scale) * LOG2E,
         )
-        self.params = Params(_HEAD, scalars)
+
+    def scalars(self, capacity: int) -> bytes:
+        return _SCALARS.pack(*self._before, capacity, *self._behind)
+
+
+class Plan:
+    """All of a call that does not depend on where its tensors lie or what they hold."""
+
+    def __init__(self, dtype, device, shapes, strides, options):
+        q_shape, key_shape = shapes
+        q_strides, k_strides = strides
+        if options[1] is None:
+            rows, _, tokens, D = key_shape
+            pages, page, capacity = 0, 0, tokens
+        else:
+            rows, tokens, _, D = key_shape
+            pages, page, capacity = rows, tokens, tokens * options[1][0]
+            k_strides = tuple(k_strides[i] for i in (0, 2, 1, 3))
+        self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
+        B, units = q_shape[0], family.units
+        if B * units * capacity >= 2**37:
+            raise NotImplementedError(
+                f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
+            )
+        self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
+        self.of_k = family.cached((rows, 1, tokens, D), k_strides)
+        self.scalars = family.scalars(capacity)
 
     def run(
         self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
         table: Tensor | None = None, *_: None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """out and lse, which is None unless asked for. The values are the keys' first features."""
-        if current_device() != self.device:
-            with torch.cuda.device(self.device):
+        family = self.family
+        if current_device() != family.device:
+            with torch.cuda.device(family.device):
                 return self.run(with_lse, q, k, v, kv_lens, table)
         q_at, k_at = q.data_ptr(), k.data_ptr()
         if (q_at | k_at) & 15:
             q, k = map(copyable, (q, k))
-            return _plan_of(q, k, *self.options).run(with_lse, q, k, v, kv_lens, table)
-        out, workspace = empty(*self.out), empty(*self.workspace)
-        lse = empty(*self.lse) if with_lse else None
-        of_q, of_k = self.maps
+            return _plan_of(q, k, *family.options).run(with_lse, q, k, v, kv_lens, table)
+        out, workspace = empty(*family.out), empty(*family.workspace)
+        lse = empty(*family.lse) if with_lse else None
         at = workspace.data_ptr()
-        params = self.params.take(
-            of_q.at(q_at), of_k.at(k_at), out.data_ptr(),
-            at + self.lse_at if lse is None else lse.data_ptr(), at, at + self.stats_at,
-            address(kv_lens), address(table),
+        params = family.params.take(
+            family.of_q.at(q_at), self.of_k.at(k_at), out.data_ptr(),
+            at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
+            address(kv_lens), address(table), self.scalars,
         )  # fmt: skip
-        launch_early(self.kernels, self.ctas, current_stream(self.device), params[1])
-        self.params.give_back(params)
+        launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
+        family.params.give_back(params)
         return out, lse
 
 
@@ -191,4 +207,5 @@ def kernel_defines(
     }
 
 
+_family = functools.lru_cache(maxsize=256)(Family)
 _plan = functools.lru_cache(maxsize=1024)(Plan)

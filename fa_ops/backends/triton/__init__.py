@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton.backward import backward, varlen_backward
-from fa_ops.backends.triton.decode import (
-    cache_error,
-    cache_forward,
-    prepare,
-    prepare_cached,
-)
+from fa_ops.backends.triton.decode import cache_error, cache_forward, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
@@ -29,7 +24,6 @@ __all__ = [
     "cache_forward",
     "forward",
     "merge_states",
-    "prepare",
     "prepare_cached",
     "support_error",
     "varlen_backward",

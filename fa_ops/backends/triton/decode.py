@@ -26,7 +26,7 @@ from fa_ops.backends.triton.configs_decode import (
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache, scales_of_pages
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
-from fa_ops.types import Cache, Spec, is_decoding
+from fa_ops.types import Cache, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
@@ -139,14 +139,6 @@ def prepare_cached(
         return call(with_lse, q, k, v, *small)
 
     return run
-
-
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """Dense calls like this one again, if they count as decoding."""
-    if not is_decoding(q.shape[2], k.shape[2], spec):
-        return None
-    run = prepare_cached(q, k, v, Cache(), spec)
-    return lambda q, k, v: run(False, q, k, v)[0]
 
 
 def decode(
