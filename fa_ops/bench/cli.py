@@ -72,10 +72,9 @@ def backward(
 
 @app.command()
 def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> None:
-    """Host time of a small eager call without gradient, and where it goes."""
+    """Host time of a small eager call, without gradient and forward + backward, and its parts."""
     device = _device(device)
-    with torch.no_grad():
-        times = timing.host_times(host_calls.runs(device), device, bursts)
+    times = timing.host_times(host_calls.runs(device), device, bursts)
     console.print(report.host_table(times))
     if device == "cpu":
         console.print("on a CPU a call's time includes its computation")

@@ -129,7 +129,7 @@ def print_sweep(
 
 
 def host_table(times: dict[str, Time]) -> Table:
-    table = Table(title="host time of one eager call, no gradient")
+    table = Table(title="host time of one eager call")
     for name in ("call", "us, median", "20 % - 80 %"):
         table.add_column(name, justify="left" if name == "call" else "right")
     for name, time in times.items():
