@@ -1,11 +1,9 @@
-"""A decoding call of the Hopper tier on the host: CPU tensors and a driver that takes notes."""
+"""A decoding call of the Hopper tier on the host: what its kernels find."""
 
 import ctypes
 import struct
 import sys
 import threading
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,58 +11,11 @@ import torch
 from fa_ops.backends.hopper import decode, launch, mla
 from fa_ops.types import Cache, Spec
 
-STREAM = 77
-
-
-class Launched(NamedTuple):
-    name: str
-    params: bytes
-    thread: int
-
-
-class Driver:
-    """Notes the parameter struct of each kernel launched, as the kernel would find it."""
-
-    def __init__(self):
-        self.size = 576  # of the struct
-        self.launched: list[Launched] = []
-        self.answers, self.others = [], []
-
-    def cuLaunchKernelEx(self, config, function, pointers, extra):
-        params = ctypes.string_at(pointers[0], self.size)
-        self.launched.append(Launched(function, params, threading.get_ident()))
-        return self.answers.pop(0) if self.answers else 0
-
-    def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
-        ctypes.memmove(out, struct.pack("<Q", where) * 16, 128)
-        return 0
-
-    def __getattr__(self, name):
-        return lambda *args: self.others.append(name) or 0
-
 
 @pytest.fixture
-def driver(monkeypatch):
-    fake = Driver()
-    monkeypatch.setattr(launch, "driver", lambda: fake)
-    monkeypatch.setattr(launch, "kernel", lambda source, name, *rest: launch.Kernel(name, 128, 0))
-    device = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    for module in (launch, decode, mla):
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
-        monkeypatch.setattr(
-            module,
-            "empty",
-            lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-        )
-    monkeypatch.setattr(decode, "kernel", launch.kernel)
-    plans = (decode._plan, mla._plan, launch._early, launch._context)
-    for one in plans:
-        one.cache_clear()
-    yield fake
-    for one in plans:
-        one.cache_clear()
+def driver(driver):
+    driver.struct_bytes = 576
+    return driver
 
 
 def qkv(Sk=600):
@@ -190,19 +141,19 @@ def test_a_struct_serves_a_later_call_and_keeps_its_tail():
 
 
 def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
-    driver.answers[:] = [201, 0, 0]
+    driver.answers["cuLaunchKernelEx"] = [201, 0, 0]
     q, k, v = qkv()
     decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
     assert [one.name for one in driver.launched] == ["decode", "decode", "merge_parts"]
-    assert driver.others == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
-    driver.answers[:] = [700]
+    assert driver.called[-4:-2] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    driver.answers["cuLaunchKernelEx"] = [700]
     with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
         decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
     assert len(driver.launched) == 4
 
 
 def test_the_struct_of_a_latent_cache(driver):
-    driver.size = 384
+    driver.struct_bytes = 384
     q = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)

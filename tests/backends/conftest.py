@@ -1,0 +1,92 @@
+"""The Hopper tier's host code on CPU tensors: a driver that takes notes stands for the GPU's."""
+
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fa_ops.backends.hopper import decode, dense_backward, launch, mla
+
+HOSTS = (launch, decode, mla, dense_backward)
+
+
+class Launched(NamedTuple):
+    name: str
+    grid: tuple[int, int]
+    params: Any  # what `Driver.read` made of them
+    thread: int
+
+
+class Driver:
+    """Notes every call, and of a kernel what it would find; a kernel's handle is its name."""
+
+    def __init__(self):
+        self.called: list[str] = []
+        self.launched: list[Launched] = []
+        self.answers: dict[str, list[int]] = {}  # status of the next calls of that name, then 0
+        self.struct_bytes = 0  # of a kernel's only parameter
+
+    def read(self, name, pointers):
+        return ctypes.string_at(pointers[0], self.struct_bytes) if pointers else b""
+
+    def last(self, name: str) -> tuple[tuple[int, int], Any]:
+        """Grid and parameters of the last launch of that kernel."""
+        return next(one[1:3] for one in reversed(self.launched) if one.name == name)
+
+    def cuLaunchKernel(self, function, x, y, z, *rest):
+        return self._launch("cuLaunchKernel", function, (x, y), rest[-2])
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        return self._launch("cuLaunchKernelEx", function, tuple(config._obj.grid)[:2], pointers)
+
+    def _launch(self, call, function, grid, pointers):
+        params = self.read(function, pointers)
+        self.launched.append(Launched(function, grid, params, threading.get_ident()))
+        return self._answer(call)
+
+    def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
+        """A map that is its tensor's address, again and again."""
+        ctypes.memmove(out, struct.pack("<Q", where) * 16, 128)
+        return self._answer("cuTensorMapEncodeTiled")
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *args: self._answer(name)
+
+    def _answer(self, call):
+        self.called.append(call)
+        answers = self.answers.get(call)
+        return answers.pop(0) if answers else 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(launch, "driver", lambda: fake)
+    instead = {
+        "kernel": lambda source, name, *rest: launch.Kernel(name, 128, 0),
+        "current_device": lambda: None,  # the index of CPU tensors
+        "current_stream": lambda index: 77,
+        "empty": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    }
+    for module in HOSTS:
+        for name in instead.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, instead[name])
+    device = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    _forget()
+    yield fake
+    _forget()
+
+
+def _forget():
+    """What was remembered of another driver."""
+    for module in HOSTS:
+        for one in vars(module).values():
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
