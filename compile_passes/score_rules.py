@@ -11,7 +11,7 @@ from torch import Tensor
 from compile_passes.axes import Axis, resolve
 from compile_passes.constants import held, number, specialised
 from compile_passes.ir import Value
-from compile_passes.joining import join, other
+from compile_passes.joining import join, other, uninverted
 from compile_passes.states import FAR, Bias, Fill, Floor, Row, Scores, State
 
 
@@ -93,8 +93,7 @@ def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> 
         return "their mask is not boolean"
     if s.shift:
         return "they are masked after their maximum was subtracted"
-    while mask.op == "not" and isinstance(mask.args.get("input"), Value):
-        mask, when = mask.args["input"], not when
+    mask, when = uninverted(mask, when)
     if number(mask) is not None:
         return s.then(value) if bool(number(mask)) != when else "they are replaced everywhere"
     joined = join(value, s, mask)

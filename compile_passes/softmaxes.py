@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from compile_passes.axes import Group, resolve, resolve_dims
+from compile_passes.axes import Group, Size, is_one, resolve, resolve_dims
 from compile_passes.constants import number
 from compile_passes.ir import Value
 from compile_passes.states import (
@@ -58,10 +58,17 @@ def row_rule(value: Value, r: Row, name: str) -> State | str:
     if value.op == "neg":
         return r.then(value, negative=not r.negative)
     if value.op in ("clamp", "detach", "maximum"):
-        return r.then(value) if not r.lse else f"{value.op} is applied to their log-sum-exp"
+        if r.lse:
+            return f"{value.op} is applied to their log-sum-exp"
+        grown = len(value.shape) != len(r.dims) or not all(map(_has_size, r.dims, value.shape))
+        return "their maximum is joined with a larger tensor" if grown else r.then(value)
     if value.op == "exp" and r.negative:
         return ShiftExp(r.dims, (*r.path, value), r)
     return f"{value.op} is applied to their row statistics"
+
+
+def _has_size(group: Group, n: Size) -> bool:
+    return bool(group) or is_one(n)
 
 
 def exp_of_scores(value: Value, s: Scores) -> State:
