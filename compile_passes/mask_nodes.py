@@ -12,7 +12,7 @@ from torch import fx
 from compile_passes.emit import Emitter
 from compile_passes.ir import Value, example
 from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
-from compile_passes.operands import aligned, bias, cast, inverted
+from compile_passes.operands import aligned, bias, cast, filled, inverted
 from compile_passes.plan import Plan
 from compile_passes.states import Bias, Fill
 
@@ -69,6 +69,7 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
     have it.
     """
     total, replaced = None, None
+    wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
     for term in masks.levels:
         if isinstance(term, Bias):
             one = bias(plan, emitter, term)
@@ -78,8 +79,7 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
         hidden = emitter.arrange(term.mask.value.node, term.mask.dims, plan.mask_dims)
         kept = inverted(emitter, hidden) if term.where else hidden
         hidden = hidden if term.where else inverted(emitter, hidden)
-        before = 0.0 if total is None else total
-        total = emitter.function(torch.where, kept, before, term.value)
+        total = filled(emitter, kept, total, term.value, wide)
         if math.isfinite(term.value):
             replaced = (
                 hidden if replaced is None else emitter.function(operator.or_, replaced, hidden)

@@ -145,6 +145,23 @@ def test_a_mask_is_what_was_copied_into_it(function):
     check(function, (*qkv(), torch.randn(S, S)))
 
 
+def two_fills(q, k, v, mask):
+    low = torch.finfo(q.dtype).min
+    scores = (q @ k.mT).masked_fill(mask < 0, -1e30).masked_fill(mask > 1, low)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype, default", [("float64", "float32"), ("float32", "float16")])
+def test_fills_are_of_the_scores_dtype(dtype, default):
+    inputs = (*qkv(getattr(torch, dtype)), torch.randn(2, 1, 1, S))
+    inputs[3][1] = -1.0  # rows without keys
+    torch.set_default_dtype(getattr(torch, default))
+    try:
+        check(two_fills, inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_mask_of_integers_becomes_one_of_bools(times):
     def attend(q, k, v, mask):
