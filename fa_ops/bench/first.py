@@ -26,7 +26,8 @@ from rich.table import Table
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler
 from fa_ops.bench import report
-from fa_ops.bench.first_families import Family, choose
+from fa_ops.bench.first_families import FAMILIES, Family
+from fa_ops.cli import options
 
 COLD_MS, WARM_MS = 1000.0, 50.0  # what a first call may take
 PATIENCE = 120.0  # seconds for a process
@@ -206,14 +207,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="processes of each kind; the median")] = 1,
     json: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", help="write every number here", callback=report.in_a_folder),
+        typer.Option("--json", help="write every number here", callback=options.in_a_folder),
     ] = None,
 ) -> None:
     """First calls on a Hopper GPU with an empty and a full cache of kernels: milliseconds."""
-    try:
-        chosen = choose(only.split(",") if only else [])
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    names = options.matching(only, [family.name for family in FAMILIES], "family")
+    chosen = [family for family in FAMILIES if family.name in names]
     if reason := hopper.available_error():
         raise typer.BadParameter(f"first calls are those of the Hopper tier, which {reason}")
     try:

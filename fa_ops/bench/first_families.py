@@ -95,16 +95,3 @@ FAMILIES = (
     Family("MLA", "mla", 576),
     Family("MLA, pages of 64", "mla", 576, page=64),
 )
-
-
-def choose(words: list[str]) -> list[Family]:
-    """The families whose names contain one of the words.
-
-    Raises:
-        ValueError: no name contains one of them.
-    """
-    for word in words:
-        if not any(word in family.name for family in FAMILIES):
-            names = ", ".join(family.name for family in FAMILIES)
-            raise ValueError(f"no family is called {word!r}: {names}")
-    return [f for f in FAMILIES if not words or any(word in f.name for word in words)]

@@ -14,7 +14,7 @@ from fa_ops.backends.hopper import compiler
 from fa_ops.bench import first
 from fa_ops.bench.cli import app
 from fa_ops.bench.first import First, Row
-from fa_ops.bench.first_families import CALLS, FAMILIES, choose
+from fa_ops.bench.first_families import CALLS, FAMILIES
 
 SLOW = Row("b", First(64, 1500.0, 2, 1400.0), [First(200, 900.5, 1, 800.0)], First(64, 70.0, 0, 0))
 FAST = Row("a", First(64, 700.0, 1, 600.0), [First(200, 0.5, 0, 0.0)], First(64, 20.0, 0, 0.0))
@@ -42,11 +42,6 @@ def test_without_a_hopper_gpu_it_says_so():
     result = run()
     assert result.exit_code == 2
     assert f"which {hopper.available_error()}"[:60] in result.output
-
-
-def test_words_choose_families():
-    assert [f.name for f in choose(["D64"])] == ["forward causal D64", "backward causal D64"]
-    assert choose([]) == list(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
