@@ -53,9 +53,11 @@ def _scaled(value: Value, s: Scores, c: float) -> State | str:
         return "they are negated after a mask or a softcap"
     if c < 0 and any(isinstance(t, Floor) for t in s.terms):
         return "they are negated after a lower bound"
-    field = {Bias: "coefficient", Fill: "value", Floor: "value"}
     terms = tuple(
-        dataclasses.replace(t, **{field[type(t)]: getattr(t, field[type(t)]) * c}) for t in s.terms
+        dataclasses.replace(t, coefficient=t.coefficient * c)
+        if isinstance(t, Bias)
+        else dataclasses.replace(t, value=held(t.value * c, value.dtype))
+        for t in s.terms
     )
     return s.then(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
 

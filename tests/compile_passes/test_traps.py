@@ -151,6 +151,28 @@ def two_fills(q, k, v, mask):
     return scores.softmax(-1) @ v
 
 
+def fill_before_a_mask(q, k, v, mask):
+    scores = (q @ k.mT).masked_fill(mask > 1, torch.finfo(q.dtype).min)
+    return (scores + torch.where(triangle(), 0.0, -INF)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fill_that_only_its_own_width_holds(dtype):
+    inputs = (*qkv(dtype), torch.randn(2, 1, 1, S).clamp(max=0.9))
+    inputs[3][:, ..., 5:] = 2.0
+    fusion = fuse(fill_before_a_mask)
+    assert_same(fill_before_a_mask, inputs, fusion, train=False)
+    assert fusion.fused == 1
+
+
+def test_a_fill_that_overflows_is_infinite():
+    def attend(q, k, v, mask):
+        scores = (q @ k.mT).masked_fill(mask > 1, torch.finfo(q.dtype).min) * 2.0
+        return scores.masked_fill(mask < -1, -1e9).softmax(-1) @ v
+
+    check(attend, (*qkv(), torch.randn(2, 1, 1, S)))
+
+
 @pytest.mark.parametrize("dtype, default", [("float64", "float32"), ("float32", "float16")])
 def test_fills_are_of_the_scores_dtype(dtype, default):
     inputs = (*qkv(getattr(torch, dtype)), torch.randn(2, 1, 1, S))
