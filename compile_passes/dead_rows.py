@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from compile_passes.emit import Emitter
-from compile_passes.ir import example
-from compile_passes.mask_nodes import Written, learns
+from compile_passes.ir import example, learns
+from compile_passes.mask_nodes import Written
 from compile_passes.masks import Masks
 from compile_passes.operands import cast, filled, inverted
 from compile_passes.plan import Plan

@@ -47,6 +47,11 @@ def example(node: fx.Node) -> object:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+def learns(x: object) -> bool:
+    """Whether it is a tensor with a gradient."""
+    return isinstance(x, Value) and isinstance(x.tensor, Tensor) and x.tensor.requires_grad
+
+
 _DRAWN = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "empty")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from compile_passes.emit import Emitter
-from compile_passes.ir import Value, example
+from compile_passes.ir import example
 from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
 from compile_passes.operands import aligned, bias, cast, filled, inverted
 from compile_passes.plan import Plan
@@ -146,7 +146,3 @@ def sink(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
     sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)
     allowed = (plan.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)
-
-
-def learns(x: object) -> bool:
-    return isinstance(x, Value) and x.tensor.requires_grad

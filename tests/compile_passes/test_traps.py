@@ -184,6 +184,18 @@ def test_fills_are_of_the_scores_dtype(dtype, default):
         torch.set_default_dtype(torch.float32)
 
 
+def test_a_symbolic_number_behind_a_fill():
+    def attend(q, k, v, shift):
+        scores = (
+            (q @ k.mT).masked_fill(~triangle(), -1e9).masked_fill(k[:, :, None, :, 0] > 2, -2e9)
+        )
+        return (scores + shift).softmax(-1) @ v
+
+    fusion = fuse(attend, dynamic=True)
+    assert_same(attend, (*qkv(), 1.5), fusion)
+    assert not fusion.fused and "symbolic number" in fusion.reasons[0]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_mask_of_integers_becomes_one_of_bools(times):
     def attend(q, k, v, mask):
