@@ -78,6 +78,48 @@ def test_a_shift_is_one_number_for_each_row(function):
     check(function, (*qkv(), torch.randn(S, 1)))
 
 
+def shift_of_each_key(q, k, v):
+    scores = q @ k.mT
+    weights = (scores - scores.amax(-2, keepdim=True)).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def shift_of_each_key_before_a_softmax(q, k, v):
+    scores = q @ k.mT
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+def shift_of_each_key_divided_late(q, k, v):
+    scores = q @ k.mT
+    weights = (scores - scores.amax(-2, keepdim=True)).exp()
+    return (weights @ v) / weights.sum(-1, keepdim=True)
+
+
+def shift_of_each_key_and_a_sum(q, k, v):
+    scores = q @ k.mT
+    scores = scores - scores.amax(-2, keepdim=True)
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+def shift_without_the_sink(q, k, v):
+    scores = q @ k.mT
+    scores = scores - scores.amax(-1, keepdim=True)
+    return torch.cat([scores, scores.new_ones(2, 4, S, 1)], -1).softmax(-1)[..., :-1] @ v
+
+
+SHIFTS = (
+    shift_of_each_key, shift_of_each_key_before_a_softmax, shift_of_each_key_divided_late,
+    shift_of_each_key_and_a_sum, shift_without_the_sink,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SHIFTS, ids=lambda f: f.__name__)
+def test_a_shift_of_what_the_softmax_runs_over(function):
+    fusion = fuse(function)
+    assert_same(function, qkv(), fusion)
+    assert fusion.fused == 0
+
+
 def test_numbers_read_as_another_dtype_are_others():
     def attend(q, k, v):
         q, k = (x.view(torch.float16) for x in (q, k))
