@@ -275,6 +275,8 @@ def main() -> int:
     ours.add_argument("--variants", default=",".join(VARIANTS))
     commands.choices["cost"].add_argument("--depths", type=int, nargs="+", default=[10, 20, 30])
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json: no such folder: {arguments.json.parent}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no such device")
     for name in ("layers", "prefill", "train", "rounds", "repeats"):
@@ -285,9 +287,8 @@ def main() -> int:
             parser.error(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
     if arguments.device == "cpu" and not getattr(arguments, "tiny", True):
         parser.error("speed runs a model of 8B shape, which needs CUDA; --tiny tries the command")
-    host = {"torch": torch.__version__, "device": arguments.device}
-    if arguments.device == "cuda":
-        host["gpu"] = torch.cuda.get_device_name()
+    gpu = {"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}
+    host = {"torch": torch.__version__, "device": arguments.device} | gpu
     with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph skips the pass
         result = host | arguments.run(arguments, Console())
     if arguments.json:

@@ -97,7 +97,8 @@ def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
     if dtype == torch.bool:
         return bool(value)
     if not dtype.is_floating_point:
-        return int(value) if math.isfinite(value) else None
+        limits = torch.iinfo(dtype)
+        return int(value) if limits.min <= value <= limits.max else None
     limit = torch.finfo(dtype).max
     return math.copysign(math.inf, value) if abs(value) > limit else float(value)
 

@@ -198,6 +198,8 @@ def main() -> int:
         if found is None:
             parser.error(f"{file} has no CASES")
         cases |= {name: case for name, case in found.items() if arguments.k in name}
+    if not cases:
+        parser.error(f"-k: no case's name contains {arguments.k!r}")
     peer = not arguments.no_peer
     alone = [f"Inductor {mode}" for mode in modes] if peer else []
     table = Table("case", "expected", *modes, *alone, "problem")

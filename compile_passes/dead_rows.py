@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from compile_passes.emit import Emitter
-from compile_passes.ir import example
-from compile_passes.mask_nodes import Written, learns
+from compile_passes.ir import example, learns
+from compile_passes.mask_nodes import Written
 from compile_passes.masks import Masks
-from compile_passes.operands import cast, inverted
+from compile_passes.operands import cast, filled, inverted
 from compile_passes.plan import Plan
 from compile_passes.states import Bias
 
@@ -107,7 +107,7 @@ def _mask(masks: Masks, written: Written, emitter: Emitter) -> fx.Node | None:
     if written.replaced is not None:
         keys = emitter.function(operator.and_, keys, inverted(emitter, written.replaced))
     if not _biases_learn(masks):  # float, as key_ranges stand beside it
-        return emitter.function(torch.where, keys, 0.0, -math.inf)
+        return filled(emitter, keys, None, -math.inf, torch.float32)
     nothing = cast(emitter, _only_backward(emitter, written.total), torch.float32)
     nothing = emitter.function(operator.mul, nothing, TEMPERATURE)
     return emitter.method("masked_fill", nothing, inverted(emitter, keys), -math.inf)

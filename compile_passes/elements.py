@@ -105,14 +105,14 @@ def _is_condition(x: Element) -> bool:
 
 
 def _arange(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    bounds = list(value.args.get("bounds", ()))
-    start, step = value.args.get("start", 0), value.args.get("step", 1)
-    if len(bounds) > 1:
-        start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
-    first = reader.element(start, ())
+    args = value.args
+    bounds = args.get("bounds", ())
+    if len(bounds) > 1 or "end" in args:  # a single one is the end
+        args = dict(zip(("start", "end", "step"), bounds)) | args
+    first, step = reader.element(args.get("start", 0), ()), args.get("step", 1)
     if not isinstance(first, Affine) or type(step) is not int:
         return None
-    return first.plus(at[0].times(step))
+    return as_dtype(first.plus(at[0].times(step)), value.dtype)
 
 
 def _reshape(reader: Reader, value: Value, at: Coordinates) -> Element | None:
@@ -135,16 +135,18 @@ def _permute(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     )
 
 
-def _expand(reader: Reader, value: Value, at: Coordinates) -> Element:
-    return reader.argument(value, "input", at)
+def _expand(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    return None if value.writes else reader.argument(value, "input", at)
 
 
 def _cast(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     return as_dtype(reader.argument(value, "input", at), value.dtype)
 
 
-def as_dtype(x: Element, dtype: torch.dtype) -> Element | None:
+def as_dtype(x: Element | None, dtype: torch.dtype) -> Element | None:
     """x converted; None where the conversion could round."""
+    if x is None:
+        return None
     if dtype == torch.bool:
         return x if _is_condition(x) else _compare("ne", x, ZERO)
     if isinstance(x, Opaque):
@@ -214,26 +216,31 @@ def _add(reader: Reader, value: Value, at: Coordinates) -> Element | None:
         return None
     if value.dtype == torch.bool:
         return any_of(a, b) if value.op == "add" else None
-    return _arithmetic(value.op, as_dtype(a, value.dtype), as_dtype(b, value.dtype))
+    return _arithmetic(value, value.op, a, b)
 
 
 def _mul(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     a, b = (reader.argument(value, name, at) for name in ("input", "other"))
     if value.dtype == torch.bool:
         return all_of(a, b)
-    return _arithmetic("mul", as_dtype(a, value.dtype), as_dtype(b, value.dtype))
+    return _arithmetic(value, "mul", a, b)
 
 
 def _neg(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    return _arithmetic("sub", ZERO, reader.argument(value, "input", at))
+    return _arithmetic(value, "sub", ZERO, reader.argument(value, "input", at))
 
 
-def _arithmetic(op: str, a: Element | None, b: Element | None) -> Element | None:
+def _arithmetic(value: Value, op: str, a: Element, b: Element) -> Element | None:
+    """As the result's dtype holds it."""
+    return as_dtype(_combined(op, *(as_dtype(x, value.dtype) for x in (a, b))), value.dtype)
+
+
+def _combined(op: str, a: Element | None, b: Element | None) -> Element | None:
     if a is None or b is None:
         return None
     for x, y, flip in ((a, b, False), (b, a, True)):
         if isinstance(x, Choice):
-            yes, no = (_arithmetic(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
+            yes, no = (_combined(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
             return None if yes is None or no is None else choose(x.condition, yes, no)
     if isinstance(a, Affine) and isinstance(b, Affine):
         if op != "mul":
@@ -368,8 +375,8 @@ def _diff(reader: Reader, value: Value, at: Coordinates) -> Element | None:
         return None
     before = (*at[:-1], at[-1].plus(Affine.of(1), -1))
     start = (*at[:-1], ZERO)
-    steps = _arithmetic("sub", reader.element(x, at), reader.element(x, before))
-    opening = _arithmetic("sub", reader.element(x, start), reader.element(first, start))
+    steps = _arithmetic(value, "sub", reader.element(x, at), reader.element(x, before))
+    opening = _arithmetic(value, "sub", reader.element(x, start), reader.element(first, start))
     return steps if steps is not None and steps == opening else None
 
 

@@ -47,6 +47,11 @@ def example(node: fx.Node) -> object:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+def learns(x: object) -> bool:
+    """Whether it is a tensor with a gradient."""
+    return isinstance(x, Value) and isinstance(x.tensor, Tensor) and x.tensor.requires_grad
+
+
 _DRAWN = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "empty")
 
 
@@ -100,13 +105,14 @@ class View:
 
     def _add(self, node: fx.Node, index: int) -> None:
         name, parameters, writes = vocabulary.call(node)
-        args = self._resolve(vocabulary.bind(node, parameters)) if name else {}
-        value = Value(node, index, name, args, writes, self._grad, self._storage(node, index))
+        op = "" if _is_more(node, name) else name
+        args = self._resolve(vocabulary.bind(node, parameters)) if op else {}
+        value = Value(node, index, op, args, writes, self._grad, self._storage(node, index))
         returned = writes and node.args and isinstance(example(node), Tensor)
         first = node.args[0] if returned else None  # `x[i] = y` returns nothing
         self._object[node] = self._object[first] if isinstance(first, fx.Node) else node
         self.values[node] = value
-        self._alias(value, node)
+        self._alias(value, name)
         if node.op == "call_function":
             self._track_modes(node)
         for target in _written(node, writes):
@@ -126,10 +132,11 @@ class View:
         except (NotImplementedError, RuntimeError):  # sparse and the like have none
             return -1 - index
 
-    def _alias(self, value: Value, node: fx.Node) -> None:
+    def _alias(self, value: Value, name: str) -> None:
         """Where fake tensors do not show it, believe that a view shares its input's memory."""
+        node = value.node
         told = value.storage >= 0 and "example_value" in node.meta
-        if not told and value.op in vocabulary.MAYBE_VIEWS and node.all_input_nodes:
+        if not told and name in vocabulary.MAYBE_VIEWS and node.all_input_nodes:
             self._join(self.values[node.all_input_nodes[0]].storage, value.storage)
 
     def _root(self, storage: int) -> int:
@@ -157,6 +164,18 @@ class View:
     def _track_modes(self, node: fx.Node) -> None:
         if getattr(node.target, "__name__", "") == "_set_grad_enabled":
             self._grad = bool(node.args[0])
+
+
+def _is_more(node: fx.Node, name: str) -> bool:
+    """Whether a node does something else than its name says: it writes its result to another
+    tensor, or reads its input's bits as numbers of another dtype.
+    """
+    if node.kwargs.get("out") is not None:
+        return True
+    if name != "reshape" or not node.all_input_nodes:
+        return False
+    before, after = example(node.all_input_nodes[0]), example(node)
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype
 
 
 def _written(node: fx.Node, writes: bool) -> list[fx.Node]:

@@ -35,6 +35,16 @@ def join(value: Value, state: Followed, x: object) -> tuple[Leaf, Dims] | str:
     return leaf, dims
 
 
+def uninverted(mask: object, when: bool = True) -> tuple[object, bool]:
+    """A bool mask behind any inversions of it, and what it is where the mask is `when`."""
+    while isinstance(mask, Value) and mask.op == "not":
+        inner = mask.args.get("input")
+        if not isinstance(inner, Value) or inner.dtype != torch.bool:
+            break
+        mask, when = inner, not when
+    return mask, when
+
+
 def _grown(shape: torch.Size, other: torch.Size, dims: Dims) -> Dims:
     """Dims of scores that broadcast against a tensor larger than they are."""
     dims = ((),) * (len(shape) - len(dims)) + dims

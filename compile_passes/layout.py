@@ -25,7 +25,7 @@ def forward(value: Value, dims: Dims) -> Dims | None:
     if value.writes:
         return None
     if value.op in ("copy", "cast"):
-        return dims if value.tensor.device == source(value).tensor.device else None
+        return dims if _stays(value) else None
     if value.op == "permute":
         order = permutation(value)
         return tuple(dims[i] for i in order) if order else None
@@ -40,6 +40,11 @@ def forward(value: Value, dims: Dims) -> Dims | None:
     return None
 
 
+def _stays(value: Value) -> bool:
+    """Whether its device is its source's."""
+    return value.tensor.device == source(value).tensor.device
+
+
 def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
     """Dims of a layout operation's input from those of its result, and whether a repetition was
     undone.
@@ -48,7 +53,7 @@ def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
     if x is None or value.writes or not isinstance(x.tensor, torch.Tensor):
         return None
     shape = x.shape
-    if value.op == "copy" or (value.op == "cast" and x.dtype == value.dtype):
+    if value.op == "copy" or (value.op == "cast" and x.dtype == value.dtype and _stays(value)):
         return dims, False
     if value.op == "permute":
         order = permutation(value)
@@ -129,7 +134,7 @@ def peel(value: Value, dims: Dims, dtype: torch.dtype) -> tuple[Value, Dims]:
     while True:
         dims = resolve_dims(dims)
         cast_up = value.op == "cast" and value.dtype != dtype and source(value).dtype == dtype
-        step = (dims, True) if cast_up else backward(value, dims)
+        step = (dims, True) if cast_up and _stays(value) else backward(value, dims)
         if step is None:
             return best
         (before, gained), free = step, value.op == "permute" or _parts(step[0]) == _parts(dims)

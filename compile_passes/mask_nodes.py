@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from compile_passes.emit import Emitter
-from compile_passes.ir import Value, example
+from compile_passes.ir import example
 from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
-from compile_passes.operands import aligned, bias, cast, inverted
+from compile_passes.operands import aligned, bias, cast, filled, inverted
 from compile_passes.plan import Plan
 from compile_passes.states import Bias, Fill
 
@@ -78,8 +78,7 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
         hidden = emitter.arrange(term.mask.value.node, term.mask.dims, plan.mask_dims)
         kept = inverted(emitter, hidden) if term.where else hidden
         hidden = hidden if term.where else inverted(emitter, hidden)
-        before = 0.0 if total is None else total
-        total = emitter.function(torch.where, kept, before, term.value)
+        total = filled(emitter, kept, total, term.value, _wide(plan))
         if math.isfinite(term.value):
             replaced = (
                 hidden if replaced is None else emitter.function(operator.or_, replaced, hidden)
@@ -96,6 +95,10 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
     return Written(mask, q, dead, best, replaced, total, top)
 
 
+def _wide(plan: Plan) -> torch.dtype:
+    return torch.float64 if plan.dtype == torch.float64 else torch.float32
+
+
 def _accepted(plan: Plan, emitter: Emitter, mask: fx.Node) -> fx.Node:
     """In a dtype that the operator takes."""
     known = example(mask).dtype in (plan.dtype, torch.float32)
@@ -105,10 +108,8 @@ def _accepted(plan: Plan, emitter: Emitter, mask: fx.Node) -> fx.Node:
 def _added(plan: Plan, emitter: Emitter, fill: Fill) -> fx.Node:
     """A fill as a bias."""
     mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, plan.mask_dims)
-    if not fill.where:
-        mask = inverted(emitter, mask)
-    mask = emitter.method("to", mask, torch.float32)
-    return emitter.function(operator.mul, mask, fill.value)
+    kept = inverted(emitter, mask) if fill.where else mask
+    return filled(emitter, kept, None, fill.value, _wide(plan))
 
 
 def zeroed_keys(plan: Plan, fill: Fill, emitter: Emitter, k: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -145,7 +146,3 @@ def sink(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
     sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)
     allowed = (plan.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)
-
-
-def learns(x: object) -> bool:
-    return isinstance(x, Value) and x.tensor.requires_grad

@@ -31,7 +31,7 @@ from compile_passes.expressions import (
     negate,
     symbolic,
 )
-from compile_passes.ir import Value, alike
+from compile_passes.ir import Value, alike, learns
 from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import Run, attends_itself, run
 from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
@@ -292,7 +292,7 @@ def _levels(plan: Plan, window: Window, terms: list[Term]) -> Masks:
         window = (None, None)
     replaced = [i for i, t in enumerate(terms) if isinstance(t, Fill) and t.value != -math.inf]
     for term in terms[replaced[0] :] if replaced and plan.trains else []:
-        if isinstance(term, Bias) and term.leaf.value.tensor.requires_grad:
+        if isinstance(term, Bias) and learns(term.leaf.value):
             raise Refused("a bias that learns is added to scores after a finite fill value")
     return Masks(*window, levels=tuple(terms), dead=Dead.ABSORBED)
 

@@ -160,8 +160,8 @@ class Matcher:
         keys = resolve(state.dims[dim])
         if not keys:
             return Lost(ONE_KEY, value, single=value)
-        elif not softmaxes.over_keys(state, keys):
-            self.misses[value] = softmaxes.NOT_KEYS
+        elif wrong := softmaxes.objection(state, keys):
+            self.misses[value] = wrong
         else:
             weights = Weights(state.dims, (*state.path, value), state, value, keys)
             if value.op == "softmax":

@@ -50,5 +50,14 @@ def bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
     return node
 
 
+def filled(
+    emitter: Emitter, kept: fx.Node, before: fx.Node | None, fill: float, dtype: torch.dtype
+) -> fx.Node:
+    """`before`, or zeros of that dtype, where kept; whatever the default dtype."""
+    if before is None:
+        before = emitter.function(torch.zeros, (), dtype=dtype, device=example(kept).device)
+    return emitter.function(torch.where, kept, before, fill)
+
+
 def inverted(emitter: Emitter, mask: fx.Node) -> fx.Node:
     return emitter.function(torch.logical_not, mask)

@@ -29,6 +29,8 @@ class Contraction(NamedTuple):
 
 def contraction(value: Value) -> Contraction | None:
     """The contraction that a node computes, or None."""
+    if value.writes:
+        return None
     if value.op == "matmul":
         return _matmul(value.args.get("input"), value.args.get("other"))
     if value.op == "baddbmm":

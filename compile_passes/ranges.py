@@ -241,6 +241,8 @@ class Writer:
 
     def _read(self, x: Opaque) -> fx.Node:
         value, dims = x.value, []
+        if value.tensor.device != self._mask.tensor.device:
+            raise Refused("a bound of the mask is on another device")
         for at in x.coordinates:
             terms = list(at.terms)
             plain = len(terms) == 1 and terms[0][1] == 1 and isinstance(terms[0][0], Axis)

@@ -11,7 +11,7 @@ from torch import Tensor
 from compile_passes.axes import Axis, resolve
 from compile_passes.constants import held, number, specialised
 from compile_passes.ir import Value
-from compile_passes.joining import join, other
+from compile_passes.joining import join, other, uninverted
 from compile_passes.states import FAR, Bias, Fill, Floor, Row, Scores, State
 
 
@@ -53,9 +53,11 @@ def _scaled(value: Value, s: Scores, c: float) -> State | str:
         return "they are negated after a mask or a softcap"
     if c < 0 and any(isinstance(t, Floor) for t in s.terms):
         return "they are negated after a lower bound"
-    field = {Bias: "coefficient", Fill: "value", Floor: "value"}
     terms = tuple(
-        dataclasses.replace(t, **{field[type(t)]: getattr(t, field[type(t)]) * c}) for t in s.terms
+        dataclasses.replace(t, coefficient=t.coefficient * c)
+        if isinstance(t, Bias)
+        else dataclasses.replace(t, value=held(t.value * c, value.dtype))
+        for t in s.terms
     )
     return s.then(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
 
@@ -93,8 +95,7 @@ def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> 
         return "their mask is not boolean"
     if s.shift:
         return "they are masked after their maximum was subtracted"
-    while mask.op == "not" and isinstance(mask.args.get("input"), Value):
-        mask, when = mask.args["input"], not when
+    mask, when = uninverted(mask, when)
     if number(mask) is not None:
         return s.then(value) if bool(number(mask)) != when else "they are replaced everywhere"
     joined = join(value, s, mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from compile_passes.axes import Group, resolve, resolve_dims
+from compile_passes.axes import Group, Size, is_one, resolve, resolve_dims
 from compile_passes.constants import number
 from compile_passes.ir import Value
 from compile_passes.states import (
@@ -27,15 +27,19 @@ from compile_passes.states import (
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
 
 
-def over_keys(s: Scores, keys: Group) -> bool:
-    """Whether the axes belong to one of the product's operands alone, as keys do."""
-    if s.column:
-        if set(keys) != set(resolve(s.dims[-1])):
-            return False
-        keys = s.keys_before
-    a, b = s.a.axes(), s.b.axes()
+def objection(s: Scores, keys: Group) -> str | None:
+    """Why a softmax of these scores over the axes `keys` is none over keys: they have to belong to
+    one of the product's operands alone, and what was subtracted to be one number along them.
+    """
     real = set(resolve(keys))
-    return bool(real) and (real <= a - b or real <= b - a)
+    if s.shift and set(resolve(s.shift.keys)) != real:
+        return "what is subtracted from them varies along the keys"
+    if s.column:
+        if real != set(resolve(s.dims[-1])):
+            return NOT_KEYS
+        real = set(resolve(s.keys_before))
+    a, b = s.a.axes(), s.b.axes()
+    return None if real and (real <= a - b or real <= b - a) else NOT_KEYS
 
 
 def shift(value: Value, s: Scores, r: Row) -> State | str:
@@ -44,9 +48,9 @@ def shift(value: Value, s: Scores, r: Row) -> State | str:
     if r.scores is not s or r.negative or resolve_dims(r.dims) != aligned:
         return "a maximum of something else is subtracted from them"
     path = tuple(dict.fromkeys((*s.path, *r.path, value)))
-    if r.lse and not over_keys(s, r.keys):
-        return NOT_KEYS
     if r.lse:
+        if wrong := objection(s, r.keys):
+            return wrong
         weights = Weights(s.dims, path, s, value, r.keys)
         return LogWeights(s.dims, path, weights)
     if s.shift:
@@ -58,10 +62,17 @@ def row_rule(value: Value, r: Row, name: str) -> State | str:
     if value.op == "neg":
         return r.then(value, negative=not r.negative)
     if value.op in ("clamp", "detach", "maximum"):
-        return r.then(value) if not r.lse else f"{value.op} is applied to their log-sum-exp"
+        if r.lse:
+            return f"{value.op} is applied to their log-sum-exp"
+        grown = len(value.shape) != len(r.dims) or not all(map(_has_size, r.dims, value.shape))
+        return "their maximum is joined with a larger tensor" if grown else r.then(value)
     if value.op == "exp" and r.negative:
         return ShiftExp(r.dims, (*r.path, value), r)
     return f"{value.op} is applied to their row statistics"
+
+
+def _has_size(group: Group, n: Size) -> bool:
+    return bool(group) or is_one(n)
 
 
 def exp_of_scores(value: Value, s: Scores) -> State:
@@ -108,8 +119,8 @@ def divide(value: Value, e: Exps, t: Total) -> State | str:
     alike = t.exps.scores is e.scores and t.exps.path[:-1] == e.path[:-1]  # exp may stand twice
     if not alike or resolve_dims(t.dims) != aligned:
         return "their exponentials are divided by another sum"
-    if not over_keys(e.scores, t.keys):
-        return NOT_KEYS
+    if wrong := objection(e.scores, t.keys):
+        return wrong
     path = tuple(dict.fromkeys((*e.path, *t.path, value)))
     return Weights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
 
@@ -123,8 +134,8 @@ def divide_late(value: Value, late: Late, t: Total) -> Core | str:
     wanted = [g for g in dims if g and not set(g) & set(late.features)]
     if t.exps.path != late.exps.path or t.keys != late.keys or not matching or rows != wanted:
         return "the product with the value is divided by another sum"
-    if not over_keys(late.exps.scores, t.keys):
-        return NOT_KEYS
+    if wrong := objection(late.exps.scores, t.keys):
+        return wrong
     path = tuple(dict.fromkeys((*late.path, *t.path)))
     weights = Weights(late.exps.dims, path, late.exps.scores, value, t.keys, zero_sink=t.zero_sink)
     return Core(weights, late.v, late.features, late.dims, value)

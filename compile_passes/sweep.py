@@ -288,6 +288,8 @@ def main() -> int:
 
     logging.set_verbosity_error()
     path = arguments.json
+    if not path.parent.is_dir():
+        parser.error(f"--json: no such folder: {path.parent}")
     try:
         results = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 from compile_passes.axes import flat, same
 from compile_passes.constants import number, specialised
 from compile_passes.ir import Value
-from compile_passes.joining import join, other
+from compile_passes.joining import join, other, uninverted
 from compile_passes.states import Fill, State, Weights
 
 
@@ -56,7 +56,7 @@ def _drop_mask(x: Value, w: Weights) -> tuple[float, float, tuple[Value, ...]] |
     """
     if not isinstance(x.tensor, Tensor) or len(x.shape) != len(w.dims):
         return None
-    if x.op in ("cast", "copy") and isinstance(x.args.get("input"), Value):
+    if x.op in ("cast", "copy") and isinstance(x.args.get("input"), Value) and not x.writes:
         inner = _drop_mask(x.args["input"], w)
         return inner and (*inner[:2], (*inner[2], x))
     if x.op == "div" and isinstance(x.args.get("input"), Value):
@@ -115,9 +115,7 @@ def masked_fill(value: Value, w: Weights, name: str) -> State | str:
     """
     if name != "input" or number(value.args.get("value")) != 0 or w.zeroed or w.dropout_p:
         return "they are masked"
-    mask, when = value.args.get("mask"), True
-    while isinstance(mask, Value) and mask.op == "not":
-        mask, when = mask.args.get("input"), not when
+    mask, when = uninverted(value.args.get("mask"))
     if number(mask) is not None and bool(number(mask)) != when:
         return w.then(value)
     joined = join(value, w, mask)

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Stat
 from transformers.utils import logging
 
 import hf_integration
+from fa_ops.cli.options import in_a_folder
 from hf_integration import peers
 
 IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
@@ -331,9 +332,9 @@ def _names(wanted: list[str]) -> list[str]:
 
 
 def main(
-    json_file: Annotated[Path, typer.Option("--json", help="where the rows go")] = Path(
-        "hf_bench.json"
-    ),
+    json_file: Annotated[
+        Path, typer.Option("--json", help="where the rows go", callback=in_a_folder)
+    ] = Path("hf_bench.json"),
     implementations: Annotated[str, typer.Option(help="comma separated")] = ",".join(
         IMPLEMENTATIONS
     ),

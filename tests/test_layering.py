@@ -33,6 +33,10 @@ COMMANDS = (
     "fa_ops.cli",
     "compile_passes.bench",
     "compile_passes.sweep",
+    "hf_integration.bench",
+    "hf_integration.check",
+    "hf_integration.sweep",
+    "hf_integration.upstream",
 )
 # Public to the other two packages: what users may import.
 PUBLIC = ("fa_ops", "fa_ops.api", "fa_ops.dispatch", "fa_ops.testing", "fa_ops.types")

@@ -18,6 +18,8 @@ from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
+from fa_ops.cli import options
+from fa_ops.cli.options import in_a_folder
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()
@@ -30,15 +32,15 @@ Only = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Json = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--json", help="write every number here", callback=report.in_a_folder),
+    typer.Option("--json", help="write every number here", callback=in_a_folder),
 ]
 Plot = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="draw the grid into this PNG", callback=report.in_a_folder),
+    typer.Option(help="draw the grid into this PNG", callback=in_a_folder),
 ]
-Budget = Annotated[float, typer.Option(help="timed milliseconds for each cell")]
+Budget = Annotated[float, typer.Option(min=0.1, help="timed milliseconds for each cell")]
 Bursts = Annotated[int, typer.Option(min=1, help="samples of each call")]
-Threads = Annotated[Optional[int], typer.Option(help="CPU threads")]  # noqa: UP045
+Threads = Annotated[Optional[int], typer.Option(min=1, help="CPU threads")]  # noqa: UP045
 
 
 @app.command()
@@ -72,10 +74,9 @@ def backward(
 
 @app.command()
 def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> None:
-    """Host time of a small eager call without gradient, and where it goes."""
-    device = _device(device)
-    with torch.no_grad():
-        times = timing.host_times(host_calls.runs(device), device, bursts)
+    """Host time of a small eager call, without gradient and forward + backward, and its parts."""
+    device = options.device(device)
+    times = timing.host_times(host_calls.runs(device), device, bursts)
     console.print(report.host_table(times))
     if device == "cpu":
         console.print("on a CPU a call's time includes its computation")
@@ -99,13 +100,9 @@ def features(
     json: Json = None,
 ) -> None:
     """Softcap, window, masks in each form, packed documents: over plain causal attention."""
-    device = _device(device)
+    device = options.device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
-    words = [word for word in only.split(",") if word]
-    try:
-        chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), words)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), only)
     measured = feature_costs.times(chosen, heads, tokens, device, budget, flex)
     name = report.environment(device)["device"]
     console.print(feature_costs.table(f"{heads} heads, {tokens} tokens, {name}", measured))
@@ -128,15 +125,12 @@ def _family(
     budget: float,
     threads: int | None,
 ) -> None:
-    device = _device(device)
+    device = options.device(device)
     if threads is not None:
         torch.set_num_threads(threads)
     if preset not in problems.PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(problems.PRESETS)}")
-    try:
-        chosen = peers.choose(device, only.split(",") if only else [])
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    chosen = peers.choose(device, only)
     grid = problems.PRESETS[preset]()
     backward = name == "backward"
     steps = sweep(grid, chosen, device, backward, budget)
@@ -157,11 +151,3 @@ def _wide():
     console.width, before = 200, console.width
     yield
     console.width = before
-
-
-def _device(name: str) -> str:
-    if name not in ("auto", "cuda", "cpu"):
-        raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("device cuda was asked for, and torch sees none")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -6,13 +6,10 @@ memory is how far the resident set grows over a forward and a backward, results 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import gc
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -25,6 +22,8 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.bench.report import environment
+from fa_ops.cli.measure import peak_memory
+from fa_ops.cli.options import matching
 from fa_ops.testing import naive
 from fa_ops.types import Spec
 
@@ -115,25 +114,16 @@ def run(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -
         threads: with more than one, time is wall time.
         only: comma-separated words; contenders whose name contains one, and aten's.
     """
+    known = contenders(length)
+    names = (BASELINE, *matching(only, known, "contender"))
+    chosen = {name: x for name, x in known.items() if name in names}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    clock = time.process_time if threads == 1 else time.perf_counter
-    words = only.split(",")
-    chosen = {
-        name: x
-        for name, x in contenders(length).items()
-        if name == BASELINE or any(word in name for word in words)
-    }
-    best: dict[tuple[str, str], float] = {}
-    for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
-        for name, contender in chosen.items():
-            if name == "naive" and step > 0:
-                continue
-            for part in ("forward", "both"):
-                seconds = _seconds(getattr(contender, part), clock)
-                best[name, part] = min(seconds, best.get((name, part), seconds))
-    peaks = {name: peak_memory(contender.both) for name, contender in chosen.items()}
-    torch.set_num_threads(before)
+    try:
+        best = _fastest(chosen, rounds, time.process_time if threads == 1 else time.perf_counter)
+        peaks = {name: _peak_mib(contender.both) for name, contender in chosen.items()}
+    finally:
+        torch.set_num_threads(before)
     times = {key: 1e3 * seconds for key, seconds in best.items()}
     return [
         Row(
@@ -148,36 +138,40 @@ def run(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -
     ]
 
 
+def _fastest(
+    chosen: dict[str, _Contender], rounds: int, clock: Callable[[], float]
+) -> dict[tuple[str, str], float]:
+    """Seconds by name and "forward" or "both"."""
+    best: dict[tuple[str, str], float] = {}
+    for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
+        for name, contender in chosen.items():
+            if name == "naive" and step > 0:
+                continue
+            for part in ("forward", "both"):
+                seconds = _seconds(getattr(contender, part), clock)
+                best[name, part] = min(seconds, best.get((name, part), seconds))
+    return best
+
+
+def _peak_mib(call: Callable[[], None]) -> float:
+    call()  # one-time costs are not its own
+    peak = peak_memory(call, "cpu")
+    return float("nan") if peak is None else peak / 2**20
+
+
 def _seconds(call: Callable[[], None], clock: Callable[[], float]) -> float:
     start = clock()
     call()
     return clock() - start
 
 
-def peak_memory(call: Callable[[], object]) -> float:
-    """How many MiB the resident set grows at most while `call` runs. Linux only; NaN elsewhere."""
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not clear.exists():
-        return float("nan")
-    call()  # one-time costs are not its own
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    clear.write_text("5")  # forgets the peak so far
-    before = _kib(status, "VmRSS")
-    call()
-    return (_kib(status, "VmHWM") - before) / 1024
-
-
-def _kib(status: Path, field: str) -> int:
-    line = next(x for x in status.read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1])
-
-
 def main(
     length: Annotated[int, typer.Option(min=2)] = 4096,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     threads: Annotated[int, typer.Option(min=1)] = 1,
-    only: Annotated[str, typer.Option(help="features whose name contains it")] = "",
+    only: Annotated[
+        str, typer.Option(help="comma-separated words; rows whose name contains one")
+    ] = "",
 ) -> None:
     """Time and peak memory of the CPU backend's features against aten's causal flash kernel."""
     rows = run(length, rounds, threads, only)

@@ -7,114 +7,33 @@ each likes best. Before it is timed, each is held against the float64 oracle on 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import importlib
-import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Optional
 
 import torch
-import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.backends import reference
 from fa_ops.bench import report, timing
+from fa_ops.bench.decode_peers import PEERS, ours
 from fa_ops.bench.decode_problems import PRESETS, Data, Problem
+from fa_ops.bench.peers import Implementation
+from fa_ops.cli import options
 from fa_ops.types import Spec
 
 ROUNDS = 5
 GRAPH_BYTES = 4e9  # what a graph need not read more than
 console = Console()
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """`build` makes the call of a problem, or raises what it cannot do."""
-
-    name: str
-    build: Callable[[Problem, Data], Call]
-    layout: str = "bhsd"
-    ours: bool = False
-    context: Callable = contextlib.nullcontext
-
-
-def _ours(backend: str | None) -> list[Implementation]:
-    """The operator with one backend, over both layouts of a cache."""
-
-    def build(p: Problem, data: Data) -> Call:
-        width = p.Dv or p.D
-        options = {"num_splits": 1} if p.unsplit else {}
-        options |= {"key_ranges": data.ranges} if p.padding else {}
-        options |= {"unified_max": data.guesses} if p.unified else {}
-        call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **options)
-        return lambda q, k, v: call(q, k, v[..., :width], data.lens, data.table)
-
-    name = f"fa_ops {backend}" if backend else "fa_ops"
-    return [
-        Implementation(name, build, ours=True),
-        Implementation(f"{name} bshd", build, "bshd", ours=True),
-    ]
-
-
-def _plain(p: Problem) -> None:
-    if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
-        raise NotImplementedError("takes neither pages nor fp8, lengths, padding or shared values")
-
-
-def _sdpa(name: str, backend: SDPBackend) -> Implementation:
-    def build(p: Problem, data: Data) -> Call:
-        _plain(p)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=p.Hq != p.Hkv)
-
-    return Implementation(f"sdpa {name}", build, context=lambda: sdpa_kernel(backend))
-
-
-def _flex(p: Problem, data: Data) -> Call:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    _plain(p)
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return lambda q, k, v: compiled(q, k, v, enable_gqa=p.Hq != p.Hkv)
-
-
-def _flash_attn_3(p: Problem, data: Data) -> Call:
-    names = ("flash_attn_interface", "fa3_fwd_interface", "tokenspeed_fa3.flash_attn_interface")
-    found = [name for name in names if importlib.util.find_spec(name.split(".")[0])]
-    function = importlib.import_module((found or names)[0]).flash_attn_with_kvcache
-    if p.fp8 or p.padding or p.shared or p.unsplit:
-        raise NotImplementedError("measured with neither fp8, padding nor shared values")
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x if p.page else x.transpose(1, 2) for x in (k, v))
-        options = {"page_table": data.table} if p.page else {}
-        out = function(q.transpose(1, 2), k, v, cache_seqlens=data.lens, **options)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return call
-
-
-PEERS = [
-    _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
-    _sdpa("flash", SDPBackend.FLASH_ATTENTION),
-    Implementation("flash-attn 3", _flash_attn_3, "bshd"),
-    Implementation("flex", _flex),
-]
 
 
 def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
@@ -247,7 +166,7 @@ def _rows(
     return rows
 
 
-def host_microseconds() -> dict[str, float]:
+def host_times() -> dict[str, timing.Time]:
     """Host time of eager calls over small caches, where the GPU cannot be what takes long."""
     p = Problem(4, 512)
     data, paged = Data(p), dataclasses.replace(p, page=16)
@@ -265,34 +184,35 @@ def host_microseconds() -> dict[str, float]:
         "fa_ops.attention, kv_lens": lambda _: fa_ops.attention(q, k, v, kv_lens=some),
         "fa_ops.attention, key_ranges": lambda _: fa_ops.attention(q, k, v, key_ranges=ranges),
     }
-    times = timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
-    return {name: one.ms * 1e3 for name, one in times.items()}
+    return timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
 
 
 def main(
     preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
-    only: Annotated[Optional[str], typer.Option(help="words in the names to run")] = None,  # noqa: UP045
+    only: Annotated[Optional[str], typer.Option(help="words in the names, with commas")] = None,  # noqa: UP045
     heads: Annotated[Optional[str], typer.Option(help="only such heads, as 32/8,64/8")] = None,  # noqa: UP045
     backend: Annotated[Optional[str], typer.Option(help="ours side by side: triton,hopper")] = None,  # noqa: UP045
     json: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", help="write every number here", callback=report.in_a_folder),
+        typer.Option("--json", help="write every number here", callback=options.in_a_folder),
     ] = None,
-    budget: Annotated[float, typer.Option(help="timed milliseconds of each cell")] = 60.0,
+    budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each cell")] = 60.0,
     seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,
 ) -> None:
     """One token against a cache, in a CUDA graph over cold caches: microseconds and GB/s."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
-    problems, ours = _chosen(preset, heads), _named(backend)
+    problems, known = _chosen(preset, heads), [*ours(backend), *PEERS]
+    names = options.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():
         raise typer.BadParameter("decoding is measured on CUDA, and torch sees no such device")
     if preset == "host":
-        for name, us in host_microseconds().items():
-            console.print(f"host time of an eager call, {name}: {us:.1f} us")
+        times = host_times()
+        console.print(report.host_table(times))
+        if json is not None:
+            report.write_json(json, "cuda", "decode host", report.host_records(times))
         return
-    words = only.split(",") if only else [""]
-    chosen = [i for i in [*ours, *PEERS] if any(word in i.name for word in words)]
+    chosen = [i for i in known if i.name in names]
     with torch.no_grad():
         rows = _rows(problems, chosen, budget, seconds)
     compared = [i.name for i in chosen if i.ours and i.layout == "bhsd"]
@@ -309,21 +229,11 @@ def _chosen(preset: str, heads: str | None) -> list[Problem]:
     """The preset's problems with the heads asked for."""
     problems = PRESETS[preset]()
     known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)
-    wanted = heads.split(",") if heads else known
+    wanted = options.words(heads) or known
     for one in wanted:
         if one not in known:
             raise typer.BadParameter(f"no heads of {preset!r} are {one!r}: {', '.join(known)}")
     return [p for p in problems if f"{p.Hq}/{p.Hkv}" in wanted]
-
-
-def _named(backends: str | None) -> list[Implementation]:
-    """Ours: what is chosen by itself, or each backend that is named."""
-    names = backends.split(",") if backends else [None]
-    for name in names:
-        if name not in (None, *dispatch.AUTO["cuda"]):
-            known = ", ".join(dispatch.AUTO["cuda"])
-            raise typer.BadParameter(f"no backend that decodes on CUDA is called {name!r}: {known}")
-    return [one for name in names for one in _ours(name)]
 
 
 def _print(rows: Rows, names: list[str], compared: list[str]) -> None:

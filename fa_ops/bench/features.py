@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops.bench.timing import Run, Time, device_times
+from fa_ops.cli import options
 
 WINDOW, DOCUMENT, SOFTCAP, DROPOUT, DIM = 1024, 1024, 30.0, 0.1, 128
 
@@ -98,21 +99,14 @@ def features(H: int, S: int, device: str) -> Makers:
 Measured = dict[str, dict[str, Time]]  # by feature; "forward", "backward", "flex ..." inside
 
 
-def choose(known: Makers, words: list[str]) -> Makers:
-    """Plain causal attention, and those whose name contains one of the words; all without words.
+def choose(known: Makers, only: str | None = None) -> Makers:
+    """Plain causal attention, and those whose name contains one of the comma-separated words; all
+    without words.
 
-    Raises:
-        ValueError: a word stands in no name.
+    Raises typer.BadParameter for a word that no name contains.
     """
-    for word in words:
-        if not any(word in name for name in known):
-            raise ValueError(f"no feature is called {word!r}; there are: {'; '.join(known)}")
-    first, *_ = known
-    return {
-        name: make
-        for name, make in known.items()
-        if name == first or not words or any(word in name for word in words)
-    }
+    names = (next(iter(known)), *options.matching(only, known, "feature"))
+    return {name: make for name, make in known.items() if name in names}
 
 
 def times(

@@ -1,41 +1,92 @@
-"""Host time of an eager call, and where it goes."""
+"""Host time of an eager call, and where it goes: without gradient, then forward + backward."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
 from fa_ops import dispatch
+from fa_ops.bench.check import grad_out
 from fa_ops.bench.timing import Run
 from fa_ops.types import Spec
 
 SHAPE = (1, 8, 64, 64)
+BOTH = ", forward + backward"
 
 
 def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
-    """Calls without gradient: the doors from the outside in, SDPA, and torch's own floor."""
+    """For either, the doors from the outside in, SDPA, and torch's own floor."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    inputs = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+    peers = {"F.sdpa flash": SDPBackend.FLASH_ATTENTION}
+    if device == "cuda":
+        peers = {"F.sdpa cudnn": SDPBackend.CUDNN_ATTENTION} | peers
+    return _forward(*inputs, peers) | _training(*inputs, peers)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
     spec = Spec()
     module = dispatch.select(q, k, v, spec)
-    backend = module.__name__.rsplit(".", 1)[-1]
     operator = torch.ops.fa.attention.default
 
-    def sdpa(kernel: SDPBackend) -> Run:
+    def run(call: Callable[[], object], kernel: SDPBackend | None = None) -> Run:
+        return Run(lambda _: call(), context=lambda: _context(False, kernel))
+
+    sdpa = lambda: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
+    return {
+        "fa_ops.attention": run(lambda: fa_ops.attention(q, k, v)),
+        "  inside: torch.ops.fa.attention": run(lambda: operator(q, k, v)),
+        "  inside: dispatch": run(lambda: dispatch.select(q, k, v, spec)),
+        f"  inside: backend {_name(module)}": run(lambda: module.forward(q, k, v, spec)),
+        **{name: run(sdpa, kernel) for name, kernel in peers.items()},
+        "torch.empty_like": run(lambda: torch.empty_like(q)),
+    }
+
+
+def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
+    """Each `grad_output` is made once, and lies in memory as that call's output does."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def both(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
+        with _context(True, kernel):
+            grad = grad_out(call(*leaves).detach())
         return Run(
-            lambda _: F.scaled_dot_product_attention(q, k, v), context=lambda: sdpa_kernel(kernel)
+            lambda _: torch.autograd.grad(call(*leaves), leaves, grad),
+            context=lambda: _context(True, kernel),
         )
 
-    peers = {"F.sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION)}
-    if device == "cuda":
-        peers = {"F.sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)} | peers
+    spec = Spec()
+    module = dispatch.select(q, k, v, spec, backward=True)
+    operator = torch.ops.fa.attention_backward.default
+    out, lse = fa_ops.attention(q, k, v, return_lse=True)
+    saved = grad_out(out), None, q, k, v, out, lse
+    sdpa = F.scaled_dot_product_attention
     return {
-        "fa_ops.attention": Run(lambda _: fa_ops.attention(q, k, v)),
-        "  inside: torch.ops.fa.attention": Run(lambda _: operator(q, k, v)),
-        "  inside: dispatch": Run(lambda _: dispatch.select(q, k, v, spec)),
-        f"  inside: backend {backend}": Run(lambda _: module.forward(q, k, v, spec)),
-        **peers,
-        "torch.empty_like": Run(lambda _: torch.empty_like(q)),
+        f"fa_ops.attention{BOTH}": both(fa_ops.attention),
+        "  inside: torch.ops.fa.attention_backward": Run(
+            lambda _: operator(*saved), context=torch.no_grad
+        ),
+        f"  inside: backend {_name(module)}, backward": Run(
+            lambda _: module.backward(*saved, spec), context=torch.no_grad
+        ),
+        **{f"{name}{BOTH}": both(sdpa, kernel) for name, kernel in peers.items()},
+        f"torch.addcmul{BOTH}": both(torch.addcmul),
     }
+
+
+def _name(backend: ModuleType) -> str:
+    return backend.__name__.rsplit(".", 1)[-1]
+
+
+@contextlib.contextmanager
+def _context(gradient: bool, kernel: SDPBackend | None) -> Iterator[None]:
+    only = contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel)
+    with torch.set_grad_enabled(gradient), only:
+        yield

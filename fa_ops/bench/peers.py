@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fa_ops
 from fa_ops import dispatch
 from fa_ops.bench.problems import Problem
+from fa_ops.cli import options
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -25,7 +26,7 @@ class Implementation:
     """One competitor. `build` does what belongs to a problem, once; it may refuse by raising."""
 
     name: str
-    build: Callable[[Problem, str], Call]
+    build: Callable[..., Call]  # of the problem, and the device or the caches
     layout: str = "bhsd"
     ours: bool = False
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
@@ -51,13 +52,13 @@ def _sdpa(name: str, backend: SDPBackend, default: bool = True) -> Implementatio
     )
 
 
-def _flex(name: str, default: bool = True, **options) -> Implementation:
+def _flex(name: str, default: bool = True, **compiling) -> Implementation:
     def build(problem: Problem, device: str) -> Call:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # Each problem is a specialisation; past dynamo's limit on those it would run uncompiled.
         torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, **options)
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, **compiling)
         block_mask = None
         if problem.causal:
             block_mask = create_block_mask(
@@ -110,14 +111,13 @@ def implementations(device: str) -> list[Implementation]:
     ]
 
 
-def choose(device: str, wanted: list[str]) -> list[Implementation]:
-    """The defaults, or those whose name contains one of the words.
+def choose(device: str, only: str | None = None) -> list[Implementation]:
+    """The defaults, or those whose name contains one of the comma-separated words.
 
-    Raises ValueError for a word that no name contains.
+    Raises typer.BadParameter for a word that no name contains.
     """
     known = implementations(device)
-    for word in wanted:
-        if not any(word in i.name for i in known):
-            names = ", ".join(i.name for i in known)
-            raise ValueError(f"no implementation is called {word!r}; there are: {names}")
-    return [i for i in known if (any(w in i.name for w in wanted) if wanted else i.default)]
+    if not options.words(only):
+        return [i for i in known if i.default]
+    names = options.matching(only, [i.name for i in known], "implementation")
+    return [i for i in known if i.name in names]

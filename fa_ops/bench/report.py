@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -129,7 +128,7 @@ def print_sweep(
 
 
 def host_table(times: dict[str, Time]) -> Table:
-    table = Table(title="host time of one eager call, no gradient")
+    table = Table(title="host time of one eager call")
     for name in ("call", "us, median", "20 % - 80 %"):
         table.add_column(name, justify="left" if name == "call" else "right")
     for name, time in times.items():
@@ -161,13 +160,6 @@ def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> l
             speed = {"tflops": round(tflops(problem, r.time, backward), 1)}
             records.append(record | time | speed | {"samples": r.time.samples})
     return records
-
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """For a typer option: a file that can be written when all is measured."""
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {path.parent}")
-    return path
 
 
 def write_json(path: Path, device: str, family: str, records: list[dict]) -> None:

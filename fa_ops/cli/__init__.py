@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from fa_ops.cli.options import in_a_folder, words
+
 
 class _Commands(TyperGroup):
     """Adds the command groups that live elsewhere."""
@@ -92,12 +94,13 @@ def _fuzz(
         int | None, typer.Option(min=0, help="processes; 0 for this one; unless told, the cores")
     ] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="stop after so many")] = None,
-    json: Annotated[Path | None, typer.Option(help="write all counts and failures here")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="write all counts and failures here", callback=in_a_folder)
+    ] = None,
 ) -> None:
     """Random calls, forward and backward, against the fp64 oracle; fails if one is off."""
     import_module("fa_ops.cli.fuzz").run(
-        backend.split(",") if backend else None, device, cases, each, seed, case,
-        dtype.split(",") if dtype else None, workers, seconds, json,
+        words(backend), device, cases, each, seed, case, words(dtype), workers, seconds, json
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fa_ops
 from fa_ops import dispatch
-from fa_ops.cli import measure, smollm
+from fa_ops.cli import measure, options, smollm
 
 LENGTHS = (512, 2048)
 CAPTION = (
@@ -39,7 +39,7 @@ class Result:
 
 
 def run(prompt: str, device: str, tokens: int) -> None:
-    device = _device(device)
+    device = options.device(device)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # into a file, as wide as the table needs
@@ -66,14 +66,6 @@ def run(prompt: str, device: str, tokens: int) -> None:
         console.print(error, markup=False)
     if errors:
         raise typer.Exit(1)
-
-
-def _device(name: str) -> str:
-    if name not in ("auto", "cuda", "cpu"):
-        raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("device cuda was asked for, and torch sees none")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 class _Steps:

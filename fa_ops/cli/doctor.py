@@ -10,6 +10,7 @@ from pathlib import Path
 
 import platformdirs
 import torch
+import typer
 from rich.console import Console
 
 from fa_ops import __version__, dispatch
@@ -43,7 +44,7 @@ def transformers_model(model: str) -> Iterator[tuple[str, list[tuple[str, str]]]
     try:
         yield from doctor.sections(model)
     except LookupError as error:
-        raise SystemExit(f"--model: {error}") from None
+        raise typer.BadParameter(f"--model: {error}") from None
 
 
 def versions() -> list[tuple[str, str]]:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from fa_ops import dispatch
 from fa_ops.bench.report import environment, write_json
+from fa_ops.cli import options
 from fa_ops.cli.fuzz_cases import Outcome, Run, Target
 from fa_ops.cli.fuzz_workers import fuzz
 
@@ -25,20 +27,18 @@ COLUMNS = ("specialisations", "cases", "dense", "packed", "cached", "gradients",
 
 
 def run(
-    backends: Sequence[str] | None,
+    backends: Sequence[str],
     device: str,
     cases: int,
     each: int,
     seed: int,
     case: int | None,
-    dtypes: Sequence[str] | None,
+    dtypes: Sequence[str],
     workers: int | None,
     seconds: float | None,
     json: Path | None,
 ) -> None:
     """Raises SystemExit(1) for a case that failed, or if time was up before all were tried."""
-    if json is not None and not json.parent.is_dir():
-        raise SystemExit(f"--json: no such folder: {json.parent}")
     targets = _targets(backends, device, dtypes)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -74,30 +74,19 @@ def run(
         raise SystemExit(1)
 
 
-def _targets(
-    backends: Sequence[str] | None, device: str, dtypes: Sequence[str] | None
-) -> list[Target]:
-    """Raises SystemExit for a name that is not known, or a backend that cannot run here."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cuda", "cpu"):
-        raise SystemExit(f"--device must be auto, cuda or cpu, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda was asked for, and torch sees none")
+def _targets(backends: Sequence[str], device: str, dtypes: Sequence[str]) -> list[Target]:
+    """Raises typer.BadParameter for a name that is not known, or a backend that cannot run here."""
+    device = options.device(device)
     known = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
-    for name in dtypes or ():
-        if name not in known:
-            raise SystemExit(f"--dtype must be of {', '.join(known)}, got {name!r}")
-    chosen = tuple(known[name] for name in dtypes or known)
+    chosen = tuple(known[name] for name in options.one_of("--dtype", dtypes, known))
     if not backends:
         own = dispatch.AUTO[device]
         backends = [name for name in own if dispatch.available_error(name) is None] or own
+    backends = options.one_of("--backend", backends, dispatch.BACKENDS)
     for name in backends:
-        if name not in dispatch.BACKENDS:
-            raise SystemExit(f"--backend must be of {', '.join(dispatch.BACKENDS)}, got {name!r}")
         reason = dispatch.available_error(name)
         if reason is not None:
-            raise SystemExit(f"--backend {name}: {reason}")
+            raise typer.BadParameter(f"--backend {name}: {reason}")
     return [Target(name, device, chosen) for name in backends]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,6 @@ import torch
 
 import fa_ops
 from fa_ops import dispatch
-
-_STATM = Path("/proc/self/statm")
 
 
 def synchronize(device: str) -> None:
@@ -43,8 +39,8 @@ def typical_seconds(step: Callable[[], object], device: str, budget: float = 4.0
 def peak_memory(step: Callable[[], object], device: str) -> int | None:
     """The most bytes that a step holds above what was held before it; None where nothing tells.
 
-    On a GPU: what torch's allocator handed out. On a CPU: the process's resident memory, sampled
-    every 2 ms, after the allocator has given back what is free.
+    On a GPU: what torch's allocator handed out. On a CPU: the process's resident memory, after the
+    allocator has given back what is free.
     """
     gc.collect()
     if device == "cuda":
@@ -54,32 +50,21 @@ def peak_memory(step: Callable[[], object], device: str) -> int | None:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    if not _STATM.exists():
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    except OSError:
         step()
         return None
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    before = peak = _resident()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, _resident())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        step()
-        peak = max(peak, _resident())
-    finally:
-        done.set()
-        watcher.join()
-    return peak - before
+    before = _resident("VmRSS")
+    step()
+    return _resident("VmHWM") - before
 
 
-def _resident() -> int:
-    return int(_STATM.read_text().split()[1]) * 4096
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def attention_calls(step: Callable[[], object]) -> int:

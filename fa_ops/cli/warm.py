@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.progress import track
 
 from fa_ops.backends.hopper import compiler, warm
+from fa_ops.cli import options
 
 
 def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
-    head_dims = _chosen("--head-dim", head_dims, warm.HEAD_DIMS)
-    dtypes = _chosen("--dtype", dtypes, tuple(known))
+    head_dims = options.one_of("--head-dim", head_dims, warm.HEAD_DIMS)
+    dtypes = options.one_of("--dtype", dtypes, tuple(known))
     console = Console(highlight=False)
     variants = list(warm.variants(head_dims, [known[name] for name in dtypes]))
     try:
@@ -26,10 +27,3 @@ def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
         f"{compiler.cache_dir()}",
         soft_wrap=True,
     )
-
-
-def _chosen(option: str, values: Sequence | None, allowed: Sequence) -> Sequence:
-    for value in values or ():
-        if value not in allowed:
-            raise SystemExit(f"{option} must be one of {', '.join(map(str, allowed))}: {value}")
-    return values or allowed

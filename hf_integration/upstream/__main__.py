@@ -14,6 +14,7 @@ from typing import Annotated
 import transformers
 import typer
 
+from fa_ops.cli.options import in_a_folder
 from hf_integration.upstream import report, source
 from hf_integration.upstream.families import FAMILIES
 
@@ -23,7 +24,9 @@ def main(
         Path, typer.Argument(help="the source distribution of the installed version, unpacked")
     ],
     models: Annotated[str, typer.Option(help="comma separated")] = ",".join(FAMILIES),
-    json_file: Annotated[Path | None, typer.Option("--json", help="where results go")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="where results go", callback=in_a_folder)
+    ] = None,
     seconds: Annotated[int, typer.Option(min=1, help="for one model's tests")] = 1800,
 ) -> None:
     """transformers' own common model tests, with fa_ops in place of sdpa or flash_attention_2.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 import torch
+import typer
 
 from fa_ops.bench import cpu
 
@@ -32,12 +30,6 @@ def test_every_contender_computes_attention(name):
     contender.both()
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
-def test_peak_memory_sees_what_was_freed_before_the_end():
-    assert cpu.peak_memory(lambda: torch.ones(40 * 2**20, dtype=torch.uint8).sum()) >= 40
-    assert cpu.peak_memory(lambda: None) < 5
-
-
-def test_peak_memory_elsewhere(monkeypatch):
-    monkeypatch.setattr(Path, "exists", lambda path: False)
-    assert math.isnan(cpu.peak_memory(lambda: None))
+def test_a_wrong_word_names_the_rows():
+    with pytest.raises(typer.BadParameter, match="no contender is called 'softcup'; there are: "):
+        cpu.run(length=64, rounds=1, only="softcup")

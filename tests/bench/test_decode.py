@@ -37,9 +37,9 @@ def test_the_ratio_is_against_the_fastest_peer_that_ran():
 
 
 def test_backends_stand_side_by_side():
-    names = [i.name for i in decode._named("triton,hopper")]
+    names = [i.name for i in decode.ours("triton,hopper")]
     assert names == ["fa_ops triton", "fa_ops triton bshd", "fa_ops hopper", "fa_ops hopper bshd"]
-    assert [i.name for i in decode._named(None)] == ["fa_ops", "fa_ops bshd"]
+    assert [i.name for i in decode.ours(None)] == ["fa_ops", "fa_ops bshd"]
 
 
 def test_means_are_of_each_kind_of_heads():
@@ -74,6 +74,7 @@ def test_no_cell_is_begun_behind_the_time(monkeypatch, capsys):
     [
         (["--backend", "cpu"], "no backend that decodes on CUDA is called 'cpu'"),
         (["--preset", "issue", "--heads", "9/3"], "no heads of 'issue' are '9/3'"),
+        (["--only", "flsh"], "no implementation is called 'flsh'"),
         (["--preset", "all"], "no grid is called 'all'"),
     ],
 )

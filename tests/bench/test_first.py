@@ -8,11 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler
 from fa_ops.bench import first
 from fa_ops.bench.cli import app
 from fa_ops.bench.first import First, Row
+from fa_ops.bench.first_families import CALLS, FAMILIES
 
 SLOW = Row("b", First(64, 1500.0, 2, 1400.0), [First(200, 900.5, 1, 800.0)], First(64, 70.0, 0, 0))
 FAST = Row("a", First(64, 700.0, 1, 600.0), [First(200, 0.5, 0, 0.0)], First(64, 20.0, 0, 0.0))
@@ -42,18 +44,13 @@ def test_without_a_hopper_gpu_it_says_so():
     assert f"which {hopper.available_error()}"[:60] in result.output
 
 
-def test_words_choose_families():
-    assert [f.name for f in first.choose(["D64"])] == ["forward causal D64", "backward causal D64"]
-    assert first.choose([]) == list(first.FAMILIES)
-
-
-@pytest.mark.parametrize("family", first.FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_call_what_they_are_named_after(family, monkeypatch):
     called = []
     for name in ("attention", "attention_varlen", "attention_with_kv_cache"):
-        original = getattr(first.fa_ops, name)
+        original = getattr(fa_ops, name)
         monkeypatch.setattr(
-            first.fa_ops, name, lambda *a, f=original, n=name, **o: called.append(n) or f(*a, **o)
+            fa_ops, name, lambda *a, f=original, n=name, **o: called.append(n) or f(*a, **o)
         )
     found = first.measure(family, (65, 3), "cpu", "cpu")
     assert [one.length for one in found] == [65, 3] and all(one.ms > 0 for one in found)
@@ -67,14 +64,14 @@ def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "compile_source", lambda source: (compiler._ELF + b"code", ""))
     monkeypatch.setattr(compiler, "_entry", lambda source: tmp_path / str(hash(source)))
     monkeypatch.setitem(
-        first.CALLS, "forward", lambda f, S, *_: lambda: compiler.cubin("packed", {"S": S // 64})
+        CALLS, "forward", lambda f, S, *_: lambda: compiler.cubin("packed", {"S": S // 64})
     )
-    found = first.measure(first.FAMILIES[0], (64, 65, 128), "cpu", "cpu")
+    found = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
     assert [one.compiled for one in found] == [1, 0, 1]
 
 
 def test_a_process_of_its_own(tmp_path):
-    family = dataclasses.replace(first.FAMILIES[0], length=32)
+    family = dataclasses.replace(FAMILIES[0], length=32)
     (found,) = first.alone(str(tmp_path), family, (32,), "cpu", "cpu")
     assert found.length == 32 and found.compiled == 0
     with pytest.raises(RuntimeError, match="forward causal D64: its process ended, 1"):

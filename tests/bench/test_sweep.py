@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 
 from fa_ops.bench import peers, report
 from fa_ops.bench.peers import Implementation
@@ -68,9 +69,12 @@ def test_ratio_is_the_peers_time_over_ours():
 
 
 def test_only_selects_by_word_and_names_what_there_is():
-    assert {i.name for i in peers.choose("cpu", ["flash"])} == {"sdpa flash"}
-    with pytest.raises(ValueError, match="no implementation is called 'flsh'; there are: .*flex"):
-        peers.choose("cpu", ["flsh"])
+    assert {i.name for i in peers.choose("cpu", "flash")} == {"sdpa flash"}
+    assert [i.name for i in peers.choose("cpu")] == ["fa_ops cpu", "sdpa flash", "sdpa math"]
+    with pytest.raises(
+        typer.BadParameter, match="no implementation is called 'flsh'; there are: .*flex"
+    ):
+        peers.choose("cpu", "flsh")
 
 
 def test_cuda_runs_name_every_peer_of_the_issue():

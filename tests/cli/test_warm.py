@@ -53,13 +53,13 @@ def test_all_of_them():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--head-dim", "65"], "--head-dim must be one of 64, 128, 192, 256: 65"),
-        (["--dtype", "float32"], "--dtype must be one of bfloat16, float16: float32"),
+        (["--head-dim", "65"], "--head-dim must be of 64, 128, 192, 256, got 65"),
+        (["--dtype", "float32"], "--dtype must be of bfloat16, float16, got 'float32'"),
     ],
 )
 def test_refusals(arguments, message):
     result = invoke(*arguments)
-    assert result.exit_code == 1 and message in result.output
+    assert result.exit_code == 2 and message in result.output
 
 
 def test_without_nvrtc_it_says_so(folder, monkeypatch):

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from compile_passes import bench, corpus, sweep
+from tests.compile_passes.spellings import refused
+
+REFUSED = refused.__file__
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,9 @@ from compile_passes import bench, corpus, sweep
         (sweep, ["--slice", "3"], "--slice must be i/n with i below n, got '3'"),
         (sweep, ["--seconds", "0"], "--seconds must be at least 1, got 0"),
         (sweep, ["--json", __file__], "test_commands.py holds no results"),
+        (sweep, ["--json", "nowhere/a.json"], "no such folder: nowhere"),
+        (bench, ["cost", "--json", "nowhere/a.json"], "no such folder: nowhere"),
+        (corpus, [REFUSED, "-k", "nosuchcase"], "no case's name contains 'nosuchcase'"),
         (sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
         (bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (bench, ["cost", "--device", "cuda"], "torch sees no such device"),

@@ -1,0 +1,79 @@
+"""What host time is measured of: every row computes what its name says."""
+
+import json
+
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from fa_ops.bench import host
+from fa_ops.bench.cli import app
+
+FORWARD = {
+    "fa_ops.attention", "inside: torch.ops.fa.attention", "inside: dispatch", "inside: backend cpu",
+    "F.sdpa flash", "torch.empty_like",
+}  # fmt: skip
+BACKWARD = {
+    "fa_ops.attention, forward + backward", "inside: torch.ops.fa.attention_backward",
+    "inside: backend cpu, backward", "F.sdpa flash, forward + backward",
+    "torch.addcmul, forward + backward",
+}  # fmt: skip
+SHAPE = (1, 2, 16, 8)
+
+
+def results(words):
+    """What the runs whose names hold one of these words return, and whether they recorded."""
+    found = {}
+    for name, run in host.runs("cpu", SHAPE).items():
+        if any(word in name for word in words):
+            with run.context():
+                found[name.strip()] = run.timed(run.prepare()), torch.is_grad_enabled()
+    return found
+
+
+def test_every_row_has_its_time(tmp_path):
+    path = tmp_path / "out.json"
+    options = ("--device", "cpu", "--bursts", "20", "--json", str(path))
+    result = CliRunner().invoke(app, ["host", *options])
+    assert result.exit_code == 0, result.output
+    us = {r["call"]: r["us"] for r in json.loads(path.read_text())["records"]}
+    assert us.keys() == FORWARD | BACKWARD and min(us.values()) > 0
+    assert us["fa_ops.attention"] > us["inside: dispatch"]
+    assert us["fa_ops.attention, forward + backward"] > us["torch.addcmul, forward + backward"]
+
+
+def test_forward_rows_compute_attention_and_record_nothing():
+    found = results(("fa_ops.attention", "fa.attention", "backend cpu", "sdpa"))
+    forward = {name: row for name, row in found.items() if name in FORWARD}
+    assert len(forward) == 4
+    expected, _ = forward.pop("F.sdpa flash")
+    for name, (out, recorded) in forward.items():
+        out = out[0] if isinstance(out, tuple) else out
+        torch.testing.assert_close(out, expected, msg=lambda m, name=name: f"{name}: {m}")
+        assert not recorded
+
+
+def test_backward_rows_compute_the_same_three_gradients():
+    found = {name: row for name, row in results(("ward",)).items() if "addcmul" not in name}
+    assert found.keys() == {name for name in BACKWARD if "addcmul" not in name}
+    expected, _ = found["F.sdpa flash, forward + backward"]
+    assert len(expected) == 3 and all(grad.abs().max() > 1e-3 for grad in expected)
+    for name, (grads, recorded) in found.items():
+        assert recorded == ("forward" in name), name
+        for grad, right in zip(grads[:3], expected, strict=True):
+            torch.testing.assert_close(grad, right, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_sdpa_is_the_kernel_of_its_name(monkeypatch):
+    """SDPA is called where that kernel alone may run, in the forward pass and in training."""
+    enabled = []
+
+    def spied(*args):
+        flags = torch.backends.cuda
+        enabled.append((flags.flash_sdp_enabled(), flags.math_sdp_enabled()))
+        return original(*args)
+
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    results(("sdpa flash",))
+    assert len(enabled) == 3 and set(enabled) == {(True, False)}
