@@ -97,7 +97,11 @@ class Attention(library.SingleLevelFunction):
             options["mask_grad"] = True
         given = grad_out, grad_lse, q, k, v, out, lse
         backward = ctx.operators.backward
-        if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(*given):
+        if (
+            not torch.is_grad_enabled()
+            and library.may_leave_dispatcher_out(*given)
+            and all(g is None or library.dispatched_alike(g, lse) for g in given[:2])
+        ):
             backward = ctx.operators.backward_kernel
         dq, dk, dv, *others = backward(*given, *args, **options)
         grads = Spec(*[None] * len(Spec._fields))._replace(

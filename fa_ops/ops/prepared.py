@@ -55,6 +55,11 @@ def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tupl
     return key
 
 
+def options_of(key: tuple) -> tuple:
+    """The options that `signature` was given."""
+    return key[13]
+
+
 def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
     """As what `prepare_cached` gives takes them."""
     small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
@@ -71,6 +76,12 @@ def find(key: tuple) -> Callable[..., Tensor] | None:
         return _runs.get(key)
     except TypeError:  # an option that cannot be hashed, about which the checks have more to say
         return None
+
+
+def remember(key: tuple, run: Callable[..., Tensor] | None) -> None:
+    if len(_runs) >= _LIMIT:
+        _runs.clear()
+    _runs[key] = run
 
 
 def make_cached(
