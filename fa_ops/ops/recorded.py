@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import autograd, checks, dense, library, prepared
-from fa_ops.types import Spec
+from fa_ops.types import Spec, with_tensors
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple | None:
     """What makes two calls that record a gradient the same, or None where the operator must see
-    the call. `tensors`: those of a Spec in its order, without a seed; or none."""
+    the call. `tensors` are what `types.tensors_of` gives; or none."""
     if not (torch.is_grad_enabled() and library.only_autograd_watches(q, k, v, *tensors)):
         return None
     mask, slopes, sinks, *_ = tensors or (None,) * 3
@@ -52,20 +52,12 @@ class Call:
 
     def __init__(self, key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
         self._key, self._options = key, prepared.options_of(key)
-        self._spec = _with_tensors(spec, (None,) * 5)
-        self._is_plain = all(t is None for t in _tensors_of(spec))
+        self._spec = with_tensors(spec, (None,) * 5)
         backend = dispatch.select(q, k, v, spec)
-        own = self._prepare(backend, "prepare_with_lse", q, k, v)
+        prepare = getattr(backend, "prepare_with_lse", None)
+        own = prepare and prepare(q, k, v, spec)
         self.forward = own or partial(self._general_forward, backend)
         self.backward: Callable[..., tuple] | None = None  # some calls have no backward pass
-
-    def _prepare(self, backend, name: str, *qkv: Tensor) -> Callable | None:
-        """Backends prepare for calls that have no tensors among their options."""
-        prepare = getattr(backend, name, None) if self._is_plain else None
-        return prepare and prepare(*qkv, self._spec)
-
-    def spec(self, small: tuple[Tensor | None, ...]) -> Spec:
-        return _with_tensors(self._spec, small) if small else self._spec
 
     def repeats(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out, lse, *small) -> bool:
         """Whether the backward pass is this call's, which whoever unpacks what was saved may have
@@ -81,28 +73,30 @@ class Call:
             return False
         checks.saved(grad_out, None, q, v, out, lse, real=True)
         if self.backward is None:
-            backend = dispatch.select(q, k, v, self.spec(small), backward=True)
-            own = self._prepare(backend, "prepare_backward", q, k, v)
+            spec = with_tensors(self._spec, small)
+            backend = dispatch.select(q, k, v, spec, backward=True)
+            prepare = getattr(backend, "prepare_backward", None)
+            own = prepare and prepare(q, k, v, spec)
             self.backward = own or partial(self._general_backward, backend)
         return True
 
     def _general_forward(self, backend, q, k, v, *small):
         with library.below_autograd():
-            return backend.forward(q, k, v, self.spec(small))
+            return backend.forward(q, k, v, with_tensors(self._spec, small))
 
     def _general_backward(self, backend, grad_out, q, k, v, out, lse, *small, mask_grad=False):
         grad_out, out = checks.with_rows(grad_out), checks.with_rows(out)
         return backend.backward(
-            grad_out, None, q, k, v, out, lse, self.spec(small), mask_grad=mask_grad
+            grad_out, None, q, k, v, out, lse, with_tensors(self._spec, small), mask_grad=mask_grad
         )
 
     def by_operator(self, grad_out: Tensor, saved: tuple, mask_grad: bool) -> tuple:
-        args, options = autograd.arguments(None, self.spec(saved[5:]))
+        args, options = autograd.arguments(None, with_tensors(self._spec, saved[5:]))
         return dense.BACKWARD(grad_out, None, *saved[:5], *args, **options, mask_grad=mask_grad)
 
 
 class Recorded(library.SingleLevelFunction):
-    """forward(call, q, k, v, *small) -> out; `small` are a Spec's tensors as in `key_of`."""
+    """forward(call, q, k, v, *small) -> out; `small` as in `key_of`."""
 
     @staticmethod
     def forward(ctx, call, q, k, v, *small):
@@ -130,11 +124,3 @@ class Recorded(library.SingleLevelFunction):
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
-
-
-def _tensors_of(spec: Spec) -> tuple[Tensor | None, ...]:
-    return spec[0], *spec[7:11]
-
-
-def _with_tensors(spec: Spec, small: tuple[Tensor | None, ...]) -> Spec:
-    return Spec(small[0], *spec[1:7], *small[1:], *spec[11:])

@@ -1,6 +1,7 @@
 """A training call of the Hopper tier on the host, from the door through autograd to the launches:
 CPU tensors, and the driver that takes notes."""
 
+import ctypes
 import struct
 
 import pytest
@@ -23,7 +24,13 @@ def door(driver, monkeypatch):
     for name in ("kernel", "on_device", "current_stream", "empty"):
         monkeypatch.setattr(dense_forward, name, getattr(dense_backward, name))
     read = driver.read
-    driver.read = lambda name, at: at if name == "forward" else read(name, at)
+
+    def params(name, at):
+        if name != "forward":
+            return read(name, at)
+        return ctypes.string_at(ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0], 640)
+
+    driver.read = params
     driver.cuMemsetD32Async = lambda *args: 0
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
@@ -115,13 +122,33 @@ def test_layouts_that_no_copy_reads_are_not_prepared(door):
     assert grads[0].stride() == torch.empty_like(q).stride()
 
 
-def test_tensor_options_reach_the_kernels(door):
-    for _ in range(2):
-        lens = torch.tensor([96, 7], dtype=torch.int32)
-        _, products = train(door, *inputs(), kv_lens=lens)
-        assert struct.unpack_from("<8Q", products, 896)[4] == lens.data_ptr()
+def test_tensor_options_of_each_call_reach_the_kernels(door):
     sinks = torch.zeros(4, requires_grad=True)
-    q, k, v = inputs()
-    out = fa_ops.attention(q, k, v, sinks=sinks)
-    dq, dsinks = torch.autograd.grad(out, (q, sinks), torch.zeros_like(out))
-    assert dsinks.shape == (4,) and dq.shape == q.shape
+    for _ in range(3):
+        lens = torch.tensor([96, 7], dtype=torch.int32)
+        ranges, slopes = torch.zeros(2, 1, 96, 2, dtype=torch.int32), torch.ones(4)
+        q, k, v = inputs()
+        options = {"kv_lens": lens, "key_ranges": ranges, "alibi_slopes": slopes, "sinks": sinks}
+        out = fa_ops.attention(q, k, v, **options)
+        words = struct.unpack_from("<7Q", door.launched["forward"][1], 384)
+        assert words[0] == out.data_ptr()
+        assert words[2:6] == tuple(t.data_ptr() for t in (lens, ranges, sinks, slopes))
+        *grads, dsinks = torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(out))
+        assert dsinks.shape == (4,) and grads[0].shape == q.shape
+        places = struct.unpack_from("<8Q", door.launched["backward"][1], 896)
+        assert places[4:6] == (lens.data_ptr(), slopes.data_ptr())
+        runs = door.launched["keep_runs"][1]
+        assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
+        call = next(iter(prepared._runs.values())).args[0]
+        assert call.forward.__module__ == dense_forward.__name__
+        assert call.backward.__module__ == dense_backward.__name__
+
+
+def test_masks_take_the_backends_own_way(door, monkeypatch):
+    bits = lambda mask, *rest: mask.view(torch.uint8)[None, None]  # noqa: E731
+    monkeypatch.setattr(dense_forward, "bits_by_query", bits)
+    monkeypatch.setattr(dense_backward, "bits_by_key", bits)
+    for _ in range(2):
+        mask = torch.ones(96, 96, dtype=torch.bool)
+        _, products = train(door, *inputs(), attn_mask=mask)
+        assert struct.unpack_from("<Q", products, 1032)[0] == mask.data_ptr()

@@ -14,6 +14,7 @@ import fa_ops
 from fa_ops import dispatch
 from fa_ops.backends import cpu
 from fa_ops.ops import prepared, recorded
+from fa_ops.types import with_tensors
 
 INTS = torch.int32
 OPTIONS = {
@@ -358,14 +359,24 @@ def preparing(monkeypatch):
 
     def prepare_with_lse(q, k, v, spec):
         log.append("prepare forward")
-        return lambda *qkv: log.append("forward") or cpu.forward(*qkv, spec)
+        if spec.attn_mask is not None:
+            return None
+        spec = with_tensors(spec, (None,) * 5)
+        return lambda q, k, v, *small: (
+            log.append("forward") or cpu.forward(q, k, v, with_tensors(spec, small))
+        )
 
     def prepare_backward(q, k, v, spec):
         log.append("prepare backward")
+        if spec.attn_mask is not None:
+            return None
+        spec = with_tensors(spec, (None,) * 5)
 
-        def run(grad_out, *saved):
+        def run(grad_out, q, k, v, out, lse, *small, mask_grad=False):
             log.append("backward")
-            return cpu.backward(grad_out.contiguous(), None, *saved, spec)
+            assert not mask_grad
+            given = grad_out.contiguous(), None, q, k, v, out, lse, with_tensors(spec, small)
+            return cpu.backward(*given)[: None if small else 3]
 
         return run
 
@@ -374,17 +385,35 @@ def preparing(monkeypatch):
     return log
 
 
-def test_what_is_prepared_runs_again(preparing):
+@pytest.mark.parametrize("name", ["causal", "lens", "ranges", "slopes", "sinks"])
+def test_what_is_prepared_runs_again(preparing, name):
     for _ in range(2):
-        assert_same(fa_ops.attention, qkv(), {"is_causal": True})
+        options, differentiable = with_gradients(OPTIONS[name])
+        options = {n: t.clone() if n == "kv_lens" else t for n, t in options.items()}
+        assert_same(fa_ops.attention, qkv(), options, differentiable)
     prepares = ["prepare forward", "forward", "prepare backward", "backward"]
     assert preparing == [*prepares, "forward", "backward"]
 
 
-def test_tensor_options_and_other_backends_are_not_prepared(preparing):
-    for name in ("bias", "reference"):
-        assert_same(fa_ops.attention, qkv(), OPTIONS[name])
-    assert not preparing
+def test_what_a_backend_cannot_prepare_it_runs(preparing):
+    for _ in range(2):
+        options, differentiable = with_gradients(OPTIONS["bias"])
+        assert_same(fa_ops.attention, qkv(), options, differentiable)
+        assert_same(fa_ops.attention, qkv(), OPTIONS["reference"])
+    assert preparing == ["prepare forward", "prepare backward"]
+
+
+def test_saved_tensors_laid_out_otherwise_are_the_operators(preparing):
+    lay_out = lambda t: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 4 else t  # noqa: E731
+    inputs = qkv()
+    expected = results(long_way, inputs, {})
+    with torch.autograd.graph.saved_tensors_hooks(lay_out, lambda t: t):
+        actual = results(fa_ops.attention, inputs, {})
+    torch.testing.assert_close(actual, expected)
+    assert preparing == ["prepare forward", "forward"]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        assert_equal(results(fa_ops.attention, inputs, {}), expected)
+    assert preparing[2:] == ["forward", "prepare backward", "backward"]
 
 
 def test_the_global_switches_hold_in_the_backward_pass(preparing, monkeypatch):

@@ -36,7 +36,7 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Gradients, Packing, Spec
+from fa_ops.types import Gradients, Packing, Spec, with_tensors
 
 # struct Params in cuda/backward.cuh: maps and addresses, scalars, a mask's bits, dropout, a bias
 _PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "8Q"), struct.Struct("<14i4f")
@@ -79,32 +79,35 @@ def backward(
     *grads, dmask, workspace = plan.run(
         grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_keys, mask_grad
     )
-    return Gradients(*grads, dmask, _sink_gradient(spec, lse, plan, workspace))
+    return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., tuple[Tensor, ...]] | None:
-    """dq, dk and dv of later calls with these shapes, strides and options and no others, none of
-    which is a tensor."""
-    if any(copyable(t) is not t for t in (q, k, v)):
+) -> Callable[..., tuple[Tensor | None, ...]] | None:
+    """The gradients of later calls with these shapes, strides and options and no others."""
+    if spec.attn_mask is not None or any(copyable(t) is not t for t in (q, k, v)):
         return None
+    of_grads = q.stride(), k.stride(), v.stride()
+    spec = with_tensors(spec, (None,) * 5)
     last: tuple = None, None  # strides of grad_out and out, and the plan of calls with them
 
-    def run(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
+    def run(grad_out, q, k, v, out, lse, *small: Tensor | None, mask_grad: bool = False):
         nonlocal last
         places = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr() | out.data_ptr()
-        if places & 15:
-            return backward(grad_out, None, q, k, v, out, lse, spec)
         strides = grad_out.stride(), out.stride()
         known, plan = last
-        if known != strides:
-            if any(copyable(t) is not t for t in (grad_out, out)):
-                return backward(grad_out, None, q, k, v, out, lse, spec)
-            of_grads = q.stride(), k.stride(), v.stride()
-            plan = _plan_of((q, k, v, grad_out, out), of_grads, spec)
+        if known != strides or places & 15:
+            full = with_tensors(spec, small)
+            if any(copyable(t) is not t for t in (q, k, v, grad_out, out)):
+                return backward(grad_out, None, q, k, v, out, lse, full)
+            plan = _plan_of((q, k, v, grad_out, out), of_grads, full, full.key_ranges)
             last = strides, plan
-        return plan.run(grad_out, q, k, v, out, lse)
+        if not small:
+            return plan.run(grad_out, q, k, v, out, lse)
+        _, slopes, sinks, lens, ranges = small
+        grads = plan.run(grad_out, q, k, v, out, lse, None, lens, slopes, ranges)
+        return *grads[:4], _sink_gradient(sinks, lse, plan, grads[4])
 
     return run
 
@@ -309,13 +312,15 @@ def _like(
     return tuple(shape), torch.empty_like(meta).stride(), dtype
 
 
-def _sink_gradient(spec: Spec, lse: Tensor, plan: Plan, workspace: Tensor) -> Tensor | None:
+def _sink_gradient(
+    sinks: Tensor | None, lse: Tensor, plan: Plan, workspace: Tensor
+) -> Tensor | None:
     """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
-    if spec.sinks is None:
+    if sinks is None:
         return None
     (B, Hq, Sq), delta = lse.shape, plan.row_sums(workspace)
-    weight = torch.exp(spec.sinks.float().view(1, Hq, 1) - lse)
-    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(spec.sinks.dtype)
+    weight = torch.exp(sinks.float().view(1, Hq, 1) - lse)
+    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(sinks.dtype)
 
 
 class _Kernels:

@@ -32,7 +32,7 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Packing, Spec
+from fa_ops.types import Packing, Spec, tensors_of, with_tensors
 
 # struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout; 640 bytes
 _WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
@@ -51,8 +51,68 @@ def forward(
         bias, held = Bias.of(spec.attn_mask)
     elif spec.attn_mask is not None:
         bits = bits_by_query(spec.attn_mask, k.shape[2])
-    optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
-    plan = _plan(
+    optional = *_as_read(*tensors_of(spec)[1:]), bits
+    plan = _plan_of(q, k, v, spec, optional, bias)
+    return plan.run(q, k, v, True, optional, held, dropout.row_keys(q, spec, packing))
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """The output alone, for later calls with these shapes, strides and options and no others."""
+    if not all(copyable(t) is t for t in (q, k, v)):
+        return None
+    plan = _plan_of(q, k, v, spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(q, k, v, spec)[0]
+        return plan.run(q, k, v)[0]
+
+    return run
+
+
+def prepare_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The same for calls that want lse too, and may have tensors among their options."""
+    if spec.attn_mask is not None or not all(copyable(t) is t for t in (q, k, v)):
+        return None
+    plan = _plan_of(q, k, v, spec, (*_as_read(*tensors_of(spec)[1:]), None))
+    spec = with_tensors(spec, _NONE)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(q, k, v, with_tensors(spec, small))
+        return plan.run(q, k, v, True, (*_as_read(*small[1:]), None) if small else _NONE)
+
+    return run
+
+
+def _as_read(
+    slopes: Tensor | None, sinks: Tensor | None, lens: Tensor | None, ranges: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
+    if lens is not None:
+        lens = lens.contiguous()
+    if ranges is not None and ranges.stride(3) != 1:
+        ranges = ranges.contiguous()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    if slopes is not None and slopes.stride(-1) != 1:
+        slopes = slopes.contiguous()
+    return lens, ranges, sinks, slopes
+
+
+def _plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    optional: tuple[Tensor | None, ...] = _NONE,
+    bias: Bias | None = None,
+) -> Plan:
+    """`optional`: what `_as_read` gives, and a mask's bits."""
+    lens, ranges, sinks, slopes, bits = optional
+    return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
@@ -66,60 +126,6 @@ def forward(
         bias,
         spec.dropout_p,
     )
-    return plan.run(q, k, v, True, optional, held, dropout.row_keys(q, spec, packing))
-
-
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The output alone, for later calls with these shapes, strides and options and no others."""
-    plan = _plain_plan(q, k, v, spec)
-    if plan is None:
-        return None
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, spec)[0]
-        return plan.run(q, k, v)[0]
-
-    return run
-
-
-def prepare_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The same for calls that want lse too."""
-    plan = _plain_plan(q, k, v, spec)
-    if plan is None:
-        return None
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, spec)
-        return plan.run(q, k, v, True)
-
-    return run
-
-
-def _plain_plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Plan | None:
-    """Of a call that has no tensors among its options; None where its tensors must be copied."""
-    if any(copyable(t) is not t for t in (q, k, v)):
-        return None
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
-    return _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None)
-
-
-def _as_read(spec: Spec) -> tuple[Tensor | None, ...]:
-    """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
-    lens, ranges, sinks, slopes = spec.kv_lens, spec.key_ranges, spec.sinks, spec.alibi_slopes
-    if lens is not None:
-        lens = lens.contiguous()
-    if ranges is not None and ranges.stride(3) != 1:
-        ranges = ranges.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    if slopes is not None and slopes.stride(-1) != 1:
-        slopes = slopes.contiguous()
-    return lens, ranges, sinks, slopes
 
 
 class Plan:
