@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops import dense, library, merge, prepared, varlen
+from fa_ops.ops import dense, library, merge, prepared, recorded, varlen
 from fa_ops.types import Spec
 
 Window = tuple[int | None, int | None]
@@ -97,16 +97,21 @@ def attention(
         torch.Size([1, 9, 512, 64])
     """
     call = None
-    if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse) and (
-        attn_mask is alibi_slopes is None
-    ):
-        small = () if kv_lens is key_ranges is sinks is None else (kv_lens, key_ranges, sinks)
+    if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse):
         both = None if window is None else sides(window)
         plain = (
             is_causal, scale, both, softcap, backend,
             is_causal.__class__, scale.__class__, softcap.__class__,
         )  # fmt: skip
-        call = prepared.key_of(query, key, value, small, *plain)
+        make = prepared.make
+        if attn_mask is alibi_slopes is None:
+            small = () if kv_lens is key_ranges is sinks is None else (kv_lens, key_ranges, sinks)
+            call = prepared.key_of(query, key, value, small, *plain)
+        if call is None and torch.is_grad_enabled():
+            small, make = (attn_mask, alibi_slopes, sinks, kv_lens, key_ranges), recorded.make
+            if attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is None:
+                small = ()
+            call = recorded.key_of(query, key, value, small, bool(deterministic), *plain)
         run = call and prepared.find(call)
         if run is not None:
             return run(query, key, value, *small)
@@ -119,14 +124,14 @@ def attention(
     if key_ranges is not None:
         options["key_ranges"] = need_tensor("key_ranges", key_ranges)
     if call:
-        spec = Spec(None, 0.0, is_causal, **options)
-        run = prepared.make(call, query, key, value, spec)
+        spec = Spec(attn_mask, 0.0, is_causal, **options)
+        run = make(call, query, key, value, spec)
         if run is not None:
             return run(query, key, value, *small)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
-    recorded = (query, key, value, attn_mask, sinks, alibi_slopes)
+    differentiable = (query, key, value, attn_mask, sinks, alibi_slopes)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    return call_operator(operator, recorded, args, options)
+    return call_operator(operator, differentiable, args, options)
 
 
 def attention_varlen(

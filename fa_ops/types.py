@@ -33,6 +33,16 @@ class Spec(NamedTuple):
     backend: str | None = None  # None: the current default
 
 
+def tensors_of(spec: Spec) -> tuple[Tensor | None, ...]:
+    """attn_mask, alibi_slopes, sinks, kv_lens and key_ranges."""
+    return spec[0], *spec[7:11]
+
+
+def with_tensors(spec: Spec, tensors: tuple[Tensor | None, ...]) -> Spec:
+    """The spec with others of what `tensors_of` gives; as it is without any."""
+    return Spec(tensors[0], *spec[1:7], *tensors[1:], *spec[11:]) if tensors else spec
+
+
 class Packing(NamedTuple):
     """How a variable-length batch is packed along the token dimension."""
 

@@ -12,7 +12,14 @@ Every backend is a module or package with these functions; `Spec`, `Packing`, `C
     forward(q, k, v, spec) -> (out, lse)
     prepare(q, k, v, spec) -> (q, k, v) -> out
         optional: calls like this one again, at the least host cost; None where it cannot
+    prepare_with_lse(q, k, v, spec) -> (q, k, v, *tensors) -> (out, lse)
+        optional: the same for calls that record a gradient. `tensors` are what `types.tensors_of`
+        gives, left out where all are None
     backward(grad_out, grad_lse | None, q, k, v, out, lse, spec, mask_grad=False) -> Gradients
+    prepare_backward(q, k, v, spec)
+        -> (grad_out, q, k, v, out, lse, *tensors, mask_grad=False) -> Gradients
+        optional: the same for the gradients of such calls; without `tensors` any tuple that begins
+        with dq, dk and dv
     varlen_forward(q, k, v, packing, spec) -> (out, lse)
     varlen_backward(grad_out, grad_lse | None, q, k, v, out, lse, packing, spec) -> Gradients
     merge_states(outs, lses) -> (out, lse)

@@ -59,53 +59,52 @@ def record(
     spec: Spec,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward operator and record its gradient: (out, lse)."""
-    packed = packing is not None
-    return library.apply(Attention, keyset, operators, packed, q, k, v, *(packing or ()), *spec)
+    differentiable = q, k, v, spec.attn_mask, spec.sinks
+    return library.apply(Attention, keyset, operators, packing, spec, *differentiable)
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packed, q, k, v, *rest).
-
-    `rest` is a Spec; behind a Packing if `packed`.
-    """
+    """forward(keyset, operators, packing, spec, *differentiable), of which the last two are the
+    spec's."""
 
     @staticmethod
-    def forward(ctx, keyset, operators, packed, q, k, v, *rest):
-        args, options = arguments(*_unflatten(packed, rest))
+    def forward(ctx, keyset, operators, packing, spec, q, k, v, attn_mask, sinks):
+        args, options = arguments(packing, spec)
         if library.may_leave_dispatcher_out(q, k, v):
             with library.below_autograd():
                 out, lse = operators.forward_kernel(q, k, v, *args, **options)
         else:
             with library.recording():
                 out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
-        tensors = (x if isinstance(x, Tensor) else None for x in rest)
+        rest = spec if packing is None else (*packing, *spec)
+        tensors = [x if isinstance(x, Tensor) else None for x in rest]
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.plain = [None if isinstance(x, Tensor) else x for x in rest]
-        ctx.operators, ctx.packed = operators, packed
+        ctx.plain = [x if t is None else None for t, x in zip(tensors, rest)]
+        ctx.operators, ctx.packed = operators, packing is not None
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        rest = [x if t is None else t for t, x in zip(tensors, ctx.plain, strict=True)]
+        rest = [x if t is None else t for t, x in zip(tensors, ctx.plain)]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         args, options = arguments(*_unflatten(ctx.packed, rest))
-        wanted = Spec(*ctx.needs_input_grad[-len(Spec._fields) :])
-        if wanted.attn_mask:
+        *_, of_mask, of_sinks = ctx.needs_input_grad
+        if of_mask:
             options["mask_grad"] = True
         given = grad_out, grad_lse, q, k, v, out, lse
         backward = ctx.operators.backward
-        if not torch.is_grad_enabled() and library.may_leave_dispatcher_out(*given):
+        if (
+            not torch.is_grad_enabled()
+            and library.may_leave_dispatcher_out(*given)
+            and all(g is None or library.dispatched_alike(g, lse) for g in given[:2])
+        ):
             backward = ctx.operators.backward_kernel
         dq, dk, dv, *others = backward(*given, *args, **options)
-        grads = Spec(*[None] * len(Spec._fields))._replace(
-            attn_mask=others[0] if wanted.attn_mask else None,
-            sinks=others[-1] if wanted.sinks else None,
-        )
-        packing = [None] * (len(rest) - len(Spec._fields))
-        return None, None, None, dq, dk, dv, *packing, *grads
+        dmask, dsinks = others[0] if of_mask else None, others[-1] if of_sinks else None
+        return None, None, None, None, dq, dk, dv, dmask, dsinks
 
 
 def _unflatten(packed: bool, rest) -> tuple[Packing | None, Spec]:

@@ -113,8 +113,9 @@ def saved(
     real: bool = False,
 ) -> None:  # fmt: skip
     """What a backward operator takes besides the forward's arguments."""
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    lse_shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    *rows, _ = q.shape
+    out_shape = (*rows, v.shape[-1])
+    lse_shape = tuple(rows if len(rows) == 3 else reversed(rows))
     wide = lse_dtype(q.dtype)
     if real and (  # in 2 us instead of 12
         grad_out.shape == out.shape == out_shape

@@ -160,7 +160,19 @@ def nobody_watches(*tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is not None and (type(t) not in _PLAIN or (recording and t.requires_grad)):
             return False
-    return not (
+    return not _is_watched()
+
+
+def only_autograd_watches(*tensors: Tensor | None) -> bool:
+    """The same but for autograd, which records what a call makes of tensors that require grad."""
+    for t in tensors:
+        if t is not None and type(t) not in _PLAIN:
+            return False
+    return not _is_watched()
+
+
+def _is_watched() -> bool:
+    return (
         in_functorch()
         or forward_ad._current_level >= 0
         or _dispatch_modes()
@@ -182,14 +194,28 @@ _is_traced = torch._C._is_tracing
 
 def may_leave_dispatcher_out(*tensors: Tensor | None) -> bool:
     """Whether the kernel for CPU and CUDA is what such a call would end in, unnoticed."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and is_strided(*tensors) and nobody_watches(*tensors)
+
+
+def is_strided(*tensors: Tensor | None) -> bool:
+    """Whether the tensors' numbers lie in a CPU's or a CUDA device's memory as strides say."""
     for t in tensors:
         if t is not None and not (
-            (t.is_cuda or t.is_cpu) and t.layout is torch.strided and not t.is_nested
+            (t.is_cuda or t.is_cpu)
+            and t.layout is torch.strided
+            and not (t.is_nested or t.is_neg())
         ):
             return False
-    return nobody_watches(*tensors)
+    return True
+
+
+def dispatched_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether the dispatcher sees no difference: none of them is a batch of autograd's own vmap, or
+    a zero without memory."""
+    return _dispatch_keys(a) == _dispatch_keys(b)
+
+
+_dispatch_keys = torch._C._dispatch_keys
 
 
 def without_autocast(device: str):

@@ -60,6 +60,11 @@ def signature(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tupl
     return key
 
 
+def options_of(key: tuple) -> tuple:
+    """The options that `signature` was given."""
+    return key[13]
+
+
 def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
     """As what `prepare_cached` gives takes them."""
     small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
@@ -98,6 +103,10 @@ def _keep(known: dict, key: tuple, value):
     return value
 
 
+def remember(key: tuple, run: Callable | None) -> Callable | None:
+    return _keep(_runs, key, run)
+
+
 def make_cached(
     key: tuple, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
@@ -112,7 +121,7 @@ def make_cached(
     if way is None:
         cache_checks.cached(q, k, v, cache, spec, real=True)
         way = _keep(_ways, family, _way_cached(q, k, v, cache, spec))
-    return _keep(_runs, key, way(q, k, v, cache, spec))
+    return remember(key, way(q, k, v, cache, spec))
 
 
 def _way_cached(
@@ -138,7 +147,7 @@ def make(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..
     if way is None:
         checks.dense(q, k, v, spec, real=True)
         way = _keep(_ways, family, _way(dispatch.select(q, k, v, spec), q, k, v, spec))
-    return _keep(_runs, key, way(q, k, v, Cache(), spec))
+    return remember(key, way(q, k, v, Cache(), spec))
 
 
 _DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others

@@ -81,6 +81,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
     return dense_forward.prepare(q, k, v, spec)
 
 
+def prepare_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    from fa_ops.backends.hopper import decode, dense_forward, mla
+
+    if mla.has_dims(q, v) or decode.decodes(q, k, v, spec):
+        return None
+    return dense_forward.prepare_with_lse(q, k, v, spec)
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -95,6 +105,14 @@ def backward(
     from fa_ops.backends.hopper import dense_backward
 
     return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[..., tuple[Tensor, ...]] | None:
+    from fa_ops.backends.hopper import dense_backward
+
+    return dense_backward.prepare(q, k, v, spec)
 
 
 def varlen_forward(

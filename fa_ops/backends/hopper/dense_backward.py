@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Gradients, Packing, Spec
+from fa_ops.types import Gradients, Packing, Spec, with_tensors
 
 # struct Params in cuda/backward.cuh: maps and addresses, scalars, a mask's bits, dropout, a bias
 _PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "8Q"), struct.Struct("<14i4f")
@@ -67,32 +67,76 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    tensors = q, k, v, grad_out, out = [copyable(t) for t in (q, k, v, grad_out, out)]
-    ranges, slopes, mask = spec.key_ranges, spec.alibi_slopes, spec.attn_mask
+    of_grads = q.stride(), k.stride(), v.stride()
+    q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
+    ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
     bias, held = Bias.of(mask) if bits_of(mask) else (None, None)
-    plan = _plan(
+    plan = _plan_of((q, k, v, grad_out, out), of_grads, spec, ranges, bias)
+    lens, slopes = (None if t is None else t.contiguous() for t in (spec.kv_lens, spec[7]))
+    row_keys = dropout.row_keys(q, spec, packing)
+    *grads, dmask, workspace = plan.run(
+        grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_keys, mask_grad
+    )
+    return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[..., tuple[Tensor | None, ...]] | None:
+    """The gradients of later calls with these shapes, strides and options and no others."""
+    if spec.attn_mask is not None or any(copyable(t) is not t for t in (q, k, v)):
+        return None
+    of_grads = q.stride(), k.stride(), v.stride()
+    spec = with_tensors(spec, (None,) * 5)
+    last: tuple = None, None  # strides of grad_out and out, and the plan of calls with them
+
+    def run(grad_out, q, k, v, out, lse, *small: Tensor | None, mask_grad: bool = False):
+        nonlocal last
+        places = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr() | out.data_ptr()
+        strides = grad_out.stride(), out.stride()
+        known, plan = last
+        if known != strides or places & 15:
+            full = with_tensors(spec, small)
+            if any(copyable(t) is not t for t in (q, k, v, grad_out, out)):
+                return backward(grad_out, None, q, k, v, out, lse, full)
+            plan = _plan_of((q, k, v, grad_out, out), of_grads, full, full.key_ranges)
+            last = strides, plan
+        if not small:
+            return plan.run(grad_out, q, k, v, out, lse)
+        _, slopes, sinks, lens, ranges = small
+        grads = plan.run(grad_out, q, k, v, out, lse, None, lens, slopes, ranges)
+        return *grads[:4], _sink_gradient(sinks, lse, plan, grads[4])
+
+    return run
+
+
+def _plan_of(
+    tensors: tuple[Tensor, ...],
+    of_grads: tuple[tuple[int, ...], ...],
+    spec: Spec,
+    ranges: Tensor | None = None,
+    bias: Bias | None = None,
+) -> Plan:
+    """`tensors` are q, k, v, grad_out and out; gradients are laid out as tensors with the strides
+    `of_grads` would be by `torch.empty_like`."""
+    q, k, v, *_ = tensors
+    slopes = spec.alibi_slopes
+    return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
-        tuple(t.stride() for t in (*tensors, *grads)),
+        (*(t.stride() for t in tensors), *of_grads),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         spec.deterministic,
         spec.kv_lens is not None,
         None if ranges is None else (ranges.shape[1], *shared_strides(ranges)),
         None if slopes is None else slopes.dim(),
-        mask is not None and bias is None,
+        spec.attn_mask is not None and bias is None,
         bias,
         spec.dropout_p,
     )
-    small = tuple(None if t is None else t.contiguous() for t in (spec.kv_lens, slopes))
-    row_keys = dropout.row_keys(q, spec, packing)
-    dmask, delta = plan.run(
-        (*tensors, *grads), lse, grad_lse, (*small, ranges), mask, held, row_keys, mask_grad
-    )
-    return Gradients(*grads, dmask, _sink_gradient(spec, lse, delta))
 
 
 class Plan:
@@ -103,7 +147,8 @@ class Plan:
         slopes_dim, has_mask, bias, dropout_p,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
-        *_, of_grad_out, of_out, of_dq, _, _ = strides
+        *of_inputs, of_out = strides[:5]
+        self.grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         crowded = has_mask or dropout_p > 0 or softcap > 0
@@ -126,9 +171,8 @@ class Plan:
             self.ctas = min(self.ctas, processors)
         self._allocate(0 if ranges is None else B * ranges[0])
         out = B, Hq, Sq, Dv
-        layouts = zip((*shapes, out, out, *shapes), strides)
+        layouts = (*zip((*shapes, out), of_inputs), *(of[:2] for of in self.grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
-        del self.maps[4]  # of the output, which no copy reads
         # the kernels leave out what dropout multiplies weights with
         gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (Hq // Hkv)
@@ -143,9 +187,9 @@ class Plan:
             1.0 / units.accumulator,
         )
         self.params = Params(_PLACES, scalars.ljust(_PARAMS_BYTES - _PLACES.size, b"\0"))
-        rows = struct.pack("<6q4i", *of_out[:3], *of_grad_out[:3], Hq, Sq, Dv, self.rows)
+        rows = struct.pack("<6q4i", *of_out[:3], *of_inputs[3][:3], Hq, Sq, Dv, self.rows)
         self.prepare = Params(_PREPARE, rows, _PREPARE_OFFSETS)
-        rows = struct.pack("<3q4if", *of_dq[:3], m_blocks, Hq, Sq, D, gradient)
+        rows = struct.pack("<3q4if", *self.grads[0][1][:3], m_blocks, Hq, Sq, D, gradient)
         self.finish = Params(_FINISH, rows, _FINISH_OFFSETS)
         if ranges is not None:
             rows = struct.pack("<3q5i", *ranges[1:], ranges[0], Sq, Sk, left, right)
@@ -166,40 +210,46 @@ class Plan:
 
     def run(
         self,
-        tensors: Sequence[Tensor],
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        grad_lse: Tensor | None,
-        small: tuple[Tensor | None, ...],
-        mask: Tensor | None,
-        bias: Tensor | None,
-        row_keys: Tensor | None,
-        mask_grad: bool,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Fills dq, dk and dv; the mask's gradient, and the row sums (B * Hq, rows)."""
-        (q, k, v, grad_out, out, *grads), (lens, slopes, ranges) = tensors, small
+        grad_lse: Tensor | None = None,
+        lens: Tensor | None = None,
+        slopes: Tensor | None = None,
+        ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        row_keys: Tensor | None = None,
+        mask_grad: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv, the mask's gradient, and the workspace, which holds the row sums."""
         config, kernels, dmask = self.config, self.kernels, None
         with on_device(self.device):
             stream = current_stream(self.device)
+            dq, dk, dv = grads = [empty(*of) for of in self.grads]
             workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes if config.adds_dq else 0
             counter = 0 if config.is_wide else at + self.counter_at
-            places = (t.data_ptr() for t in (q, k, v, grad_out, *grads))
+            places = [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
             params = self.params.take(
-                *(of.at(place) for of, place in zip(self.maps, places)),
+                *map(TensorMap.at, self.maps, places),
                 *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(runs)),
                 0 if runs is None else runs.data_ptr() + self.run_bytes,
             )
             bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
             rows = self.prepare.take(
-                out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), address(grad_lse),
+                out.data_ptr(), places[3], lse.data_ptr(), address(grad_lse),
                 lse_log2, delta, sums, counter,
             )  # fmt: skip
             kernels.prepare.launch((self.heads, self.row_blocks), stream, rows[1])
             self.prepare.give_back(rows)
             launch_early((kernels.products,), self.ctas, stream, params[1])
             if config.adds_dq:
-                rows = self.finish.take(sums, grads[0].data_ptr())
+                rows = self.finish.take(sums, places[4])
                 launch_early((kernels.finish,), self.m_blocks * self.heads, stream, rows[1])
                 self.finish.give_back(rows)
             else:
@@ -209,7 +259,11 @@ class Plan:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
         del bits  # the kernels that read them are launched
-        return dmask, workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
+        return dq, dk, dv, dmask, workspace
+
+    def row_sums(self, workspace: Tensor) -> Tensor:
+        """(B, Hq, rows), rows from Sq on undefined."""
+        return workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
 
     def _find_runs(self, ranges: Tensor | None, lens: Tensor | None, stream: int) -> Tensor | None:
         """Each query's keys after every mask, and each block of queries' bounds."""
@@ -250,13 +304,23 @@ def _as_read(bits: Tensor | None) -> tuple[int, ...]:
     return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
 
 
-def _sink_gradient(spec: Spec, lse: Tensor, delta: Tensor) -> Tensor | None:
+def _like(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of what `torch.empty_like` makes."""
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return tuple(shape), torch.empty_like(meta).stride(), dtype
+
+
+def _sink_gradient(
+    sinks: Tensor | None, lse: Tensor, plan: Plan, workspace: Tensor
+) -> Tensor | None:
     """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
-    if spec.sinks is None:
+    if sinks is None:
         return None
-    B, Hq, Sq = lse.shape
-    weight = torch.exp(spec.sinks.float().view(1, Hq, 1) - lse)
-    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(spec.sinks.dtype)
+    (B, Hq, Sq), delta = lse.shape, plan.row_sums(workspace)
+    weight = torch.exp(sinks.float().view(1, Hq, 1) - lse)
+    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(sinks.dtype)
 
 
 class _Kernels:

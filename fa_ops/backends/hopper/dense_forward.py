@@ -16,6 +16,7 @@ from fa_ops.backends.hopper.launch import (
     TensorMap,
     address,
     current_stream,
+    empty,
     kernel,
     on_device,
     one_parameter,
@@ -31,12 +32,13 @@ from fa_ops.backends.hopper.problem import (
     shared_strides,
     window,
 )
-from fa_ops.types import Packing, Spec
+from fa_ops.types import Packing, Spec, tensors_of, with_tensors
 
 # struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout; 640 bytes
 _WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
 _PADDING = bytes(56)
 _NONE = (None,) * 5
+_COUNTER = (1,), (1,), torch.int32
 
 
 def forward(
@@ -49,8 +51,68 @@ def forward(
         bias, held = Bias.of(spec.attn_mask)
     elif spec.attn_mask is not None:
         bits = bits_by_query(spec.attn_mask, k.shape[2])
-    optional = lens, ranges, sinks, slopes, _ = *_as_read(spec), bits
-    plan = _plan(
+    optional = *_as_read(*tensors_of(spec)[1:]), bits
+    plan = _plan_of(q, k, v, spec, optional, bias)
+    return plan.run(q, k, v, True, optional, held, dropout.row_keys(q, spec, packing))
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
+    """The output alone, for later calls with these shapes, strides and options and no others."""
+    if not all(copyable(t) is t for t in (q, k, v)):
+        return None
+    plan = _plan_of(q, k, v, spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(q, k, v, spec)[0]
+        return plan.run(q, k, v)[0]
+
+    return run
+
+
+def prepare_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The same for calls that want lse too, and may have tensors among their options."""
+    if spec.attn_mask is not None or not all(copyable(t) is t for t in (q, k, v)):
+        return None
+    plan = _plan_of(q, k, v, spec, (*_as_read(*tensors_of(spec)[1:]), None))
+    spec = with_tensors(spec, _NONE)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return forward(q, k, v, with_tensors(spec, small))
+        return plan.run(q, k, v, True, (*_as_read(*small[1:]), None) if small else _NONE)
+
+    return run
+
+
+def _as_read(
+    slopes: Tensor | None, sinks: Tensor | None, lens: Tensor | None, ranges: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
+    if lens is not None:
+        lens = lens.contiguous()
+    if ranges is not None and ranges.stride(3) != 1:
+        ranges = ranges.contiguous()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    if slopes is not None and slopes.stride(-1) != 1:
+        slopes = slopes.contiguous()
+    return lens, ranges, sinks, slopes
+
+
+def _plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    optional: tuple[Tensor | None, ...] = _NONE,
+    bias: Bias | None = None,
+) -> Plan:
+    """`optional`: what `_as_read` gives, and a mask's bits."""
+    lens, ranges, sinks, slopes, bits = optional
+    return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
@@ -64,39 +126,6 @@ def forward(
         bias,
         spec.dropout_p,
     )
-    row_keys = dropout.row_keys(q, spec, packing)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return plan.run(q, k, v, lse, optional, held, row_keys), lse
-
-
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The output alone, for later calls with these shapes, strides and options and no others."""
-    if any(copyable(t) is not t for t in (q, k, v)):
-        return None
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    statics = (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap)
-    plan = _plan(q.dtype, q.device.index, shapes, strides, statics, False, None, False, None, None)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, spec)[0]
-        return plan.run(q, k, v)
-
-    return run
-
-
-def _as_read(spec: Spec) -> tuple[Tensor | None, ...]:
-    """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
-    lens, ranges, sinks, slopes = spec.kv_lens, spec.key_ranges, spec.sinks, spec.alibi_slopes
-    if lens is not None:
-        lens = lens.contiguous()
-    if ranges is not None and ranges.stride(3) != 1:
-        ranges = ranges.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    if slopes is not None and slopes.stride(-1) != 1:
-        slopes = slopes.contiguous()
-    return lens, ranges, sinks, slopes
 
 
 class Plan:
@@ -131,7 +160,8 @@ class Plan:
                 dropout=dropout_p > 0,
             ),
         )
-        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
+        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
         boxes = (64, config.block_n, config.block_n)
         families = zip(shapes, strides, boxes)
         self.bias = None
@@ -168,27 +198,26 @@ class Plan:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        lse: Tensor | None = None,
+        with_lse: bool = False,
         optional: tuple[Tensor | None, ...] = _NONE,
         bias: Tensor | None = None,
         row_keys: Tensor | None = None,
-    ) -> Tensor:
-        out = q.new_empty_strided(*self.out)
-        stream, counter = current_stream(self.device), None
-        if self.dynamic:
-            counter = q.new_empty(1, dtype=torch.int32)
+    ) -> tuple[Tensor, Tensor | None]:
         of_q, of_k, of_v = self.maps
-        params = (
-            of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
-            _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
-            self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
-            b"" if bias is None else self.bias(address(bias)),
-        )  # fmt: skip
         with on_device(self.device):
+            stream, out = current_stream(self.device), empty(*self.out)
+            lse = empty(*self.lse) if with_lse else None
+            counter = empty(*_COUNTER) if self.dynamic else None
+            params = (
+                of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
+                _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
+                self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
+                b"" if bias is None else self.bias(address(bias)),
+            )  # fmt: skip
             if counter is not None:
                 set_zero(counter, stream)
             self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
-        return out
+        return out, lse
 
 
 def kernel_defines(

@@ -1,0 +1,154 @@
+"""A training call of the Hopper tier on the host, from the door through autograd to the launches:
+CPU tensors, and the driver that takes notes."""
+
+import ctypes
+import struct
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.ops import prepared
+from fa_ops.types import Spec
+from tests.backends import test_hopper_backward_host as host
+
+driver = host.driver
+
+
+@pytest.fixture
+def door(driver, monkeypatch):
+    """Calls of CPU tensors go to the tier, whose kernels are only noted."""
+    for name in ("kernel", "on_device", "current_stream", "empty"):
+        monkeypatch.setattr(dense_forward, name, getattr(dense_backward, name))
+    read = driver.read
+
+    def params(name, at):
+        if name != "forward":
+            return read(name, at)
+        return ctypes.string_at(ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0], 640)
+
+    driver.read = params
+    driver.cuMemsetD32Async = lambda *args: 0
+    monkeypatch.setattr(hopper, "support_error", lambda *call: None)
+    monkeypatch.setattr(dispatch, "_available", {"hopper": None})
+    monkeypatch.setattr(dispatch, "_selected", {})
+    monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
+    monkeypatch.setattr(prepared, "_runs", {})
+    dense_forward._plan.cache_clear()
+    yield driver
+    dense_forward._plan.cache_clear()
+
+
+def inputs(D=64, offset=0):
+    """bf16 (B, H, S, D), rows of all heads side by side, `offset` elements into their memory."""
+    memory = [
+        torch.zeros(2 * 96 * H * D + offset, dtype=torch.bfloat16)[offset:] for H in (4, 2, 2)
+    ]
+    q, k, v = (t.view(2, 96, -1, D).transpose(1, 2).requires_grad_() for t in memory)
+    return q, k, v
+
+
+def addresses(products):
+    """Of q, k, v, grad_out, dq, dk and dv."""
+    return [struct.unpack_from("<Q", products, 128 * i)[0] for i in range(7)]
+
+
+def train(door, q, k, v, grad_out=None, **options):
+    """Gradients and what the product kernel was launched with."""
+    out = fa_ops.attention(q, k, v, is_causal=True, **options)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    _, rows = door.launched["prepare"]
+    assert rows["out"] == (out.data_ptr(),)
+    return grads, door.launched["backward"][1]
+
+
+def test_each_call_has_its_own_tensors_and_the_same_sizes(door):
+    packed = [train(door, *inputs())[1][960:1104] for _ in range(2)]
+    q, k, v = inputs()
+    grad_out = torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    grads, products = train(door, q, k, v, grad_out)
+    assert addresses(products) == [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
+    assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
+    (run,) = prepared._runs.values()
+    call = run.args[0]
+    assert call.forward.__module__ == dense_forward.__name__
+    assert call.backward.__module__ == dense_backward.__name__
+    out, lse = call.forward(*(t.detach() for t in (q, k, v)))
+    dense_backward.backward(grad_out, None, q, k, v, out, lse, Spec(is_causal=True))
+    expected = door.launched["backward"][1][960:1104]
+    assert packed == [expected] * 2 and products[960:1104] == expected
+
+
+def test_gradients_laid_out_otherwise(door):
+    q, k, v = inputs()
+    for grad_out in (
+        torch.zeros(2, 4, 96, 64, dtype=torch.bfloat16),
+        torch.zeros(2, 96, 4, 72, dtype=torch.bfloat16).transpose(1, 2)[..., :64],
+        torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2),
+    ):
+        _, products = train(door, q, k, v, grad_out)
+        assert addresses(products)[3] == grad_out.data_ptr()
+        assert door.launched["prepare"][1]["d"] == grad_out.stride()[:3]
+    one = torch.zeros(1, dtype=torch.bfloat16)
+    apart = torch.zeros(2, 4, 64, 96, dtype=torch.bfloat16).mT
+    shifted = torch.zeros(2 * 4 * 96 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 96, 64)
+    for grad_out in (one.expand(2, 4, 96, 64), apart, shifted):
+        _, products = train(door, q, k, v, grad_out)
+        assert addresses(products)[3] != grad_out.data_ptr()
+        assert door.launched["prepare"][1]["d"] == (4 * 96 * 64, 96 * 64, 64)
+
+
+def test_tensors_that_no_copy_reads_are_copied_in_each_call(door):
+    train(door, *inputs())
+    q, k, v = inputs(offset=1)
+    grads, products = train(door, q, k, v)
+    assert len(prepared._runs) == 1
+    assert not any(at % 16 for at in addresses(products))
+    assert not {t.data_ptr() for t in (q, k, v)} & set(addresses(products))
+    assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
+
+
+def test_layouts_that_no_copy_reads_are_not_prepared(door):
+    q, k, v = inputs(D=24)
+    q = torch.zeros(2, 4, 96, 28, dtype=torch.bfloat16)[..., :24].requires_grad_()
+    grads, _ = train(door, q, k, v)
+    (run,) = prepared._runs.values()
+    assert run.args[0].forward.func.__name__ == "_general_forward"
+    assert grads[0].stride() == torch.empty_like(q).stride()
+
+
+def test_tensor_options_of_each_call_reach_the_kernels(door):
+    sinks = torch.zeros(4, requires_grad=True)
+    for _ in range(3):
+        lens = torch.tensor([96, 7], dtype=torch.int32)
+        ranges, slopes = torch.zeros(2, 1, 96, 2, dtype=torch.int32), torch.ones(4)
+        q, k, v = inputs()
+        options = {"kv_lens": lens, "key_ranges": ranges, "alibi_slopes": slopes, "sinks": sinks}
+        out = fa_ops.attention(q, k, v, **options)
+        words = struct.unpack_from("<7Q", door.launched["forward"][1], 384)
+        assert words[0] == out.data_ptr()
+        assert words[2:6] == tuple(t.data_ptr() for t in (lens, ranges, sinks, slopes))
+        *grads, dsinks = torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(out))
+        assert dsinks.shape == (4,) and grads[0].shape == q.shape
+        places = struct.unpack_from("<8Q", door.launched["backward"][1], 896)
+        assert places[4:6] == (lens.data_ptr(), slopes.data_ptr())
+        runs = door.launched["keep_runs"][1]
+        assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
+        call = next(iter(prepared._runs.values())).args[0]
+        assert call.forward.__module__ == dense_forward.__name__
+        assert call.backward.__module__ == dense_backward.__name__
+
+
+def test_masks_take_the_backends_own_way(door, monkeypatch):
+    bits = lambda mask, *rest: mask.view(torch.uint8)[None, None]  # noqa: E731
+    monkeypatch.setattr(dense_forward, "bits_by_query", bits)
+    monkeypatch.setattr(dense_backward, "bits_by_key", bits)
+    for _ in range(2):
+        mask = torch.ones(96, 96, dtype=torch.bool)
+        _, products = train(door, *inputs(), attn_mask=mask)
+        assert struct.unpack_from("<Q", products, 1032)[0] == mask.data_ptr()
