@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, dense_backward, launch, mla
+from fa_ops.backends.hopper import decode, dense_backward, dense_forward, launch, mla
 
-HOSTS = (launch, decode, mla, dense_backward)
+HOSTS = (launch, decode, mla, dense_forward, dense_backward)
 
 
 class Launched(NamedTuple):
