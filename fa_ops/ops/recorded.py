@@ -62,7 +62,6 @@ class Call:
         changed, and is nobody else's to see. Raises what the operator would."""
         if (
             torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
             or torch.are_deterministic_algorithms_enabled()
             or not library.nobody_watches(grad_out, q, k, v, out, lse, *small)
             or not (lse.is_contiguous() and library.dispatched_alike(grad_out, lse))

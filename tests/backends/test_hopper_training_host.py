@@ -12,6 +12,7 @@ from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_backward, dense_forward
 from fa_ops.ops import prepared
+from fa_ops.testing.poison import poisoned_memory
 from fa_ops.types import Spec
 from tests.backends import test_hopper_backward_host as host
 
@@ -147,3 +148,14 @@ def test_masks_take_the_backends_own_way(door, monkeypatch):
         mask = torch.ones(96, 96, dtype=torch.bool)
         _, products = train(door, *inputs(), attn_mask=mask)
         assert struct.unpack_from("<Q", products, 1032)[0] == mask.data_ptr()
+
+
+def test_results_that_no_kernel_writes_are_nan_under_test(door, monkeypatch):
+    zeros = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype).zero_()  # noqa: E731
+    for module in (dense_forward, dense_backward):
+        monkeypatch.setattr(module, "empty", zeros)
+    with poisoned_memory():
+        out = fa_ops.attention(*inputs(), return_lse=True)
+        (q, k, v), grad_out = inputs(), torch.zeros_like(out[0])
+        grads = dense_backward.backward(grad_out, None, q, k, v, *out, Spec())
+    assert all(t.isnan().all() for t in (*out, *grads[:3]))

@@ -188,6 +188,19 @@ def test_gradients_of_every_layout(loss):
         assert_equal(*grads)
 
 
+def test_backends_are_given_rows(monkeypatch):
+    strides, backward = [], cpu.backward
+
+    def spy(grad_out, grad_lse, q, k, v, out, *rest, **options):
+        strides.append((grad_out.stride(-1), out.stride(-1)))
+        return backward(grad_out, grad_lse, q, k, v, out, *rest, **options)
+
+    monkeypatch.setattr(cpu, "backward", spy)
+    for _ in range(2):
+        fa_ops.attention(*qkv()).sum().backward()
+    assert strides == [(1, 1)] * 2
+
+
 class Nothing(torch.autograd.Function):
     """Has no gradient to give."""
 
