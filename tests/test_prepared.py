@@ -152,6 +152,16 @@ def test_watchers_see_the_operator():
     assert compiled(q, k, v) is not FAST
 
 
+def test_lazily_negated_tensors_go_the_long_way():
+    negated = torch.view_as_complex(torch.randn(1, 2, 8, 4, 2)).conj().imag
+    same = negated.resolve_neg()
+    assert negated.is_neg() and prepared.key_of(same, negated, same, ()) is None
+    assert prepared.key_of(same, same, same, ()) is not None
+    torch.testing.assert_close(
+        fa_ops.attention(negated, negated, negated), fa_ops.attention(same, same, same)
+    )
+
+
 def test_bad_calls_are_never_remembered():
     q, k, v = qkv()
     for _ in range(2):

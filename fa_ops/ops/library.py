@@ -158,7 +158,10 @@ def nobody_watches(*tensors: Tensor | None) -> bool:
     """Whether an eager call of plain tensors may leave the dispatcher out unnoticed."""
     recording = _is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or (recording and t.requires_grad)):
+        if t is None:
+            continue
+        # the negative of what lies in memory is the dispatcher's to compute
+        if type(t) not in _PLAIN or (recording and t.requires_grad) or t.is_neg():
             return False
     return not _is_watched()
 
