@@ -82,8 +82,10 @@ def empty(size, stride, dtype):
 def driver(monkeypatch):
     fake = Driver()
     monkeypatch.setattr(launch, "driver", lambda: fake)
-    named = lambda source, name, *rest: launch.Kernel(name, 128, 0)  # noqa: E731
-    monkeypatch.setattr(dense_backward, "kernel", named)
+    monkeypatch.setattr(compiler, "cubins", lambda kind, entries, defines: entries)
+    monkeypatch.setattr(launch, "_load", lambda code, entry: launch.Kernel(code, 128, 0))
+    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(launch, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(dense_backward, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(dense_backward, "current_stream", lambda index: 77)
     monkeypatch.setattr(dense_backward, "empty", empty)

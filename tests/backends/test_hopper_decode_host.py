@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, launch, mla
+from fa_ops.backends.hopper import compiler, decode, launch, mla
 from fa_ops.types import Cache, Spec
 
 STREAM = 77
@@ -47,7 +47,9 @@ class Driver:
 def driver(monkeypatch):
     fake = Driver()
     monkeypatch.setattr(launch, "driver", lambda: fake)
-    monkeypatch.setattr(launch, "kernel", lambda source, name, *rest: launch.Kernel(name, 128, 0))
+    monkeypatch.setattr(compiler, "cubins", lambda kind, entries, defines: entries)
+    monkeypatch.setattr(launch, "_load", lambda code, entry: launch.Kernel(code, 128, 0))
+    monkeypatch.setattr(launch, "_loaded", {})
     device = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     for module in (launch, decode, mla):
@@ -58,7 +60,6 @@ def driver(monkeypatch):
             "empty",
             lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
         )
-    monkeypatch.setattr(decode, "kernel", launch.kernel)
     plans = (decode._plan, mla._plan, launch._early, launch._context)
     for one in plans:
         one.cache_clear()

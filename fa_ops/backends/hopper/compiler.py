@@ -1,5 +1,8 @@
 """Source assembly and run-time compilation: CUDA C++ without headers, NVRTC through ctypes.
 
+Each entry point is a program of its own: those that a call needs are compiled side by side, in
+threads, as NVRTC gives Python's lock back.
+
 Cubins are cached on disk. An entry's name is the hash of its whole source, the flags and NVRTC's
 version, so it is never stale. It is written to a private temporary file and renamed: two processes
 may compile the same kernel at once, and a reader sees a whole file or none. A folder that cannot be
@@ -15,7 +18,10 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import platformdirs
@@ -24,6 +30,7 @@ ARCH = "sm_90a"
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
 _SOURCES = Path(__file__).parent / "cuda"
 _ELF = b"\x7fELF"
+_ENTRY = re.compile(r'extern "C" (__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\()')
 
 
 class CompileError(RuntimeError):
@@ -63,8 +70,17 @@ def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
     )
 
 
+def only(entry: str, source: str) -> str:
+    """A source with one of its entry points: others become templates that nobody instantiates."""
+
+    def kept(found: re.Match) -> str:
+        return found[0] if found[2] == entry else f"template <int> {found[1]}"
+
+    return _ENTRY.sub(kept, source)
+
+
 def assemble(kind: str, defines: dict[str, int]) -> str:
-    """The whole translation unit of a kind of kernel."""
+    """The source of a kind of kernel, with all of its entry points."""
     products = ""
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     if kind == "forward":
@@ -150,27 +166,37 @@ def cache_dir() -> Path:
     return Path(os.environ.get("FA_OPS_CACHE_DIR") or platformdirs.user_cache_dir("fa_ops"))
 
 
-def cubin(kind: str, defines: dict[str, int]) -> bytes:
-    """The machine code of a kernel with these defines, from the cache or compiled now.
+def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[bytes]:
+    """The machine code of each entry point with these defines, from the cache or compiled now.
 
     Raises:
         CompileError: NVRTC is missing, or its log says what it refused.
     """
-    source = assemble(kind, defines)
-    path = _entry(source)
-    found = _stored(path)
-    if found is None:
-        found, _ = compile_source(source)
-        _store(path, found + _ELF)  # the trailer tells a whole file from a truncated one
-    return found
+    whole = assemble(kind, defines)
+    sources = [only(entry, whole) for entry in entries]
+    found = {source: _stored(_path(source)) for source in sources}
+    missing = [source for source, code in found.items() if code is None]
+    if len(missing) == 1:
+        found[missing[0]] = _compiled(missing[0])
+    elif missing:
+        with ThreadPoolExecutor(len(missing)) as threads:
+            found |= zip(missing, threads.map(_compiled, missing))
+    return [found[source] for source in sources]
 
 
-def is_cached(kind: str, defines: dict[str, int]) -> bool:
-    """Whether `cubin` would find it."""
-    return _stored(_entry(assemble(kind, defines))) is not None
+def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:
+    """The entry points that `cubins` would compile."""
+    whole = assemble(kind, defines)
+    return [entry for entry in entries if _stored(_path(only(entry, whole))) is None]
 
 
-def _entry(source: str) -> Path:
+def _compiled(source: str) -> bytes:
+    code, _ = compile_source(source)
+    _store(_path(source), code + _ELF)  # the trailer tells a whole file from a truncated one
+    return code
+
+
+def _path(source: str) -> Path:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *FLAGS, f"{major.value}.{minor.value}"))

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper import launch
 from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
+    Entry,
     Kernel,
     Params,
     TensorMap,
@@ -24,7 +26,6 @@ from fa_ops.backends.hopper.launch import (
     current_device,
     current_stream,
     empty,
-    kernel,
     launch_early,
 )
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
@@ -213,11 +214,14 @@ def kernels(
     merges: bool,
 ) -> tuple[Kernel, ...]:
     """What a call launches, one after the other; without `merges` nothing can be shared."""
-    options = tuple(defines.items())
-    first = kernel(source, source, device, config.threads, config.shared_bytes, options)
-    if not merges:
-        return (first,)
-    return first, kernel(source, "merge_parts", device, config.merge_threads, 0, options)
+    found = launch.kernels(source, device, entries_of(source, config), tuple(defines.items()))
+    return found[: 1 + merges]  # both are there for a longer call
+
+
+def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
+    """What attends, and what merges."""
+    first = Entry(source, config.threads, config.shared_bytes)
+    return first, Entry("merge_parts", config.merge_threads)
 
 
 def kernel_defines(
