@@ -200,6 +200,8 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
     sass = disassembled(cubin, tmp_path)
     assert sass.count("HMMA") == 2 * (head_dim // 16) + head_dim // 8
+    # warps merge together, and the compiler knows it: no other code for lanes that come one by one
+    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "merge")["merge_parts"]
     assert sass.count("UTMALDG") > 0
     assert not unwritten_uniform_registers(sass)
 

@@ -62,15 +62,19 @@ DEVICE Block block_of(const Params& p, const Task& t) {
   return {m / p.head_blocks * p.tokens, m % p.head_blocks * p.heads};
 }
 
-// Two columns of a row of a unit, normalised, with LSE, to where they belong.
-DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
+// A row of a unit: its LSE, and which of the output's rows it is; -1: none.
+DEVICE int close_row(const Params& p, const Task& t, int row, float m2, float total, bool writes_lse, float& inverse) {
   const Block block = block_of(p, t);
   const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
-  if (token >= p.Sq || head >= p.Hq) return;
-  float inverse;
   const float lse = finish_row(m2, total, 1.f, false, 0.f, inverse);
-  if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
-  *(u32*)(p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
+  if (row >= rows_of(p) || token >= p.Sq || head >= p.Hq) return -1;
+  if (writes_lse) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
+  return (t.b * p.Sq + token) * p.Hq + head;
+}
+
+// Two columns of it, normalised.
+DEVICE void put(const Params& p, int place, int column, float2 x, float inverse) {
+  if (place >= 0) *(u32*)(p.out + (long long)place * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
