@@ -57,6 +57,7 @@ DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks
   auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
   if (n.last > n.first) load_k(n.last - 1);
   load_queries(p, sm, tile, q_phase);
+#pragma unroll 1  // four at once are a sixth of the kernel's code, and wait as long
   for (int j = n.last - 2; j >= n.first; j--) load_k(j), load_v(j + 1);
   if (n.last > n.first) load_v(n.first);
 }
@@ -326,6 +327,7 @@ struct Consumer {
   // them, the same zeros, since waiting for another consumer here would stop the turns.
   DEVICE void clear_values(int from) {
     const u32 values_at = sm.v + v.stage * V_BYTES;
+#pragma unroll 1  // once in a tile
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
       for (int x = 0; x < VALUE_WIDTH; x++) store_shared(values_at + x * BLOCK_N * 128 + i * 16, make_int4(0, 0, 0, 0));
