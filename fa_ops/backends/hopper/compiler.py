@@ -70,6 +70,50 @@ def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
     )
 
 
+def wgmma_chain(
+    name: str, n: int, dtype: str, a: str, b: str, steps: Sequence[tuple[int, int]]
+) -> str:
+    """The same for several times 16 of the inner dimension: where each begins, in bytes from the
+    operands' bases; registers have no such place. One statement of all of them compiles in two
+    thirds of the time of one each.
+    """
+    count, words = n // 2, 4 * len(steps) if a == "registers" else 0
+    acc = ", ".join(f"%{i}" for i in range(count))
+    op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+    flip = {"rows": 0, "columns": 1}
+    bases = count + words  # the operands after the accumulator and the registers
+    at_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
+
+    def place(descriptor: str, base: int, offset: int) -> str:
+        return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {descriptor}, {{x, %{high}}};"
+
+    def step(i: int, starts: bool) -> str:
+        keep = f"setp.ne.b32 p, {int(not (starts and i == 0))}, 0;"
+        if words:
+            own = "{" + ", ".join(f"%{count + 4 * i + k}" for k in range(4)) + "}"
+            flips = f"{flip[b]}"
+        else:
+            own, flips = "a", f"{flip[a]}, {flip[b]}"
+            keep += place("a", bases, steps[i][0])
+        return (
+            f'  "{keep} {place("b", at_b, steps[i][1])} "\n'
+            f'  "{op} {{{acc}}}, {own}, b, p, 1, 1, {flips}; "\n'
+        )
+
+    def function(suffix: str, starts: bool) -> str:
+        text = "".join(step(i, starts) for i in range(len(steps)))
+        outputs = ", ".join(f'"{"=" if starts else "+"}f"(d[{i}])' for i in range(count))
+        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"r"(a)'
+        first = f"const u32 (&a)[{words}]" if words else "u32 a"
+        return (
+            f"DEVICE void {name}{suffix}(float (&d)[{count}], {first}, u32 b) {{\n"
+            f'  asm volatile("{{ .reg .pred p; .reg .b32 x; .reg .b64 a, b; "\n{text}  "}}"\n'
+            f'  : {outputs} : {given}, "r"(b), "n"(DESCRIPTOR_HIGH));\n}}\n'
+        )
+
+    return function("_start", True) + function("", False)
+
+
 def only(entry: str, source: str) -> str:
     """A source with one of its entry points: others become templates that nobody instantiates."""
 
@@ -84,8 +128,7 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     products = ""
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     if kind == "forward":
-        products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
-        products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
+        products = _forward(defines, dtype)
         parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
         if defines.get("BIAS_BITS"):
             parts = ("elements.cuh", "bias.cuh", *parts)
@@ -111,6 +154,18 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))
+
+
+def _forward(defines: dict[str, int], dtype: str) -> str:
+    """Products of all features, and of all keys, of a block; columns of 64 features."""
+    D, rows = defines["HEAD_DIM"], defines["BLOCK_N"]
+    features = [
+        (d // 4 * 64 * 128 + d % 4 * 32, d // 4 * rows * 128 + d % 4 * 32) for d in range(D // 16)
+    ]
+    keys = [(0, 2048 * j) for j in range(rows // 16)]
+    return wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features) + wgmma_chain(
+        "wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns", keys
+    )
 
 
 def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]]:

@@ -167,21 +167,14 @@ struct Consumer {
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 16; d++) {
-      const u64 a = descriptor(queries, (d >> 2) * 64 * 128 + (d & 3) * 32), b = descriptor(keys, (d >> 2) * BLOCK_N * 128 + (d & 3) * 32);
-      if (d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
-    }
+    wgmma_scores_start(s, queries, keys);
     wgmma_commit();
   }
 
   DEVICE void value_product() {
     const u32 values = descriptor_base(sm.v + v.stage * V_BYTES, BLOCK_N * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++)
-      wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3],
-                   descriptor(values, j * 2048));
+    wgmma_output(o, weights, values);
     wgmma_commit();
   }
 
