@@ -140,10 +140,7 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
-        half = defines["VALUE_DIM"] // 2
-        products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
-        products += wgmma("wgmma_output", half, dtype, "registers", "columns")
-        products += wgmma("wgmma_other", half, dtype, "rows", "columns")
+        products = _mla(defines, dtype)
         parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # what other kernels need, written before they run
         parts = {
@@ -165,6 +162,18 @@ def _forward(defines: dict[str, int], dtype: str) -> str:
     keys = [(0, 2048 * j) for j in range(rows // 16)]
     return wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features) + wgmma_chain(
         "wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns", keys
+    )
+
+
+def _mla(defines: dict[str, int], dtype: str) -> str:
+    """Products of a column of 64 features, and of all keys of a tile with half of the values."""
+    half, rows = defines["VALUE_DIM"] // 2, defines["BLOCK_N"]
+    features = [(32 * d, 32 * d) for d in range(4)]
+    keys = [(32 * j, 2048 * j) for j in range(rows // 16)]
+    return (
+        wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features)
+        + wgmma_chain("wgmma_output", half, dtype, "registers", "columns", keys)
+        + wgmma_chain("wgmma_other", half, dtype, "rows", "columns", keys)
     )
 
 
