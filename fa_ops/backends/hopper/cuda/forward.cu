@@ -55,11 +55,13 @@ DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks
   const int h = tile.h / p.group;
   auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
   auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
-  if (n.last > n.first) load_k(n.last - 1);
-  load_queries(p, sm, tile, q_phase);
-#pragma unroll 1  // four at once are a sixth of the kernel's code, and wait as long
-  for (int j = n.last - 2; j >= n.first; j--) load_k(j), load_v(j + 1);
-  if (n.last > n.first) load_v(n.first);
+  // keys come a block ahead of values, and queries after the first ones. One at a time: four are a sixth of the kernel's code, and wait as long
+#pragma unroll 1
+  for (int j = n.last - 1;; j--) {
+    if (j >= n.first) load_k(j);
+    if (j == n.last - 1) load_queries(p, sm, tile, q_phase); else load_v(j + 1);
+    if (j < n.first) break;
+  }
 }
 
 // One warp; one lane issues copies, all find the bounds of a tile.

@@ -79,25 +79,10 @@ DEVICE void put(const Params& p, int place, int column, float2 x, float inverse)
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
 
-// Half of a tile into its buffer, with the weights' column after the half that the warpgroup frees which reads the weights last.
-template <int STAGE, int SIDE>
-DEVICE void copy_half(const Params& p, const Smem& sm, bool leader, u32 phase, const int (&token)[COPIES], const int (&page)[COPIES], u32 valid) {
-  mbar_wait(sm.half_empty(STAGE, SIDE), phase ^ 1);
-  if (!leader) return;
-  if (SIDE == STAGE) store_shared(sm.valid + 4 * STAGE, valid);
-#pragma unroll
-  for (int i = 0; i < HALF + (SIDE != STAGE); i++) {
-    const int x = i == HALF ? 2 * HALF : SIDE * HALF + i;
-    const u32 full = sm.column_full(STAGE, x), to = sm.tile(STAGE) + x * COLUMN_BYTES;
-    mbar_expect(full, COLUMN_BYTES);
-#pragma unroll
-    for (int j = 0; j < COPIES; j++)
-      tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
-  }
-}
-
-template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phase) {
-  const int lane = threadIdx.x & 31;
+// A tile into its buffer, half by half: first the one whose values the warpgroup has that computes the scores, then the other, with the weights' column
+// after it, which that one frees as it reads the weights last.
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phases) {
+  const int lane = threadIdx.x & 31, stage = i & 1;
   int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // nothing lies there: zeros
   if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
@@ -112,15 +97,29 @@ template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, cons
 #pragma unroll
   for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
     page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
-  copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
-  copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
-  phase ^= 1;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; turn++) {
+    const int side = stage ^ turn;
+    mbar_wait(sm.half_empty(stage, side), phases >> stage & 1 ^ 1);
+    if (!leader) continue;
+    if (turn == 0) store_shared(sm.valid + 4 * stage, valid);
+#pragma unroll 1
+    for (int i = 0; i < HALF + turn; i++) {
+      const int x = i == HALF ? 2 * HALF : side * HALF + i;
+      const u32 full = sm.column_full(stage, x), to = sm.tile(stage) + x * COLUMN_BYTES;
+      mbar_expect(full, COLUMN_BYTES);
+#pragma unroll
+      for (int j = 0; j < COPIES; j++)
+        tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
+    }
+  }
+  phases ^= 1 << stage;
 }
 
 // One warp; one lane issues copies.
 DEVICE void copy(const Params& p, const Smem& sm) {
   const bool leader = elected();
-  u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
+  u32 phases = 0;  // a bit for each buffer: a unit begins in the first
   Ring<2> units;
   u32 q_phase = 0;
   for (Walk<Params> walk(p);; units.next(), q_phase ^= 1) {
@@ -139,10 +138,7 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     }
     if (t.count == 0) break;
 #pragma unroll 1
-    for (int i = 0; i < t.count; i += 2) {
-      copy_tile<0>(p, sm, t, leader, i, phases[0]);
-      if (i + 1 < t.count) copy_tile<1>(p, sm, t, leader, i + 1, phases[1]);
-    }
+    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, leader, i, phases);
     walk.next(t.count);
   }
 }
@@ -213,7 +209,8 @@ struct Consumer {
 #endif
     if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
       const int from = first + (lane & 3) * 2;
-      const int keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
+      const int ends[2] = {diagonal + (int)((u32)row % (u32)p.tokens), diagonal + (int)((u32)(row + 8) % (u32)p.tokens)};
+      const int keys0 = min(t.keys, ends[0]) - from, keys1 = min(t.keys, ends[1]) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = column_offset(i);
