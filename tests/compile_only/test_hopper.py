@@ -219,8 +219,8 @@ def test_mla(page, tmp_path):
     cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     sass = disassembled(cubin, tmp_path)
-    # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the other's,
-    # under scores and without
+    # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
+    # other's, under scores and without
     assert sass.count("HGMMA") == 576 // 16 + 3 * (64 // 16)
     # six, of which ptxas adds one where a new reference rescales what no product in flight writes
     assert sass.count("WARPGROUP.DEPBAR") == 6 and log.count("C7517") == 1
