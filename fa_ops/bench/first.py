@@ -35,7 +35,8 @@ console = Console()
 
 
 class First(NamedTuple):
-    """A call that was synchronised: milliseconds, kernels compiled, milliseconds of that."""
+    """A call that was synchronised: milliseconds, kernels compiled, milliseconds in which some
+    were."""
 
     length: int
     ms: float
@@ -54,9 +55,9 @@ class Row(NamedTuple):
 
 
 @contextlib.contextmanager
-def _compilations() -> Iterator[list[float]]:
-    """The seconds of each compilation in a `with` block."""
-    seconds: list[float] = []
+def _compilations() -> Iterator[list[tuple[float, float]]]:
+    """When each compilation in a `with` block began and ended; several may run at once."""
+    spans: list[tuple[float, float]] = []
     compile_source = compiler.compile_source
 
     def timed(*args):
@@ -64,10 +65,19 @@ def _compilations() -> Iterator[list[float]]:
         try:
             return compile_source(*args)
         finally:
-            seconds.append(time.perf_counter() - start)
+            spans.append((start, time.perf_counter()))
 
     with mock.patch.object(compiler, "compile_source", timed):
-        yield seconds
+        yield spans
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what some span covers."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def measure(family: Family, lengths: tuple[int, ...], device: str, backend: str) -> list[First]:
@@ -79,13 +89,13 @@ def measure(family: Family, lengths: tuple[int, ...], device: str, backend: str)
     for length in lengths:
         call = family.call(length, device, backend)
         wait()
-        with _compilations() as seconds:
+        with _compilations() as spans:
             start = time.perf_counter()
             result = call()
             wait()
             ms = (time.perf_counter() - start) * 1e3
         del result
-        found.append(First(length, ms, len(seconds), sum(seconds) * 1e3))
+        found.append(First(length, ms, len(spans), covered(spans) * 1e3))
     return found
 
 

@@ -22,8 +22,8 @@ def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
         compiled = sum(warm.compile_variant(variant) for variant in shown)
     except compiler.CompileError as error:
         raise SystemExit(str(error)) from None
+    kernels = sum(len(variant.entries) for variant in variants)
     console.print(
-        f"{compiled} kernels compiled, {len(variants) - compiled} were there: "
-        f"{compiler.cache_dir()}",
+        f"{compiled} kernels compiled, {kernels - compiled} were there: {compiler.cache_dir()}",
         soft_wrap=True,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, dense_backward, dense_forward, launch, mla
+from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, launch, mla
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward)
 
@@ -71,8 +71,10 @@ class Driver:
 def driver(monkeypatch):
     fake = Driver()
     monkeypatch.setattr(launch, "driver", lambda: fake)
+    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(launch, "_load", lambda name, entry: launch.Kernel(name, 128, 0))
+    monkeypatch.setattr(compiler, "cubins", lambda source, names, defines: names)
     instead = {
-        "kernel": lambda source, name, *rest: launch.Kernel(name, 128, 0),
         "current_device": lambda: None,  # the index of CPU tensors
         "current_stream": lambda index: 77,
         "empty": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),

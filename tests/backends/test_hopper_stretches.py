@@ -75,6 +75,7 @@ static int __shfl_up_sync(u32, int x, int by) {
   const int lane = threadIdx.x & 31;
   return heard_by(x, lane < by ? lane : lane - by);
 }
+static int uniform(int x) { return heard_by(x, 0); }
 static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
 static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
 static u32 __ballot_sync(u32, bool x) {
@@ -111,21 +112,31 @@ extern "C" int run(int cta, int ctas, int* to, Params* p) {
   return count;
 }
 """
-# What merges say of each two columns: where they belong, the sum, and the statistics.
+# What merges say of each row's end, and of each two columns: where they belong, the sum, and what
+# it is multiplied with.
 MERGE = """
-struct Merged { int cta, b, unit, row, column; float x, y, m2, total; };
+struct Merged { int cta, b, unit, row, column; float x, y, inverse; };
+struct Closed { int b, unit, row, side; float m2, total; };
 static Merged* merged;
-static void write(const Params&, const Task& t, int row, int column, float2 x, float m2, float n) {
-  merged[count++] = {blockIdx.x, t.b, t.unit, row, column, x.x, x.y, m2, n};
+static Closed* closed;
+static int rows_closed;
+static int close_row(const Params& p, const Task& t, int row, float m2, float n, bool writes_lse, float& inverse) {
+  inverse = n > 0.f ? 1.f / n : 0.f;
+  if (writes_lse) closed[rows_closed++] = {t.b, t.unit, row, blockIdx.x % width_of(p), m2, n};
+  return (t.b * 64 + t.unit) * 64 + row;
+}
+static void put(const Params&, int place, int column, float2 x, float inverse) {
+  merged[count++] = {blockIdx.x, place / 4096, place / 64 % 64, place % 64, column, x.x, x.y, inverse};
 }
 static void slice() { merge(params); }
-extern "C" int run_merge(int ctas, int warps, Merged* to, Params* p) {
-  gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, count = 0;
+extern "C" int run_merge(int ctas, int warps, Merged* to, Closed* rows, int* ended, Params* p) {
+  gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, closed = rows, count = rows_closed = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
     for (int warp = 0; warp < warps; warp++) run_warp(slice, warp);
+  *ended = rows_closed;
   return count;
 }
-"""
+"""  # noqa: E501
 DECODE = """
 #define HAS_RANGES 1
 #define ROWS 8
@@ -167,7 +178,10 @@ class LatentParams(ctypes.Structure):
 
 MERGED = np.dtype(
     [(n, "i4") for n in ("cta", "b", "unit", "row", "column")]
-    + [(n, "f4") for n in ("x", "y", "m2", "total")]
+    + [(n, "f4") for n in ("x", "y", "inverse")]
+)
+CLOSED = np.dtype(
+    [(n, "i4") for n in ("b", "unit", "row", "side")] + [(n, "f4") for n in ("m2", "total")]
 )
 
 
@@ -297,7 +311,7 @@ def test_latent(kernels, seed):
 
 
 def merge_checked(kernel, params, by_cta, rows, dim, warps, width, seed):
-    """Each shared unit's columns once, from all of its parts and nothing else."""
+    """Each shared unit's rows and columns once, from all of its parts and nothing else."""
     ctas, held = len(by_cta), params.held
     g = np.random.default_rng(seed)
     partial = np.full((2 * ctas, held, dim), np.nan, np.float32)
@@ -315,10 +329,17 @@ def merge_checked(kernel, params, by_cta, rows, dim, warps, width, seed):
     assert slots
     found = np.zeros(len(slots) * rows * dim // 2 + 1, MERGED)
     params.partial, params.stats = partial.ctypes.data, stats.ctypes.data
-    address = ctypes.c_void_p(found.ctypes.data)
-    found = found[: kernel.run_merge(ctas, warps, address, ctypes.byref(params))]
+    ends, ended = np.zeros(len(slots) * rows + 1, CLOSED), Int()
+    found = found[
+        : kernel.run_merge(
+            *(ctas, warps, P(found.ctypes.data), P(ends.ctypes.data)),
+            *(ctypes.byref(ended), ctypes.byref(params)),
+        )
+    ]
+    ends = ends[: ended.value]
     places = set(zip(*(found[n] for n in ("b", "unit", "row", "column")), found["cta"] % width))
     assert len(found) == len(places) == len(slots) * rows * dim // 2
+    assert len(ends) == len(set(zip(*(ends[n] for n in CLOSED.names[:4])))) == len(slots) * rows
     for (b, unit, side), parts in slots.items():
         mine = found[(found["b"] == b) & (found["unit"] == unit) & (found["cta"] % width == side)]
         m, n = (stats[parts, :, i].astype(np.float64) for i in (0, 1))
@@ -329,8 +350,12 @@ def merge_checked(kernel, params, by_cta, rows, dim, warps, width, seed):
         scale = 1e-5 * len(parts)
         np.testing.assert_allclose(mine["x"], expected[row, column], atol=scale)
         np.testing.assert_allclose(mine["y"], expected[row, column + 1], atol=scale)
-        np.testing.assert_allclose(mine["total"], (factors * n).sum(0)[row], rtol=1e-5)
-        assert (mine["m2"] == top.astype(np.float32)[row]).all()
+        total = (factors * n).sum(0)
+        inverse = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
+        np.testing.assert_allclose(mine["inverse"], inverse[row], rtol=1e-5)
+        own = ends[(ends["b"] == b) & (ends["unit"] == unit) & (ends["side"] == side)]
+        np.testing.assert_allclose(own["total"], total[own["row"]], rtol=1e-5)
+        assert (own["m2"] == top.astype(np.float32)[own["row"]]).all()
         runs = np.bincount(mine["cta"]) // 32  # of 64 columns of a row, by each CTA
         assert runs.max() == -(-rows * (dim // 64) // (len(parts) - 1))
 

@@ -62,12 +62,19 @@ def test_families_call_what_they_are_named_after(family, monkeypatch):
 def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
     monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "compile_source", lambda source: (compiler._ELF + b"code", ""))
-    monkeypatch.setattr(compiler, "_entry", lambda source: tmp_path / str(hash(source)))
+    monkeypatch.setattr(compiler, "_path", lambda source: tmp_path / str(hash(source)))
     monkeypatch.setitem(
-        CALLS, "forward", lambda f, S, *_: lambda: compiler.cubin("packed", {"S": S // 64})
+        CALLS,
+        "forward",
+        lambda f, S, *_: lambda: compiler.cubins("packed", ["packed_runs"], {"S": S // 64}),
     )
     found = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
     assert [one.compiled for one in found] == [1, 0, 1]
+
+
+def test_time_in_which_two_compile_counts_once():
+    assert first.covered([]) == 0.0
+    assert first.covered([(5.0, 6.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.0)]) == 4.0
 
 
 def test_a_process_of_its_own(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import compiler, configs, decode, mla  # noqa: E402
+from fa_ops.backends.hopper import (  # noqa: E402
+    compiler,
+    configs,
+    decode,
+    dense_backward,
+    mla,
+)
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
 OFF = dict.fromkeys(
@@ -111,6 +118,33 @@ def test_backward_in_two_passes(dims, features, tmp_path):
     assert waits == {"backward": 6 if config.is_wide else 3, "backward_queries": 4}
 
 
+@pytest.mark.parametrize("kind", ["decode", "mla", "backward"])
+def test_an_entry_alone_is_what_it_is_among_others(kind, tmp_path):
+    """The same instructions in a program of its own."""
+    if kind == "backward":
+        config = configs.backward_config(64, 64, deterministic=True)
+        defines = dense_backward.kernel_defines(config, torch.bfloat16, ranges=True)
+        names = [entry.name for entry in dense_backward.entries_of(config, defines)]
+    else:
+        config = configs.mla_config(64) if kind == "mla" else configs.decode_config(128, 128, 8, 64)
+        own = mla if kind == "mla" else decode
+        defines = own.kernel_defines(config, torch.bfloat16, paged=True)
+        names = [entry.name for entry in decode.entries_of(kind, config)]
+    source = compiler.assemble(kind, defines)
+    whole = instructions(disassembled(compiler.compile_source(source)[0], tmp_path))
+    assert sorted(whole) == sorted(names)
+    for name in names:
+        code, _ = compiler.compile_source(compiler.only(name, source))
+        assert instructions(disassembled(code, tmp_path)) == {name: whole[name]}
+
+
+def instructions(sass):
+    """Of each entry point, each with its encoding."""
+    bodies = (part.partition("\n") for part in sass.split("Function : ")[1:])
+    found = {name.strip(): re.findall(r"/\*[^*]*\*/.*", body) for name, _, body in bodies}
+    return {name: [" ".join(line.split()) for line in lines] for name, lines in found.items()}
+
+
 BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
 
 
@@ -166,6 +200,8 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
     sass = disassembled(cubin, tmp_path)
     assert sass.count("HMMA") == 2 * (head_dim // 16) + head_dim // 8
+    # warps merge together, and the compiler knows it: no other code for lanes that come one by one
+    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "merge")["merge_parts"]
     assert sass.count("UTMALDG") > 0
     assert not unwritten_uniform_registers(sass)
 
@@ -183,10 +219,12 @@ def test_mla(page, tmp_path):
     cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     sass = disassembled(cubin, tmp_path)
-    # of either warpgroup one product per 16 features, and one per 16 keys of its tiles and of the
-    # other's, with and without scores of its own for the second
-    assert sass.count("HGMMA") == 2 * (576 // 16) + 5 * (64 // 16)
-    assert sass.count("WARPGROUP.DEPBAR") == 7
+    # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
+    # other's, under scores and without
+    assert sass.count("HGMMA") == 576 // 16 + 3 * (64 // 16)
+    # six, of which ptxas adds one where a new reference rescales what no product in flight writes
+    assert sass.count("WARPGROUP.DEPBAR") == 6 and log.count("C7517") == 1
+    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "merge")["merge_parts"]
     assert not unwritten_uniform_registers(sass)
 
 
@@ -229,26 +267,60 @@ class TestCache:
         monkeypatch.setattr(compiler, "compile_source", lambda *a: calls.append(1) or real(*a))
         return calls
 
+    def code(self):
+        return compiler.cubins("forward", ["forward"], self.DEFINES)[0]
+
     def test_second_use_reads_the_file(self, folder, monkeypatch):
         calls = self.count_compilations(monkeypatch)
-        assert compiler.cubin("forward", self.DEFINES) == compiler.cubin("forward", self.DEFINES)
+        assert self.code() == self.code()
         assert len(calls) == 1
         (entry,) = folder.iterdir()
         assert entry.stat().st_mode & 0o077 == 0 and folder.stat().st_mode & 0o077 == 0
 
     def test_a_truncated_entry_is_compiled_again(self, folder, monkeypatch):
-        code = compiler.cubin("forward", self.DEFINES)
+        code = self.code()
         (entry,) = folder.iterdir()
         entry.write_bytes(entry.read_bytes()[:1000])
         calls = self.count_compilations(monkeypatch)
-        assert compiler.cubin("forward", self.DEFINES) == code
+        assert self.code() == code
         assert calls and entry.read_bytes().startswith(code)
 
     def test_a_folder_that_cannot_exist_costs_a_compilation(self, tmp_path, monkeypatch):
         blocked = tmp_path / "file"
         blocked.write_text("not a folder")
         monkeypatch.setenv("FA_OPS_CACHE_DIR", str(blocked))
-        assert compiler.cubin("forward", self.DEFINES).startswith(b"\x7fELF")
+        assert self.code().startswith(b"\x7fELF")
+
+    def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
+        names = ["pack_rows", "pack_words", "find_runs"]
+        codes = compiler.cubins("mask", names, {})
+        for name, code in zip(names, codes):
+            sass = disassembled(code, tmp_path)
+            assert re.findall(r"Function : (\w+)", sass) == [name]
+        assert len(list(folder.iterdir())) == 3 and not compiler.uncached("mask", names, {})
+        # in any order, and what one of them lacks alone
+        (folder / compiler._path(compiler.only(names[1], compiler.assemble("mask", {})))).unlink()
+        calls = self.count_compilations(monkeypatch)
+        assert compiler.uncached("mask", names, {}) == [names[1]]
+        assert compiler.cubins("mask", names[::-1], {}) == codes[::-1]
+        assert len(calls) == 1
+
+    def test_entries_compile_at_the_same_time(self, monkeypatch):
+        together = threading.Barrier(3, timeout=30)
+
+        def compile_source(source):
+            together.wait()
+            return compiler._ELF + source.encode(), ""
+
+        monkeypatch.setattr(compiler, "compile_source", compile_source)
+        codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_runs"], {})
+        assert len(set(codes)) == 3
+
+    def test_an_error_in_a_thread_is_the_callers(self, folder, monkeypatch):
+        broken = compiler.assemble("mask", {}).replace("find_runs(", "find_runs(not_declared x, ")
+        monkeypatch.setattr(compiler, "assemble", lambda *_: broken)
+        with pytest.raises(compiler.CompileError, match="not_declared"):
+            compiler.cubins("mask", ["pack_rows", "find_runs"], {})
 
     def test_a_source_error_shows_the_compiler_log(self):
         with pytest.raises(compiler.CompileError, match="not_declared"):

@@ -1,5 +1,8 @@
 """Source assembly and run-time compilation: CUDA C++ without headers, NVRTC through ctypes.
 
+Each entry point is a program of its own: those that a call needs are compiled side by side, in
+threads, as NVRTC gives Python's lock back.
+
 Cubins are cached on disk. An entry's name is the hash of its whole source, the flags and NVRTC's
 version, so it is never stale. It is written to a private temporary file and renamed: two processes
 may compile the same kernel at once, and a reader sees a whole file or none. A folder that cannot be
@@ -15,7 +18,10 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import platformdirs
@@ -24,6 +30,7 @@ ARCH = "sm_90a"
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
 _SOURCES = Path(__file__).parent / "cuda"
 _ELF = b"\x7fELF"
+_ENTRY = re.compile(r'extern "C" (__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\()')
 
 
 class CompileError(RuntimeError):
@@ -63,13 +70,65 @@ def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
     )
 
 
+def wgmma_chain(
+    name: str, n: int, dtype: str, a: str, b: str, steps: Sequence[tuple[int, int]]
+) -> str:
+    """The same for several times 16 of the inner dimension, which begin so many bytes from the
+    operands' bases; those in registers follow one another. In one statement, as NVRTC takes an
+    eighth longer over one each.
+    """
+    count, words = n // 2, 4 * len(steps) if a == "registers" else 0
+    acc = ", ".join(f"%{i}" for i in range(count))
+    op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+    flip = {"rows": 0, "columns": 1}
+    bases = count + words  # the operands after the accumulator and the registers
+    at_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
+
+    def place(descriptor: str, base: int, offset: int) -> str:
+        return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {descriptor}, {{x, %{high}}};"
+
+    def step(i: int, starts: bool) -> str:
+        keep = f"setp.ne.b32 p, {int(not (starts and i == 0))}, 0;"
+        if words:
+            own = "{" + ", ".join(f"%{count + 4 * i + k}" for k in range(4)) + "}"
+            flips = f"{flip[b]}"
+        else:
+            own, flips = "a", f"{flip[a]}, {flip[b]}"
+            keep += place("a", bases, steps[i][0])
+        return (
+            f'  "{keep} {place("b", at_b, steps[i][1])} "\n'
+            f'  "{op} {{{acc}}}, {own}, b, p, 1, 1, {flips}; "\n'
+        )
+
+    def function(suffix: str, starts: bool) -> str:
+        text = "".join(step(i, starts) for i in range(len(steps)))
+        outputs = ", ".join(f'"{"=" if starts else "+"}f"(d[{i}])' for i in range(count))
+        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"r"(a)'
+        first = f"const u32 (&a)[{words}]" if words else "u32 a"
+        return (
+            f"DEVICE void {name}{suffix}(float (&d)[{count}], {first}, u32 b) {{\n"
+            f'  asm volatile("{{ .reg .pred p; .reg .b32 x; .reg .b64 a, b; "\n{text}  "}}"\n'
+            f'  : {outputs} : {given}, "r"(b), "n"(DESCRIPTOR_HIGH));\n}}\n'
+        )
+
+    return function("_start", True) + function("", False)
+
+
+def only(entry: str, source: str) -> str:
+    """A source with one of its entry points: others become templates that nobody instantiates."""
+
+    def kept(found: re.Match) -> str:
+        return found[0] if found[2] == entry else f"template <int> {found[1]}"
+
+    return _ENTRY.sub(kept, source)
+
+
 def assemble(kind: str, defines: dict[str, int]) -> str:
-    """The whole translation unit of a kind of kernel."""
+    """The source of a kind of kernel, with all of its entry points."""
     products = ""
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     if kind == "forward":
-        products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
-        products += wgmma("wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns")
+        products = _forward(defines, dtype)
         parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
         if defines.get("BIAS_BITS"):
             parts = ("elements.cuh", "bias.cuh", *parts)
@@ -81,10 +140,7 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
-        half = defines["VALUE_DIM"] // 2
-        products = wgmma("wgmma_scores", defines["BLOCK_N"], dtype, "rows", "rows")
-        products += wgmma("wgmma_output", half, dtype, "registers", "columns")
-        products += wgmma("wgmma_other", half, dtype, "rows", "columns")
+        products = _mla(defines, dtype)
         parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # what other kernels need, written before they run
         parts = {
@@ -95,6 +151,30 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     header = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     ptx, *rest = ((_SOURCES / part).read_text() for part in ("ptx.cuh", *parts))
     return "\n".join((header, ptx, products, *rest))
+
+
+def _forward(defines: dict[str, int], dtype: str) -> str:
+    """Products of all features, and of all keys, of a block; columns of 64 features."""
+    D, rows = defines["HEAD_DIM"], defines["BLOCK_N"]
+    features = [
+        (d // 4 * 64 * 128 + d % 4 * 32, d // 4 * rows * 128 + d % 4 * 32) for d in range(D // 16)
+    ]
+    keys = [(0, 2048 * j) for j in range(rows // 16)]
+    return wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features) + wgmma_chain(
+        "wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns", keys
+    )
+
+
+def _mla(defines: dict[str, int], dtype: str) -> str:
+    """Products of a column of 64 features, and of all keys of a tile with half of the values."""
+    half, rows = defines["VALUE_DIM"] // 2, defines["BLOCK_N"]
+    features = [(32 * d, 32 * d) for d in range(4)]
+    keys = [(32 * j, 2048 * j) for j in range(rows // 16)]
+    return (
+        wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features)
+        + wgmma_chain("wgmma_output", half, dtype, "registers", "columns", keys)
+        + wgmma_chain("wgmma_other", half, dtype, "rows", "columns", keys)
+    )
 
 
 def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]]:
@@ -150,27 +230,37 @@ def cache_dir() -> Path:
     return Path(os.environ.get("FA_OPS_CACHE_DIR") or platformdirs.user_cache_dir("fa_ops"))
 
 
-def cubin(kind: str, defines: dict[str, int]) -> bytes:
-    """The machine code of a kernel with these defines, from the cache or compiled now.
+def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[bytes]:
+    """The machine code of each entry point with these defines, from the cache or compiled now.
 
     Raises:
         CompileError: NVRTC is missing, or its log says what it refused.
     """
-    source = assemble(kind, defines)
-    path = _entry(source)
-    found = _stored(path)
-    if found is None:
-        found, _ = compile_source(source)
-        _store(path, found + _ELF)  # the trailer tells a whole file from a truncated one
-    return found
+    whole = assemble(kind, defines)
+    sources = [only(entry, whole) for entry in entries]
+    found = {source: _stored(_path(source)) for source in sources}
+    missing = [source for source, code in found.items() if code is None]
+    if len(missing) == 1:
+        found[missing[0]] = _compiled(missing[0])
+    elif missing:
+        with ThreadPoolExecutor(len(missing)) as threads:
+            found |= zip(missing, threads.map(_compiled, missing))
+    return [found[source] for source in sources]
 
 
-def is_cached(kind: str, defines: dict[str, int]) -> bool:
-    """Whether `cubin` would find it."""
-    return _stored(_entry(assemble(kind, defines))) is not None
+def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:
+    """The entry points that `cubins` would compile."""
+    whole = assemble(kind, defines)
+    return [entry for entry in entries if _stored(_path(only(entry, whole))) is None]
 
 
-def _entry(source: str) -> Path:
+def _compiled(source: str) -> bytes:
+    code, _ = compile_source(source)
+    _store(_path(source), code + _ELF)  # the trailer tells a whole file from a truncated one
+    return code
+
+
+def _path(source: str) -> Path:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     key = "\0".join((source, *FLAGS, f"{major.value}.{minor.value}"))

@@ -15,9 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper import launch
 from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
+    Entry,
     Kernel,
     Params,
     TensorMap,
@@ -25,7 +27,6 @@ from fa_ops.backends.hopper.launch import (
     current_device,
     current_stream,
     empty,
-    kernel,
     launch_early,
 )
 from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
@@ -233,13 +234,15 @@ def kernels(
     config: DecodeConfig | MlaConfig,
     device: int,
     defines: dict[str, int],
-) -> tuple[Kernel, Kernel]:
+) -> tuple[Kernel, ...]:
     """What a call launches, one after the other; the second only where CTAs may share a row."""
-    options = tuple(defines.items())
-    return (
-        kernel(source, source, device, config.threads, config.shared_bytes, options),
-        kernel(source, "merge_parts", device, config.merge_threads, 0, options),
-    )
+    return launch.kernels(source, device, entries_of(source, config), tuple(defines.items()))
+
+
+def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
+    """What attends, and what merges."""
+    first = Entry(source, config.threads, config.shared_bytes)
+    return first, Entry("merge_parts", config.merge_threads)
 
 
 def kernel_defines(

@@ -15,13 +15,13 @@ from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
 from fa_ops.backends.hopper.launch import (
-    Kernel,
+    Entry,
     Params,
     TensorMap,
     address,
     current_stream,
     empty,
-    kernel,
+    kernels,
     launch_early,
     on_device,
 )
@@ -325,18 +325,27 @@ def _sink_gradient(
 
 class _Kernels:
     def __init__(self, defines: tuple[tuple[str, int], ...], config: BackwardConfig, device: int):
-        def entry(name: str, threads: int, shared: int = 0) -> Kernel:
-            return kernel("backward", name, device, threads, shared, defines)
-
         self.defines = defines
-        self.prepare = entry("prepare", 256)
-        self.products = entry("backward", config.threads, config.shared_bytes)
-        if config.adds_dq:
-            self.finish = entry("finish", 256)
-        else:
-            self.queries = entry("backward_queries", config.threads, config.query_shared_bytes)
-        if dict(defines)["HAS_RANGES"]:
-            self.keep_runs = entry("keep_runs", config.block_m)
+        entries = entries_of(config, dict(defines))
+        names = (entry.name for entry in entries)
+        found = dict(zip(names, kernels("backward", device, entries, defines)))
+        self.prepare, self.products = found["prepare"], found["backward"]
+        self.finish, self.queries = found.get("finish"), found.get("backward_queries")
+        self.keep_runs = found.get("keep_runs")
+
+
+def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
+    """What a call launches."""
+    entries = [
+        Entry("prepare", 256),
+        Entry("backward", config.threads, config.shared_bytes),
+        Entry("finish", 256)
+        if config.adds_dq
+        else Entry("backward_queries", config.threads, config.query_shared_bytes),
+    ]
+    if defines["HAS_RANGES"]:
+        entries.append(Entry("keep_runs", config.block_m))
+    return entries
 
 
 _kernels = functools.cache(_Kernels)

@@ -7,6 +7,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,13 +102,38 @@ def _after_failure(status: int, name: str, *args) -> None:
     check(status, name)
 
 
-@functools.cache
-def _module(source: str, defines: tuple[tuple[str, int], ...], device: int) -> ctypes.c_void_p:
-    """A compiled translation unit, loaded on one device."""
-    code, module = compiler.cubin(source, dict(defines)), ctypes.c_void_p()
-    with on_device(device):
-        call("cuModuleLoadData", ctypes.byref(module), code)
-    return module
+class Entry(NamedTuple):
+    """An entry point of a source, with its block size and its shared memory."""
+
+    name: str
+    threads: int
+    shared: int = 0
+
+
+_loaded: dict[tuple, Kernel] = {}
+
+
+def kernels(
+    source: str, device: int, entries: Sequence[Entry], defines: tuple[tuple[str, int], ...] = ()
+) -> tuple[Kernel, ...]:
+    """Entry points, loaded on one device; those that no cache has are compiled side by side."""
+    missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
+    if missing:
+        codes = compiler.cubins(source, [entry.name for entry in missing], dict(defines))
+        with on_device(device):
+            for entry, code in zip(missing, codes):
+                _loaded[source, device, entry, defines] = _load(code, entry)
+    return tuple(_loaded[source, device, entry, defines] for entry in entries)
+
+
+def _load(code: bytes, entry: Entry) -> Kernel:
+    name, threads, shared = entry
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), code)
+    call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    if shared:
+        call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+    return Kernel(function, threads, shared)
 
 
 @functools.cache
@@ -115,13 +141,8 @@ def kernel(
     source: str, name: str, device: int, threads: int, shared: int = 0,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> Kernel:  # fmt: skip
-    """An entry point of a translation unit."""
-    module, function = _module(source, defines, device), ctypes.c_void_p()
-    with on_device(device):
-        call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-        if shared:
-            call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
-    return Kernel(function, threads, shared)
+    """One entry point."""
+    return kernels(source, device, [Entry(name, threads, shared)], defines)[0]
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from fa_ops.backends.hopper.configs import (
     forward_config,
     mla_config,
 )
+from fa_ops.backends.hopper.launch import Entry
 
 HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,9 +26,10 @@ _BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
 
 
 class Variant(NamedTuple):
-    """A translation unit: `compiler.cubin(*variant)` compiles it."""
+    """What calls of one family launch: `compiler.cubins(*variant)` compiles it."""
 
     kind: str
+    entries: tuple[str, ...]
     defines: dict[str, int]
 
 
@@ -37,30 +39,44 @@ def variants(
     """The kernels of calls without dense masks, dropout, softcap, ALiBi or sinks: forward,
     backward, and decoding with up to 8 queries of a kv head, or over a latent cache."""
     for D, dtype in itertools.product(head_dims, dtypes):
-        config = forward_config(D, D)
-        for features in _FORWARDS:
-            yield Variant("forward", dense_forward.kernel_defines(config, dtype, **features))
-        if D == 64:
-            short = forward_config(D, D, is_short=True)
-            yield Variant("forward", dense_forward.kernel_defines(short, dtype, ragged=True))
+        yield from _forwards(D, dtype)
         for page in _PAGES:
             config = decode_config(D, D, 8, page)
-            yield Variant("decode", decode.kernel_defines(config, dtype, paged=page > 0))
+            defines = decode.kernel_defines(config, dtype, paged=page > 0)
+            yield Variant("decode", _names(decode.entries_of("decode", config)), defines)
         config = backward_config(D, D)
         for features in _BACKWARDS:
-            yield Variant("backward", dense_backward.kernel_defines(config, dtype, **features))
+            defines = dense_backward.kernel_defines(config, dtype, **features)
+            entries = _names(dense_backward.entries_of(config, defines))
+            yield Variant("backward", entries, defines)
     for dtype, page in itertools.product(dtypes, _PAGES):
-        defines = mla.kernel_defines(mla_config(page), dtype, paged=page > 0)
-        yield Variant("mla", defines)
+        config = mla_config(page)
+        defines = mla.kernel_defines(config, dtype, paged=page > 0)
+        yield Variant("mla", _names(decode.entries_of("mla", config)), defines)
 
 
-def compile_variant(variant: Variant) -> bool:
-    """Compile into the cache; False where the cache had it.
+def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:
+    config = forward_config(D, D)
+    for features in _FORWARDS:
+        defines = dense_forward.kernel_defines(config, dtype, **features)
+        yield Variant("forward", ("forward",), defines)
+    if D == 64:
+        config = forward_config(D, D, is_short=True)
+        defines = dense_forward.kernel_defines(config, dtype, ragged=True)
+        yield Variant("forward", ("forward",), defines)
+
+
+def _names(entries: Iterable[Entry]) -> tuple[str, ...]:
+    return tuple(entry.name for entry in entries)
+
+
+def compile_variant(variant: Variant) -> int:
+    """Compile into the cache: how many kernels it did not have.
 
     Raises:
         CompileError: NVRTC is missing, or refuses the source.
     """
-    if compiler.is_cached(*variant):
-        return False
-    compiler.cubin(*variant)
-    return True
+    kind, entries, defines = variant
+    missing = compiler.uncached(kind, entries, defines)
+    compiler.cubins(kind, missing, defines)
+    return len(missing)

@@ -164,18 +164,22 @@ template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int unit) {
   return base + line * 128 + (((unit & 7) ^ (line & 7)) << 4);
 }
 
-// Two columns of a row of a unit: normalised, with LSE and the sink, to where they belong.
-DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
+// A row of a unit: its LSE with the sink, and which of the output's rows it is.
+DEVICE int close_row(const Params& p, const Task& t, int row, float m2, float total, bool writes_lse, float& inverse) {
   const int head = t.unit * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
-  float inverse;
 #if HAS_SINKS
   const float sink = p.sinks[head];
 #else
   const float sink = 0.f;
 #endif
   const float lse = finish_row(m2, total, 1.f, HAS_SINKS, sink, inverse);
-  if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + s] = lse;
-  if (column < p.Dv) *(u32*)(p.out + (((long long)t.b * p.Sq + s) * p.Hq + head) * p.Dv + column) = pack(x.x * inverse, x.y * inverse);
+  if (writes_lse) p.lse[((long long)t.b * p.Hq + head) * p.Sq + s] = lse;
+  return (t.b * p.Sq + s) * p.Hq + head;
+}
+
+// Two columns of it, normalised.
+DEVICE void put(const Params& p, int place, int column, float2 x, float inverse) {
+  if (column < p.Dv) *(u32*)(p.out + (long long)place * p.Dv + column) = pack(x.x * inverse, x.y * inverse);
 }
 
 struct Consumer {
@@ -330,8 +334,11 @@ struct Consumer {
         const float2 y = load_shared<float2>(sums_at(w, row, column));
         total += stats[w].y * factor, x.x += y.x * factor, x.y += y.y * factor;
       }
-      if (t.parts == 1) write(p, t, row, column, x, m2, total);
-      else {
+      if (t.parts == 1) {
+        float inverse;
+        const int place = close_row(p, t, row, m2, total, column == 0, inverse);
+        put(p, place, column, x, inverse);
+      } else {
         *(float2*)(p.partial + (slot * ROWS + row) * VALUE_DIM + column) = x;
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
       }

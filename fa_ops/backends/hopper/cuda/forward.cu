@@ -55,10 +55,13 @@ DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks
   const int h = tile.h / p.group;
   auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
   auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
-  if (n.last > n.first) load_k(n.last - 1);
-  load_queries(p, sm, tile, q_phase);
-  for (int j = n.last - 2; j >= n.first; j--) load_k(j), load_v(j + 1);
-  if (n.last > n.first) load_v(n.first);
+  // keys come a block ahead of values, and queries after the first ones. One at a time: four are a sixth of the kernel's code, and wait as long
+#pragma unroll 1
+  for (int j = n.last - 1;; j--) {
+    if (j >= n.first) load_k(j);
+    if (j == n.last - 1) load_queries(p, sm, tile, q_phase); else load_v(j + 1);
+    if (j < n.first) break;
+  }
 }
 
 // One warp; one lane issues copies, all find the bounds of a tile.
@@ -166,21 +169,14 @@ struct Consumer {
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 16; d++) {
-      const u64 a = descriptor(queries, (d >> 2) * 64 * 128 + (d & 3) * 32), b = descriptor(keys, (d >> 2) * BLOCK_N * 128 + (d & 3) * 32);
-      if (d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
-    }
+    wgmma_scores_start(s, queries, keys);
     wgmma_commit();
   }
 
   DEVICE void value_product() {
     const u32 values = descriptor_base(sm.v + v.stage * V_BYTES, BLOCK_N * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++)
-      wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3],
-                   descriptor(values, j * 2048));
+    wgmma_output(o, weights, values);
     wgmma_commit();
   }
 
@@ -326,6 +322,7 @@ struct Consumer {
   // them, the same zeros, since waiting for another consumer here would stop the turns.
   DEVICE void clear_values(int from) {
     const u32 values_at = sm.v + v.stage * V_BYTES;
+#pragma unroll 1  // once in a tile
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
       for (int x = 0; x < VALUE_WIDTH; x++) store_shared(values_at + x * BLOCK_N * 128 + i * 16, make_int4(0, 0, 0, 0));

@@ -1,7 +1,8 @@
 // Units that several teams share: where their parts lie, and the kernel that makes one result of them, launched with the first. A stretch that begins
 // inside of a unit has a CTA there that merges a slice of it: all of them the same share, and none more than two parts' numbers. It is on its way when
 // the first kernel ends, no CTA of which waits for others or counts them.
-// A kernel says: ROWS and VALUE_DIM; rows_of(p), how many of the rows exist; write(p, t, row, column, x, m2, total), two columns of a unit's result.
+// A kernel says: ROWS and VALUE_DIM; rows_of(p), how many of the rows exist; close_row(p, t, row, m2, total, writes_lse, inverse), the row's place in the
+// output, and what its sums must be multiplied with; put(p, place, column, x, inverse), two columns of it.
 // Its Params have: partial (2 * CTAs, ROWS, VALUE_DIM), sums of weighted values, relative to partial_stats (2 * CTAs, ROWS): maximum in log2 units, sum
 // of weights.
 
@@ -18,7 +19,7 @@ template <int PARTS, class Params> DEVICE void merge_by(const Params& p, const T
   const int lane = threadIdx.x & 31, runs = rows_of(p) * RUNS;
 #pragma unroll 1
   for (int i = first; i < runs; i += step * ITEMS) {
-    const int own = min(i + lane / PARTS * step, runs - 1) / RUNS;  // the row of this lane's statistics
+    const int own_run = i + lane / PARTS * step, own = min(own_run, runs - 1) / RUNS;  // those of this lane's statistics
     float m2 = NEVER, total = 0.f;
     float2 x[ITEMS] = {};
 #pragma unroll 1
@@ -54,11 +55,14 @@ template <int PARTS, class Params> DEVICE void merge_by(const Params& p, const T
         }
       }
     }
+    float inverse;
+    const bool writes_lse = own_run < runs && own_run % RUNS == 0 && lane % PARTS == 0;
+    const int place = close_row(p, t, own, m2, total, writes_lse, inverse);
 #pragma unroll
     for (int k = 0; k < ITEMS; k++) {
-      const int run = i + k * step;
-      const float top = __shfl_sync(~0u, m2, k * PARTS), sum = __shfl_sync(~0u, total, k * PARTS);
-      if (run < runs) write(p, t, run / RUNS, run % RUNS * 64 + lane * 2, x[k], top, sum);
+      const int run = i + k * step, to = __shfl_sync(~0u, place, k * PARTS);
+      const float factor = __shfl_sync(~0u, inverse, k * PARTS);
+      if (run < runs) put(p, to, run % RUNS * 64 + lane * 2, x[k], factor);
     }
   }
 }
@@ -71,7 +75,7 @@ template <class Params> DEVICE void merge(const Params& p) {
   if (shared) t = walk.task(), walk.share(t);
   wait_for_last_grid();  // whoever shares nothing too: who comes next takes this kernel's end for the first one's
   if (!shared) return;
-  const int slices = t.parts - 1, warps = blockDim.x / 32, first = walk.team - t.first_team - 1 + threadIdx.x / 32 * slices, step = warps * slices;
+  const int slices = t.parts - 1, warps = blockDim.x / 32, first = walk.team - t.first_team - 1 + uniform(threadIdx.x / 32) * slices, step = warps * slices;
   if (t.parts <= 2) merge_by<2>(p, t, first, step);
   else if (t.parts <= 8) merge_by<8>(p, t, first, step);
   else merge_by<32>(p, t, first, step);

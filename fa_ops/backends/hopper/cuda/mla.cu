@@ -62,38 +62,27 @@ DEVICE Block block_of(const Params& p, const Task& t) {
   return {m / p.head_blocks * p.tokens, m % p.head_blocks * p.heads};
 }
 
-// Two columns of a row of a unit, normalised, with LSE, to where they belong.
-DEVICE void write(const Params& p, const Task& t, int row, int column, float2 x, float m2, float total) {
+// A row of a unit: its LSE, and which of the output's rows it is; -1: none.
+DEVICE int close_row(const Params& p, const Task& t, int row, float m2, float total, bool writes_lse, float& inverse) {
   const Block block = block_of(p, t);
   const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
-  if (token >= p.Sq || head >= p.Hq) return;
-  float inverse;
   const float lse = finish_row(m2, total, 1.f, false, 0.f, inverse);
-  if (column == 0) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
-  *(u32*)(p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
+  if (row >= rows_of(p) || token >= p.Sq || head >= p.Hq) return -1;
+  if (writes_lse) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
+  return (t.b * p.Sq + token) * p.Hq + head;
+}
+
+// Two columns of it, normalised.
+DEVICE void put(const Params& p, int place, int column, float2 x, float inverse) {
+  if (place >= 0) *(u32*)(p.out + (long long)place * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
 
-// Half of a tile into its buffer, with the weights' column after the half that the warpgroup frees which reads the weights last.
-template <int STAGE, int SIDE>
-DEVICE void copy_half(const Params& p, const Smem& sm, bool leader, u32 phase, const int (&token)[COPIES], const int (&page)[COPIES], u32 valid) {
-  mbar_wait(sm.half_empty(STAGE, SIDE), phase ^ 1);
-  if (!leader) return;
-  if (SIDE == STAGE) store_shared(sm.valid + 4 * STAGE, valid);
-#pragma unroll
-  for (int i = 0; i < HALF + (SIDE != STAGE); i++) {
-    const int x = i == HALF ? 2 * HALF : SIDE * HALF + i;
-    const u32 full = sm.column_full(STAGE, x), to = sm.tile(STAGE) + x * COLUMN_BYTES;
-    mbar_expect(full, COLUMN_BYTES);
-#pragma unroll
-    for (int j = 0; j < COPIES; j++)
-      tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
-  }
-}
-
-template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phase) {
-  const int lane = threadIdx.x & 31;
+// A tile into its buffer, half by half: first the one whose values the warpgroup has that computes the scores, then the other, with the weights' column
+// after it, which that one frees as it reads the weights last.
+DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phases) {
+  const int lane = threadIdx.x & 31, stage = i & 1;
   int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // nothing lies there: zeros
   if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
@@ -108,15 +97,29 @@ template <int STAGE> DEVICE void copy_tile(const Params& p, const Smem& sm, cons
 #pragma unroll
   for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
     page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
-  copy_half<STAGE, STAGE>(p, sm, leader, phase, token, page, valid);
-  copy_half<STAGE, 1 - STAGE>(p, sm, leader, phase, token, page, valid);
-  phase ^= 1;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; turn++) {
+    const int side = stage ^ turn;
+    mbar_wait(sm.half_empty(stage, side), phases >> stage & 1 ^ 1);
+    if (!leader) continue;
+    if (turn == 0) store_shared(sm.valid + 4 * stage, valid);
+#pragma unroll 1
+    for (int i = 0; i < HALF + turn; i++) {
+      const int x = i == HALF ? 2 * HALF : side * HALF + i;
+      const u32 full = sm.column_full(stage, x), to = sm.tile(stage) + x * COLUMN_BYTES;
+      mbar_expect(full, COLUMN_BYTES);
+#pragma unroll
+      for (int j = 0; j < COPIES; j++)
+        tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
+    }
+  }
+  phases ^= 1 << stage;
 }
 
 // One warp; one lane issues copies.
 DEVICE void copy(const Params& p, const Smem& sm) {
   const bool leader = elected();
-  u32 phases[2] = {0, 0};  // of the buffers: a unit begins in the first
+  u32 phases = 0;  // a bit for each buffer: a unit begins in the first
   Ring<2> units;
   u32 q_phase = 0;
   for (Walk<Params> walk(p);; units.next(), q_phase ^= 1) {
@@ -135,27 +138,24 @@ DEVICE void copy(const Params& p, const Smem& sm) {
     }
     if (t.count == 0) break;
 #pragma unroll 1
-    for (int i = 0; i < t.count; i += 2) {
-      copy_tile<0>(p, sm, t, leader, i, phases[0]);
-      if (i + 1 < t.count) copy_tile<1>(p, sm, t, leader, i + 1, phases[1]);
-    }
+    for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, leader, i, phases);
     walk.next(t.count);
   }
 }
 
-// Warpgroup W: scores of the tiles in buffer W, columns W * VALUE_DIM / 2 and on of the output.
-template <int W> struct Consumer {
+// Warpgroup w: scores of the tiles in buffer w, columns w * VALUE_DIM / 2 and on of the output. One code for both: it takes half the time to compile.
+struct Consumer {
   const Params& p;
   const Smem& sm;
-  const int tid, warp, lane, row;  // row: of the block, this thread's first; the second is 8 below
-  u32 phase = 0, other_phase = 0;  // of buffer W and of the other
+  const int w, tid, warp, lane, row;  // row: of the block, this thread's first; the second is 8 below
+  u32 phase = 0, other_phase = 0;     // of buffer w and of the other
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
   int diagonal;                    // the end of the keys that the block's first query attends, beyond the row's last or not
 
-  DEVICE Consumer(const Params& p, const Smem& sm)
-      : p(p), sm(sm), tid(threadIdx.x & 127), warp(tid >> 5), lane(threadIdx.x & 31), row(warp * 16 + (lane >> 2)) {}
+  DEVICE Consumer(const Params& p, const Smem& sm, int w)
+      : p(p), sm(sm), w(w), tid(threadIdx.x & 127), warp(tid >> 5), lane(threadIdx.x & 31), row(warp * 16 + (lane >> 2)) {}
 
   DEVICE void begin(const Task& t) {
     const Block block = block_of(p, t);
@@ -167,35 +167,28 @@ template <int W> struct Consumer {
 
   // The own half first: it is the first to come.
   DEVICE void score_product() {
-    const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(W), 16);
+    const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(w), 16);
 #pragma unroll
     for (int i = 0; i < WIDTH; i++) {
-      const int x = i == 2 * HALF ? i : (i + W * HALF) % (2 * HALF);
-      mbar_wait(sm.column_full(W, x), phase);
+      const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF, at = x * COLUMN_BYTES / 16;
+      mbar_wait(sm.column_full(w, x), phase);
       wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < 4; d++) {
-        const u64 a = descriptor(queries, x * COLUMN_BYTES + d * 32), b = descriptor(keys, x * COLUMN_BYTES + d * 32);
-        if (i == 0 && d == 0) wgmma_scores_start(s, a, b); else wgmma_scores(s, a, b);
-      }
+      if (i == 0) wgmma_scores_start(s, queries + at, keys + at); else wgmma_scores(s, queries + at, keys + at);
     }
     wgmma_commit();
   }
 
   DEVICE void own_product() {
-    const u32 values = descriptor_base(sm.tile(W) + W * HALF * COLUMN_BYTES, COLUMN_BYTES);
+    const u32 values = descriptor_base(sm.tile(w) + w * HALF * COLUMN_BYTES, COLUMN_BYTES);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++)
-      wgmma_output(o, weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3], descriptor(values, j * 2048));
+    wgmma_output(o, weights, values);
     wgmma_commit();
   }
 
   DEVICE void other_product() {
-    const u32 values = descriptor_base(sm.tile(1 - W) + W * HALF * COLUMN_BYTES, COLUMN_BYTES), from = descriptor_base(sm.weights_at(1 - W), 16);
+    const u32 values = descriptor_base(sm.tile(1 - w) + w * HALF * COLUMN_BYTES, COLUMN_BYTES), from = descriptor_base(sm.weights_at(1 - w), 16);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++) wgmma_other(o, descriptor(from, j * 32), descriptor(values, j * 2048));
+    wgmma_other(o, from, values);
     wgmma_commit();
   }
 
@@ -212,11 +205,12 @@ template <int W> struct Consumer {
     const int first = tile * BLOCK_N;
     u32 valid = ~0u;
 #if IS_PAGED
-    valid = load_shared<u32>(sm.valid + 4 * W);
+    valid = load_shared<u32>(sm.valid + 4 * w);
 #endif
     if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
       const int from = first + (lane & 3) * 2;
-      const int keys0 = min(t.keys, diagonal + row % p.tokens) - from, keys1 = min(t.keys, diagonal + (row + 8) % p.tokens) - from;
+      const int ends[2] = {diagonal + (int)((u32)row % (u32)p.tokens), diagonal + (int)((u32)(row + 8) % (u32)p.tokens)};
+      const int keys0 = min(t.keys, ends[0]) - from, keys1 = min(t.keys, ends[1]) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int j = column_offset(i);
@@ -236,22 +230,22 @@ template <int W> struct Consumer {
     const int r = warp * 16 + (lane & 15);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i += 4)
-      store_matrix_x4(sm.weights_at(W) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2],
+      store_matrix_x4(sm.weights_at(w) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2],
                       weights[i + 3]);
     if ((lane & 3) == 0) {
-      const u32 at = sm.reference + (W * ROWS + row) * 4;
+      const u32 at = sm.reference + (w * ROWS + row) * 4;
       store_shared(at, softmax.max0), store_shared(at + 32, softmax.max1);
     }
     fence_async_smem();
-    mbar_arrive(sm.weights_full(W));
+    mbar_arrive(sm.weights_full(w));
   }
 
   // Until the other's weights are there: its reference becomes this one's.
   DEVICE void hear() {
-    mbar_wait(sm.weights_full(1 - W), other_phase);
+    mbar_wait(sm.weights_full(1 - w), other_phase);
 #pragma unroll
-    for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - W, W * HALF + x), other_phase);
-    const u32 at = sm.reference + ((1 - W) * ROWS + row) * 4;
+    for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - w, w * HALF + x), other_phase);
+    const u32 at = sm.reference + ((1 - w) * ROWS + row) * 4;
     const float top0 = load_shared<float>(at), top1 = load_shared<float>(at + 32);
     if (!__any_sync(~0u, top0 != softmax.max0 || top1 != softmax.max1)) return;
     softmax.rescale0 = exp2_fast((softmax.max0 - top0) * p.scale_log2), softmax.rescale1 = exp2_fast((softmax.max1 - top1) * p.scale_log2);
@@ -265,96 +259,79 @@ template <int W> struct Consumer {
     if (from >= BLOCK_N) return;
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
-      for (int x = 0; x < HALF; x++) store_shared(sm.tile(stage) + (W * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
+      for (int x = 0; x < HALF; x++) store_shared(sm.tile(stage) + (w * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
     fence_async_smem();
-    named_sync(OWN_BARRIER + W, 128);
+    named_sync(OWN_BARRIER + w, 128);
   }
 
   // A tile whose scores are the other's.
   DEVICE void follow(const Task& t, int tile) {
     hear();
-    clear_values(t, 1 - W, tile);
+    clear_values(t, 1 - w, tile);
     other_product();
     wgmma_wait<0>();
     pin(o);
-    mbar_arrive(sm.half_empty(1 - W, W));
+    mbar_arrive(sm.half_empty(1 - w, w));
     other_phase ^= 1;
   }
 
   // The rest of a tile whose scores are this warpgroup's.
   DEVICE void conclude(const Task& t, int tile, bool raised) {
     if (raised) rescale_output();
-    clear_values(t, W, tile);
+    clear_values(t, w, tile);
     own_product();
     wgmma_wait<0>();
     pin(o);
-    mbar_arrive(sm.half_empty(W, W));
+    mbar_arrive(sm.half_empty(w, w));
     phase ^= 1;
   }
 
-  // Scores first, then what the other does with them and with its own.
-  DEVICE void attend_first(const Task& t, int i) {
-    score_product();
-    wgmma_wait<0>();
-    pin(s);
-    if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
-    const bool raised = weigh(t, t.tile + i);
-    tell();
-    conclude(t, t.tile + i, raised);
-    if (i + 1 < t.count) follow(t, t.tile + i + 1);
-  }
-
-  // The other's weights meet their values while this one's scores become weights.
-  DEVICE void attend_second(const Task& t, int i) {
-    if (i + 1 >= t.count) {
-      mbar_arrive(sm.q_empty);
-      follow(t, t.tile + i);
-      return;
-    }
-    score_product();
-    hear();
-    other_product();
-    wgmma_wait<1>();
-    pin(s);
-    if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
-    const bool raised = weigh(t, t.tile + i + 1);
-    tell();
-    softmax.pin();
-    wgmma_wait<0>();
-    pin(o);
-    mbar_arrive(sm.half_empty(1 - W, W));
-    other_phase ^= 1;
-    conclude(t, t.tile + i + 1, raised);
+  // The first computes scores, then the other's product; the second has that under way while its own scores become weights, as its tile comes later.
+  // A unit may end with a tile of the first's.
+  DEVICE void attend(const Task& t, int i) {
+    const int tile = t.tile + i + w;
+    const bool scores = i + w < t.count;
+    if (scores) {
+      score_product();
+      if (w) hear(), other_product(), wgmma_wait<1>(); else wgmma_wait<0>();
+      pin(s);
+      if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
+      const bool raised = weigh(t, tile);
+      tell();
+      softmax.pin();
+      wgmma_wait<0>();
+      pin(o);
+      if (w) mbar_arrive(sm.half_empty(0, 1)), other_phase ^= 1;
+      conclude(t, tile, raised);
+    } else mbar_arrive(sm.q_empty);
+    if (w ? !scores : i + 1 < t.count) follow(t, t.tile + i + 1 - w);
   }
 
   // Normalised, with LSE, to where it belongs; maxima in log2 units.
   DEVICE void write(const Task& t, float max0, float max1, float sum0, float sum1) {
-    const Block block = block_of(p, t);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int at = row + 8 * r, head = block.head + at / p.tokens, token = block.token + at % p.tokens;
-      const bool exists = at < p.tokens * p.heads && token < p.Sq && head < p.Hq;
       float inverse;
-      const float lse = finish_row(r ? max1 : max0, r ? sum1 : sum0, 1.f, false, 0.f, inverse);
-      if (W == 0 && (lane & 3) == 0 && exists) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
-      unsigned short* to = p.out + (((long long)t.b * p.Sq + token) * p.Hq + head) * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 8;
+      const bool writes_lse = w == 0 && (lane & 3) == 0;
+      const int place = close_row(p, t, row + 8 * r, r ? max1 : max0, r ? sum1 : sum0, writes_lse, inverse);
+      unsigned short* to = p.out + (long long)place * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 8;
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
         gather(x);
-        if (exists) *(uint4*)(to + (i / 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+        if (place >= 0) *(uint4*)(to + (i / 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }
 
   DEVICE void finish(const Task& t, int parity) {
     softmax.reduce();
-    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4, own = sums + W * ROWS * 4, other = sums + (1 - W) * ROWS * 4;
+    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4, own = sums + w * ROWS * 4, other = sums + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
-    named_arrive(SUMS_BARRIER + W, 256);
-    named_sync(SUMS_BARRIER + 1 - W, 256);
+    named_arrive(SUMS_BARRIER + w, 256);
+    named_sync(SUMS_BARRIER + 1 - w, 256);
     const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2;
     const float sum0 = softmax.sum0 + load_shared<float>(other), sum1 = softmax.sum1 + load_shared<float>(other + 32);
     if (t.parts == 1) {
@@ -363,13 +340,13 @@ template <int W> struct Consumer {
     }
     if (warp * 16 >= rows_of(p)) return;  // nobody's rows
     const int at = own_slot(t) * ROWS + row;
-    float* to = p.partial + at * VALUE_DIM + W * (VALUE_DIM / 2) + (lane & 3) * 2;
+    float* to = p.partial + at * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 2;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i += 4) {
       *(float2*)(to + i * 2) = make_float2(o[i], o[i + 1]);
       *(float2*)(to + i * 2 + 8 * VALUE_DIM) = make_float2(o[i + 2], o[i + 3]);
     }
-    if (W == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(max0, sum0), p.partial_stats[at + 8] = make_float2(max1, sum1);
+    if (w == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(max0, sum0), p.partial_stats[at + 8] = make_float2(max1, sum1);
   }
 
   DEVICE void work() {
@@ -381,7 +358,7 @@ template <int W> struct Consumer {
       begin(t);
 #pragma unroll 1
       for (int i = 0; i < t.count; i += 2)
-        if (W == 0) attend_first(t, i); else attend_second(t, i);
+        attend(t, i);
       const Task done = load_task(sm.task + units.stage * TASK_BYTES);  // again: most of it takes no registers until here
       finish(done, units.stage);
     }
@@ -407,13 +384,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   if (warpgroup == 0) {
     register_release<40>();
     if (threadIdx.x < 32) copy(p, sm);
-  } else if (warpgroup == 1) {
-    register_claim<232>();
-    Consumer<0> consumer(p, sm);
-    consumer.work();
   } else {
     register_claim<232>();
-    Consumer<1> consumer(p, sm);
+    Consumer consumer(p, sm, warpgroup - 1);
     consumer.work();
   }
 }
