@@ -11,7 +11,7 @@ constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
 constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // a consumer's rows
-constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? CONSUMERS : 0);  // of a task
+constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? 32 * CONSUMERS : 0);  // of a task
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
 static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
@@ -89,11 +89,10 @@ DEVICE void produce(const Params& p, const Smem& sm) {
 }
 
 // By a warp that serves a consumer.
-DEVICE Task take_task(const Smem& sm, const Ring<2>& tasks, bool leader) {
+DEVICE Task take_task(const Smem& sm, const Ring<2>& tasks) {
   mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
   const Task task = published(sm.task + tasks.stage * TASK_BYTES);
-  __syncwarp();
-  if (leader) mbar_arrive(sm.task_empty + 8 * tasks.stage);
+  mbar_arrive(sm.task_empty + 8 * tasks.stage);  // by thread: racecheck does not follow one thread's arrival for its warp
   return task;
 }
 
@@ -105,7 +104,7 @@ DEVICE void fill_mask(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    const Task task = take_task(sm, tasks, lane == 0);
+    const Task task = take_task(sm, tasks);
     if (task.tile.m0 == NO_TASK) break;
     const int row = task.tile.m0 + c * 64 + first;
     const int there = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
@@ -132,7 +131,7 @@ DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
   Ring<2> tasks;
   Ring<1> blocks;
   for (;; tasks.next()) {
-    const Task task = take_task(sm, tasks, leader);
+    const Task task = take_task(sm, tasks);
     if (task.tile.m0 == NO_TASK) break;
     for (int j = task.n.last - 1; j >= task.n.first; j--, blocks.next()) {
       if (!leader) continue;
