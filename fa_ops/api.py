@@ -302,7 +302,13 @@ def sides(window: Window) -> tuple[int, int]:
         if side is not None and not isinstance(side, INT):
             raise TypeError(f"window must hold ints or None, got {window!r}")
     left, right = window
-    return -1 if left is None else left, -1 if right is None else right
+    return _side(left), _side(right)
+
+
+def _side(side: int | bool | None) -> int:
+    if side is None:
+        return -1
+    return int(side) if isinstance(side, bool) else side
 
 
 def _need_number(name: str, value: object) -> float:
