@@ -100,6 +100,7 @@ struct Consumer : KeyRows {
     pin(ds);
   }
 
+  // No read is in flight: what each gave went into a product that was waited for.
   DEVICE void release(u32 stage) {
     mbar_arrive(sm.q_empty + 8 * stage);
     mbar_arrive(sm.do_empty + 8 * stage);
