@@ -308,13 +308,24 @@ def sides(window: Window) -> tuple[int, int]:
 def _side(side: int | bool | None) -> int:
     if side is None:
         return -1
+    if type(side) is int and not -(2**63) <= side < 2**63:
+        raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
     return int(side) if isinstance(side, bool) else side
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
 
 
 def _need_number(name: str, value: object) -> float:
     if not isinstance(value, _NUMBER):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return value
+    if type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
 
 
 def need_tensor(name: str, value: object) -> Tensor:

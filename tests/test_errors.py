@@ -208,6 +208,12 @@ DOOR_ONLY = {
     "fractional window": Bad(
         {"window": (1.5, 2)}, T, "window must hold ints or None, got (1.5, 2)"
     ),
+    "window of more than 64 bits": Bad(
+        {"window": (2**63, 0)}, V, f"window must hold integers of 64 bits, got {2**63}", ("door",)
+    ),
+    "scale beyond floats": Bad(
+        {"scale": 10**400}, V, "scale must fit a float, got an integer of 1329 bits", ("door",)
+    ),
     "list as query": Bad({"query": [[1.0]]}, T, "query must be a Tensor, got list"),
     "number as mask": Bad({"attn_mask": 0.0}, T, "attn_mask must be a Tensor, got float"),
     "list as kv_lens": Bad({"kv_lens": [3, 5]}, T, "kv_lens must be a Tensor, got list"),
