@@ -176,22 +176,18 @@ class Plan:
     def __init__(self, dtype, device, shapes, strides, options):
         q_shape, key_shape, (*_, Dv) = shapes
         q_strides, k_strides, v_strides = strides
-        if options[1] is None:
-            rows, Hkv, tokens, D = key_shape
-            pages, page, capacity = 0, 0, tokens
-        else:
-            rows, tokens, Hkv, D = key_shape
-            pages, page, capacity = rows, tokens, tokens * options[1][0]
-            k_strides, v_strides = ((x[0], x[2], x[1], x[3]) for x in (k_strides, v_strides))
-        B = q_shape[0]
+        paged = options[1] is not None
+        k_shape, k_strides = by_head(key_shape, paged), by_head(k_strides, paged)
+        pages, page, capacity = cache_sizes(k_shape, options[1])
+        B, Hkv = q_shape[0], k_shape[1]
         if B * Hkv * capacity >= 2**37:
             raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
         self.family = family = _family(
             dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options
         )
         self.kernels = family.kernels[: 1 + family.merges(capacity)]
-        self.of_k = family.cached((rows, Hkv, tokens, D), k_strides)
-        self.of_v = family.cached((rows, Hkv, tokens, Dv), v_strides)
+        self.of_k = family.cached(k_shape, k_strides)
+        self.of_v = family.cached((*k_shape[:3], Dv), by_head(v_strides, paged))
         self.scalars = family.scalars(capacity)
 
     def run(
@@ -227,6 +223,16 @@ class Plan:
         launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
         family.params.give_back(params)
         return out, lse
+
+
+def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
+    """Sizes or strides of a cache with the heads before the tokens, which pages have first."""
+    return (x[0], x[2], x[1], x[3]) if paged else x
+
+
+def cache_sizes(shape: tuple[int, ...], table: tuple[int, int] | None) -> tuple[int, int, int]:
+    """Pages, tokens of a page, and of a row of the batch; `table`: its length and its stride."""
+    return (0, 0, shape[2]) if table is None else (shape[0], shape[2], shape[2] * table[0])
 
 
 def kernels(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
-from fa_ops.backends.hopper.decode import kernels
+from fa_ops.backends.hopper.decode import by_head, cache_sizes, kernels
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Params,
@@ -143,13 +143,9 @@ class Plan:
     def __init__(self, dtype, device, shapes, strides, options):
         q_shape, key_shape = shapes
         q_strides, k_strides = strides
-        if options[1] is None:
-            rows, _, tokens, D = key_shape
-            pages, page, capacity = 0, 0, tokens
-        else:
-            rows, tokens, _, D = key_shape
-            pages, page, capacity = rows, tokens, tokens * options[1][0]
-            k_strides = tuple(k_strides[i] for i in (0, 2, 1, 3))
+        paged = options[1] is not None
+        k_shape = by_head(key_shape, paged)
+        pages, page, capacity = cache_sizes(k_shape, options[1])
         self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
         B, units = q_shape[0], family.units
         if B * units * capacity >= 2**37:
@@ -157,7 +153,7 @@ class Plan:
                 f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
-        self.of_k = family.cached((rows, 1, tokens, D), k_strides)
+        self.of_k = family.cached(k_shape, by_head(k_strides, paged))
         self.scalars = family.scalars(capacity)
 
     def run(
