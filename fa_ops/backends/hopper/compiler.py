@@ -37,45 +37,14 @@ class CompileError(RuntimeError):
     """NVRTC is missing or refused the source; the message is its log."""
 
 
-def wgmma(name: str, n: int, dtype: str, a: str, b: str) -> str:
-    """wgmma wrappers: a 64 x n accumulator, 16 of the inner dimension.
+def wgmma(name: str, n: int, dtype: str, a: str, b: str, steps: Sequence[tuple[int, int]]) -> str:
+    """wgmma wrappers: a 64 x n accumulator, `len(steps)` times 16 of the inner dimension; `name`
+    adds to a sum, `name_start` begins one.
 
-    a: "registers"; or in shared memory, "rows" (the inner dimension contiguous) or "columns",
-    where `name_start` begins a sum and `name` adds to it. b: "rows" or "columns".
-    """
-    count = n // 2
-    acc = ", ".join(f"%{i}" for i in range(count))
-    op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
-    flip = {"rows": 0, "columns": 1}
-
-    def outputs(mode: str) -> str:
-        return ", ".join(f'"{mode}f"(d[{i}])' for i in range(count))
-
-    if a == "registers":
-        words = ", ".join(f"%{count + i}" for i in range(4))
-        return (
-            f"DEVICE void {name}(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n"
-            f'  asm volatile("{op} {{{acc}}}, {{{words}}}, %{count + 4}, 1, 1, 1, {flip[b]};"\n'
-            f'  : {outputs("+")} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
-        )
-    # a sum that begins must not read its registers: ptxas would see their old values flow in and
-    # wait for every product in flight
-    return "".join(
-        f"DEVICE void {name}{suffix}(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, {keep}, 0; "\n'
-        f'               "{op} {{{acc}}}, %{count}, %{count + 1}, "\n'
-        f'               "p, 1, 1, {flip[a]}, {flip[b]}; }}"\n'
-        f'  : {outputs(mode)} : "l"(a), "l"(b));\n}}\n'
-        for suffix, keep, mode in (("_start", 0, "="), ("", 1, "+"))
-    )
-
-
-def wgmma_chain(
-    name: str, n: int, dtype: str, a: str, b: str, steps: Sequence[tuple[int, int]]
-) -> str:
-    """The same for several times 16 of the inner dimension, which begin so many bytes from the
-    operands' bases; those in registers follow one another. In one statement, as NVRTC takes an
-    eighth longer over one each.
+    a: "registers", those of one step after those of another; or in shared memory, "rows" (the inner
+    dimension contiguous) or "columns". b: "rows" or "columns". steps: how many bytes behind the
+    bases of a and b each begins. They are one statement, as NVRTC takes an eighth longer over one
+    each.
     """
     count, words = n // 2, 4 * len(steps) if a == "registers" else 0
     acc = ", ".join(f"%{i}" for i in range(count))
@@ -153,46 +122,55 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     return "\n".join((header, ptx, products, *rest))
 
 
+def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:
+    """Steps over features, in columns of 64 of so many rows."""
+    places = [(d // 4 * 64 * 128, d % 4 * 32) for d in range(count // 16)]
+    return [(column * a_rows // 64 + at, column * b_rows // 64 + at) for column, at in places]
+
+
+def _rows(count: int, a_step: int = 0) -> list[tuple[int, int]]:
+    """Steps over rows of 64 features, which operand b has as columns."""
+    return [(a_step * j, 2048 * j) for j in range(count // 16)]
+
+
 def _forward(defines: dict[str, int], dtype: str) -> str:
-    """Products of all features, and of all keys, of a block; columns of 64 features."""
-    D, rows = defines["HEAD_DIM"], defines["BLOCK_N"]
-    features = [
-        (d // 4 * 64 * 128 + d % 4 * 32, d // 4 * rows * 128 + d % 4 * 32) for d in range(D // 16)
-    ]
-    keys = [(0, 2048 * j) for j in range(rows // 16)]
-    return wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features) + wgmma_chain(
-        "wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns", keys
+    """Products of all features, and of all keys, of a block."""
+    D, N = defines["HEAD_DIM"], defines["BLOCK_N"]
+    return wgmma("wgmma_scores", N, dtype, "rows", "rows", _features(D, 64, N)) + wgmma(
+        "wgmma_output", defines["VALUE_DIM"], dtype, "registers", "columns", _rows(N)
     )
 
 
 def _mla(defines: dict[str, int], dtype: str) -> str:
     """Products of a column of 64 features, and of all keys of a tile with half of the values."""
-    half, rows = defines["VALUE_DIM"] // 2, defines["BLOCK_N"]
-    features = [(32 * d, 32 * d) for d in range(4)]
-    keys = [(32 * j, 2048 * j) for j in range(rows // 16)]
+    half, N = defines["VALUE_DIM"] // 2, defines["BLOCK_N"]
     return (
-        wgmma_chain("wgmma_scores", rows, dtype, "rows", "rows", features)
-        + wgmma_chain("wgmma_output", half, dtype, "registers", "columns", keys)
-        + wgmma_chain("wgmma_other", half, dtype, "rows", "columns", keys)
+        wgmma("wgmma_scores", N, dtype, "rows", "rows", _features(64, 64, N))
+        + wgmma("wgmma_output", half, dtype, "registers", "columns", _rows(N))
+        + wgmma("wgmma_other", half, dtype, "rows", "columns", _rows(N, a_step=32))
     )
 
 
 def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]]:
     """Products and sources of a backward pass in one kernel, or with a second for dQ."""
-    D, wide = defines["HEAD_DIM"], defines["IS_WIDE"]
-    products = wgmma("wgmma_scores", defines["BLOCK_M"], dtype, "rows", "rows")
-    products += wgmma("wgmma_grads", D, dtype, "registers", "columns")
-    if wide:
-        products += wgmma("wgmma_value_grads", defines["VALUE_DIM"], dtype, "registers", "columns")
+    D, Dv, M, N = (defines[name] for name in ("HEAD_DIM", "VALUE_DIM", "BLOCK_M", "BLOCK_N"))
+    products = wgmma("wgmma_scores", M, dtype, "rows", "rows", _features(D, N, M))
+    products += wgmma("wgmma_value_scores", M, dtype, "rows", "rows", _features(Dv, N, M))
+    products += wgmma("wgmma_grads", D, dtype, "registers", "columns", _rows(M))
+    if defines["IS_WIDE"]:
+        products += wgmma("wgmma_value_grads", Dv, dtype, "registers", "columns", _rows(M))
     else:
         # of 64 queries a consumer has half the columns, of 128 half the queries
-        columns = D * defines["BLOCK_M"] // 128
-        products += wgmma("wgmma_queries", columns, dtype, "columns", "columns")
-    own = "backward_keys.cu" if wide else "backward.cu"
+        steps = _rows(N, a_step=2048)
+        products += wgmma("wgmma_queries", D * M // 128, dtype, "columns", "columns", steps)
+    own = "backward_keys.cu" if defines["IS_WIDE"] else "backward.cu"
     parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
         return products, parts
-    products += wgmma("wgmma_row_scores", defines["QUERY_BLOCK_N"], dtype, "rows", "rows")
+    N = defines["QUERY_BLOCK_N"]
+    for name, features in (("wgmma_row_scores", D), ("wgmma_row_value_scores", Dv)):
+        products += wgmma(name, N, dtype, "rows", "rows", _features(features, 64, N))
+    products += wgmma("wgmma_query_grads", D, dtype, "registers", "columns", _rows(N))
     return products, (*parts, "backward_queries.cu")
 
 

@@ -193,7 +193,8 @@ class MlaConfig:
     def shared_bytes(self) -> int:
         tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
         barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
-        return tiles + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
+        staged = 8 * 16 * 64  # of each warp 32 columns of its rows
+        return tiles + staged + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
 
     def defines(self) -> dict[str, int]:
         return {

@@ -39,24 +39,16 @@ struct Consumer : KeyRows {
   DEVICE Consumer(const Params& p, const Smem& sm, int c) : KeyRows(p, sm, {}, c * 64), c(c) {}
 
   DEVICE void gradient_product(float (&d)[GRADS], u32 (&a)[SCORES / 2], u32 queries) {
-    const u32 from = descriptor_base(queries, BLOCK_M * 128);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 16; i++)
-      wgmma_grads(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], descriptor(from, i * 2048));
+    wgmma_grads(d, a, descriptor_base(queries, BLOCK_M * 128));
     wgmma_commit();
   }
 
   DEVICE void query_product(u32 ds_at) {
     const u32 columns = SPLITS_ROWS ? sm.k : sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
     if (SPLITS_ROWS) ds_at += c * BLOCK_N * 128;
-    const u32 from_ds = descriptor_base(ds_at, BLOCK_N * 128), from_k = descriptor_base(columns, BLOCK_N * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; j++) {
-      const u64 a = descriptor(from_ds, j * 2048), b = descriptor(from_k, j * 2048);
-      if (j == 0) wgmma_queries_start(dq, a, b); else wgmma_queries(dq, a, b);
-    }
+    wgmma_queries_start(dq, descriptor_base(ds_at, BLOCK_N * 128), descriptor_base(columns, BLOCK_N * 128));
     wgmma_commit();
   }
 

@@ -283,12 +283,7 @@ struct KeyRows {
   template <int FEATURES> DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
     const u32 from_rows = descriptor_base(rows + first * 128, 16), from_queries = descriptor_base(queries, 16);
     wgmma_fence();
-#pragma unroll
-    for (int f = 0; f < FEATURES / 16; f++) {
-      const u64 a = descriptor(from_rows, (f >> 2) * BLOCK_N * 128 + (f & 3) * 32);
-      const u64 b = descriptor(from_queries, (f >> 2) * BLOCK_M * 128 + (f & 3) * 32);
-      if (f == 0) wgmma_scores_start(d, a, b); else wgmma_scores(d, a, b);
-    }
+    if (FEATURES == HEAD_DIM) wgmma_scores_start(d, from_rows, from_queries); else wgmma_value_scores_start(d, from_rows, from_queries);
     wgmma_commit();
   }
 
@@ -346,18 +341,27 @@ struct KeyRows {
     bias.next();
 #endif
     if (edge) {
+#if !HAS_RANGES
+      // Of each of this thread's keys: how far this thread's first query stands behind the first that sees it, and how many see it.
+      int behind[2] = {0, 0}, seen[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int j = t.n0 + key + 8 * r;
+        seen[r] = j < t.keys ? 2 * FAR : 0;
+#if IS_RAGGED
+        behind[r] = i0 + t.keys - p.Sq - j + p.window_right, seen[r] = min(seen[r], p.window_left + p.window_right + 1);
+#endif
+      }
+#endif
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
-        const int j = t.n0 + key + row_offset(i);
 #if HAS_RANGES
+        const int j = t.n0 + key + row_offset(i);
         const int2 run = load_shared<int2>(runs + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
         const bool keep = j >= run.x && j < run.y;
 #else
-        bool keep = j < t.keys;
-#if IS_RAGGED
-        const int diagonal = i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq;
-        keep = keep && j <= diagonal + p.window_right && j >= diagonal - p.window_left;
-#endif
+        const int r = i >> 1 & 1;
+        const bool keep = (u32)(behind[r] + (i >> 2) * 8 + (i & 1)) < (u32)seen[r];
 #endif
         if (!keep) s[i] = -INFINITE;
       }

@@ -53,10 +53,8 @@ struct ValueConsumer : KeyRows {
     mbar_arrive(weights_full(sm, exchange.stage));
     exchange.next();
     mbar_wait(sm.do_full + 8 * i, ring.phase);
-    const u32 from = descriptor_base(sm.grad_out + i * DO_BYTES, BLOCK_M * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_M / 16; j++) wgmma_value_grads(dv, w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_value_grads(dv, w, descriptor_base(sm.grad_out + i * DO_BYTES, BLOCK_M * 128));
     wgmma_commit();
 #if BIAS_BITS  // in flight beside what reads the next block's bias, ptxas would wait for it product by product (C7515)
     wgmma_wait<0>();
@@ -110,10 +108,8 @@ struct KeyConsumer : KeyRows {
     exchange.next();
     pack_all(ds, dp);
     mbar_wait(sm.q_full + 8 * i, ring.phase);
-    const u32 from = descriptor_base(sm.q + i * Q_BYTES, BLOCK_M * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_M / 16; j++) wgmma_grads(dk, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_grads(dk, ds, descriptor_base(sm.q + i * Q_BYTES, BLOCK_M * 128));
     wgmma_commit();
     held = sm.q_empty + 8 * i;
     ring.next();

@@ -160,12 +160,7 @@ struct QueryConsumer {
   template <int FEATURES> DEVICE void score_product(float (&d)[ROW_SCORES], u32 rows, u32 slot) {
     const u32 from_rows = descriptor_base(rows, 16), from_keys = descriptor_base(slot, 16);
     wgmma_fence();
-#pragma unroll
-    for (int f = 0; f < FEATURES / 16; f++) {
-      const u64 a = descriptor(from_rows, (f >> 2) * ROWS * 128 + (f & 3) * 32);
-      const u64 b = descriptor(from_keys, (f >> 2) * QUERY_BLOCK_N * 128 + (f & 3) * 32);
-      if (f == 0) wgmma_row_scores_start(d, a, b); else wgmma_row_scores(d, a, b);
-    }
+    if (FEATURES == HEAD_DIM) wgmma_row_scores_start(d, from_rows, from_keys); else wgmma_row_value_scores_start(d, from_rows, from_keys);
     wgmma_commit();
   }
 
@@ -279,10 +274,8 @@ struct QueryConsumer {
     if (n0 < span.all_lo || n0 + QUERY_BLOCK_N > span.all_hi) score_gradients<true>(n0); else score_gradients<false>(n0);
 #pragma unroll
     for (int i = 0; i < ROW_SCORES / 2; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
-    const u32 from = descriptor_base(keys, QUERY_BLOCK_N * 128);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < QUERY_BLOCK_N / 16; j++) wgmma_grads(dq, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3], descriptor(from, j * 2048));
+    wgmma_query_grads(dq, ds, descriptor_base(keys, QUERY_BLOCK_N * 128));
     wgmma_commit();
     held = sm.empty + 8 * ring.stage;
     ring.next();

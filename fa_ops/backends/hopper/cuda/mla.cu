@@ -28,7 +28,7 @@ struct Params {
 
 DEVICE Row row_of(const Params& p, int b) {
   const int keys = keys_of(p, b);
-  return {keys, 0, keys, 0, max(1, (keys + BLOCK_N - 1) / BLOCK_N)};
+  return {keys, 0, keys, 0, max(1, (int)((u32)(keys + BLOCK_N - 1) / BLOCK_N))};
 }
 DEVICE int units_of(const Params& p) { return p.units; }
 DEVICE int width_of(const Params& p) { return p.width; }
@@ -38,14 +38,16 @@ DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
 // together that is least at the root of 0.05 N.
 DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
   const int least = max(1, (int)sqrtf(0.05f * (float)longest));
-  return {max(1, min((int)gridDim.x / p.width, total / least)), total, 1};
+  return {max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)), total, 1};
 }
 
+constexpr u32 STAGED_BYTES = 16 * 64;  // of a warp's result: 32 columns of its rows
+
 struct Smem {
-  u32 q, k, reference, sums, task, valid, q_full, q_empty, full, empty, weights;
+  u32 q, k, staged, reference, sums, task, valid, q_full, q_empty, full, empty, weights;
   DEVICE Smem(u32 base) {
-    q = base, k = q + TILE_BYTES, reference = k + 2 * TILE_BYTES, sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4;
-    valid = task + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
+    q = base, k = q + TILE_BYTES, staged = k + 2 * TILE_BYTES, reference = staged + 8 * STAGED_BYTES;
+    sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4, valid = task + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
     full = q_empty + 8, empty = full + 2 * WIDTH * 8, weights = empty + 4 * 8;
   }
   DEVICE u32 tile(int stage) const { return k + stage * TILE_BYTES; }
@@ -58,8 +60,8 @@ struct Smem {
 // Which queries a block of rows has: row r is query token + r % tokens of head + r / tokens.
 struct Block { int token, head; };
 DEVICE Block block_of(const Params& p, const Task& t) {
-  const int m = t.unit * p.width + blockIdx.x % p.width;
-  return {m / p.head_blocks * p.tokens, m % p.head_blocks * p.heads};
+  const u32 m = t.unit * p.width + blockIdx.x % (u32)p.width, heads = p.head_blocks;
+  return {(int)(m / heads) * p.tokens, (int)(m % heads) * p.heads};
 }
 
 // A row of a unit: its LSE, and which of the output's rows it is; -1: none.
@@ -132,7 +134,7 @@ DEVICE void copy(const Params& p, const Smem& sm) {
       else {
         const Block block = block_of(p, t);
         mbar_expect(sm.q_full, rows_of(p) * HEAD_DIM * 2);
-#pragma unroll
+#pragma unroll 1
         for (int x = 0; x < WIDTH; x++) tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
       }
     }
@@ -170,7 +172,7 @@ struct Consumer {
     const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(w), 16);
 #pragma unroll
     for (int i = 0; i < WIDTH; i++) {
-      const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF, at = x * COLUMN_BYTES / 16;
+      const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF, at = x * (COLUMN_BYTES / 16);
       mbar_wait(sm.column_full(w, x), phase);
       wgmma_fence();
       if (i == 0) wgmma_scores_start(s, queries + at, keys + at); else wgmma_scores(s, queries + at, keys + at);
@@ -257,6 +259,7 @@ struct Consumer {
   DEVICE void clear_values(const Task& t, int stage, int tile) {
     const int from = t.keys - tile * BLOCK_N;
     if (from >= BLOCK_N) return;
+#pragma unroll 1
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
       for (int x = 0; x < HALF; x++) store_shared(sm.tile(stage) + (w * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
@@ -307,35 +310,48 @@ struct Consumer {
     if (w ? !scores : i + 1 < t.count) follow(t, t.tile + i + 1 - w);
   }
 
-  // Normalised, with LSE, to where it belongs; maxima in log2 units.
-  DEVICE void write(const Task& t, float max0, float max1, float sum0, float sum1) {
+  // Normalised, with LSE, to where it belongs; maxima in log2 units. A warp's 32 columns at a time go through shared memory, for stores of 16 bytes:
+  // shuffles would need half as many instructions again.
+  DEVICE void write(const Task& t, const float (&maxima)[2], const float (&sums)[2]) {
+    float inverse[2];
+    unsigned short* to[2];
+    bool exists[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float inverse;
-      const bool writes_lse = w == 0 && (lane & 3) == 0;
-      const int place = close_row(p, t, row + 8 * r, r ? max1 : max0, r ? sum1 : sum0, writes_lse, inverse);
-      unsigned short* to = p.out + (long long)place * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 8;
+      const int place = close_row(p, t, row + 8 * r, maxima[r], sums[r], w == 0 && (lane & 3) == 0, inverse[r]);
+      exists[r] = place >= 0, to[r] = p.out + (long long)place * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 8;
+    }
+    const u32 at = sm.staged + (threadIdx.x / 32 - 4) * STAGED_BYTES;
+    const u32 put = at + (lane & 7) * 64 + ((lane >> 3 ^ lane >> 1) & 3) * 16, got = at + (lane >> 2) * 64 + ((lane ^ lane >> 3) & 3) * 16;
 #pragma unroll
-      for (int i = 2 * r; i < OUTPUTS; i += 16) {
+    for (int i = 0; i < OUTPUTS; i += 16) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
         u32 x[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
-        gather(x);
-        if (place >= 0) *(uint4*)(to + (i / 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j + 2 * r] * inverse[r], o[i + 4 * j + 2 * r + 1] * inverse[r]);
+        store_matrix_x4(put + r * 512, x[0], x[1], x[2], x[3]);
       }
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int4 x = load_shared<int4>(got + r * 512);
+        if (exists[r]) *(int4*)(to[r] + i * 2) = x;
+      }
+      __syncwarp();
     }
   }
 
   DEVICE void finish(const Task& t, int parity) {
     softmax.reduce();
-    const u32 sums = sm.sums + (parity * 2 * ROWS + row) * 4, own = sums + w * ROWS * 4, other = sums + (1 - w) * ROWS * 4;
+    const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4, other = of_rows + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
     named_arrive(SUMS_BARRIER + w, 256);
     named_sync(SUMS_BARRIER + 1 - w, 256);
-    const float max0 = softmax.max0 * p.scale_log2, max1 = softmax.max1 * p.scale_log2;
-    const float sum0 = softmax.sum0 + load_shared<float>(other), sum1 = softmax.sum1 + load_shared<float>(other + 32);
+    const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
+    const float sums[2] = {softmax.sum0 + load_shared<float>(other), softmax.sum1 + load_shared<float>(other + 32)};
     if (t.parts == 1) {
-      write(t, max0, max1, sum0, sum1);
+      write(t, maxima, sums);
       return;
     }
     if (warp * 16 >= rows_of(p)) return;  // nobody's rows
@@ -346,7 +362,7 @@ struct Consumer {
       *(float2*)(to + i * 2) = make_float2(o[i], o[i + 1]);
       *(float2*)(to + i * 2 + 8 * VALUE_DIM) = make_float2(o[i + 2], o[i + 3]);
     }
-    if (w == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(max0, sum0), p.partial_stats[at + 8] = make_float2(max1, sum1);
+    if (w == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(maxima[0], sums[0]), p.partial_stats[at + 8] = make_float2(maxima[1], sums[1]);
   }
 
   DEVICE void work() {
@@ -371,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__
   if (threadIdx.x == 0) {
     // by thread: racecheck does not follow one thread's arrival for its warp
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
+#pragma unroll 1
     for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
     for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 128);
     for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128);

@@ -108,10 +108,9 @@ DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensorma
 DEVICE void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Shared-memory matrix descriptors, 128-byte swizzle, core matrices 1024 bytes apart in the other direction. The low half counts in
-// 16 bytes, so that a constant moves it; `bytes` from the base.
+// 16 bytes, so that products move it by constants.
 DEVICE u32 descriptor_base(u32 address, u32 leading) { return (address >> 4) | ((leading >> 4) << 16); }
 constexpr u32 DESCRIPTOR_HIGH = 1u << 30 | 1024 >> 4;
-DEVICE u64 descriptor(u32 base, u32 bytes) { return (u64)DESCRIPTOR_HIGH << 32 | (base + bytes / 16); }
 // What is the same in all lanes, said so that the compiler uses uniform registers: descriptors that come from others cost two more
 // instructions a product, and the products wait for them.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }

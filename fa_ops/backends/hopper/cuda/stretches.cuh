@@ -54,7 +54,7 @@ template <class Params> struct Walk {
   DEVICE explicit Walk(const Params& p) : p(p), team(blockIdx.x / width_of(p)) {
     const int lane = threadIdx.x & 31, each = (p.B + 31) / 32, mine = lane * each;  // rows of a lane
     int upto = 0, shortest = 1 << 30, longest = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < each; i++) {
       if (mine + i >= p.B) continue;
       const int count = row_of(p, mine + i).count;
@@ -73,8 +73,13 @@ template <class Params> struct Walk {
     if (at >= stop) return;
     // the row that holds tile `at`: the first whose tiles end behind it
     const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1, before = __shfl_sync(~0u, upto, max(lead - 1, 0));
-    begin = lead ? before : 0, b = lead * each, row = row_of(p, b);
-    for (; begin + row.count * units_of(p) <= at; row = row_of(p, ++b)) begin += row.count * units_of(p);
+    begin = lead ? before : 0;
+    for (b = lead * each;; b++) {
+      row = row_of(p, b);
+      const int tiles = row.count * units_of(p);
+      if (begin + tiles > at) break;
+      begin += tiles;
+    }
     unit = (u32)(at - begin) / (u32)row.count, begin += unit * row.count;
   }
 
