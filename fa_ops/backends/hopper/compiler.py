@@ -209,13 +209,17 @@ def cache_dir() -> Path:
 
 
 def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[bytes]:
-    """The machine code of each entry point with these defines, from the cache or compiled now.
+    """The machine code of each entry point with these defines, as `compiled` has it."""
+    whole = assemble(kind, defines)
+    return compiled([only(entry, whole) for entry in entries])
+
+
+def compiled(sources: Sequence[str]) -> list[bytes]:
+    """The machine code of each, from the cache or made now.
 
     Raises:
         CompileError: NVRTC is missing, or its log says what it refused.
     """
-    whole = assemble(kind, defines)
-    sources = [only(entry, whole) for entry in entries]
     found = {source: _stored(_path(source)) for source in sources}
     missing = [source for source, code in found.items() if code is None]
     if len(missing) == 1:

@@ -103,11 +103,13 @@ def _after_failure(status: int, name: str, *args) -> None:
 
 
 class Entry(NamedTuple):
-    """An entry point of a source, with its block size and its shared memory."""
+    """An entry point of a source, with its block size, its shared memory, and defines beside those
+    of the others that a call asks for."""
 
     name: str
     threads: int
     shared: int = 0
+    defines: tuple[tuple[str, int], ...] = ()
 
 
 _loaded: dict[tuple, Kernel] = {}
@@ -119,15 +121,20 @@ def kernels(
     """Entry points, loaded on one device; those that no cache has are compiled side by side."""
     missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
     if missing:
-        codes = compiler.cubins(source, [entry.name for entry in missing], dict(defines))
+        codes = compiler.compiled([_program(source, entry, defines) for entry in missing])
         with on_device(device):
             for entry, code in zip(missing, codes):
                 _loaded[source, device, entry, defines] = _load(code, entry)
     return tuple(_loaded[source, device, entry, defines] for entry in entries)
 
 
+def _program(source: str, entry: Entry, defines: tuple[tuple[str, int], ...]) -> str:
+    whole = compiler.assemble(source, dict(defines) | dict(entry.defines))
+    return compiler.only(entry.name, whole)
+
+
 def _load(code: bytes, entry: Entry) -> Kernel:
-    name, threads, shared = entry
+    name, threads, shared, _ = entry
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(module), code)
     call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
