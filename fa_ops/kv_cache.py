@@ -158,8 +158,7 @@ def attention_with_kv_cache(
         if flag:
             options[name] = flag
     if num_splits:
-        if not isinstance(num_splits, api.INT):
-            raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+        api.need_int("num_splits", num_splits)
         options["num_splits"] = num_splits
     if page_table is not None:
         api.need_tensor("page_table", page_table)

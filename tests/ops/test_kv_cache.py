@@ -101,6 +101,7 @@ WRONG = {
     "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 2)":
         {"key_ranges": torch.zeros(2, 2, dtype=torch.int32)},
     "num_splits must be 0, got 2": {"num_splits": 2, "batch_invariant": True},
+    "num_splits must be an integer of 64 bits, got 18446744073709551616": {"num_splits": 2**64},
     "has no gradient": {"query": torch.zeros(2, 4, 2, 16, requires_grad=True)},
     "contiguous in its last dimension":
         {"key_cache": torch.zeros(2, 2, 16, 20).transpose(2, 3)},
