@@ -199,6 +199,8 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
         if grad_lse is not None:
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             seeds.append(grad_lse.double())
+        if not out.requires_grad:  # a batch of no sequences
+            outputs, seeds = [], []
         grads = torch.autograd.grad(
             outputs, wanted, seeds, allow_unused=True, materialize_grads=True
         )
