@@ -138,6 +138,8 @@ def attention_with_kv_cache(
         call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain, *types)
     if call is not None and (run := prepared.find(call)) is not None:
         return _attend(run, query, key_cache, value_cache, tensors, return_lse)
+    api.need_tensor("key_cache", key_cache)
+    api.need_tensor("value_cache", value_cache)
     options = api.spec_options(
         query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, False, backend,
