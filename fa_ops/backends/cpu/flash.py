@@ -10,6 +10,7 @@ AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ def _mask_fits(mask: Tensor, q: Tensor) -> bool:
 
 def _finite(x: Tensor) -> bool:
     """False if x holds a NaN or Inf. A sum that overflows says so too, which only costs time."""
-    return bool(torch.isfinite(x.sum(dtype=layout.accumulator(x.dtype))))
+    return math.isfinite(x.sum(dtype=layout.accumulator(x.dtype)).item())
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
