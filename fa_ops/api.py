@@ -169,8 +169,8 @@ def attention_varlen(
         query: ``(Tq, Hq, D)``.
         key: ``(Tk, Hkv, D)``.
         value: ``(Tk, Hkv, Dv)``.
-        cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing.
-        cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing.
+        cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tq]``.
+        cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tk]``.
         max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is
             safe and needs no synchronisation.
         max_seqlen_k: the same for keys.
@@ -191,7 +191,8 @@ def attention_varlen(
         ``(Hq, Tq)``. Gradients flow through both.
 
     Raises:
-        ValueError: shapes, devices or values that do not fit each other.
+        ValueError: shapes, devices or values that do not fit each other; on CPU also sequences that
+            are not among the tokens.
         TypeError: a dtype or Python type that is not accepted.
         NotImplementedError: no backend, or not the one named, can run the call; says why.
 
@@ -209,8 +210,8 @@ def attention_varlen(
     need_tensor("cu_seqlens_k", cu_seqlens_k)
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and not isinstance(longest, INT):
-            raise TypeError(f"{name} must be an int or None, got {longest!r}")
+        if longest is not None:
+            need_int(name, longest, "an int or None")
     recorded = (query, key, value, sinks, alibi_slopes)
     args = (query, key, value, *packing, dropout_p, is_causal)
     out, lse = call_operator(varlen.VARLEN, recorded, args, options)
@@ -284,7 +285,9 @@ def spec_options(
         options["sinks"] = need_tensor("sinks", sinks)
     if kv_lens is not None:
         options["kv_lens"] = need_tensor("kv_lens", kv_lens)
-    if deterministic:
+    if deterministic is not False:
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
         options["deterministic"] = True
     if backend is None:
         backend = dispatch.default
@@ -311,6 +314,13 @@ def _side(side: int | bool | None) -> int:
     if type(side) is int and not -(2**63) <= side < 2**63:
         raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
     return int(side) if isinstance(side, bool) else side
+
+
+def need_int(name: str, value: object, kind: str = "an int") -> None:
+    if not isinstance(value, INT):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
 
 
 def _short(value: int) -> str:

@@ -138,6 +138,8 @@ def attention_with_kv_cache(
         call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain, *types)
     if call is not None and (run := prepared.find(call)) is not None:
         return _attend(run, query, key_cache, value_cache, tensors, return_lse)
+    api.need_tensor("key_cache", key_cache)
+    api.need_tensor("value_cache", value_cache)
     options = api.spec_options(
         query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
         kv_lens, False, backend,
@@ -158,8 +160,7 @@ def attention_with_kv_cache(
         if flag:
             options[name] = flag
     if num_splits:
-        if not isinstance(num_splits, api.INT):
-            raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+        api.need_int("num_splits", num_splits)
         options["num_splits"] = num_splits
     if page_table is not None:
         api.need_tensor("page_table", page_table)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
 from hf_integration import architectures, decoding, forms, runs
+from hf_integration.hidden import is_hidden
 
 # How often each form was made, dense and float ones with the reason; not counted by Dynamo.
 counts: Counter[str] = Counter()
@@ -190,8 +190,8 @@ def _read(
     offset = request.q_offset
     mask = request.attention_mask
     on_device = isinstance(offset, Tensor)
-    needed = mask is not None or bool(conditions) or (on_device and want_offset)
-    tracing = needed and is_tracing(offset if on_device else mask)
+    asked = [offset if on_device else None, mask, *conditions]
+    tracing = any(is_hidden(tensor) for tensor in asked if tensor is not None)
     may_read = not tracing and (request.q_length > 1 or _reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
         if tracing and conditions:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_integration.hidden import is_hidden
 from hf_integration.latest import Latest
 
 
@@ -37,7 +38,7 @@ def documents(
     S = query.shape[2]
     if position_ids is None or S < 2 or key.shape[2] != S or torch.compiler.is_compiling():
         return None
-    if query.shape[0] != 1 or tuple(position_ids.shape) != (1, S):
+    if query.shape[0] != 1 or tuple(position_ids.shape) != (1, S) or is_hidden(position_ids):
         return None
     return _latest.of(position_ids, layer, lambda: _find(position_ids[0]))
 

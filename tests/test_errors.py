@@ -215,6 +215,12 @@ DOOR_ONLY = {
         {"scale": 10**400}, V, "scale must fit a float, got an integer of 1329 bits", ("door",)
     ),
     "list as query": Bad({"query": [[1.0]]}, T, "query must be a Tensor, got list"),
+    "no query": Bad({"query": None}, T, "query must be a Tensor, got NoneType"),
+    "no key": Bad({"key": None}, T, "key must be a Tensor, got NoneType"),
+    "no value": Bad({"value": None}, T, "value must be a Tensor, got NoneType"),
+    "word as deterministic": Bad(
+        {"deterministic": "yes"}, T, "deterministic must be a bool, got 'yes'"
+    ),
     "number as mask": Bad({"attn_mask": 0.0}, T, "attn_mask must be a Tensor, got float"),
     "list as kv_lens": Bad({"kv_lens": [3, 5]}, T, "kv_lens must be a Tensor, got list"),
     "list as ranges": Bad({"key_ranges": [3, 5]}, T, "key_ranges must be a Tensor, got list"),
@@ -370,6 +376,18 @@ VARLEN = {
     "device of ends": Bad(
         {"cu_seqlens_k": ENDS.to("meta")}, V, "cu_seqlens_k is on meta, but query is on cpu", REAL
     ),
+    "ends that decrease": Bad(
+        {"cu_seqlens_q": torch.tensor([0, 4, 3], dtype=INT)},
+        V,
+        "cu_seqlens_q[2] is 3, but must not be less than 4",
+        REAL,
+    ),
+    "ends before the tokens": Bad(
+        {"cu_seqlens_k": ENDS - 1}, V, "cu_seqlens_k[0] is -1, but must not be less than 0", REAL
+    ),
+    "ends behind the tokens": Bad(
+        {"cu_seqlens_k": ENDS + 3}, V, "cu_seqlens_k[2] is 8, but there are 7 tokens", REAL
+    ),
     "negative max_seqlen": Bad(
         {"max_seqlen_q": -1}, V, "max_seqlen_q must not be negative, got -1"
     ),
@@ -388,6 +406,11 @@ VARLEN_DOOR_ONLY = {
         {"max_seqlen_k": ENDS[1]},
         T,
         "max_seqlen_k must be an int or None, got tensor(2, dtype=torch.int32)",
+    ),
+    "max_seqlen beyond 64 bits": Bad(
+        {"max_seqlen_q": 2**64},
+        V,
+        "max_seqlen_q must be an integer of 64 bits, got 18446744073709551616",
     ),
     "list as value": Bad({"value": [1]}, T, "value must be a Tensor, got list"),
 }

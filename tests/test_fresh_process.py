@@ -93,3 +93,14 @@ assert "fa_ops.distributed.sharding" in sys.modules
 print(before - len(sys.meta_path))
 """
     assert run(code) == "1\n"
+
+
+def test_asking_where_a_part_of_torch_is_keeps_its_rules():
+    code = """
+import importlib.util, sys, torch, fa_ops
+assert importlib.util.find_spec("torch.distributed.tensor") is not None
+assert "fa_ops.distributed.sharding" not in sys.modules
+import torch.distributed.tensor
+print("fa_ops.distributed.sharding" in sys.modules)
+"""
+    assert run(code) == "True\n"

@@ -21,9 +21,9 @@ def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.devic
     if spec.is_causal:
         keep = keep & (j <= diagonal)
     if spec.window_left >= 0:
-        keep = keep & (j >= diagonal - spec.window_left)
+        keep = keep & (diagonal - j <= spec.window_left)
     if spec.window_right >= 0:
-        keep = keep & (j <= diagonal + spec.window_right)
+        keep = keep & (j - diagonal <= spec.window_right)
     if spec.key_ranges is not None:
         keep = keep & (j >= spec.key_ranges[..., :1]) & (j < spec.key_ranges[..., 1:])
     if spec.attn_mask is not None and spec.attn_mask.dtype == torch.bool:
@@ -199,6 +199,8 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
         if grad_lse is not None:
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             seeds.append(grad_lse.double())
+        if not out.requires_grad:  # a batch of no sequences
+            outputs, seeds = [], []
         grads = torch.autograd.grad(
             outputs, wanted, seeds, allow_unused=True, materialize_grads=True
         )

@@ -70,14 +70,14 @@ class Attention(library.SingleLevelFunction):
     @staticmethod
     def forward(ctx, keyset, operators, packing, spec, q, k, v, attn_mask, sinks):
         args, options = arguments(packing, spec)
-        if library.may_leave_dispatcher_out(q, k, v):
+        rest = spec if packing is None else (*packing, *spec)
+        tensors = [x if isinstance(x, Tensor) else None for x in rest]
+        if library.may_leave_dispatcher_out(q, k, v, *tensors):
             with library.below_autograd():
                 out, lse = operators.forward_kernel(q, k, v, *args, **options)
         else:
             with library.recording():
                 out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
-        rest = spec if packing is None else (*packing, *spec)
-        tensors = [x if isinstance(x, Tensor) else None for x in rest]
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.plain = [x if t is None else None for t, x in zip(tensors, rest)]
         ctx.operators, ctx.packed = operators, packing is not None
@@ -98,7 +98,7 @@ class Attention(library.SingleLevelFunction):
         backward = ctx.operators.backward
         if (
             not torch.is_grad_enabled()
-            and library.may_leave_dispatcher_out(*given)
+            and library.may_leave_dispatcher_out(*given, *tensors)
             and all(g is None or library.dispatched_alike(g, lse) for g in given[:2])
         ):
             backward = ctx.operators.backward_kernel

@@ -56,6 +56,10 @@ def cached(
     checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
+        for name, t in (("key_cache", k), ("value_cache", v)):
+            shared = any(size > 1 and not stride for size, stride in zip(t.shape, t.stride()))
+            need(not shared, "{} is written to, so no two of its elements may share memory, got "
+                 "strides {}", name, t.stride())  # fmt: skip
     small = {name: t.contiguous() for name in _SMALL if (t := getattr(cache, name)) is not None}
     return (cache._replace(**small) if small else cache), checks.compact(spec)
 

@@ -1,6 +1,7 @@
 """The rules that every call must keep, the same for real and for symbolic shapes.
 
-They read no tensor's values: the kernels that use kv_lens, key_ranges and cu_seqlens clamp them.
+They read no tensor's values but those of cu_seqlens on the CPU: the kernels that use kv_lens,
+key_ranges and cu_seqlens clamp them.
 """
 
 from __future__ import annotations
@@ -105,7 +106,19 @@ def packed(
         options(q, spec, ends_q.shape[0] - 1, Hq)
     if not real:
         return packing, spec
+    if ends_q.device.type == "cpu":
+        _borders("cu_seqlens_q", ends_q, q.shape[0])
+        _borders("cu_seqlens_k", ends_k, Tk)
     return Packing(ends_q.contiguous(), ends_k.contiguous(), max_q, max_k), compact(spec)
+
+
+def _borders(name: str, ends: Tensor, tokens: int) -> None:
+    """Raise ValueError unless every sequence lies among the tokens. Reads the values."""
+    before = 0
+    for b, end in enumerate(ends.tolist()):
+        need(end >= before, "{}[{}] is {}, but must not be less than {}", name, b, end, before)
+        need(end <= tokens, "{}[{}] is {}, but there are {} tokens", name, b, end, tokens)
+        before = end
 
 
 def saved(

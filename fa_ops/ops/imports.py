@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -17,13 +16,14 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (one.find_spec(name, path, target) for one in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_act(module) -> None:
                 execute(module)
+                sys.meta_path.remove(self)  # not before: a spec may be asked for and not used
                 self.action()
 
             spec.loader.exec_module = execute_and_act

@@ -59,7 +59,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
     given, asked = bind(*args, **options)
     call = None
     if not DEBUG and prepared.values_are_free(q):
-        tensors = prepared.tensors_of(given, asked)
+        tensors = prepared.cached_tensors(given, asked)
         plain = (*given[7:10], *asked[2:7], asked.backend)
         call = prepared.signature(q, k, v, tensors, "operator", *plain)
         run = prepared.find(call)

@@ -19,8 +19,8 @@ def _tokens(name: str, x: Tensor) -> Tensor:
     """(T, H, D), or (H, T) of an lse, in memory."""
     if not x.is_nested or x.layout != torch.jagged or x._ragged_idx != _RAGGED:
         raise ValueError(
-            f"{name} must be a jagged NestedTensor (B, H, lengths, ...) where query is one: "
-            "build it as (B, lengths, H, D) and transpose(1, 2)"
+            f"{name} must be a jagged NestedTensor (B, H, lengths, ...) where another argument is "
+            "one: build it as (B, lengths, H, D) and transpose(1, 2)"
         )
     if x.lengths() is not None:
         raise ValueError(f"{name} must not have holes between its sequences")

@@ -40,7 +40,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple |
         return None
     try:
         return signature(q, k, v, tensors, *options)
-    except RuntimeError:  # a layout without sizes or strides, which the operator refuses
+    except (AttributeError, RuntimeError):  # None, or a layout without sizes or strides: refused
         return None
 
 
@@ -65,7 +65,7 @@ def options_of(key: tuple) -> tuple:
     return key[13]
 
 
-def tensors_of(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
+def cached_tensors(cache: Cache, spec: Spec) -> tuple[Tensor | None, ...]:
     """As what `prepare_cached` gives takes them."""
     small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
     return (*small, *cache[1:7], cache.unified_max)

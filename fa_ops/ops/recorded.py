@@ -23,6 +23,8 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, tensors: tuple, *options) -> tuple |
     the call. `tensors` are what `types.tensors_of` gives; or none."""
     if not (torch.is_grad_enabled() and library.only_autograd_watches(q, k, v, *tensors)):
         return None
+    if q is None or k is None or v is None:  # which the door refuses
+        return None
     mask, slopes, sinks, *_ = tensors or (None,) * 3
     if not (q.requires_grad or k.requires_grad or v.requires_grad or _needs_grad(mask, sinks)):
         return None

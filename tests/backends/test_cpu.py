@@ -240,6 +240,45 @@ def test_a_bad_key_or_value_reaches_only_the_rows_that_attend_it(name, poison, w
         torch.testing.assert_close(lse, clean[1])
 
 
+@pytest.mark.parametrize("Sk", [1, 5, 7, 9, 20])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_bad_query_reaches_its_row_however_few_keys_there_are(Sk, is_causal):
+    q, k, v, spec = make_case(Sq=5, Sk=Sk, is_causal=is_causal).fresh()
+    q[0, 1, 4] = math.nan
+    out, lse = cpu.forward(q, k, v, spec)
+    bad = torch.zeros(lse.shape, dtype=torch.bool)
+    bad[0, 1, 4] = True
+    assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out.isnan().any(-1), bad)
+    assert torch.equal(lse.isnan(), bad)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_bad_sink_reaches_its_head(softcap):
+    q, k, v, spec = make_case(sinks=True, softcap=softcap).fresh()
+    spec.sinks[2] = math.nan
+    out, lse = cpu.forward(q, k, v, spec)
+    assert torch.isnan(out[:, 2]).all() and torch.isnan(lse[:, 2]).all()
+    assert torch.isfinite(out[:, [0, 1, 3]]).all()
+
+
+@pytest.mark.parametrize("where", ["mask", "slopes"])
+def test_a_bad_bias_reaches_no_row_that_leaves_it_out(where):
+    q, k, v, spec = make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
+    clean = cpu.forward(q, k, v, spec)
+    mask = spec.attn_mask.clone()
+    if where == "mask":
+        mask[..., 2, 5] = math.nan
+        bad = spec._replace(attn_mask=mask)
+        torch.testing.assert_close(cpu.forward(q, k, v, bad), clean)
+    else:
+        bad = spec._replace(
+            alibi_slopes=torch.tensor([math.nan, 0, 0, 0]), kv_lens=torch.tensor([0, 9]).int()
+        )
+        torch.testing.assert_close(
+            cpu.forward(q, k, v, bad), reference.forward(q, k, v, bad), equal_nan=True
+        )
+
+
 @pytest.mark.parametrize("name", ["plain", "causal", "softcap", "alibi"])
 def test_extreme_scores(name):
     options = {"plain": {}, "causal": {"is_causal": True}, "softcap": {"softcap": 8e3}}

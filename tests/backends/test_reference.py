@@ -155,6 +155,12 @@ def test_lengths_outside_the_keys_are_clamped():
     )
 
 
+def test_the_widest_window_leaves_nothing_out():
+    q, k, v, spec = make_case(dtype=torch.float64).fresh()
+    wide = spec._replace(window_left=2**63 - 1, window_right=2**63 - 1)
+    torch.testing.assert_close(reference.dense(q, k, v, wide), reference.dense(q, k, v, spec))
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_bad_value_reaches_only_the_rows_that_attend_it(poison):
     q, k, v, spec = make_case(is_causal=True, Sq=20, Sk=20).fresh()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import VOCAB, build, switch, tokens
+from tiny_models import VOCAB, build, padding, switch, tokens
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import fa_ops
@@ -153,3 +153,27 @@ def test_autocast_takes_any_mix(dtypes):
     torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=3e-2)
     gradients = torch.autograd.grad(out.float().square().sum(), mixed)
     assert [g.dtype for g in gradients] == [t.dtype for t in mixed]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("model_type", ["mistral", "gpt_oss"])
+def test_gradients_per_sample(model_type, padded):
+    """What a vmap maps has no numbers that the host could read."""
+    model, given = build(model_type), {"input_ids": tokens()}
+    given["position_ids"] = torch.arange(12).expand(2, -1).contiguous()
+    if padded or model_type == "mistral":  # transformers reads positions where there is no mask
+        given["attention_mask"] = padding(side="right") if padded else torch.ones(2, 12).long()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, given):
+        given = {name: x[None] for name, x in given.items()}
+        logits = torch.func.functional_call(model, parameters, (), given | {"use_cache": False})[0]
+        kept = given.get("attention_mask", torch.ones(1, 12))
+        return (logits.square() * kept[..., None]).mean()
+
+    found = []
+    for implementation in ("eager", "fa_ops"):
+        switch(model, implementation)
+        found.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, given))
+    for name, eager in found[0].items():
+        assert (found[1][name] - eager).abs().max() <= 2e-4 * eager.abs().max().clamp(min=1e-4)

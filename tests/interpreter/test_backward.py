@@ -8,7 +8,7 @@ import torch
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
-from fa_ops.types import Spec
+from fa_ops.types import Spec, keywords
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -55,6 +55,22 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature, dtype):
     assert_close_to_oracle(make_case(dtype=dtype, **FEATURES[feature]), "triton")
+
+
+@pytest.mark.parametrize("option", [{"is_causal": True}, {"window": (9, 5)}, {"alibi": "heads"}])
+def test_lengths_outside_the_keys_are_clamped(option):
+    """Positions too: the rows of such a batch stand at the end of the keys that are there."""
+    case = make_case(mask="float", mask_shape=(0, 0, 1, 1), mask_grad=True, **option)
+    q, k, v, spec = case.fresh(requires_grad=True)
+    results = []
+    for lens in ([-5, 99], [0, 47]):
+        lens = torch.tensor(lens, dtype=torch.int32)
+        out, lse = torch.ops.fa.attention_with_lse(
+            q, k, v, *spec[:3], **keywords(spec._replace(kv_lens=lens, backend="triton"))
+        )
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v, spec.attn_mask))
+        results.append((out, lse, *grads))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("bits", range(16))

@@ -85,6 +85,15 @@ def test_numbers(name, backend):
     assert_close_to_oracle(CASES[name], backend)
 
 
+def test_tokens_of_no_sequence():
+    q = torch.randn(3, 2, 4, requires_grad=True)
+    ends = torch.zeros(1, dtype=torch.int32)
+    out, lse = varlen.VARLEN(q, q, q, ends, ends)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert (grad == 0).all()
+
+
 def test_outputs_can_be_changed_in_place():
     """They are tensors of their own, not views that autograd protects."""
     for requires_grad in (True, False):

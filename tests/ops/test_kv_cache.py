@@ -101,9 +101,12 @@ WRONG = {
     "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 2)":
         {"key_ranges": torch.zeros(2, 2, dtype=torch.int32)},
     "num_splits must be 0, got 2": {"num_splits": 2, "batch_invariant": True},
+    "num_splits must be an integer of 64 bits, got 18446744073709551616": {"num_splits": 2**64},
     "has no gradient": {"query": torch.zeros(2, 4, 2, 16, requires_grad=True)},
     "contiguous in its last dimension":
         {"key_cache": torch.zeros(2, 2, 16, 20).transpose(2, 3)},
+    "value_cache is written to, so no two of its elements may share memory, got strides (0, ":
+        {"value_cache": torch.zeros(1, 2, 20, 16).expand(2, -1, -1, -1)},
     "backend must be 'auto' or one of": {"backend": "magic"},
 }  # fmt: skip
 WRONG_TYPES = {
@@ -119,6 +122,8 @@ WRONG_TYPES = {
     "key_ranges must be int32, got int64": {"key_ranges": torch.zeros(2, 1, 1, 2).long()},
     "key_ranges must be a Tensor, got list": {"key_ranges": [0, 5]},
     "kv_lens must be a Tensor, got list": {"kv_lens": [1, 2]},
+    "key_cache must be a Tensor, got NoneType": {"key_cache": None},
+    "value_cache must be a Tensor, got list": {"value_cache": [1.0]},
     "num_splits must be an int, got 1.5": {"num_splits": 1.5},
     "batch_invariant must be a bool, got 1": {"batch_invariant": 1},
 }  # fmt: skip

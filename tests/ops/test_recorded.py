@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
@@ -367,6 +368,36 @@ def test_a_subclass_sees_the_operator():
     fa_ops.attention(*inputs)
     fa_ops.attention(inputs[0].as_subclass(Seeing), *inputs[1:])
     assert torch.ops.fa.attention.default in Seeing.seen
+
+
+@pytest.mark.parametrize("options", [{"return_lse": True}, {"dropout_p": 0.5}], ids=str)
+def test_a_mask_that_is_a_subclass_sees_every_operator(options):
+    class Seeing(torch.Tensor):
+        seen = set()
+
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            cls.seen.add(function)
+            given = (args, kwargs or {})
+            args, kwargs = tree_map_only(Seeing, lambda x: x.inner, given)
+            return function(*args, **kwargs)
+
+    inputs, mask, found = qkv(), torch.randn(5, 7), []
+    for given in (mask, Seeing(mask)):
+        torch.manual_seed(0)
+        out = fa_ops.attention(*inputs, given, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        found.append((out, *torch.autograd.grad(out.sum(), inputs)))
+    assert_equal(*found)
+    names = {function._opname for function in Seeing.seen}
+    assert names == {"attention_with_lse", "attention_backward"}
 
 
 # What a backend prepares

@@ -123,6 +123,9 @@ class Scores:
             self.slopes = slab.spread(slopes)
             # query i stands at position i + offset
             self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
+        # in some columns of a row and not in others
+        added = (x for x in (self.bias, self.slopes) if x is not None)
+        self.may_be_nan = self.bad_keys is not None or not all(_finite_or_low(x) for x in added)
 
     def queries(self, rows: slice) -> Tensor:
         """Scaled so that their products are the scores (with softcap: the arguments of tanh)."""
@@ -169,7 +172,7 @@ class Scores:
 
     def _mask(self, s: Tensor, keep: Tensor) -> None:
         """-inf where not kept. Cutting off at +-inf is 9 times faster than filling; NaN stays."""
-        if self.bad_keys is None:
+        if not self.may_be_nan:
             s.clamp_max_(keep.to(s.dtype).sub_(0.5).mul_(math.inf))
         else:
             s.masked_fill_(~keep, -math.inf)
@@ -194,6 +197,11 @@ def without_nan(x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
     bad = ~torch.isfinite(x)
     return (x.masked_fill(bad, 0.0), bad.to(x.dtype)) if bool(bad.any()) else (x, None)
+
+
+def _finite_or_low(x: Tensor) -> bool:
+    """False if x holds a NaN or +Inf, where ALiBi's 0 * Inf is one; -Inf is a mask's."""
+    return bool(x.sum() < math.inf)
 
 
 def cut(x: Tensor, rows: slice, cols: slice) -> Tensor:

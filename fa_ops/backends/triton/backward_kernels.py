@@ -202,10 +202,10 @@ def query_grad_kernel(
     rows_m = m0 + tl.arange(0, BLOCK_M)
     i = rows_m[:, None]
 
-    limit, shift = Sk, Sk - Sq
+    limit = Sk
     if kv_lens is not None:
-        kv_len = tl.load(kv_lens + b, mask=inside, other=0)
-        limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
     slope, first, last = None, None, None
     low = 0
     if slopes is not None:
@@ -335,10 +335,10 @@ def key_value_grad_kernel(
     n0 = block * BLOCK_N
     j = n0 + tl.arange(0, BLOCK_N)[:, None]
 
-    limit, shift = Sk, Sk - Sq
+    limit = Sk
     if kv_lens is not None:
-        kv_len = tl.load(kv_lens + b, mask=inside, other=0)
-        limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
     lo, full_lo, full_hi, hi = row_bounds(
         n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
     )

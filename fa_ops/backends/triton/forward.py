@@ -96,10 +96,10 @@ def forward_kernel(
     rows_m = m0 + tl.arange(0, BLOCK_M)
     i = rows_m[:, None]
 
-    limit, shift = Sk, Sk - Sq
+    limit = Sk
     if kv_lens is not None:
-        kv_len = tl.load(kv_lens + b, mask=inside, other=0)
-        limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
     slope, first, last, rows = None, None, None, None
     low = None
     if slopes is not None:

@@ -71,10 +71,10 @@ def mask_grad_kernel(
         b = b_own + step // (loop_k * loop_q * loop_h)
         i = m0 + tl.arange(0, BLOCK_M)[:, None]
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
-        limit, shift = Sk, Sk - Sq
+        limit = Sk
         if kv_lens is not None:
-            kv_len = tl.load(kv_lens + b)
-            limit, shift = tl.minimum(Sk, kv_len), kv_len - Sq
+            limit = tl.minimum(tl.maximum(tl.load(kv_lens + b), 0), Sk)
+        shift = limit - Sq
         slope, ranges_head, first, last = None, None, None, None
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_stride_b + h) * LOG2E
