@@ -296,7 +296,7 @@ def _compare(op: str, a: Element, b: Element) -> Condition | None:
     if op == "ne":
         equal = _compare("eq", a, b)
         return None if equal is None else negate(equal)
-    if isinstance(b, Distance) and op in ("le", "lt"):
+    if isinstance(a, Affine) and isinstance(b, Distance) and op in ("le", "lt"):
         above = _compare("lt" if op == "le" else "le", b, a)
         return None if above is None else negate(above)
     if isinstance(a, Distance) and isinstance(b, Affine) and op in ("le", "lt"):
