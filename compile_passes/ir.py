@@ -138,7 +138,8 @@ class View:
         """Where fake tensors do not show it, believe that a view shares its input's memory."""
         node = value.node
         told = value.storage >= 0 and "example_value" in node.meta
-        if not told and name in vocabulary.MAYBE_VIEWS and node.all_input_nodes:
+        view = name in vocabulary.MAYBE_VIEWS or getattr(node.target, "is_view", False)
+        if not told and view and node.all_input_nodes:
             self._join(self.values[node.all_input_nodes[0]].storage, value.storage)
 
     def _root(self, storage: int) -> int:

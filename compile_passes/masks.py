@@ -38,7 +38,8 @@ from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
 Term = Bias | Fill
 NEAR = 1e3  # a bias made of greater constants may be a mask
-FLOOR_OF_SCORES = -64.0  # over eps: real scores vanish beside anything below
+# Over eps: real scores vanish beside anything below. finfo(float16).min is at -63.97.
+FLOOR_OF_SCORES = -63.0
 
 
 class Dead(enum.Enum):

@@ -36,7 +36,6 @@ from compile_passes.ir import Value, View, example
 from compile_passes.plan import Plan, Refused
 from compile_passes.states import Leaf
 
-
 OUT_OF_REACH = 2**62
 
 

@@ -1,9 +1,12 @@
 """What is written between the scores and the value product keeps the code as it was."""
 
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import compile_passes
 from tests.compile_passes.helpers import assert_same, fuse, qkv
 
 aten = torch.ops.aten
@@ -41,3 +44,35 @@ def test_a_key_that_is_written_to(write):
     fusion = fuse(attend)
     assert_same(attend, qkv(), fusion, train=False)
     assert fusion.fused == 0 and "written to" in fusion.reasons[0]
+
+
+class Written(torch.nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, q, k, v):
+        k = k.clone()
+        weights = (q @ k.mT).softmax(-1)
+        self.part(k).zero_()
+        return weights @ v + k
+
+
+PARTS = {
+    "slice": lambda k: k[:, :, 3:],
+    "row": lambda k: k[0],
+    "diagonal": lambda k: k.diagonal(0, -1, -2),
+    "view": lambda k: k.view(-1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_a_part_of_a_key_in_a_program_read_from_a_file(part):
+    """Whose fake tensors share no memory."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Written(part), qkv()), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    (finding,) = compile_passes.fuse_module(program)
+    assert "written to" in finding.reason
+    torch.testing.assert_close(program(*qkv()), Written(part)(*qkv()))
