@@ -145,7 +145,9 @@ def _check_uses(core: Core, sums: tuple[Row, ...]) -> None:
                 raise Refused(f"{what} {reader}; fused attention never computes them")
 
 
-_SHAPE_READERS = frozenset("size dim numel shape full_like zeros_like ones_like rand_like".split())
+_SHAPE_READERS = frozenset(
+    "size dim numel shape full_like zeros_like ones_like rand_like new_zeros new_full".split()
+)
 _SECOND_SHAPE = frozenset("expand_as view_as reshape_as type_as".split())
 _VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze".split())
 

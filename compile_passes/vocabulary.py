@@ -124,6 +124,7 @@ _PARAMETERS = {
     "repeat_interleave": "input repeats dim",
     "getitem": "input index",
     "cat": "tensors dim",
+    "pad": "input pad mode value",
     "full": "size fill_value",
     "full_like": "input fill_value",
     "new_full": "input size fill_value",
