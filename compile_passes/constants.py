@@ -50,13 +50,13 @@ def number(x: object, depth: int = 8) -> float | int | bool | None:
 
 def specialised(x: object) -> float | int | bool | None:
     """As `number`; a symbol becomes the number that it is now, guarded, as for a probability of
-    dropout or the fill of a mask, which are constants in all but name.
+    dropout or the fill of a mask, which are constants in all but name. None if it has none yet.
     """
     known = number(x)
     if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
         return specialised(x.args.get("data"))
     if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
-        return float(x.tensor)
+        return float(x.tensor) if x.tensor.node.has_hint() else None
     return known
 
 
@@ -121,7 +121,8 @@ def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
         return all(finite(y, depth, limit) for y in x)
     if not isinstance(x, Value) or not isinstance(x.tensor, Tensor):
         x = x.tensor if isinstance(x, Value) else x
-        x = x.node.hint if isinstance(x, torch.SymFloat) else x
+        if isinstance(x, torch.SymFloat):
+            x = x.node.hint if x.node.has_hint() else math.inf
         return not isinstance(x, float) or abs(x) < limit
     if not x.dtype.is_floating_point or depth == 0:
         return depth != 0

@@ -17,6 +17,7 @@ import operator
 import torch
 from torch import fx
 
+from compile_passes.axes import is_one
 from compile_passes.emit import Emitter
 from compile_passes.ir import example, learns
 from compile_passes.mask_nodes import Written
@@ -80,7 +81,7 @@ def pass_on(
 
 def _count(written: Written, emitter: Emitter, k: fx.Node) -> fx.Node:
     """The keys that a dead row averages."""
-    if written.best is None:
+    if written.best is None or is_one(example(written.best).shape[-1]):
         return emitter.method("size", k, 2)
     return emitter.method("sum", written.best, -1)
 

@@ -139,6 +139,13 @@ def _expand(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     return None if value.writes else reader.argument(value, "input", at)
 
 
+def _repeat(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    """Repeated along dimensions that it lacks or has once."""
+    shape = layout.source(value).shape
+    pairs = zip(shape, value.shape[len(value.shape) - len(shape) :], strict=True)
+    return _expand(reader, value, at) if all(is_one(n) or same(n, m) for n, m in pairs) else None
+
+
 def _cast(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     return as_dtype(reader.argument(value, "input", at), value.dtype)
 
@@ -279,9 +286,14 @@ def _quotient(reader: Reader, value: Value, at: Coordinates) -> Element | None:
 
 
 def _comparison(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
-    a, b = (choose(x, Affine.of(1), ZERO) if isinstance(x, bool) else x for x in (a, b))
-    return _compare(value.op, a, b)
+    """A bool is compared as 0 or 1."""
+    operands = []
+    for name in ("input", "other"):
+        x, element = value.args.get(name), reader.argument(value, name, at)
+        dtype = x.tensor.dtype if isinstance(x, Value) and isinstance(x.tensor, Tensor) else type(x)
+        flag = dtype in (bool, torch.bool) and _is_condition(element)
+        operands.append(choose(element, Affine.of(1), ZERO) if flag else element)
+    return _compare(value.op, *operands)
 
 
 def _compare(op: str, a: Element, b: Element) -> Condition | None:
@@ -296,7 +308,7 @@ def _compare(op: str, a: Element, b: Element) -> Condition | None:
     if op == "ne":
         equal = _compare("eq", a, b)
         return None if equal is None else negate(equal)
-    if isinstance(b, Distance) and op in ("le", "lt"):
+    if isinstance(a, Affine) and isinstance(b, Distance) and op in ("le", "lt"):
         above = _compare("lt" if op == "le" else "le", b, a)
         return None if above is None else negate(above)
     if isinstance(a, Distance) and isinstance(b, Affine) and op in ("le", "lt"):
@@ -396,6 +408,7 @@ HANDLERS: dict[str, Callable[[Reader, Value, Coordinates], Element | None]] = {
     "reshape": _reshape,
     "permute": _permute,
     "expand": _expand,
+    "repeat": _repeat,
     "copy": _expand,
     "cast": _cast,
     "getitem": _getitem,

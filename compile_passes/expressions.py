@@ -170,6 +170,16 @@ def any_of(*conditions: Condition) -> Condition:
 def choose(condition: Condition, yes: Element, no: Element) -> Element:
     if isinstance(condition, bool):
         return yes if condition else no
+    yes, no = _given(condition, yes), _given(negate(condition), no)
     if isinstance(yes, bool) and isinstance(no, bool):
         return yes if yes is no else condition if yes else negate(condition)
     return yes if yes == no and type(yes) is type(no) else Choice(condition, yes, no)
+
+
+def _given(condition: Condition, x: Element) -> Element:
+    """x where the condition is known to hold."""
+    if not isinstance(x, Choice):
+        return x
+    if condition in (x.condition, negate(x.condition)):
+        return _given(condition, x.yes if condition == x.condition else x.no)
+    return choose(x.condition, _given(condition, x.yes), _given(condition, x.no))

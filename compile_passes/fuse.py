@@ -62,7 +62,7 @@ def _try(
     core: Core, view: View, sums: list[Row], reader: Reader, verify: bool
 ) -> tuple[fx.Node, Masks] | str:
     try:
-        planned = plan(core, view, sums)
+        planned = plan(core, sums)
         masks = understand(planned, reader)
         try:
             return rewrite(planned, masks, view, verify), masks

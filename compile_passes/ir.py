@@ -5,6 +5,7 @@ gradient mode.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import torch
 from torch import Tensor, fx
@@ -91,6 +92,7 @@ class View:
         self._members: dict[int, list[fx.Node]] = {}
         self._parents: dict[int, int] = {}
         self._grad: bool | None = None
+        self._outside: list[bool | None] = []  # the modes around regions of inference mode
         for index, node in enumerate(graph.nodes):
             self._add(node, index)
 
@@ -136,7 +138,8 @@ class View:
         """Where fake tensors do not show it, believe that a view shares its input's memory."""
         node = value.node
         told = value.storage >= 0 and "example_value" in node.meta
-        if not told and name in vocabulary.MAYBE_VIEWS and node.all_input_nodes:
+        view = name in vocabulary.MAYBE_VIEWS or getattr(node.target, "is_view", False)
+        if not told and view and node.all_input_nodes:
             self._join(self.values[node.all_input_nodes[0]].storage, value.storage)
 
     def _root(self, storage: int) -> int:
@@ -162,8 +165,14 @@ class View:
             self._latest[node] = dataclasses.replace(known, index=writer.index, op="", args={})
 
     def _track_modes(self, node: fx.Node) -> None:
-        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
             self._grad = bool(node.args[0])
+        elif name == "_enter_inference_mode":
+            self._outside.append(self._grad)
+            self._grad = not node.args[0]
+        elif name == "_exit_inference_mode":
+            self._grad = self._outside.pop()
 
 
 def _is_more(node: fx.Node, name: str) -> bool:
@@ -183,13 +192,26 @@ def _written(node: fx.Node, writes: bool) -> list[fx.Node]:
     target = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
-    out = node.kwargs.get("out")
-    written = [n for n in (out if isinstance(out, (tuple, list)) else [out]) if n is not None]
+    given = [node.kwargs.get("out")]
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
         for i, argument in enumerate(target._schema.arguments):
             if argument.is_write:
-                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                written += [n for n in node.all_input_nodes if n is given]
-    elif writes or node.kwargs.get("inplace"):
-        written += [n for n in node.args[:1] if isinstance(n, fx.Node)]
+                given.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    elif writes:
+        given += node.args[:1] or node.kwargs.values()
+    elif getattr(target, "__module__", None) == "torch.nn.functional":
+        given += _functional(node)
+    written: list[fx.Node] = []
+    map_arg(given, written.append)
+    return written
+
+
+def _functional(node: fx.Node) -> list[object]:
+    """What a function of torch.nn.functional is told to write to."""
+    known = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    written = [known.get("running_mean"), known.get("running_var")]
+    if known.get("inplace"):
+        written.append(known.get("input"))
+    if known.get("max_norm") is not None:
+        written.append(known.get("weight"))
     return written

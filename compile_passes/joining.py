@@ -31,7 +31,7 @@ def join(value: Value, state: Followed, x: object) -> tuple[Leaf, Dims] | str:
         return "they are combined with themselves"
     dims = _grown(value.shape, x.shape, state.dims)
     # a mask that was expanded to the scores' shape joins as small as it was
-    leaf = Leaf(*layout.peel(x, broadcast_dims(x.shape, dims), x.dtype))
+    leaf = Leaf(*layout.peel(x, broadcast_dims(x.shape, dims), x.dtype, value))
     return leaf, dims
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from compile_passes.axes import Axis, Dims, is_one, regroup, resolve_dims, same
-from compile_passes.ir import Value
+from compile_passes.ir import Value, learns
 from compile_passes.vocabulary import raw_name
 
 LAYOUT = frozenset({"permute", "reshape", "expand", "copy", "cast", "getitem"})
@@ -124,18 +124,19 @@ def only_inserts(value: Value) -> bool:
     return all(i is None or i is Ellipsis or i == slice(None) for i in index)
 
 
-def peel(value: Value, dims: Dims, dtype: torch.dtype) -> tuple[Value, Dims]:
-    """Walk from an operand back to where it was before its heads were repeated or it was cast up
-    from `dtype`.
+def peel(value: Value, dims: Dims, dtype: torch.dtype, reader: Value) -> tuple[Value, Dims]:
+    """Walk from an operand of `reader` back to where it was before its heads were repeated or it
+    was cast up from `dtype`.
 
-    Permutations are undone too; a view or a copy only if one of those lies behind it.
+    Permutations are undone too; a view or a copy only if one of those lies behind it. Not so what
+    was made under another gradient mode: no gradient passed there.
     """
     best = value, resolve_dims(dims)
     while True:
         dims = resolve_dims(dims)
         cast_up = value.op == "cast" and value.dtype != dtype and source(value).dtype == dtype
         step = (dims, True) if cast_up and _stays(value) else backward(value, dims)
-        if step is None:
+        if step is None or (value.grad != reader.grad and learns(source(value))):
             return best
         (before, gained), free = step, value.op == "permute" or _parts(step[0]) == _parts(dims)
         gained = gained or (free and value is best[0] and value.op != "copy")

@@ -14,7 +14,7 @@ from compile_passes.ir import example
 from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
 from compile_passes.operands import aligned, bias, cast, filled, inverted
 from compile_passes.plan import Plan
-from compile_passes.states import Bias, Fill
+from compile_passes.states import Bias, Fill, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +137,10 @@ def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
 
 def sink(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
     """One logit per query head, or (B or 1, Hq or 1, Sq) where it is one for each query."""
-    column = plan.scores.column
-    if column is None:
+    column = plan.scores.column or Leaf(0.0)
+    if isinstance(column.value, float):
         heads = emitter.method("size", q, 1)
-        return emitter.method("new_zeros", q, (heads,), dtype=torch.float32)
+        return emitter.method("new_full", q, (heads,), column.value, dtype=torch.float32)
     if not column.axes() <= set(plan.heads):
         return aligned(emitter, column, (plan.batch, plan.heads, plan.queries))
     sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)

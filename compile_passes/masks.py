@@ -38,7 +38,8 @@ from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
 Term = Bias | Fill
 NEAR = 1e3  # a bias made of greater constants may be a mask
-FLOOR_OF_SCORES = -64.0  # over eps: real scores vanish beside anything below
+# Over eps: real scores vanish beside anything below. finfo(float16).min is at -63.97.
+FLOOR_OF_SCORES = -63.0
 
 
 class Dead(enum.Enum):
@@ -106,7 +107,7 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     """
     terms = _without_constants(plan)
     if plan.trains:
-        terms = [part for t in terms for part in _summands(t)]
+        terms = [part for t in terms for part in _summands(t, plan)]
     meanings = {t: _read(t, reader) for t in terms}
     _check_floor(plan, meanings)
     terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
@@ -243,7 +244,7 @@ def _absorbs(term: Bias, meaning: Meaning) -> bool:
     return meaning.fill * torch.finfo(term.dtype).eps <= FLOOR_OF_SCORES
 
 
-def _summands(term: Term) -> list[Term]:
+def _summands(term: Term, plan: Plan) -> list[Term]:
     """A bias that is a sum, in its parts: a learned one and a mask."""
     x = term.leaf.value if isinstance(term, Bias) else None
     if not isinstance(x, Value) or x.op != "add" or x.writes or number(x.args.get("alpha", 1)) != 1:
@@ -251,11 +252,11 @@ def _summands(term: Term) -> list[Term]:
     parts = [x.args.get(name) for name in ("input", "other")]
     if not all(isinstance(p, Value) and isinstance(p.tensor, torch.Tensor) for p in parts):
         return [term]
-    if any(p.dtype != x.dtype for p in parts):
+    if x.grad != plan.core.out.grad or any(p.dtype != x.dtype for p in parts):
         return [term]
     leaves = [Leaf(p, broadcast_dims(p.shape, term.leaf.dims)) for p in parts]
     whole = [dataclasses.replace(term, leaf=leaf) for leaf in leaves]
-    return [part for w in whole for part in _summands(w)]
+    return [part for w in whole for part in _summands(w, plan)]
 
 
 def _fallback(

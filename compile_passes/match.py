@@ -125,11 +125,11 @@ class Matcher:
     def _subject(self, value: Value) -> tuple[str, State | None]:
         """The argument that carries scores or weights; the first if several do."""
         found: tuple[str, State | None] = ("", None)
-        for name, x in value.args.items():
-            x = x[0] if name == "tensors" and isinstance(x, (tuple, list)) and x else x
-            state = self.states.get(x) if isinstance(x, Value) else None
-            if state is not None and (found[1] is None or isinstance(found[1], Lost)):
-                found = name, state
+        for name, given in value.args.items():
+            for x in given if name == "tensors" and isinstance(given, (tuple, list)) else (given,):
+                state = self.states.get(x) if isinstance(x, Value) else None
+                if state is not None and (found[1] is None or isinstance(found[1], Lost)):
+                    found = name, state
         return found
 
     def _product(self, value: Value, c: Contraction) -> State | None:
@@ -220,6 +220,8 @@ def _scores(value: Value, s: Scores, name: str, beside: State | None) -> State |
     if value.op == "exp":
         return softmaxes.exp_of_scores(value, s)
     rule = score_rules.RULES.get(value.op)
+    if rule and s.column and rule not in score_rules.BESIDE_A_SINK:
+        return f"{raw_name(value.node)} is applied to them and their sink"
     return rule(value, s, name) if rule else f"{raw_name(value.node)} is applied to them"
 
 

@@ -39,10 +39,10 @@ def aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
 
 
 def bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
-    """A bias times its coefficient, floating point, broadcastable to (B, Hq, Sq, Sk)."""
-    node = aligned(emitter, term.leaf, plan.mask_dims)
+    """A bias times its coefficient, floating point, (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
     if not isinstance(term.leaf.value.tensor, Tensor):
         raise Refused("a symbolic number is added to the scores")
+    node = emitter.arrange(term.leaf.value.node, term.leaf.dims, plan.mask_dims)
     if not example(node).dtype.is_floating_point:
         node = emitter.method("to", node, torch.float32)
     if term.coefficient != 1.0:

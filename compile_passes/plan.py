@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from compile_passes import layout
-from compile_passes.axes import Axis, Dims, Group, flat, resolve
-from compile_passes.ir import Value, View
+from compile_passes.axes import Axis, Dims, Group, flat, resolve, same
+from compile_passes.ir import Value
 from compile_passes.states import Core, Leaf, Row, Scores
 from compile_passes.vocabulary import raw_name
 
@@ -66,7 +65,7 @@ class Plan:
         return (self.batch, self.heads, self.queries, self.keys)
 
 
-def plan(core: Core, view: View, sums: Sequence[Row] = ()) -> Plan:
+def plan(core: Core, sums: Sequence[Row] = ()) -> Plan:
     """Raises Refused where the core can't be one call that changes nothing. `sums`: every
     log-sum-exp of the graph.
     """
@@ -80,7 +79,7 @@ def plan(core: Core, view: View, sums: Sequence[Row] = ()) -> Plan:
         q, k = k, q
     rows = _rows(scores, q, k)
     dtype = core.out.dtype
-    q, k, v = (Leaf(*layout.peel(x.value, x.dims, dtype)) for x in (q, k, core.v))
+    q, k, v = (Leaf(*layout.peel(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
     _check_dtypes(core, (q, k, v))
     rows, keys = resolve(rows), resolve(keys)
     batch = [a for a in flat(core.weights.dims) if a not in rows and a not in keys]
@@ -92,8 +91,6 @@ def plan(core: Core, view: View, sums: Sequence[Row] = ()) -> Plan:
         resolve(scores.summed), resolve(core.features), dtype, sums,
     )  # fmt: skip
     _check_supported(made)
-    for leaf in (q, k, v):
-        _check_intact(view, leaf.value, core.out)
     return made
 
 
@@ -148,7 +145,9 @@ def _check_uses(core: Core, sums: tuple[Row, ...]) -> None:
                 raise Refused(f"{what} {reader}; fused attention never computes them")
 
 
-_SHAPE_READERS = frozenset("size dim numel shape full_like zeros_like ones_like rand_like".split())
+_SHAPE_READERS = frozenset(
+    "size dim numel shape full_like zeros_like ones_like rand_like new_zeros new_full".split()
+)
 _SECOND_SHAPE = frozenset("expand_as view_as reshape_as type_as".split())
 _VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze".split())
 
@@ -189,10 +188,10 @@ def _check_supported(plan: Plan) -> None:
     """What would make the call itself raise."""
     for name, leaf in (("query", plan.q), ("key", plan.k), ("value", plan.v)):
         tensor = leaf.value.tensor
-        if not isinstance(tensor, FakeTensor):
-            raise Refused(f"{name} is a {type(tensor).__name__}, not a plain tensor")
         if tensor.device.type not in ("cpu", "cuda"):
             raise Refused(f"{name} is on {tensor.device.type}")
+    if any(same(a.size, 0) for a in (*plan.head_dim, *plan.features)):
+        raise Refused("a head dimension is 0")
     if plan.q.value.tensor.device.type == "cuda":
         for group in (plan.head_dim, plan.features):
             size = math.prod(a.size for a in group)
@@ -200,11 +199,6 @@ def _check_supported(plan: Plan) -> None:
                 raise Refused(f"the head dimension is {size}, the kernels go to {MAX_HEAD_DIM}")
         if plan.dtype == torch.float64:
             raise Refused("float64 is supported on CPU only")
-
-
-def _check_intact(view: View, value: Value, until: Value) -> None:
-    if not view.intact(value, until):
-        raise Refused(f"{value.node.name} is written to before the value product")
 
 
 def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:

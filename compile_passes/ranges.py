@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from compile_passes.axes import Axis, Dims, is_one
+from compile_passes.axes import Axis, Dims, is_one, same
 from compile_passes.emit import Emitter
 from compile_passes.expressions import (
     Affine,
@@ -35,6 +35,8 @@ from compile_passes.expressions import (
 from compile_passes.ir import Value, View, example
 from compile_passes.plan import Plan, Refused
 from compile_passes.states import Leaf
+
+OUT_OF_REACH = 2**62
 
 
 class Extreme(NamedTuple):
@@ -240,16 +242,23 @@ class Writer:
         return self._emitter.arrange(node, ((x,),), self._dims)
 
     def _read(self, x: Opaque) -> fx.Node:
-        value, dims = x.value, []
+        """What the tensor holds there, as int64 and so far from its ends that no sum wraps."""
+        value, node, dims = x.value, x.value.node, []
         if value.tensor.device != self._mask.tensor.device:
             raise Refused("a bound of the mask is on another device")
-        for at in x.coordinates:
-            terms = list(at.terms)
-            plain = len(terms) == 1 and terms[0][1] == 1 and isinstance(terms[0][0], Axis)
-            if at.constant != 0 or (terms and not plain):
+        for dim, (at, n) in enumerate(zip(x.coordinates, value.shape, strict=True)):
+            first, group = at.constant, tuple(axis for axis, _ in at.terms)
+            plain = len(group) < 2 and all(isinstance(a, Axis) and c == 1 for a, c in at.terms)
+            if not plain or not isinstance(first, sympy.Integer) or first < 0:
                 raise Refused("a bound of the mask is read from somewhere inside a tensor")
-            dims.append((terms[0][0],) if terms else ())
-        return self._emitter.arrange(value.node, tuple(dims), self._dims)
+            if first != 0 or not same(n, group[0].size if group else 1):
+                length = self._emitter.size(group[0]) if group else 1
+                node = self._emitter.method("narrow", node, dim, int(first), length)
+            dims.append(group)
+        node = self._emitter.arrange(node, tuple(dims), self._dims)
+        if value.dtype != torch.int64:
+            return self._emitter.method("to", node, torch.int64)
+        return self._emitter.method("clamp", node, -OUT_OF_REACH, OUT_OF_REACH)
 
 
 def limits(
@@ -257,12 +266,10 @@ def limits(
 ) -> tuple[dict[str, fx.Node], fx.Node | None]:
     """(kv_lens or key_ranges, rows without keys); if `fill_dead`, such rows are given all keys."""
     written = Writer(plan, view, emitter, made).write()
-    low, high, dead = written.low, written.high, None
-    count = emitter.size(plan.keys[0])
+    count, dead = emitter.size(plan.keys[0]), None
+    low, high = (x and emitter.method("clamp", x, 0, count) for x in (written.low, written.high))
     if fill_dead:
-        first = 0 if low is None else emitter.method("clamp", low, min=0)
-        behind = count if high is None else emitter.method("clamp", high, max=count)
-        alive = emitter.function(operator.gt, behind, first)
+        alive = emitter.function(operator.gt, high or count, low or 0)
         dead = emitter.function(torch.logical_not, alive)
         low = low and emitter.method("masked_fill", low, dead, 0)
         high = high and emitter.method("masked_fill", high, dead, count)

@@ -8,6 +8,7 @@ import operator
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
@@ -50,6 +51,9 @@ def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.No
     leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
     leaves += [t.leaf for t in (*masks.biases, *masks.keeps) if t.leaf not in leaves]
     for leaf in leaves:
+        tensor = leaf.value.tensor
+        if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            raise Refused(f"{leaf.value.node.name} is not a plain tensor: {type(tensor).__name__}")
         if not view.intact(leaf.value, plan.core.out):
             raise Refused(f"{leaf.value.node.name} is written to before the value product")
     emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
@@ -258,7 +262,12 @@ def _strides_unseen(node: fx.Node, made: Tensor) -> bool:
         try:
             args = map_arg(user.args[1:], example)
             made = getattr(made, raw)(*args, **map_arg(user.kwargs, example))
-        except (RuntimeError, AttributeError, TypeError):  # `view` of what is not contiguous
+        except (
+            RuntimeError,
+            ValueError,
+            AttributeError,
+            TypeError,
+        ):  # `view` of what is not contiguous
             return False
         if name == "reshape":
             return _same_strides(made, example(user))

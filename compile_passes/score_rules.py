@@ -12,7 +12,7 @@ from compile_passes.axes import Axis, resolve
 from compile_passes.constants import held, number, specialised
 from compile_passes.ir import Value
 from compile_passes.joining import join, other, uninverted
-from compile_passes.states import FAR, Bias, Fill, Floor, Row, Scores, State
+from compile_passes.states import FAR, Bias, Fill, Floor, Leaf, Row, Scores, State
 
 
 def add(value: Value, s: Scores, name: str) -> State | str:
@@ -127,20 +127,35 @@ def row(value: Value, s: Scores, name: str) -> State | str:
 
 
 def concatenate(value: Value, s: Scores, name: str) -> State | str:
-    """A sink: one more logit per row behind the keys."""
+    """A sink: one more logit per row, behind the keys or before them."""
     parts, dim = value.args.get("tensors"), value.args.get("dim", 0)
     rank = len(s.dims)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
         return "they are concatenated with something"
-    if dim % rank != rank - 1 or parts[1] in s.path or s.column or not isinstance(parts[1], Value):
+    ahead = parts[1] is s.path[-1]
+    sink = parts[not ahead]
+    if dim % rank != rank - 1 or sink in s.path or s.column or not isinstance(sink, Value):
         return "they are concatenated with something"
-    if parts[1].shape[-1] != 1:
+    if sink.shape[-1] != 1:
         return "they are concatenated with more than a sink"
-    joined = join(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), parts[1])
-    if isinstance(joined, str):
-        return joined
+    joined = join(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), sink)
+    return joined if isinstance(joined, str) else _sunk(value, s, joined[0], ahead)
+
+
+def pad(value: Value, s: Scores, name: str) -> State | str:
+    """A sink that is one number."""
+    width, mode = value.args.get("pad"), value.args.get("mode", "constant")
+    fill = value.args.get("value")
+    logit = number(0.0 if fill is None else fill)
+    if tuple(width) not in ((0, 1), (1, 0)) or mode != "constant" or s.column or logit is None:
+        return "they are padded"
+    return _sunk(value, s, Leaf(float(logit)), width[0] == 1)
+
+
+def _sunk(value: Value, s: Scores, column: Leaf, ahead: bool) -> Scores:
     keys = (Axis(value.shape[-1], "keys and sink"),)
-    return s.then(value, dims=(*s.dims[:-1], keys), column=joined[0], keys_before=s.dims[-1])
+    changes = {"column": column, "ahead": ahead, "keys_before": s.dims[-1]}
+    return s.then(value, dims=(*s.dims[:-1], keys), **changes)
 
 
 def floor(value: Value, s: Scores, name: str) -> State | str:
@@ -148,7 +163,7 @@ def floor(value: Value, s: Scores, name: str) -> State | str:
     bound = specialised(_bound(value, name))
     if value.op == "clamp" and value.args.get("max") is not None:
         return "clamp is applied to them"
-    if bound is None or not -math.inf < bound <= FAR or s.shift:
+    if bound is None or not -math.inf < bound <= FAR or s.shift or s.column:
         return f"{value.op} is applied to them"
     return s.then(value, terms=(*s.terms, Floor(bound, 1.0 if "clamp" in value.op else 0.5)))
 
@@ -183,4 +198,6 @@ RULES = {
     "clamp_min": floor,
     "logsumexp": row,
     "cat": concatenate,
+    "pad": pad,
 }
+BESIDE_A_SINK = (row, largest, dropout)  # what leaves the column of a sink as it is

@@ -67,7 +67,8 @@ class _Followed:
 class Scores(_Followed):
     """softcap * tanh(scale * factors * (a . b) / softcap), then the terms in order.
 
-    `column`: a sink logit was concatenated to the keys, which were `keys_before`.
+    `column`: a sink logit was concatenated to the keys, which were `keys_before`; it stands `ahead`
+    of them or behind.
     """
 
     a: Leaf
@@ -82,6 +83,7 @@ class Scores(_Followed):
     terms: tuple[Bias | Fill | Floor, ...] = ()
     shift: Row | None = None  # subtracted: the same number in a whole row
     column: Leaf | None = None
+    ahead: bool = False
     keys_before: Group = ()
 
 

@@ -74,7 +74,7 @@ _ALIASES |= dict.fromkeys(
     "transpose swapaxes swapdims permute movedim moveaxis t mT T adjoint mH H".split(), "permute"
 )
 
-# `operator.imul(x, y)` and its like write to x.
+# `operator.imul(x, y)`, `x.__imul__(y)` and their like write to x.
 _INPLACE_OPERATORS = {
     "iadd": "add",
     "isub": "sub",
@@ -124,6 +124,7 @@ _PARAMETERS = {
     "repeat_interleave": "input repeats dim",
     "getitem": "input index",
     "cat": "tensors dim",
+    "pad": "input pad mode value",
     "full": "size fill_value",
     "full_like": "input fill_value",
     "new_full": "input size fill_value",
@@ -179,15 +180,14 @@ def call(node: fx.Node) -> tuple[str, str, bool]:
     if target is getattr and len(node.args) > 1 and node.args[1] in ("mT", "T"):
         return "permute", "input", False
     if getattr(target, "__module__", None) not in _MODULES:
-        return "", "", False
-    if target.__module__ == "_operator" and raw in _INPLACE_OPERATORS:
-        name = _INPLACE_OPERATORS[raw]
-        return name, _PARAMETERS.get(name, "input other"), True
-    name, writes = (_ALIASES.get(raw, raw), False) if raw in _ALIASES else _plain(raw)
+        return "", "", _plain(raw)[1]
+    name, writes = _plain(raw)
     return name, _FUNCTIONAL.get(target) or _PARAMETERS.get(name, "input other"), writes
 
 
 def _plain(raw: str) -> tuple[str, bool]:
+    if raw.strip("_") in _INPLACE_OPERATORS:
+        return _INPLACE_OPERATORS[raw.strip("_")], True
     if raw in _ALIASES:
         return _ALIASES[raw], False
     writes = raw.endswith("_") and not raw.startswith("__")

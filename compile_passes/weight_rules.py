@@ -83,23 +83,21 @@ def _keep_probability(x: Value) -> float | None:
 
 
 def without_sink(value: Value, w: Weights, name: str) -> State | str:
-    """weights[..., :-1]: the column of the sink is dropped."""
+    """weights[..., :-1] or [..., 1:]: the column of the sink is dropped."""
     index = value.args.get("index")
     s = w.scores
     if not s.column or not isinstance(index, tuple) or w.keys == s.keys_before:
         return "they are sliced"
     *full, last = index
     whole = all(i is Ellipsis or i == slice(None) for i in full)
-    if not whole or not isinstance(last, slice) or (last.start, last.step) not in _FROM_START:
+    if not whole or not isinstance(last, slice) or last.step not in (None, 1):
         return "they are sliced"
-    if last.stop != -1 and not same(last.stop, value.shape[-1]):
+    begins = (1,) if s.ahead else (None, 0)
+    if last.start not in begins or not same(value.shape[-1] + 1, w.path[-1].shape[-1]):
         return "they are sliced"
     if (Ellipsis not in full) and len(full) != len(w.dims) - 1:
         return "they are sliced"
     return w.then(value, dims=(*w.dims[:-1], s.keys_before), keys=s.keys_before)
-
-
-_FROM_START = ((None, None), (0, None), (None, 1), (0, 1))
 
 
 def nan_to_num(value: Value, w: Weights, name: str) -> State | str:

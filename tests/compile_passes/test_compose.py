@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_passes
 from compile_passes import operands
-from tests.compile_passes.helpers import check, fuse, qkv
+from tests.compile_passes.helpers import assert_same, check, fuse, qkv
 
 ATTENTION = torch.ops.fa.attention.default
 
@@ -82,6 +82,25 @@ def test_exported_program(dynamic):
         for length in (12, 7) if dynamic else (12,):
             inputs = qkv(Sq=length, Sk=length)
             torch.testing.assert_close(module(*inputs), layer(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_view_of_the_result_that_needs_its_strides():
+    def function(q, k, v):
+        return ((q @ k.mT).softmax(-1) @ v).view(8, -1)
+
+    check(function, qkv())
+
+
+def test_a_fill_that_is_known_only_at_run_time():
+    def function(q, k, v, fill):
+        hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+        first = (q @ k.mT).masked_fill(hidden, fill.item()).softmax(-1) @ v
+        return (first @ k.mT).softmax(-1) @ v
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        fusion = fuse(function)
+        assert_same(function, (*qkv(), torch.tensor(-1e9)), fusion, train=False)
+    assert fusion.fused == 1 and "not one number" in fusion.reasons[0]
 
 
 class TestVerification:

@@ -69,6 +69,22 @@ def captured_as_methods(scores):
     return scores.masked_fill(j.__gt__(i), -INF)
 
 
+def compared_with_a_number(scores):
+    keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores.masked_fill(keep == 0, -INF)
+
+
+def filled_twice(scores):
+    """As in PyTorch's tutorial of the transformer."""
+    keep = (torch.ones(scores.shape[-2:]).triu() == 1).transpose(0, 1)
+    return scores + keep.float().masked_fill(keep == 0, -INF).masked_fill(keep == 1, 0.0)
+
+
+def repeated_positions(scores):
+    i = torch.arange(scores.shape[-1]).repeat(scores.shape[-2], 1)
+    return scores.masked_fill(i > i.t(), -INF)
+
+
 def not_packed(scores):
     """A test for packed sequences that arange positions cannot fail."""
     i, j = positions(scores)
@@ -88,6 +104,9 @@ CAUSAL = [
     tril_of_ones_is_zero,
     one_minus_mask,
     gathered_positions,
+    compared_with_a_number,
+    filled_twice,
+    repeated_positions,
     captured_as_methods,
     not_packed,
 ]
@@ -424,6 +443,24 @@ def test_rows_without_keys_in_half_precision(dtype):
         return scores.softmax(-1).to(q.dtype) @ v
 
     check(function, (*qkv(dtype), padding()))
+
+
+def test_rows_without_keys_where_the_mask_is_of_half_precision():
+    def function(q, k, v, keep):
+        mask = q.new_zeros(2, 1, 1, 12).masked_fill(~keep, torch.finfo(q.dtype).min)
+        return (q @ k.mT * 0.35 + mask).softmax(-1) @ v
+
+    keep = padding()
+    keep[1] = False
+    check(function, (*qkv(torch.float16), keep))
+
+
+def test_a_number_added_to_all_scores():
+    def function(q, k, v, bias):
+        scores = q @ k.mT + bias
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    check(function, (*qkv(), torch.tensor(0.5)))
 
 
 REFUSED = {
