@@ -170,7 +170,10 @@ def any_of(*conditions: Condition) -> Condition:
 def choose(condition: Condition, yes: Element, no: Element) -> Element:
     if isinstance(condition, bool):
         return yes if condition else no
-    yes, no = _given(condition, yes), _given(negate(condition), no)
+    return _choice(condition, _given(condition, yes), _given(negate(condition), no))
+
+
+def _choice(condition: Condition, yes: Element, no: Element) -> Element:
     if isinstance(yes, bool) and isinstance(no, bool):
         return yes if yes is no else condition if yes else negate(condition)
     return yes if yes == no and type(yes) is type(no) else Choice(condition, yes, no)
@@ -182,4 +185,4 @@ def _given(condition: Condition, x: Element) -> Element:
         return x
     if condition in (x.condition, negate(x.condition)):
         return _given(condition, x.yes if condition == x.condition else x.no)
-    return choose(x.condition, _given(condition, x.yes), _given(condition, x.no))
+    return _choice(x.condition, _given(condition, x.yes), _given(condition, x.no))

@@ -172,7 +172,7 @@ class View:
             self._outside.append(self._grad)
             self._grad = not node.args[0]
         elif name == "_exit_inference_mode":
-            self._grad = self._outside.pop()
+            self._grad = self._outside.pop() if self._outside else None
 
 
 def _is_more(node: fx.Node, name: str) -> bool:

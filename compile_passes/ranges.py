@@ -36,7 +36,7 @@ from compile_passes.ir import Value, View, example
 from compile_passes.plan import Plan, Refused
 from compile_passes.states import Leaf
 
-OUT_OF_REACH = 2**62
+OUT_OF_REACH = 2**60  # a sum of several stays within 64 bits
 
 
 class Extreme(NamedTuple):
@@ -242,7 +242,7 @@ class Writer:
         return self._emitter.arrange(node, ((x,),), self._dims)
 
     def _read(self, x: Opaque) -> fx.Node:
-        """What the tensor holds there, as int64 and so far from its ends that no sum wraps."""
+        """What the tensor holds there, as int64, so far off its ends that no sum of a few wraps."""
         value, node, dims = x.value, x.value.node, []
         if value.tensor.device != self._mask.tensor.device:
             raise Refused("a bound of the mask is on another device")

@@ -262,12 +262,7 @@ def _strides_unseen(node: fx.Node, made: Tensor) -> bool:
         try:
             args = map_arg(user.args[1:], example)
             made = getattr(made, raw)(*args, **map_arg(user.kwargs, example))
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-            TypeError,
-        ):  # `view` of what is not contiguous
+        except (RuntimeError, ValueError, AttributeError, TypeError):  # `view` of what has gaps
             return False
         if name == "reshape":
             return _same_strides(made, example(user))

@@ -16,15 +16,17 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (one.find_spec(name, path, target) for one in others)), None)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        finders = (one.find_spec for one in others if hasattr(one, "find_spec"))
+        spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_act(module) -> None:
                 execute(module)
-                sys.meta_path.remove(self)  # not before: a spec may be asked for and not used
-                self.action()
+                if self in sys.meta_path:  # not before: a spec may be asked for and not used
+                    sys.meta_path.remove(self)
+                    self.action()
 
             spec.loader.exec_module = execute_and_act
         return spec

@@ -73,7 +73,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(launch, "driver", lambda: fake)
     monkeypatch.setattr(launch, "_loaded", {})
     monkeypatch.setattr(launch, "_load", lambda name, entry: launch.Kernel(name, 128, 0))
-    monkeypatch.setattr(launch, "_program", lambda source, entry, defines: entry.name)
+    monkeypatch.setattr(compiler, "program", lambda source, entry, defines: entry)
     monkeypatch.setattr(compiler, "compiled", lambda names: names)
     instead = {
         "current_device": lambda: None,  # the index of CPU tensors

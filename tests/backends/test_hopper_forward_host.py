@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dense_forward, launch
+from fa_ops.backends.hopper import compiler, dense_forward
 from fa_ops.types import Spec
 
 
@@ -13,10 +13,10 @@ def compiled(driver, monkeypatch):
     rows = []
 
     def program(source, entry, defines):
-        rows.append(dict(entry.defines)["BLOCK_M"])
-        return entry.name
+        rows.append(defines["BLOCK_M"])
+        return entry
 
-    monkeypatch.setattr(launch, "_program", program)
+    monkeypatch.setattr(compiler, "program", program)
     return rows
 
 

@@ -83,6 +83,11 @@ def wgmma(name: str, n: int, dtype: str, a: str, b: str, steps: Sequence[tuple[i
     return function("_start", True) + function("", False)
 
 
+def program(kind: str, entry: str, defines: dict[str, int]) -> str:
+    """The source of one entry point of a kind of kernel."""
+    return only(entry, assemble(kind, defines))
+
+
 def only(entry: str, source: str) -> str:
     """A source with one of its entry points: others become templates that nobody instantiates."""
 
@@ -210,8 +215,7 @@ def cache_dir() -> Path:
 
 def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[bytes]:
     """The machine code of each entry point with these defines, as `compiled` has it."""
-    whole = assemble(kind, defines)
-    return compiled([only(entry, whole) for entry in entries])
+    return compiled([program(kind, entry, defines) for entry in entries])
 
 
 def compiled(sources: Sequence[str]) -> list[bytes]:
@@ -232,8 +236,8 @@ def compiled(sources: Sequence[str]) -> list[bytes]:
 
 def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:
     """The entry points that `cubins` would compile."""
-    whole = assemble(kind, defines)
-    return [entry for entry in entries if _stored(_path(only(entry, whole))) is None]
+    programs = {entry: program(kind, entry, defines) for entry in entries}
+    return [entry for entry, source in programs.items() if _stored(_path(source)) is None]
 
 
 def _compiled(source: str) -> bytes:

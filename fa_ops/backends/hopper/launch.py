@@ -121,16 +121,13 @@ def kernels(
     """Entry points, loaded on one device; those that no cache has are compiled side by side."""
     missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
     if missing:
-        codes = compiler.compiled([_program(source, entry, defines) for entry in missing])
+        together = [dict(defines) | dict(entry.defines) for entry in missing]
+        programs = (compiler.program(source, e.name, d) for e, d in zip(missing, together))
+        codes = compiler.compiled(list(programs))
         with on_device(device):
             for entry, code in zip(missing, codes):
                 _loaded[source, device, entry, defines] = _load(code, entry)
     return tuple(_loaded[source, device, entry, defines] for entry in entries)
-
-
-def _program(source: str, entry: Entry, defines: tuple[tuple[str, int], ...]) -> str:
-    whole = compiler.assemble(source, dict(defines) | dict(entry.defines))
-    return compiler.only(entry.name, whole)
 
 
 def _load(code: bytes, entry: Entry) -> Kernel:
