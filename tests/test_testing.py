@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from fa_ops.testing import (
     naive,
     random_case,
 )
+from fa_ops.testing.budget import flash
 
 NAMES = {"Case": Case, "PackedCase": PackedCase, "torch": torch}
 
@@ -112,6 +114,21 @@ def test_budget(actual, message):
         return
     with pytest.raises(AssertionError, match=message):
         assert_within_budget("x", torch.tensor(actual), ORACLE, baseline)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_flash_baseline_without_rounding_is_the_oracle(seed):
+    case = random_case(seed, dtype=torch.float64)
+    solutions = []
+    for attend in (reference.dense, functools.partial(flash, dtype=torch.float64)):
+        q, k, v, spec = case.fresh(requires_grad=True)
+        out, lse = attend(q, k, v, spec)
+        seeds = case.grad_outputs(out, lse)
+        outputs = [out, lse.masked_fill(lse == -math.inf, 0.0)]
+        grads = torch.autograd.grad(outputs, (q, k, v), seeds, materialize_grads=True)
+        solutions.append((out, lse, *grads))
+    for actual, expected in zip(*solutions):
+        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
 
 
 def test_budget_is_tight_in_fp64():

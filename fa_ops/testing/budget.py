@@ -1,13 +1,19 @@
-"""The error budget: against the fp64 oracle, at most twice a naive computation's, plus 1e-5."""
+"""The error budget: against the fp64 oracle, at most twice a naive computation's, plus 1e-5.
+
+Naive is attention as one writes it by hand, or the flash algorithm in exact arithmetic whose
+weights, gradients of scores and results are rounded, whichever is farther off.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.testing.inputs import Case, PackedCase
-from fa_ops.types import Spec, keywords
+from fa_ops.types import Spec, default_scale, keywords
 
 FLOOR = 1e-5
 FLOOR_FP64 = 1e-11
@@ -28,6 +34,47 @@ def naive(
         factor = reference.dropout_factor(p.shape, spec, p.device, first_batch)
         p = p * factor.to(p.dtype)
     return reference.apply_weights(p.to(q.dtype), v, s > float("-inf")), lse
+
+
+class _RoundedWeights(torch.autograd.Function):
+    """To numbers that `dtype` has; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _RoundedGradients(torch.autograd.Function):
+    """Gradients become numbers that `dtype` has, counted in `unit`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+        ctx.dtype, ctx.unit = dtype, unit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (grad / ctx.unit).to(ctx.dtype).to(grad.dtype) * ctx.unit, None, None
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What every flash kernel of this dtype rounds, and nothing else. Differentiable."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = default_scale(spec, q.shape[-1]) or 1.0  # gradients are rounded before it
+    products = _RoundedGradients.apply(q @ k.transpose(-1, -2), dtype, scale)
+    s = reference.modify_scores(products, spec, q.shape[-1])
+    p, lse = reference.weights(s, spec.sinks)
+    if spec.dropout_p > 0:
+        factor = reference.dropout_factor(p.shape, spec, p.device, first_batch)
+        p = p * factor.to(p.dtype)
+    return reference.apply_weights(_RoundedWeights.apply(p, dtype), v, s > float("-inf")), lse
 
 
 def assert_within_budget(
@@ -89,24 +136,24 @@ def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: boo
     inputs = case.fresh(requires_grad=gradients)
     dtypes = {"oracle": torch.float64, "naive": inputs[0].dtype}
     if gradients:
-        dtypes["mirrored"] = inputs[0].dtype
+        dtypes |= {"mirrored": inputs[0].dtype, "flash": torch.float64}
     others = {kind: _copies(*inputs, dtype) for kind, dtype in dtypes.items()}
     actual = _Solution("actual", case, inputs, backend)
     seeds = case.grad_outputs(actual.results["out"], actual.results["lse"]) if gradients else None
     actual.differentiate(seeds)
     oracle, *baselines = (_Solution(kind, case, copies) for kind, copies in others.items())
     for solution in (oracle, *baselines):
-        solution.differentiate(seeds)
+        solution.differentiate(seeds, oracle.results["out"].detach())
     for name, value in actual.results.items():
         noise = None
         if name in oracle.terms:
-            noise = (baselines[0].terms[name] - oracle.terms[name]).double()
+            errors = [(b.terms[name] - oracle.terms[name]).double() for b in baselines]
             if name == "grad_attn_mask" and value.shape[-1] == 1:
                 # a row's terms share the errors of its lse and of its sum of grad_out * out
-                noise = noise.sum(-1, keepdim=True)
-            noise = noise.square().sum_to_size(value.shape).sqrt()
+                errors = [error.sum(-1, keepdim=True) for error in errors]
+            noise = torch.stack([e.square().sum_to_size(value.shape).sqrt() for e in errors])
         expected = oracle.results[name]
-        known = _farthest(expected, *(baseline.results[name] for baseline in baselines))
+        known = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
         assert_within_budget(f"{case}: {name}", value, expected, known, noise)
 
 
@@ -140,6 +187,7 @@ class _Solution:
         self, kind: str, case: Case | PackedCase, inputs: tuple, backend: str | None = None
     ) -> None:
         self.kind, self.case, self.backend = kind, case, backend
+        self.plain = getattr(case, "features", case)
         self.terms: dict[str, Tensor] = {}
         q, k, v, spec = inputs
         self.mask = mask = spec.attn_mask
@@ -153,7 +201,9 @@ class _Solution:
         out, lse = self._attend(q, k, v, spec)
         self.results = {"out": out, "lse": lse}
 
-    def differentiate(self, seeds: tuple[Tensor, Tensor] | None) -> None:
+    def differentiate(
+        self, seeds: tuple[Tensor, Tensor] | None, exact_out: Tensor | None = None
+    ) -> None:
         """Add the gradients, given those of out and lse."""
         if seeds is None:
             return
@@ -163,7 +213,7 @@ class _Solution:
             wanted["attn_mask"] = spec.attn_mask
         if spec.sinks is not None:
             wanted["sinks"] = spec.sinks
-        for name, grad in self._gradients(wanted, *seeds).items():
+        for name, grad in self._gradients(wanted, *seeds, exact_out).items():
             self.results[f"grad_{name}"] = grad
         if self.differentiable_mask and self.kind != "actual":
             grad = self.terms["grad_attn_mask"] = self.results["grad_attn_mask"]
@@ -177,28 +227,37 @@ class _Solution:
             if packing:
                 return torch.ops.fa.attention_varlen(q, k, v, *packing[0], *spec[1:3], **options)
             return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **options)
-        attend = reference.dense if self.kind == "oracle" else naive
+        attend = {
+            "oracle": reference.dense,
+            "flash": functools.partial(flash, dtype=self.plain.dtype),
+        }.get(self.kind, naive)
         if packing:
             return reference.varlen(q, k, v, *packing, spec, attend)
         return attend(q, k, v, spec)
 
-    def _gradients(self, wanted: dict, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-        features = getattr(self.case, "features", self.case)
+    def _gradients(
+        self, wanted: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
+    ) -> dict[str, Tensor]:
         out, lse, spec = self.results["out"], self.results["lse"], self.inputs[3]
         grad_out, grad_lse = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
-        if not features.lse_grad:
+        if not self.plain.lse_grad:
             grad_lse = torch.zeros_like(grad_lse)
-        sign = _SIGNS.get(self.kind)
+        sign, summed = _SIGNS.get(self.kind), out
         if sign is not None:
             grad_out, grad_lse = _with_rounding(grad_out, grad_lse, out, lse, sign)
+        if self.kind == "flash":
+            # the sum of grad_out * out is of what was rounded; autograd's own is of exact weights
+            error = grad_out * (out.detach().to(self.plain.dtype) - exact_out)
+            grad_lse = grad_lse - _per_row(error, lse).sum(-1)
+            summed = exact_out
         outputs, seeds = [out], [grad_out]
-        if features.lse_grad or sign is not None:
+        if self.plain.lse_grad or sign is not None or self.kind == "flash":
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             seeds.append(grad_lse)
         options = {"allow_unused": True, "materialize_grads": True}
         grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, **options)
         if spec.sinks is not None:
-            slope = grad_lse - _per_row(grad_out * out, lse).sum(-1)
+            slope = grad_lse - _per_row(grad_out * summed, lse).sum(-1)
             share = torch.exp(spec.sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)
             self.terms["grad_sinks"] = (share * slope).transpose(-1, -2)
         return dict(zip(wanted, grads))
