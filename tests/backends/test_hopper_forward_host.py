@@ -20,15 +20,18 @@ def compiled(driver, monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("D, tiles", [(64, [128, 192]), (128, [128])])
-def test_the_first_causal_call_has_kernels_of_all_lengths(compiled, D, tiles):
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_left": 70}])
+@pytest.mark.parametrize("D, rows", [(64, 256), (128, 128), (192, 128), (256, 128)])
+def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
     for S in (100, 3000):
         q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
-        dense_forward.forward(q, q, q, Spec(is_causal=True))
-        assert compiled == tiles  # by the first call; the second finds them
+        dense_forward.forward(q, q, q, Spec(**options))
+        assert compiled == [rows]
 
 
-def test_others_have_one(compiled):
+def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
     q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
-    dense_forward.forward(q, q, q, Spec())
+    dense_forward.forward(
+        q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None])
+    )
     assert compiled == [192]

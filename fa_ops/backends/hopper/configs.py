@@ -207,31 +207,32 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-SHORT = 1024  # queries, up to which causal blocks of 192 of them pad too much
-
-
-def forward_config(D: int, Dv: int, bias_bits: int = 0, is_short: bool = False) -> Config:
-    """The forward's tile; `is_short`: of plain causal or windowed calls with few queries."""
-    config = _forward_config(padded(D), padded(Dv))
-    if config.head_dim == 64 and is_short:
-        return dataclasses.replace(config, block_m=128)
+def forward_config(D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False) -> Config:
+    """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps."""
+    config = _forward_config(padded(D), padded(Dv), is_crowded or bias_bits > 0)
     if bias_bits == 0:
         return config
     # a tile of the bias beside the others, of whole boxes: what shared memory holds
     return dataclasses.replace(
         config,
         bias_bits=bias_bits,
+        stages=2,
         block_n=128 if config.head_dim <= 128 else 64,
     )
 
 
-def _forward_config(head_dim: int, value_dim: int) -> Config:
+def _forward_config(head_dim: int, value_dim: int, is_crowded: bool) -> Config:
+    if head_dim == 64 and is_crowded:
+        # slower with two stages, and with two consumers of more keys
+        return Config(64, 64, 192, 128, stages=3)
     if head_dim == 64:
-        # slower with slack, with two stages, and with two consumers of more keys
-        return Config(64, 64, 192, 128, stages=3, slack=0)
+        # what registers hold: exponentials and products take turns best with four consumers; slower
+        # with three of 96 to 128 keys, but for 2 % in full attention of 16k
+        return Config(64, 64, 256, 64, stages=4)
     if head_dim == 128:
-        # slower without slack, with 96, 112 and 144 to 176 keys, and with three stages
-        return Config(128, value_dim, 128, 128)
+        # slower without slack, with two stages, as keys are held to the end of a step, and with 144
+        # to 176 keys but for full attention from 8k on
+        return Config(128, value_dim, 128, 128, stages=3)
     if head_dim == 192:
         # what shared memory holds
         return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)

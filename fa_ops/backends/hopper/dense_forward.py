@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import SHORT, Config, forward_config
+from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.launch import (
-    Entry,
     TensorMap,
     address,
     current_stream,
     empty,
-    kernels,
+    kernel,
     on_device,
     one_parameter,
     set_zero,
@@ -140,15 +139,12 @@ class Plan:
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
-        is_plain = mask is None and bias is None and dropout_p == 0.0
-        # beside its own tile that of other lengths: nothing compiles when only lengths change
-        lengths = (Sq <= SHORT, Sq > SHORT) if ragged and is_plain else (False,)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        configs = [forward_config(D, Dv, bias_bits, is_short) for is_short in lengths]
-        config = configs[0]
+        is_crowded = mask is not None or dropout_p > 0
+        config = forward_config(D, Dv, bias_bits, is_crowded)
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
-            configs,
+            config,
             B * Hq * -(-Sq // config.block_m),
             varied=ragged or has_lens or ranges is not None or mask is not None,
             features=dict(
@@ -186,18 +182,15 @@ class Plan:
         )
         self.dropout_p = dropout_p
 
-    def _schedule(self, configs: list[Config], tiles: int, varied: bool, features: dict):
+    def _schedule(self, config: Config, tiles: int, varied: bool, features: dict):
         """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         dynamic = varied and tiles > sms
-        entries = [
-            Entry(
-                "forward", config.threads, config.shared_bytes(features["mask"]),
-                tuple(kernel_defines(config, **features).items()),
-            )
-            for config in dict.fromkeys(configs)
-        ]  # fmt: skip
-        found, *_ = kernels("forward", self.device, entries)
+        found = kernel(
+            "forward", "forward", self.device, config.threads,
+            config.shared_bytes(features["mask"]),
+            tuple(kernel_defines(config, **features).items()),
+        )  # fmt: skip
         return found, min(tiles, sms), dynamic, tiles
 
     def run(

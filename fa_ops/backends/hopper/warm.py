@@ -60,10 +60,6 @@ def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:
     for features in _FORWARDS:
         defines = dense_forward.kernel_defines(config, dtype, **features)
         yield Variant("forward", ("forward",), defines)
-    if D == 64:
-        config = forward_config(D, D, is_short=True)
-        defines = dense_forward.kernel_defines(config, dtype, ragged=True)
-        yield Variant("forward", ("forward",), defines)
 
 
 def _names(entries: Iterable[Entry]) -> tuple[str, ...]:

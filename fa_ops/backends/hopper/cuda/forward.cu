@@ -7,14 +7,26 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 2;
 constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
-constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = 4;  // named barriers, one of each per consumer
+constexpr u32 OWN_BARRIER = 1, TURN_BARRIER = OWN_BARRIER + CONSUMERS;  // named barriers, one of each per consumer
 
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // a consumer's rows, a bit for each key of a block
 constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // a consumer's rows
 constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? 32 * CONSUMERS : 0);  // of a task
 
+// A step may take its scores to stay near the reference of those before, and look at the sum of their weights instead, which it needs anyway. Where
+// that was wrong, the weights are lowered; a warp that finds infinite ones makes its scores again. Not where those would cost much to make again, or
+// what they are made of is given back by then; and wide heads gain nothing, as their softmax hides under their products.
+constexpr bool IS_BOLD = HEAD_DIM <= 128 && !(HAS_MASK || BIAS_BITS || HAS_DROPOUT);
+constexpr float MOST = 16384.f;  // of a thread's share of a row's sum: more than scores make that were looked at
+constexpr float HUGE = 1e30f;    // a share that has an inverse
+
+// Of a tile's blocks a consumer visits what its own rows attend, but where a warp beside it brings something for each block.
+constexpr bool HAS_OWN_BLOCKS = !(HAS_MASK || BIAS_BITS);
+
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
 static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
+static_assert(!(HAS_MASK || BIAS_BITS) || CONSUMERS <= 3, "a warp for each beside the one that copies");
+static_assert(!IS_BOLD || (SCORES / 2 << SLACK) < MOST, "a step corrects or raises a reference, not both");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
 struct Smem {
@@ -156,6 +168,7 @@ struct Consumer {
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
   Run run0, run1;   // what this thread's two rows attend
+  bool is_blind;    // a row of this warp has no reference yet: a step has to look at its scores
   float slope;
   int diagonal;     // with ALiBi: the key that stands at the first of this thread's rows
 
@@ -184,7 +197,12 @@ struct Consumer {
     ring.next();
   }
 
-  // The last product of a tile that reads them is done: the next tile's may come.
+  // Of the block in that slot. Nothing of a tile reads its queries after the last one: the next tile's may come.
+  DEVICE void release_keys(int slot, bool is_last) {
+    if (lane == 0) mbar_arrive(sm.k_empty + 8 * slot);
+    if (is_last) release_queries();
+  }
+
   DEVICE void release_queries() {
     if (lane == 0) mbar_arrive(sm.q_empty + 8 * c);
   }
@@ -332,8 +350,40 @@ struct Consumer {
   DEVICE void wait_values(int block, const Blocks& n) {
     mbar_wait(sm.v_full + 8 * v.stage, v.phase);
 #if HAS_KV_LENS || HAS_RANGES
-    if (block == n.last - 1 && n.hi < min(n.last * BLOCK_N, p.Sk)) clear_values(n.hi - block * BLOCK_N);
+    if (n.hi < min((block + 1) * BLOCK_N, p.Sk)) clear_values(n.hi - block * BLOCK_N);
 #endif
+  }
+
+  // The scores of this warp's rows, by itself, while keys and queries are still there: 16 keys at a time, as there are no registers for more.
+  DEVICE void score_again(int slot) {
+    const u32 queries = sm.q + c * Q_BYTES + (tid >> 5) * 16 * 128, keys = sm.k + slot * K_BYTES;
+#pragma unroll 1
+    for (int key = 0; key < BLOCK_N; key += 16) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) s[i] = i + 8 < SCORES ? s[(i + 8) % SCORES] : 0.f;
+#pragma unroll 1
+      for (int unit = 0; unit < HEAD_DIM / 8; unit += 2) {
+        u32 a[4], b[4];
+        load_matrix_x4<false>(a, swizzled(queries, 64, lane & 15, unit + (lane >> 4)));
+        load_matrix_x4<false>(b, swizzled(keys, BLOCK_N, key + (lane & 7) + (lane >> 4) * 8, unit + (lane >> 3 & 1)));
+        mma(*(float(*)[4])(s + SCORES - 8), a, b[0], b[1]), mma(*(float(*)[4])(s + SCORES - 4), a, b[2], b[3]);
+      }
+    }
+  }
+
+  // What a bold step took for granted, of the keys in that slot: whether it was wrong, and there are other weights now.
+  DEVICE bool correct(int slot, int block, const Blocks& n, float& share0, float& share1) {
+    const float most = fmaxf(share0, share1);
+    if (!__any_sync(~0u, most > MOST)) return false;
+    if (__any_sync(~0u, most > HUGE)) {
+      score_again(slot);
+      modify_scores(block, n);
+      softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
+      share0 = softmax.weigh<0>(s, p.scale_log2), share1 = softmax.weigh<1>(s, p.scale_log2);
+    } else {
+      softmax.lower<0>(s, p.scale_log2, share0), softmax.lower<1>(s, p.scale_log2, share1);
+    }
+    return true;
   }
 
   // Scores of `block` while the weights of the block after it meet their values. Half of the exponentials run under that product, half beside the
@@ -348,23 +398,55 @@ struct Consumer {
     find_dropped(block, sm.v_full + 8 * v.stage, v.phase);
     wgmma_wait<1>();
     pin(s);
-    release(sm.k_empty, k);
-    if (block == n.first) release_queries();
+    const int slot = k.stage;
+    k.next();
+    if (!IS_BOLD) release_keys(slot, block == n.first);
     modify_scores(block, n);
-    bool raised = softmax.raise<0>(s, p.scale_log2);
-    softmax.weigh<0>(s, p.scale_log2);
+    const bool looks = !IS_BOLD || is_blind;
+    bool raised = looks && softmax.raise<0>(s, p.scale_log2);
+    float share0 = softmax.weigh<0>(s, p.scale_log2);
     drop<0>(block);
-    raised |= softmax.raise<1>(s, p.scale_log2);
+    if (looks) raised |= softmax.raise<1>(s, p.scale_log2);
     softmax.pin();
     pin(s);
     if (block > n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(o);
     release(sm.v_empty, v);
-    softmax.weigh<1>(s, p.scale_log2);
+    float share1 = softmax.weigh<1>(s, p.scale_log2);
     drop<1>(block);
+    if (IS_BOLD) {
+      raised |= correct(slot, block, n, share0, share1);
+      release_keys(slot, block == n.first);
+      if (is_blind) is_blind = softmax.is_blind();
+    }
     pack_weights();
-    if (raised) rescale_output();
+    if (raised) rescale_output(), softmax.rescale_sums();
+    softmax.add(share0, share1);
+  }
+
+  // Blocks of the tile that none of this consumer's rows attends, from the last to the first. It takes its turns, as others count on them.
+  DEVICE void pass_over(int last, int first) {
+#pragma unroll 1
+    for (int j = last - 1; j >= first; j--) {
+      mbar_wait(sm.k_full + 8 * k.stage, k.phase);
+      take_turn(), pass_turn();
+      release_keys(k.stage, false), k.next();
+      mbar_wait(sm.v_full + 8 * v.stage, v.phase);
+      release(sm.v_empty, v);
+    }
+  }
+
+  DEVICE Blocks own_blocks(const Task& task) const {
+    Blocks n = task.n;
+    if (HAS_OWN_BLOCKS) {
+      Tile rows = task.tile;
+      rows.m0 += c * 64;
+      n = blocks_of(p, rows, task.keys, 64);
+      if (rows.m0 >= p.Sq || n.last <= n.first) n.first = n.last = task.n.first;
+      n.hi = task.n.hi;
+    }
+    return n;
   }
 
   DEVICE void attend(const Blocks& n) {
@@ -375,11 +457,12 @@ struct Consumer {
     find_dropped(n.last - 1, sm.k_full + 8 * k.stage, k.phase);
     wgmma_wait<0>();
     pin(s);
-    release(sm.k_empty, k);
-    if (n.last - 1 == n.first) release_queries();
+    release_keys(k.stage, n.last - 1 == n.first);
+    k.next();
     modify_scores(n.last - 1, n);
     softmax.raise<0>(s, p.scale_log2), softmax.raise<1>(s, p.scale_log2);
-    softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+    if (IS_BOLD) is_blind = softmax.is_blind();
+    softmax.add(softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2));
     drop<0>(n.last - 1), drop<1>(n.last - 1);
     pack_weights();
     if (n.last - 2 >= n.first) mbar_wait(sm.k_full + 8 * k.stage, k.phase);
@@ -431,7 +514,6 @@ struct Consumer {
       mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
       const Task now = published(sm.task + tasks.stage * TASK_BYTES);
       const Tile& tile = now.tile;
-      const Blocks& n = now.n;
       if (tile.m0 == NO_TASK) break;
       const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
       run0 = row_run(p, tile, row, now.keys), run1 = row_run(p, tile, row + 8, now.keys);
@@ -446,7 +528,10 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
       mbar_wait(sm.q_full + 8 * c, q_phase);
+      const Blocks n = own_blocks(now);
+      pass_over(now.n.last, n.last);
       if (n.last > n.first) attend(n); else release_queries();
+      pass_over(n.first, now.n.first);
       finish();
     }
     if (c == 0) take_turn();
@@ -461,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
     for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, READERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
-      mbar_init(sm.k_empty + 8 * i, CONSUMERS), mbar_init(sm.v_empty + 8 * i, CONSUMERS);
+      mbar_init(sm.k_empty + 8 * i, 4 * CONSUMERS), mbar_init(sm.v_empty + 8 * i, CONSUMERS);
     }
     if (HAS_MASK)
       for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.mask_full + 8 * c, 32), mbar_init(sm.mask_empty + 8 * c, 128);
@@ -483,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
 #endif
 #endif
   } else {
-    register_claim<(CONSUMERS == 2 ? 232 : 160)>();
+    register_claim<(CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112)>();
     Consumer consumer(p, sm, warpgroup - 1);
     consumer.work();
   }

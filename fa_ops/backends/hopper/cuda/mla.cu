@@ -221,7 +221,9 @@ struct Consumer {
     }
     bool raised = softmax.raise<0>(s, p.scale_log2);
     raised |= softmax.raise<1>(s, p.scale_log2);
-    softmax.weigh<0>(s, p.scale_log2), softmax.weigh<1>(s, p.scale_log2);
+    const float share0 = softmax.weigh<0>(s, p.scale_log2), share1 = softmax.weigh<1>(s, p.scale_log2);
+    if (raised) softmax.rescale_sums();
+    softmax.add(share0, share1);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
     return raised;

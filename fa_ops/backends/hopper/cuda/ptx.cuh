@@ -169,3 +169,17 @@ template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+
+// d (16 x 8) += a (16 x 16) b (16 x 8)
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if IS_BF16
+#define MMA_TYPE "bf16"
+#else
+#define MMA_TYPE "f16"
+#endif
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The shared-memory address of 16 bytes of a row: lines of 128 swizzled bytes, in columns of `rows` lines.
+DEVICE u32 swizzled(u32 base, int rows, int row, int unit) { return base + (unit >> 3) * rows * 128 + row * 128 + (((unit & 7) ^ (row & 7)) << 4); }

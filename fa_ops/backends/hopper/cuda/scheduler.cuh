@@ -90,12 +90,12 @@ DEVICE Run kept_run(const Params& p, const Tile& t) {
 // Key blocks of a tile: visits [first, last), masks outside [full_first, full_last).
 struct Blocks { int first, last, full_first, full_last, hi; };
 
-DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys) {
+DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys, int rows = BLOCK_M) {
   Run any, all;  // attended by some row, by every row
 #if HAS_RANGES
   const int lane = threadIdx.x & 31;
   any = {FAR, -FAR}, all = {-FAR, FAR};
-  for (int i = lane; i < BLOCK_M; i += 32) {
+  for (int i = lane; i < rows; i += 32) {
     Run r = row_run(p, t, min(t.m0 + i, p.Sq - 1), keys);
     if (r.hi > r.lo) any.lo = min(any.lo, r.lo), any.hi = max(any.hi, r.hi);
     all.lo = max(all.lo, r.lo), all.hi = min(all.hi, r.hi);
@@ -103,7 +103,7 @@ DEVICE Blocks blocks_of(const Params& p, const Tile& t, int keys) {
   any.lo = __reduce_min_sync(~0u, any.lo), any.hi = __reduce_max_sync(~0u, any.hi);
   all.lo = __reduce_max_sync(~0u, all.lo), all.hi = __reduce_min_sync(~0u, all.hi);
 #else
-  const Run first = row_run(p, t, t.m0, keys), last = row_run(p, t, min(t.m0 + BLOCK_M, p.Sq) - 1, keys);
+  const Run first = row_run(p, t, t.m0, keys), last = row_run(p, t, min(t.m0 + rows, p.Sq) - 1, keys);
   any = {first.lo, last.hi}, all = {last.lo, first.hi};
 #endif
 #if HAS_MASK

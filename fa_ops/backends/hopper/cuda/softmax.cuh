@@ -13,27 +13,31 @@ template <int R> struct Softmax {
 
   DEVICE void reset() { max0 = max1 = NEVER, sum0 = sum1 = 0.f; }
 
-  // A row's part of a step in two halves. The first: its new maximum, and what that makes of everything so far.
+  // A row's part of a step in two halves. The first: whether its reference moves, as a weight would pass 2^SLACK, and what that makes of
+  // everything so far. Its four lanes look for such a weight each among their own, and compare only if there is one in their warp.
   template <int ROW> DEVICE bool raise(const float (&s)[R], float scale_log2) {
     float& row_max = ROW ? max1 : max0;
-    float x = s[2 * ROW];
+    float& rescale = ROW ? rescale1 : rescale0;
+    float found[4];  // of every fourth pair: not a chain of comparisons that wait for each other
 #pragma unroll
-    for (int i = 2 * ROW; i < R; i += 4) x = fmaxf(x, fmaxf(s[i], s[i + 1]));
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)), x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-#if SLACK
+    for (int i = 0; i < R / 4; i++) {
+      const float pair = fmaxf(s[4 * i + 2 * ROW], s[4 * i + 2 * ROW + 1]);
+      found[i % 4] = i < 4 ? pair : fmaxf(found[i % 4], pair);
+    }
+    float x = fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+    rescale = 1.f;
     const bool raised = __any_sync(~0u, (x - row_max) * scale_log2 > SLACK);
-    x = raised ? fmaxf(row_max, x) : row_max;
-#else
-    const bool raised = true;
-    x = fmaxf(row_max, x);
-#endif
-    (ROW ? rescale1 : rescale0) = exp2_fast((row_max - x) * scale_log2);
-    row_max = x;
+    if (raised) {
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)), x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      x = fmaxf(row_max, x);
+      rescale = exp2_fast((row_max - x) * scale_log2);
+      row_max = x;
+    }
     return raised;
   }
 
-  // The second: its scores become weights.
-  template <int ROW> DEVICE void weigh(float (&s)[R], float scale_log2) {
+  // The second: its scores become weights. Returns this thread's share of their sum.
+  template <int ROW> DEVICE float weigh(float (&s)[R], float scale_log2) {
     const float n = -(ROW ? max1 : max0) * scale_log2;
     float t = 0.f;
 #pragma unroll
@@ -45,8 +49,26 @@ template <int R> struct Softmax {
 #endif
       t += s[i] + s[i + 1];
     }
-    float& sum = ROW ? sum1 : sum0;
-    sum = sum * (ROW ? rescale1 : rescale0) + t;
+    return t;
+  }
+
+  // To the sums so far.
+  DEVICE void add(float share0, float share1) { sum0 += share0, sum1 += share1; }
+  DEVICE void rescale_sums() { sum0 *= rescale0, sum1 *= rescale1; }
+
+  // Whether the reference of a row of this warp is of no score yet.
+  DEVICE bool is_blind() const { return __any_sync(~0u, fminf(max0, max1) == NEVER); }
+
+  // Weights of which lanes have such shares become small: the reference moves by as much as the largest share is.
+  template <int ROW> DEVICE void lower(float (&s)[R], float scale_log2, float& share) {
+    float& row_max = ROW ? max1 : max0;
+    float x = fmaxf(share, __shfl_xor_sync(~0u, share, 1));
+    x = fmaxf(1.f, fmaxf(x, __shfl_xor_sync(~0u, x, 2)));
+    const float factor = reciprocal_fast(x);
+#pragma unroll
+    for (int i = 2 * ROW; i < R; i += 4) s[i] *= factor, s[i + 1] *= factor;
+    share *= factor, (ROW ? rescale1 : rescale0) = factor;
+    row_max += log2_fast(x) / scale_log2;
   }
 
   DEVICE void pin() { asm volatile("" : "+f"(max0), "+f"(max1), "+f"(rescale0), "+f"(rescale1)::"memory"); }
