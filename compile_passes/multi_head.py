@@ -113,9 +113,11 @@ def _open(call: fx.Node) -> Opened:
     return opened
 
 
-def _written_out(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _written_out(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """F.scaled_dot_product_attention as the function above calls it."""
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if is_causal:
         hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
