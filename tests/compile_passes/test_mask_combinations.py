@@ -9,9 +9,10 @@ import torch
 
 from tests.compile_passes.helpers import assert_same, fuse, qkv
 
+INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
 SIZE = 8
-FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, float("-inf")]
+FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, -INF]
 KINDS = ["fill", "fill", "bias", "bias", "learned", "number"]
 MASKS = ["causal", "window", "opaque", "padding"]
 
@@ -68,3 +69,26 @@ def test_combinations(start, train):
             assert_same(function, inputs, fusion, train)
             fused += fusion.fused
     assert fused > 3  # most of what is not refused
+
+
+def summed(q, k, v, bias, merged):
+    """A triangle and padding of -inf in one sum, and a bias."""
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    triangle = torch.zeros(12, 12).masked_fill_(hidden, -INF)
+    gone = torch.arange(12) >= torch.tensor([9, 12])[:, None]
+    padding = torch.zeros(2, 12).masked_fill_(gone, -INF).view(2, 1, 1, 12)
+    if not merged:
+        return (q @ k.mT + (triangle + bias + padding)).softmax(-1) @ v
+    padding = padding.expand(2, 4, 1, 12).reshape(8, 1, 12)
+    total = (triangle + bias + padding).view(2, 4, 12, 12)
+    return (q @ k.mT + total).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_sum_that_hides_keys_is_taken_apart(merged, train):
+    """With or without gradients, and as nn.MultiheadAttention merges batch and heads."""
+    inputs = (*qkv(), torch.randn(12, 12))
+    fusion = fuse(lambda *given: summed(*given, merged))
+    assert_same(lambda *given: summed(*given, merged), inputs, fusion, train=train)
+    assert all(f.masks.startswith("is_causal") for f in fusion.findings) and fusion.fused == 1
