@@ -11,16 +11,15 @@ import contextlib
 import dataclasses
 import operator
 import warnings
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp import autocast_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from compile_passes.emit import PLACE
 from compile_passes.ir import example, meta_key
 from compile_passes.plan import Refused
 from compile_passes.report import log
@@ -28,32 +27,33 @@ from compile_passes.vocabulary import raw_name
 
 FORWARD = F.multi_head_attention_forward
 # What the modules of torch.nn call in eval mode without gradients.
-_WHOLE = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+_WHOLE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
 def holds_attention(node: fx.Node) -> bool:
     """Whether a node is one call around attention with its projections."""
-    return node.op == "call_function" and node.target in (FORWARD, *_WHOLE)
+    return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _WHOLE)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Opened:
     """A call and what it is made of, in order; `out` is what replaces the first of its results."""
 
     call: fx.Node
-    made: tuple[fx.Node, ...]
-    out: fx.Node
+    made: list[fx.Node] = dataclasses.field(default_factory=list)
+    out: fx.Node | None = None
 
     def keep(self) -> None:
         """Put the operations in the call's place."""
-        for first in list(self.call.users):
-            first.replace_all_uses_with(self.out)
-            first.graph.erase_node(first)
+        for part in list(self.call.users):
+            part.replace_all_uses_with(self.out)
+            part.graph.erase_node(part)
         self.call.graph.erase_node(self.call)
 
     def undo(self) -> None:
         for node in reversed(self.made):
             node.graph.erase_node(node)
+        self.made.clear()
 
 
 def open_calls(graph: fx.Graph) -> tuple[list[Opened], dict[fx.Node, str]]:
@@ -73,7 +73,7 @@ def open_calls(graph: fx.Graph) -> tuple[list[Opened], dict[fx.Node, str]]:
 
 
 def _check(call: fx.Node) -> None:
-    if call.target in _WHOLE:
+    if call.target is not FORWARD:
         raise Refused(
             f"torch.{raw_name(call)} is one operator; "
             "torch.backends.mha.set_fastpath_enabled(False) takes what can be fused"
@@ -84,33 +84,42 @@ def _check(call: fx.Node) -> None:
             raise Refused(f"{node.name} is not a plain tensor: {type(x).__name__}")
     for user in call.users:
         part = user.args[1] if user.target is operator.getitem else None
-        for reader in [user] if part is None else user.users if part == 1 else ():
+        for reader in () if part == 0 else user.users if part == 1 else (user,):
             used = "returned" if reader.op == "output" else f"also read by {raw_name(reader)}"
             raise Refused(f"the attention weights are {used}; fused attention never computes them")
 
 
 def _open(call: fx.Node) -> Opened:
+    opened = Opened(call)
+    (mode,) = {x.fake_mode for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
+    try:
+        with mode, _modes(call), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call itself gave them
+            _inline(_traced(call), opened)
+        made, wanted = example(opened.out), example(call)[0]
+        if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
+            raise AssertionError(f"{made.shape} {made.dtype}, not {wanted.shape} {wanted.dtype}")
+        if not any(raw_name(node) == "softmax" for node in opened.made):
+            raise AssertionError("its softmax is not to be seen")
+    except BaseException:
+        opened.undo()
+        raise
+    return opened
+
+
+def _traced(call: fx.Node) -> fx.Graph:
+    """The first result as a graph of aten operators, its placeholders the call's input nodes."""
     given = call.all_input_nodes
-    inputs = [example(node) for node in given]
-    modes = {x.fake_mode for x in inputs if isinstance(x, Tensor)}
-    (fake_mode,) = modes
 
     def first_result(*values: object) -> Tensor:
         by_node = dict(zip(given, values, strict=True))
         args, kwargs = map_arg((call.args, call.kwargs), by_node.__getitem__)
-        return call.target(*args, **kwargs)[0]
+        return FORWARD(*args, **kwargs)[0]
 
-    learns = any(x.requires_grad for x in example(call) if isinstance(x, Tensor))
-    with fake_mode, _autocast_at(call), torch.set_grad_enabled(learns), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the call itself gave them
-        table = {torch.ops.aten.scaled_dot_product_attention.default: _written_out}
-        traced = make_fx(first_result, table, pre_dispatch=True)(*inputs).graph
-        traced.eliminate_dead_code()
-        opened = _inline(traced, call)
-    made, wanted = example(opened.out), example(call)[0]
-    if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
-        raise AssertionError(f"{made.shape} {made.dtype}, not {wanted.shape} {wanted.dtype}")
-    return opened
+    table = {torch.ops.aten.scaled_dot_product_attention.default: _written_out}
+    traced = make_fx(first_result, table, pre_dispatch=True)(*map(example, given)).graph
+    traced.eliminate_dead_code()
+    return traced
 
 
 def _written_out(
@@ -127,40 +136,40 @@ def _written_out(
     return F.dropout(weights, dropout_p) @ v if dropout_p > 0 else weights @ v
 
 
-def _inline(traced: fx.Graph, call: fx.Node) -> Opened:
+def _inline(traced: fx.Graph, opened: Opened) -> None:
     """Copy the operations to where the call is, each with its example."""
+    call = opened.call
     key = meta_key(call.graph)
-    place = {k: call.meta[k] for k in ("stack_trace", "nn_module_stack") if k in call.meta}
+    place = {k: call.meta[k] for k in PLACE if k in call.meta}
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(call.all_input_nodes)
-    made: list[fx.Node] = []
     for node in traced.nodes:
         if node.op == "placeholder":
             copies[node] = next(given)
         elif node.op == "output":
-            return Opened(call, tuple(made), copies[node.args[0]])
-        elif node.op != "call_function":
-            raise AssertionError(f"{node.op} {node.target}")
-        else:
+            opened.out = copies[node.args[0]]
+        elif node.op == "call_function":
             with call.graph.inserting_before(call):
                 copies[node] = copy = call.graph.node_copy(node, copies.__getitem__)
+            opened.made.append(copy)
             args, kwargs = map_arg((copy.args, copy.kwargs), example)
             copy.meta = {**place, key: copy.target(*args, **kwargs)}
-            made.append(copy)
+        else:
+            raise AssertionError(f"{node.op} {node.target} was traced")
 
 
-@contextlib.contextmanager
-def _autocast_at(call: fx.Node) -> Iterator[None]:
-    """The regions of autocast that the graph has entered and not left where the call is."""
-    entered: dict[fx.Node, tuple] = {}
-    for node in call.graph.nodes:
-        if node is call:
-            break
-        if node.target is autocast_mode._enter_autocast:
-            entered[node] = node.args
-        elif node.target is autocast_mode._exit_autocast:
-            entered.pop(node.args[0], None)
-    with contextlib.ExitStack() as stack:
-        for args in entered.values():
-            stack.enter_context(torch.autocast(*args))
-        yield
+def _modes(call: fx.Node) -> contextlib.ExitStack:
+    """The modes under which the call gave its example. The graph alone does not tell: it may be
+    the body of a region inside another.
+    """
+    out = example(call)[0]
+    learns = any(x.requires_grad for x in example(call) if isinstance(x, Tensor))
+    given = {x.dtype for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
+    floats = {dtype for dtype in given if dtype.is_floating_point}
+    lowered = out.dtype in (torch.bfloat16, torch.float16) and floats != {out.dtype}
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.set_grad_enabled(learns))
+    if torch.amp.is_autocast_available(out.device.type):
+        dtype = out.dtype if lowered else None
+        stack.enter_context(torch.autocast(out.device.type, dtype, enabled=lowered))
+    return stack

@@ -38,7 +38,8 @@ def outcome(run, module: nn.Module, inputs: tuple) -> list[torch.Tensor]:
     inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
     out = run(*inputs)
     leaves = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
-    return [out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=9), allow_unused=True)]
+    seed = randn(*out.shape, seed=9).to(out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, seed, allow_unused=True)]
 
 
 def check(function, module: nn.Module, *inputs: torch.Tensor, cores: int = 1, **options):
@@ -101,11 +102,14 @@ def qkv_of(module: nn.MultiheadAttention) -> tuple[torch.Tensor, ...]:
     return tuple(x.transpose(0, 1) if module.batch_first else x for x in made)
 
 
+CASES = [(options, mask) for options in ("plain", "both keys") for mask in MASKS]
+CASES += [(options, "both") for options in MODULES if options not in ("plain", "both keys")]
+
+
 @pytest.mark.parametrize("weights", [True, False], ids=["weights dropped", "no weights"])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES.keys())
+@pytest.mark.parametrize("options, mask", CASES)
 def test_options(options, mask, weights):
-    module, given = built(**options), mask()
+    module, given = built(**MODULES[options]), MASKS[mask]()
 
     def attend(q, k, v):
         return module(q, k, v, need_weights=weights, **given)[0]
@@ -214,16 +218,21 @@ def test_modes(mode):
         assert fusion.fused == 1 and not fusion.run(x).requires_grad
 
 
-def test_checkpointed_region():
-    module = built()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_checkpointed_region(autocast):
+    """Whose body is a graph of its own, and does not say under which modes it runs."""
+    module, x = built(), randn(L, B, E)
+    if autocast:
+        module, x = module.float(), x.float()
 
     def function(x):
-        attend = lambda x: module(x, x, x)[0]  # noqa: E731
-        return checkpoint(attend, x * 1.0, use_reentrant=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return checkpoint(lambda x: module(x, x, x)[0], x * 1.0, use_reentrant=False)
 
     fusion = fuse(function, aot=True)
-    found, wanted = (outcome(run, module, (randn(L, B, E),)) for run in (fusion.run, function))
-    torch.testing.assert_close(found, wanted)
+    found, wanted = (outcome(run, module, (x,)) for run in (fusion.run, function))
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= b.norm() * (0.02 if autocast else 1e-9)
     assert fusion.fused == 1
 
 
