@@ -152,13 +152,29 @@ def test_keys_and_values_that_are_given(weights):
     check(attend, module, randn(L, B, E), randn(B * H, S, E // H), randn(B * H, S, E // H))
 
 
-def test_a_row_without_keys_is_what_it_was_where_that_is_a_number():
+def test_a_row_without_keys():
+    """0 as in SDPA, where eager attention with weights has NaN."""
     module, padding = built(batch_first=True), torch.tensor([[True] * S, [False] * S])
 
-    def attend(x):
-        return module(x, x, x, padding, need_weights=False)[0]
+    def attend(x, weights):
+        return module(x, x, x, padding, need_weights=weights)[0]
 
-    assert check(attend, module, randn(B, S, E)).run(randn(B, S, E)).isfinite().all()
+    check(lambda x: attend(x, False), module, randn(B, S, E))
+    x = randn(B, S, E)
+    assert attend(x, True)[0].isnan().all()
+    torch.testing.assert_close(fuse(lambda x: attend(x, True)).run(x), attend(x, False))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_examples_say_what_learns(train):
+    """Rules of the matcher ask them."""
+    module = built()
+    fusion = fuse(lambda x: module(x, x, x)[0])
+    with torch.set_grad_enabled(train):
+        fusion.run(randn(L, B, E))
+    linear = torch.ops.aten.linear.default
+    made = [n.meta["example_value"] for n in fusion.graphs[-1].nodes if n.target is linear]
+    assert [x.requires_grad for x in made] == [train, train]
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -249,6 +265,19 @@ def test_layers(make, cores):
     inputs = (randn(L, B, E),) if cores == 1 else (randn(L, B, E), randn(L, B, E, seed=1))
     check(layer, layer, *inputs, cores=cores)
     check(layer.eval(), layer, *inputs, cores=cores)
+
+
+def test_an_encoder_layer_beside_its_fast_path():
+    layer, x = built(nn.TransformerEncoderLayer, E, H, 16, batch_first=True).eval(), randn(B, L, E)
+    wanted = layer(x)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            fusion = fuse(layer)
+            torch.testing.assert_close(fusion.run(x), wanted)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert fusion.fused == 1
 
 
 def test_a_transformer_that_is_told_its_masks():
