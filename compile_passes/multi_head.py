@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import operator
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,8 @@ def _check(call: fx.Node) -> None:
             raise Refused(f"{node.name} is not a plain tensor: {type(x).__name__}")
     for user in call.users:
         part = user.args[1] if user.target is operator.getitem else None
-        for reader in () if part == 0 else user.users if part == 1 else (user,):
+        readers = () if part == 0 else user.users if part == 1 else (user,)
+        for reader in readers:
             used = "returned" if reader.op == "output" else f"also read by {raw_name(reader)}"
             raise Refused(f"the attention weights are {used}; fused attention never computes them")
 
@@ -100,7 +102,7 @@ def _open(call: fx.Node) -> Opened:
         if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
             raise AssertionError(f"{made.shape} {made.dtype}, not {wanted.shape} {wanted.dtype}")
         if not any(raw_name(node) == "softmax" for node in opened.made):
-            raise AssertionError("its softmax is not to be seen")
+            raise AssertionError("no softmax was traced")
     except BaseException:
         opened.undo()
         raise
@@ -158,18 +160,17 @@ def _inline(traced: fx.Graph, opened: Opened) -> None:
             raise AssertionError(f"{node.op} {node.target} was traced")
 
 
-def _modes(call: fx.Node) -> contextlib.ExitStack:
+@contextlib.contextmanager
+def _modes(call: fx.Node) -> Iterator[None]:
     """The modes under which the call gave its example. The graph alone does not tell: it may be
     the body of a region inside another.
     """
     out = example(call)[0]
-    learns = any(x.requires_grad for x in example(call) if isinstance(x, Tensor))
-    given = {x.dtype for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
-    floats = {dtype for dtype in given if dtype.is_floating_point}
+    given = [x for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)]
+    floats = {x.dtype for x in given if x.is_floating_point()}
     lowered = out.dtype in (torch.bfloat16, torch.float16) and floats != {out.dtype}
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.set_grad_enabled(learns))
+    autocast = contextlib.nullcontext()
     if torch.amp.is_autocast_available(out.device.type):
-        dtype = out.dtype if lowered else None
-        stack.enter_context(torch.autocast(out.device.type, dtype, enabled=lowered))
-    return stack
+        autocast = torch.autocast(out.device.type, out.dtype if lowered else None, lowered)
+    with autocast, torch.set_grad_enabled(out.requires_grad):
+        yield
