@@ -24,6 +24,7 @@ def drawn(rng: random.Random):
     ]
     cap, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.35, -0.35])
     end = rng.choice(["plain", "plain", "lse", "sink", "again"])
+    together = rng.choice(["one by one", "one by one", "summed", "merged"])
 
     def function(q, k, v, opaque, padding, bias):
         i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)[None]
@@ -31,13 +32,18 @@ def drawn(rng: random.Random):
         masks["padding"] = padding
         scores = q @ k.mT * scale
         scores = torch.tanh(scores / cap) * cap if cap else scores
-        for kind, name, fill in terms:
+        total = None
+        for kind, name, fill in [*terms, ("end", "", 0.0)]:
+            if kind in ("bias", "learned"):
+                term = bias if kind == "learned" else torch.where(masks[name], 0.0, fill)
+                total = term if total is None else total + term
+            if total is not None and (together == "one by one" or kind in ("fill", "end")):
+                scores = scores + (merged(total) if together == "merged" else total)
+                total = None
             if kind == "fill":
                 scores = scores.masked_fill(~masks[name], fill)
-            elif kind == "bias":
-                scores = scores + torch.where(masks[name], 0.0, fill)
-            else:
-                scores = scores + (bias if kind == "learned" else 0.5)
+            elif kind == "number":
+                scores = scores + 0.5
         if end == "sink":
             column = bias[..., :1].expand(2, 2, SIZE, 1)
             return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
@@ -48,6 +54,12 @@ def drawn(rng: random.Random):
         return out * (scores.logsumexp(-1) - 0.3).sigmoid()[..., None] if end == "lse" else out
 
     return function
+
+
+def merged(mask):
+    """With batch and heads in one dimension, for a while."""
+    whole = mask.expand(2, 2, SIZE, SIZE).reshape(4, SIZE, SIZE)
+    return whole.view(2, 2, SIZE, SIZE)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
