@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_passes
@@ -323,13 +325,12 @@ def test_verified(mask, weights):
         return gm.forward
 
     torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["fa_ops"]
     counters.clear()
     attend = torch.compile(
         lambda q, k, v: module(q, k, v, need_weights=weights, **given)[0], backend=backend
     )
     attend(*(x.requires_grad_() for x in qkv_of(module)))
-    assert [f.fused for f in findings] == [True] and counters["verified"] == 1
+    assert [f.fused for f in findings] == [True] and counters["fa_ops"]["verified"] == 1
 
 
 class Returned(nn.Module):
@@ -438,6 +439,14 @@ return (attn_output_1,)
         )
 
 
+def test_a_report_names_the_line_of_the_module():
+    findings = compile_passes.explain(OneIsFused(), randn(L, B, E)).findings
+    assert [(f.fused, f.location.file, f.location.code) for f in findings] == [
+        (False, __file__, "out, weights = self.attention(x, x, x)"),
+        (True, __file__, "return self.attention(out, out, out)[0], weights"),
+    ]
+
+
 def test_what_is_not_fused_keeps_its_call():
     for module, calls in ((Returned(), 1), (Read(), 1), (OneIsFused(), 1)):
         fusion = fuse(module)
@@ -463,11 +472,16 @@ def test_a_refused_core_leaves_its_call(monkeypatch):
     assert names == ["multi_head_attention_forward", "attn_output"]
 
 
-def test_inductor():
+@pytest.mark.parametrize("weights, dynamic", [(True, None), (False, True)])
+def test_inductor(weights, dynamic):
     module, x = built(batch_first=True), randn(B, L, E)
-    with compile_passes.install():
-        compiled = torch.compile(lambda x: module(x, x, x)[0])
-        found, wanted = (
-            outcome(run, module, (x,)) for run in (compiled, lambda x: module(x, x, x)[0])
-        )
-    torch.testing.assert_close(found, wanted)
+
+    def attend(x):
+        return module(x, x, x, need_weights=weights)[0]
+
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache(), compile_passes.install():
+        found = outcome(torch.compile(attend, dynamic=dynamic), module, (x,))
+    torch.testing.assert_close(found, outcome(attend, module, (x,)))
+    assert counters["fa_ops"]["fused"] == 1
