@@ -484,4 +484,4 @@ def test_inductor(weights, dynamic):
     with fresh_cache(), compile_passes.install():
         found = outcome(torch.compile(attend, dynamic=dynamic), module, (x,))
     torch.testing.assert_close(found, outcome(attend, module, (x,)))
-    assert counters["fa_ops"]["fused"] == 1
+    assert counters["fa_ops"]["fused"] == counters["fa_ops"]["softmaxes"] > 0
