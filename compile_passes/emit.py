@@ -15,6 +15,8 @@ from compile_passes.ir import example, meta_key
 from compile_passes.plan import Refused
 from compile_passes.states import Leaf
 
+PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")  # where a node comes from
+
 
 class Emitter:
     """Inserts before `anchor`. `leaves` are tensors whose dimensions tell the size of an axis."""
@@ -36,7 +38,7 @@ class Emitter:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.create_node(kind, target, args, kwargs)
         self.made.append(node)
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        for key in PLACE:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         node.meta[self._key] = self._evaluate(kind, target, args, kwargs)

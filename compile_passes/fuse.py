@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from compile_passes import report
+from compile_passes import multi_head, report
 from compile_passes.elements import Reader
 from compile_passes.ir import Value, View
 from compile_passes.masks import Masks, understand
@@ -26,36 +26,54 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
 
     With `verify`, each rewrite is first run beside what it replaces, on random inputs.
     """
-    if not any(raw_name(node).endswith(("softmax", "exp", "exp_")) for node in graph.nodes):
+    if not any(map(_may_hold_attention, graph.nodes)):
         return []
     if any("jvp" in raw_name(node) or "make_dual" in raw_name(node) for node in graph.nodes):
         return []  # the operator has no forward-mode derivative
+    opened, closed = multi_head.open_calls(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
     view = View(graph)
     try:
         matcher = Matcher(view)
     except Exception:  # a bug of ours must not break the user's compilation
         report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
         counters["fa_ops"]["internal error"] += 1
+        _settle(opened, set())
         return []
     reader = Reader()
-    places = {value: report.locate(value.node) for value in matcher.softmaxes}
-    names = {value: value.node.name for value in matcher.softmaxes}
+    origins = {value: value.node for value in matcher.softmaxes}
     results: dict[Value, tuple[fx.Node, Masks] | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
             results[softmax] = _try(core, view, matcher.sums, reader, verify)
-    findings = []
-    for value in matcher.softmaxes:
-        result = results.get(value, NO_VALUE)
-        if isinstance(result, str):
-            findings.append(Finding(names[value], places[value], False, reason=result))
-        else:
-            call, masks = result
-            text = describe(call)
-            findings.append(Finding(names[value], places[value], True, text, masks.describe()))
+    found = {node: _finding(node, reason) for node, reason in closed.items()}
+    found |= {node: _finding(node, results.get(x, NO_VALUE)) for x, node in origins.items()}
+    _settle(opened, {node for node, finding in found.items() if finding.fused})
+    findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
     return findings
+
+
+def _may_hold_attention(node: fx.Node) -> bool:
+    named = raw_name(node).endswith(("softmax", "exp", "exp_"))
+    return named or multi_head.holds_attention(node)
+
+
+def _settle(opened: list[multi_head.Opened], fused: set[fx.Node]) -> None:
+    for one in opened:
+        if fused.isdisjoint(one.made):
+            one.undo()
+        else:
+            one.keep()
+
+
+def _finding(softmax: fx.Node, result: tuple[fx.Node, Masks] | str) -> Finding:
+    place = report.locate(softmax)
+    if isinstance(result, str):
+        return Finding(softmax.name, place, False, reason=result)
+    call, masks = result
+    return Finding(softmax.name, place, True, describe(call), masks.describe())
 
 
 def _try(

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from compile_passes.axes import Axis, broadcast_dims, resolve_dims
+from compile_passes import layout
+from compile_passes.axes import Axis, Dims, broadcast_dims, resolve_dims
 from compile_passes.constants import finite, number
 from compile_passes.elements import Reader, as_number, coordinates
 from compile_passes.expressions import (
@@ -78,6 +79,11 @@ class Masks:
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
     fill: float | None = None  # of the one mask that makes rows dead
 
+    @property
+    def terms(self) -> tuple[Bias | Keep | Fill, ...]:
+        """What is read beside query, key and value."""
+        return (*self.biases, *self.keeps, *self.levels)
+
     def describe(self) -> str:
         parts = []
         if self.right == 0:
@@ -105,9 +111,7 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
     dense.
     """
-    terms = _without_constants(plan)
-    if plan.trains:
-        terms = [part for t in terms for part in _summands(t, plan)]
+    terms = [part for t in _without_constants(plan) for part in _parted(t, plan, reader)]
     meanings = {t: _read(t, reader) for t in terms}
     _check_floor(plan, meanings)
     terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
@@ -246,7 +250,7 @@ def _absorbs(term: Bias, meaning: Meaning) -> bool:
 
 def _summands(term: Term, plan: Plan) -> list[Term]:
     """A bias that is a sum, in its parts: a learned one and a mask."""
-    x = term.leaf.value if isinstance(term, Bias) else None
+    x, dims = _behind_views(term.leaf, plan) if isinstance(term, Bias) else (None, ())
     if not isinstance(x, Value) or x.op != "add" or x.writes or number(x.args.get("alpha", 1)) != 1:
         return [term]
     parts = [x.args.get(name) for name in ("input", "other")]
@@ -254,9 +258,29 @@ def _summands(term: Term, plan: Plan) -> list[Term]:
         return [term]
     if x.grad != plan.core.out.grad or any(p.dtype != x.dtype for p in parts):
         return [term]
-    leaves = [Leaf(p, broadcast_dims(p.shape, term.leaf.dims)) for p in parts]
-    whole = [dataclasses.replace(term, leaf=leaf) for leaf in leaves]
+    peeled = [layout.peel(p, broadcast_dims(p.shape, dims), p.dtype, x) for p in parts]
+    whole = [dataclasses.replace(term, leaf=Leaf(*p)) for p in peeled]
     return [part for w in whole for part in _summands(w, plan)]
+
+
+def _behind_views(leaf: Leaf, plan: Plan) -> tuple[object, Dims]:
+    """What a bias was before views that were made under the attention's gradient mode."""
+    x, dims = leaf.value, leaf.dims
+    while isinstance(x, Value) and x.grad == plan.core.out.grad:
+        step = layout.backward(x, resolve_dims(dims)) if x.op in layout.LAYOUT else None
+        if step is None:
+            break
+        x, dims = layout.source(x), step[0]
+    return x, dims
+
+
+def _parted(term: Term, plan: Plan, reader: Reader) -> list[Term]:
+    """A sum in its parts where that tells more: a gradient reaches one of them, or one hides keys
+    with -inf, whatever is added there.
+    """
+    parts = _summands(term, plan)
+    meanings = [_read(part, reader) for part in parts] if not plan.trains else []
+    return parts if plan.trains or any(m and m.fill == -math.inf for m in meanings) else [term]
 
 
 def _fallback(

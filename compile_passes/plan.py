@@ -166,8 +166,11 @@ def _dies(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _unread(node: fx.Node) -> bool:
-    """Whether a view's contents are not read."""
-    return raw_name(node) in _VIEWS | _SHAPE_READERS and all(map(_unread, node.users))
+    """Whether a view's contents are not read, or only for a mean that nobody reads:
+    nn.MultiheadAttention's average over the heads, in exported programs.
+    """
+    known = raw_name(node) in _VIEWS | _SHAPE_READERS | {"mean"}
+    return known and all(map(_unread, node.users))
 
 
 def _is_weights(value: Value, core: Core) -> bool:

@@ -49,7 +49,8 @@ def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.No
     """
     out = plan.core.out.node
     leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
-    leaves += [t.leaf for t in (*masks.biases, *masks.keeps) if t.leaf not in leaves]
+    joined = [t.mask if isinstance(t, Fill) else t.leaf for t in masks.terms]
+    leaves += [leaf for leaf in joined if leaf not in leaves]
     for leaf in leaves:
         tensor = leaf.value.tensor
         if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):

@@ -9,9 +9,10 @@ import torch
 
 from tests.compile_passes.helpers import assert_same, fuse, qkv
 
+INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
 SIZE = 8
-FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, float("-inf")]
+FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, -INF]
 KINDS = ["fill", "fill", "bias", "bias", "learned", "number"]
 MASKS = ["causal", "window", "opaque", "padding"]
 
@@ -23,6 +24,7 @@ def drawn(rng: random.Random):
     ]
     cap, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.35, -0.35])
     end = rng.choice(["plain", "plain", "lse", "sink", "again"])
+    together = rng.choice(["one by one", "one by one", "summed", "merged"])
 
     def function(q, k, v, opaque, padding, bias):
         i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)[None]
@@ -30,13 +32,18 @@ def drawn(rng: random.Random):
         masks["padding"] = padding
         scores = q @ k.mT * scale
         scores = torch.tanh(scores / cap) * cap if cap else scores
-        for kind, name, fill in terms:
+        total = None
+        for kind, name, fill in [*terms, ("end", "", 0.0)]:
+            if kind in ("bias", "learned"):
+                term = bias if kind == "learned" else torch.where(masks[name], 0.0, fill)
+                total = term if total is None else total + term
+            if total is not None and (together == "one by one" or kind in ("fill", "end")):
+                scores = scores + (merged(total) if together == "merged" else total)
+                total = None
             if kind == "fill":
                 scores = scores.masked_fill(~masks[name], fill)
-            elif kind == "bias":
-                scores = scores + torch.where(masks[name], 0.0, fill)
-            else:
-                scores = scores + (bias if kind == "learned" else 0.5)
+            elif kind == "number":
+                scores = scores + 0.5
         if end == "sink":
             column = bias[..., :1].expand(2, 2, SIZE, 1)
             return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
@@ -47,6 +54,12 @@ def drawn(rng: random.Random):
         return out * (scores.logsumexp(-1) - 0.3).sigmoid()[..., None] if end == "lse" else out
 
     return function
+
+
+def merged(mask):
+    """With batch and heads in one dimension, for a while."""
+    whole = mask.expand(2, 2, SIZE, SIZE).reshape(4, SIZE, SIZE)
+    return whole.view(2, 2, SIZE, SIZE)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -68,3 +81,26 @@ def test_combinations(start, train):
             assert_same(function, inputs, fusion, train)
             fused += fusion.fused
     assert fused > 3  # most of what is not refused
+
+
+def summed(q, k, v, bias, merged):
+    """A triangle and padding of -inf in one sum, and a bias."""
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    triangle = torch.zeros(12, 12).masked_fill_(hidden, -INF)
+    gone = torch.arange(12) >= torch.tensor([9, 12])[:, None]
+    padding = torch.zeros(2, 12).masked_fill_(gone, -INF).view(2, 1, 1, 12)
+    if not merged:
+        return (q @ k.mT + (triangle + bias + padding)).softmax(-1) @ v
+    padding = padding.expand(2, 4, 1, 12).reshape(8, 1, 12)
+    total = (triangle + bias + padding).view(2, 4, 12, 12)
+    return (q @ k.mT + total).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_sum_that_hides_keys_is_taken_apart(merged, train):
+    """With or without gradients, and as nn.MultiheadAttention merges batch and heads."""
+    inputs = (*qkv(), torch.randn(12, 12))
+    fusion = fuse(lambda *given: summed(*given, merged))
+    assert_same(lambda *given: summed(*given, merged), inputs, fusion, train=train)
+    assert all(f.masks.startswith("is_causal") for f in fusion.findings) and fusion.fused == 1

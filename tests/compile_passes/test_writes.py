@@ -76,3 +76,17 @@ def test_a_part_of_a_key_in_a_program_read_from_a_file(part):
     (finding,) = compile_passes.fuse_module(program)
     assert "written to" in finding.reason
     torch.testing.assert_close(program(*qkv()), Written(part)(*qkv()))
+
+
+def test_a_part_of_a_bias():
+    """Masks of unknown content are added up anew."""
+
+    def attend(q, k, v, bias, mask):
+        bias = bias * 1.0
+        scores = q @ k.mT + (bias + mask)
+        bias.mul_(0.0)
+        return scores.softmax(-1) @ v + bias.sum()
+
+    fusion = fuse(attend)
+    assert_same(attend, (*qkv(), torch.randn(12, 12), torch.randn(12, 12)), fusion)
+    assert fusion.fused == 0 and "written to" in fusion.reasons[0]

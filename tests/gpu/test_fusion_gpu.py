@@ -1,4 +1,6 @@
-"""Fused code on a GPU: rows without keys, where eager averages all values, forward and backward."""
+"""Fused code on a GPU, forward and backward: rows without keys, where eager averages all values,
+and nn.MultiheadAttention.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,11 @@ def test_rows_without_keys(kind, dtype, device="cuda"):
         torch.randn(B, heads, S, D, device=device).to(dtype) for heads in (H, H // 2, H // 2)
     )
     inputs = (q, k, v, padding, torch.randn(H, S, S, device=device).to(dtype))
-    function, found = spelled(kind), []
+    check(kind, spelled(kind), inputs, dtype)
+
+
+def check(name, function, inputs, dtype):
+    found = []
 
     def backend(graph, _):
         found.extend(compile_passes.fuse_module(graph))
@@ -74,5 +80,29 @@ def test_rows_without_keys(kind, dtype, device="cuda"):
     fused = results(torch.compile(function, backend=backend), inputs, dtype)
     assert any(one.fused for one in found), found
     naive, oracle = results(function, inputs, dtype), results(function, inputs, torch.float64)
-    for n, triple in enumerate(zip(fused, oracle, naive)):
-        assert_within_budget(f"result {n} of {kind}", *triple)
+    for n, triple in enumerate(zip(fused, oracle, naive, strict=True)):
+        assert_within_budget(f"result {n} of {name}", *triple)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_multi_head(weights, autocast, dtype, device="cuda"):
+    """Its parameters are inputs. Under autocast they stay in float32."""
+    torch.manual_seed(0)
+    B, S, E, H = 2, 300, 256, 4
+    module = torch.nn.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True, device=device)
+    names = [name for name, _ in module.named_parameters()]
+    padding = torch.zeros(B, S, dtype=torch.bool, device=device)
+    padding[0, S // 2 :] = True
+
+    def attention(padding, x, *parameters):
+        causal = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
+        options = {"attn_mask": causal, "key_padding_mask": padding, "need_weights": weights}
+        lowered = autocast and x.dtype == torch.float32
+        with torch.autocast(device, dtype, lowered and dtype != torch.float32):
+            given = dict(zip(names, parameters, strict=True))
+            return torch.func.functional_call(module, given, (x, x, x), options)[0]
+
+    inputs = (padding, torch.randn(B, S, E, device=device), *module.parameters())
+    check("nn.MultiheadAttention", attention, inputs, torch.float32 if autocast else dtype)
