@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -95,7 +96,7 @@ def _open(call: fx.Node) -> Opened:
     opened = Opened(call)
     (mode,) = {x.fake_mode for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
     try:
-        with mode, _modes(call), warnings.catch_warnings():
+        with mode, enable_python_dispatcher(), _modes(call), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the call itself gave them
             _inline(_traced(call), opened)
         made, wanted = example(opened.out), example(call)[0]
