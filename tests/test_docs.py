@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compile_passes
 import fa_ops
 from fa_ops import dispatch
 
@@ -24,7 +25,8 @@ def examples(page: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda p: p.name)
-def test_examples_run(page):
+def test_examples_run(page, request):
+    request.addfinalizer(compile_passes.uninstall)  # some install the pass for good
     namespace = {"__name__": page.stem}
     for line, source in examples(page):
         padded = "\n" * line + source  # errors then point at the page's own lines
