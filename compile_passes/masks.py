@@ -1,4 +1,4 @@
-"""What the terms of the scores mean: which masks are causal or windows, and what is left to a dense
+"""What the masks among the terms come to: which are causal or windows, and what is left to a dense
 mask.
 
 A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value.
@@ -12,32 +12,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import NamedTuple
 
-import sympy
 import torch
 
-from compile_passes import layout
-from compile_passes.axes import Axis, Dims, broadcast_dims, resolve_dims
-from compile_passes.constants import finite, number
-from compile_passes.elements import Reader, as_number, coordinates
-from compile_passes.expressions import (
-    All,
-    AtMost,
-    Choice,
-    Condition,
-    Element,
-    all_of,
-    any_of,
-    negate,
-    symbolic,
-)
+from compile_passes.axes import resolve_dims
+from compile_passes.constants import finite
+from compile_passes.elements import Reader
+from compile_passes.expressions import all_of
 from compile_passes.ir import Value, alike, learns
+from compile_passes.meanings import (
+    Meaning,
+    Term,
+    Window,
+    every_row_attends,
+    only,
+    read,
+    terms_of,
+    window_of,
+)
 from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import Run, attends_itself, run
 from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
 
-Term = Bias | Fill
 NEAR = 1e3  # a bias made of greater constants may be a mask
 # Over eps: real scores vanish beside anything below. finfo(float16).min is at -63.97.
 FLOOR_OF_SCORES = -63.0
@@ -97,22 +93,12 @@ class Masks:
         return ", ".join(parts) or "no mask"
 
 
-class Meaning(NamedTuple):
-    """Which scores stay, and what the others become or get added: at most `fill`, and just that
-    if `level`.
-    """
-
-    keep: Condition
-    fill: float
-    level: bool = True
-
-
 def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
     dense.
     """
-    terms = [part for t in _without_constants(plan) for part in _parted(t, plan, reader)]
-    meanings = {t: _read(t, reader) for t in terms}
+    terms = terms_of(plan, reader)
+    meanings = {t: read(t, reader) for t in terms}
     _check_floor(plan, meanings)
     terms = [t for t in terms if meanings[t] is None or meanings[t].keep is not True]
     zeroed = _zeroed_alike(plan, terms, meanings)
@@ -126,13 +112,13 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
             meanings[t] = Meaning(meanings[t].keep, -math.inf)
     if _rows_attend_themselves(terms, meanings, plan):  # then any fill does what -inf does
         meanings |= {t: Meaning(meanings[t].keep, -math.inf) for t in terms}
-    bands = [t for t in terms if meanings[t] and _window([meanings[t]], plan) is not None]
+    bands = [t for t in terms if meanings[t] and window_of([meanings[t]], plan) is not None]
     dense = [t for t in terms if t not in bands]
-    window = _window([meanings[t] for t in bands], plan)
-    if dense or not _every_row_attends(window, plan):  # then only an exact -inf may be a flag
+    window = window_of([meanings[t] for t in bands], plan)
+    if dense or not every_row_attends(window, plan):  # then only an exact -inf may be a flag
         bands = [t for t in bands if meanings[t].fill == -math.inf]
         dense = [t for t in terms if t not in bands]
-        window = _window([meanings[t] for t in bands], plan)
+        window = window_of([meanings[t] for t in bands], plan)
     made = _run(plan, window, dense, bands, meanings) if runs else None
     if made is not None:
         return made
@@ -154,7 +140,7 @@ def _run(
     """Masks that leave each query one run of keys."""
     masks = [t for t in dense if meanings[t]]
     others = tuple(t for t in dense if not meanings[t])
-    j = _only(plan.keys)
+    j = only(plan.keys)
     if j is None or not masks or not all(isinstance(t, Bias) for t in others):
         return None
     keep = all_of(*(meanings[t].keep for t in masks))
@@ -164,7 +150,7 @@ def _run(
     first = masks[0]
     made = dataclasses.replace(made, leaf=first.leaf if isinstance(first, Bias) else first.mask)
     whole = all_of(keep, *(meanings[t].keep for t in bands))
-    alive = not others and attends_itself(whole, _only(plan.queries), j)
+    alive = not others and attends_itself(whole, only(plan.queries), j)
     if alive or all(meanings[t].fill == -math.inf for t in masks):
         return Masks(*window, biases=others, run=made)
     if others or bands or len(masks) > 1 or not meanings[first].level:
@@ -178,10 +164,10 @@ def _run(
 
 def _rows_attend_themselves(terms: list[Term], meanings: dict, plan: Plan) -> bool:
     """Whether all masks are known and leave every query the key on its own place."""
-    j = _only(plan.keys)
+    j = only(plan.keys)
     if j is None or not all(meanings[t] for t in terms):
         return False
-    return attends_itself(all_of(*(meanings[t].keep for t in terms)), _only(plan.queries), j)
+    return attends_itself(all_of(*(meanings[t].keep for t in terms)), only(plan.queries), j)
 
 
 def _check_floor(plan: Plan, meanings: dict[Term, Meaning | None]) -> None:
@@ -246,41 +232,6 @@ def _additive(term: Term, meaning: Meaning | None) -> tuple[Keep, Dead] | None:
 def _absorbs(term: Bias, meaning: Meaning) -> bool:
     """Whether real scores vanish beside the fill."""
     return meaning.fill * torch.finfo(term.dtype).eps <= FLOOR_OF_SCORES
-
-
-def _summands(term: Term, plan: Plan) -> list[Term]:
-    """A bias that is a sum, in its parts: a learned one and a mask."""
-    x, dims = _behind_views(term.leaf, plan) if isinstance(term, Bias) else (None, ())
-    if not isinstance(x, Value) or x.op != "add" or x.writes or number(x.args.get("alpha", 1)) != 1:
-        return [term]
-    parts = [x.args.get(name) for name in ("input", "other")]
-    if not all(isinstance(p, Value) and isinstance(p.tensor, torch.Tensor) for p in parts):
-        return [term]
-    if x.grad != plan.core.out.grad or any(p.dtype != x.dtype for p in parts):
-        return [term]
-    peeled = [layout.peel(p, broadcast_dims(p.shape, dims), p.dtype, x) for p in parts]
-    whole = [dataclasses.replace(term, leaf=Leaf(*p)) for p in peeled]
-    return [part for w in whole for part in _summands(w, plan)]
-
-
-def _behind_views(leaf: Leaf, plan: Plan) -> tuple[object, Dims]:
-    """What a bias was before views that were made under the attention's gradient mode."""
-    x, dims = leaf.value, leaf.dims
-    while isinstance(x, Value) and x.grad == plan.core.out.grad:
-        step = layout.backward(x, resolve_dims(dims)) if x.op in layout.LAYOUT else None
-        if step is None:
-            break
-        x, dims = layout.source(x), step[0]
-    return x, dims
-
-
-def _parted(term: Term, plan: Plan, reader: Reader) -> list[Term]:
-    """A sum in its parts where that tells more: a gradient reaches one of them, or one hides keys
-    with -inf, whatever is added there.
-    """
-    parts = _summands(term, plan)
-    meanings = [_read(part, reader) for part in parts] if not plan.trains else []
-    return parts if plan.trains or any(m and m.fill == -math.inf for m in meanings) else [term]
 
 
 def _fallback(
@@ -350,121 +301,6 @@ def _vanishes_in(terms: list[Term], fills: list[Fill], plan: Plan) -> bool:
     far = _far(fill, plan)
     known = all(isinstance(t, Bias) and finite(t.leaf.value, limit=NEAR) for t in before)
     return later and far and known and math.isfinite(fill.value)
-
-
-_NOTHING = Meaning(True, 0.0)
-Window = tuple[int | None, int | None]
-
-
-def _without_constants(plan: Plan) -> list[Term]:
-    """A number added to all scores changes nothing but the fills before it, and softmax ignores
-    what is common to a row.
-    """
-    result, shift = [], 0.0
-    for term in plan.scores.terms:
-        if isinstance(term, Bias) and isinstance(term.leaf.value, float):
-            shift += term.coefficient * term.leaf.value
-        elif isinstance(term, Floor):
-            bound = term.value - shift
-            if bound > FAR:
-                raise Refused("a lower bound on the scores is within their reach")
-            result = [
-                dataclasses.replace(t, value=max(t.value, bound)) if isinstance(t, Fill) else t
-                for t in result
-            ]
-        elif isinstance(term, Fill):
-            result.append(dataclasses.replace(term, value=term.value - shift))
-        else:
-            result.append(term)
-    if shift and plan.sunk:
-        raise Refused("a number is added to the scores but not to their sink")
-    return result
-
-
-def _read(term: Term, reader: Reader) -> Meaning | None:
-    """(which scores are kept, what the others are filled with or get added)."""
-    leaf = term.leaf if isinstance(term, Bias) else term.mask
-    element = _element(leaf, reader)
-    if element is None:
-        return None
-    if isinstance(term, Fill):
-        keep = negate(element) if term.where else element
-        return Meaning(keep, term.value) if term.value <= FAR else None
-    return _keep(element, term.coefficient)
-
-
-def _element(leaf: Leaf, reader: Reader) -> Element | None:
-    at = coordinates(resolve_dims(leaf.dims))
-    return None if at is None or isinstance(leaf.value, float) else reader.element(leaf.value, at)
-
-
-def _keep(x: Element, coefficient: float) -> Meaning | None:
-    """An additive mask: 0 where kept, one far negative number (or several) elsewhere."""
-    if isinstance(x, Choice):
-        yes, no = _keep(x.yes, coefficient), _keep(x.no, coefficient)
-        if yes is None or no is None:
-            return None
-        keep = any_of(all_of(x.condition, yes.keep), all_of(negate(x.condition), no.keep))
-        fills = {m.fill for m in (yes, no) if m.keep is not True}
-        return Meaning(keep, max(fills, default=0.0), yes.level and no.level and len(fills) < 2)
-    value = as_number(x)
-    if value is None:
-        return None
-    if value == 0:
-        return _NOTHING
-    return Meaning(False, value * coefficient) if value * coefficient <= FAR else None
-
-
-def _window(meanings: list[Meaning], plan: Plan) -> Window | None:
-    """(left, right) if the scores kept are a band around the diagonal; None if they are anything
-    else.
-    """
-    keep = all_of(*(m.keep for m in meanings))
-    if keep is True:
-        return None, None
-    literals = keep.conditions if isinstance(keep, All) else {keep}
-    i, j = (_only(g) for g in (plan.queries, plan.keys))
-    if i is None or j is None:
-        return None
-    diagonal = symbolic(j.size) - symbolic(i.size)
-    left: int | None = None
-    right: int | None = None
-    for literal in literals:
-        if not isinstance(literal, AtMost):
-            return None
-        terms, c = dict(literal.a.terms), literal.a.constant
-        if terms == {j: 1, i: -1}:  # j <= i - c
-            reach = sympy.expand(-c - diagonal)
-            right = _tighter(right, reach)
-        elif terms == {j: -1, i: 1}:  # j >= i + c
-            reach = sympy.expand(diagonal - c)
-            left = _tighter(left, reach)
-        else:
-            return None
-        if not isinstance(reach, sympy.Integer) or reach < 0:
-            return None
-    return left, right
-
-
-def _tighter(bound: int | None, reach: sympy.Expr) -> int | None:
-    if not isinstance(reach, sympy.Integer):
-        return bound
-    return int(reach) if bound is None else min(bound, int(reach))
-
-
-def _only(group: tuple[Axis, ...]) -> Axis | None:
-    return group[0] if len(group) == 1 else None
-
-
-def _every_row_attends(window: Window, plan: Plan) -> bool:
-    """A band holds the diagonal, whose key exists for every query if there are as many keys as
-    queries.
-    """
-    i, j = _only(plan.queries), _only(plan.keys)
-    if window == (None, None):
-        return True
-    surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))
-    return bool(surplus.is_nonnegative)
 
 
 def _tangled(dense: list[Term], finite: list[Fill], others: bool) -> bool:
