@@ -31,6 +31,12 @@ def test_a_version_that_computes_something_else_is_seen(tmp_path, monkeypatch, c
         assert "(0e+00)" in line and "(2e-01)" in line
 
 
+@pytest.mark.parametrize("tree, backend", [("/nowhere", "cpu"), (ROOT, "nothing")])
+def test_what_is_no_version_is_refused(tree, backend, monkeypatch):
+    with pytest.raises(SystemExit, match=f"has fa_ops/backends/{backend}, got {tree}"):
+        run(monkeypatch, tree, "--preset", "tiny", "--backend", backend)
+
+
 def test_a_filter_that_finds_nothing_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, ROOT, "--preset", "tiny", "--only", "D64")

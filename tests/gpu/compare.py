@@ -40,6 +40,8 @@ class Version(NamedTuple):
 
 def load(tree: Path, name: str, backend: str, folder: Path) -> Version:
     """The backend of a checkout, copied to `folder` as part of a package of that name."""
+    if not any((tree / "fa_ops" / "backends").glob(f"{backend}*")):
+        sys.exit(f"a version must be a checkout that has fa_ops/backends/{backend}, got {tree}")
     package = folder / name
     shutil.copytree(tree / "fa_ops" / "backends", package / "backends")
     shutil.copy(tree / "fa_ops" / "types.py", package)

@@ -19,7 +19,7 @@ class Config:
     block_m: int
     block_n: int
     stages: int = 2
-    slack: int = 8  # the reference of the exponentials moves only when weights would pass 2^slack
+    slack: int = 8  # where maxima are looked for, a reference moves when weights would pass 2^slack
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
 
     def __post_init__(self) -> None:
