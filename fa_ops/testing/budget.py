@@ -25,15 +25,20 @@ def naive(
     """Attention as one writes it by hand: matmuls in the input dtype, softmax in fp32, weights
     cast back. Differentiable.
     """
+    wide = reference.lse_dtype(q.dtype)
+    return _attend(q, k, v, spec, first_batch, lambda s: s.to(wide), lambda p: p.to(q.dtype))
+
+
+def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[Tensor, Tensor]:
+    """Attention written out; `products` and `weights` say what becomes of those."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    products = (q @ k.transpose(-1, -2)).to(reference.lse_dtype(q.dtype))
-    s = reference.modify_scores(products, spec, q.shape[-1])
+    s = reference.modify_scores(products(q @ k.transpose(-1, -2)), spec, q.shape[-1])
     p, lse = reference.weights(s, spec.sinks)
     if spec.dropout_p > 0:
         factor = reference.dropout_factor(p.shape, spec, p.device, first_batch)
         p = p * factor.to(p.dtype)
-    return reference.apply_weights(p.to(q.dtype), v, s > float("-inf")), lse
+    return reference.apply_weights(weights(p), v, s > float("-inf")), lse
 
 
 class _RoundedWeights(torch.autograd.Function):
@@ -65,16 +70,12 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What every flash kernel of this dtype rounds, and nothing else. Differentiable."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = default_scale(spec, q.shape[-1]) or 1.0  # gradients are rounded before it
-    products = _RoundedGradients.apply(q @ k.transpose(-1, -2), dtype, scale)
-    s = reference.modify_scores(products, spec, q.shape[-1])
-    p, lse = reference.weights(s, spec.sinks)
-    if spec.dropout_p > 0:
-        factor = reference.dropout_factor(p.shape, spec, p.device, first_batch)
-        p = p * factor.to(p.dtype)
-    return reference.apply_weights(_RoundedWeights.apply(p, dtype), v, s > float("-inf")), lse
+    return _attend(
+        q, k, v, spec, first_batch,
+        lambda s: _RoundedGradients.apply(s, dtype, scale),
+        lambda p: _RoundedWeights.apply(p, dtype),
+    )  # fmt: skip
 
 
 def assert_within_budget(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, device_times
+from tests.kernels import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -72,8 +73,7 @@ def run_of(version: Version, problem: Problem, backward: bool) -> tuple[Run, Seq
 
 def difference(results: Sequence[Tensor], first: Sequence[Tensor]) -> float:
     """Relative, of the one that is farthest off."""
-    pairs = [(a.double(), b.double()) for a, b in zip(results, first)]
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    return max(relative_error(a, b) for a, b in zip(results, first))
 
 
 def compare(
