@@ -13,7 +13,10 @@ BACKWARD_OVER_FORWARD = 2.5  # five matmuls against two
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: B sequences of S tokens, Hq query heads and Hkv key heads of dimension D."""
+    """One call: B sequences of S tokens, Hq query heads and Hkv key heads of dimension D.
+
+    In cross attention the tokens attend `cross` keys of something else.
+    """
 
     B: int
     Hq: int
@@ -22,28 +25,39 @@ class Problem:
     D: int
     causal: bool
     dtype: torch.dtype = torch.bfloat16
+    cross: int | None = None
+
+    @property
+    def Sk(self) -> int:
+        return self.cross or self.S
+
+    @property
+    def lengths(self) -> str:
+        return f"{self.S}x{self.cross}" if self.cross else str(self.S)
 
     def __str__(self) -> str:
         heads = str(self.Hq) if self.Hq == self.Hkv else f"{self.Hq}/{self.Hkv}"
-        return f"D{self.D} {'causal' if self.causal else 'full'} S{self.S} B{self.B} H{heads}"
+        mask = "causal" if self.causal else "full"
+        return f"D{self.D} {mask} S{self.lengths} B{self.B} H{heads}"
 
     def flops(self, backward: bool = False) -> float:
-        """The usual count: two matmuls of 2 S S D, half if causal, 2.5 times that for backward."""
-        forward = 4 * self.B * self.Hq * self.S * self.S * self.D / (2 if self.causal else 1)
+        """The usual count: two matmuls of 2 S Sk D, half if causal, 2.5 times that for backward."""
+        forward = 4 * self.B * self.Hq * self.S * self.Sk * self.D / (2 if self.causal else 1)
         return forward * (BACKWARD_OVER_FORWARD if backward else 1)
 
     def inputs(self, device: str, layout: str, requires_grad: bool = False) -> tuple[Tensor, ...]:
-        """q, k, v (B, H, S, D): the same numbers in either memory order, "bhsd" or "bshd"."""
+        """q (B, Hq, S, D), k and v (B, Hkv, Sk, D): the same numbers in either memory order,
+        "bhsd" or "bshd"."""
         generator = torch.Generator(device).manual_seed(0)
 
-        def draw(H: int) -> Tensor:
-            shape = (self.B, H, self.S, self.D)
+        def draw(H: int, S: int) -> Tensor:
+            shape = (self.B, H, S, self.D)
             x = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
             if layout == "bshd":
                 x = x.transpose(1, 2).contiguous().transpose(1, 2)
             return x.requires_grad_(requires_grad)
 
-        return draw(self.Hq), draw(self.Hkv), draw(self.Hkv)
+        return draw(self.Hq, self.S), draw(self.Hkv, self.Sk), draw(self.Hkv, self.Sk)
 
 
 def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, **fixed) -> list:
@@ -57,10 +71,28 @@ def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, 
 
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_ODD = (77, 197, 577, 1500, 1920, 3000)  # of text and image encoders, of half a minute of speech
+# (B, H, S, D, keys): images of 1024 and 512 pixels a side over a short text, a video over a long
+# one, and text over half a minute of speech
+_CROSS = (
+    (8, 10, 4096, 64, 77),
+    (8, 10, 4096, 64, 512),
+    (16, 20, 1024, 64, 77),
+    (1, 40, 32760, 128, 512),
+    (32, 20, 448, 64, 1500),
+)
+
+
+def _cross() -> list[Problem]:
+    return [Problem(B, H, H, S, D, causal=False, cross=Sk) for B, H, S, D, Sk in _CROSS]
+
+
 PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "issue": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
     "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
     "gqa": lambda: _grid(16384, 4096, (128,), _LENGTHS, group=4),
+    "odd": lambda: _grid(16384, 2048, (64, 128), _ODD),
+    "cross": _cross,
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),

@@ -148,7 +148,8 @@ def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> l
     """The rows as plain data: one record for each problem and implementation."""
     records = []
     for problem, results in rows:
-        shape = {name: getattr(problem, name) for name in ("B", "Hq", "Hkv", "S", "D", "causal")}
+        names = ("B", "Hq", "Hkv", "S", "Sk", "D", "causal")
+        shape = {name: getattr(problem, name) for name in names}
         shape["dtype"] = str(problem.dtype).removeprefix("torch.")
         for r in results:
             record = shape | {"implementation": r.implementation.name}
@@ -201,6 +202,6 @@ def _panel(axis, rows: list, names: list[str], backward: bool) -> None:
             heights.append(0.0 if time is None else tflops(problem, time, backward))
         at = [x + (n - (len(names) - 1) / 2) * width for x in range(len(rows))]
         axis.bar(at, heights, width, label=name, color=f"C{n}")
-    axis.set_xticks(range(len(rows)), [str(p.S) for p, _ in rows])
+    axis.set_xticks(range(len(rows)), [p.lengths for p, _ in rows])
     axis.set(xlabel="sequence length", ylabel="TFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)

@@ -18,6 +18,14 @@ def test_flops_are_two_matmuls_and_half_when_causal():
     assert causal.flops(backward=True) == 2.5 * causal.flops()
 
 
+def test_cross_attention_counts_its_keys():
+    one = Problem(B=1, Hq=2, Hkv=1, S=128, D=64, causal=False, cross=32)
+    assert str(one) == "D64 full S128x32 B1 H2/1"
+    assert one.flops() * 4 == Problem(B=1, Hq=2, Hkv=1, S=128, D=64, causal=False).flops()
+    q, k, v = one.inputs("cpu", "bshd")
+    assert (q.shape, k.shape, v.shape) == ((1, 2, 128, 64), (1, 1, 32, 64), (1, 1, 32, 64))
+
+
 def test_issue_grid_has_every_cell_at_constant_tokens_and_width():
     grid = PRESETS["issue"]()
     assert {(p.D, p.causal, p.S) for p in grid} == {

@@ -142,11 +142,12 @@ class Plan:
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         is_crowded = mask is not None or dropout_p > 0
         config = forward_config(D, Dv, bias_bits, is_crowded)
+        has_short_tiles = Sq % config.block_m > 0
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
             config,
             B * Hq * -(-Sq // config.block_m),
-            varied=ragged or has_lens or ranges is not None or mask is not None,
+            varied=has_short_tiles or ragged or has_lens or bool(ranges) or bool(mask),
             features=dict(
                 dtype=dtype,
                 ragged=ragged,
