@@ -19,6 +19,7 @@ class Config:
     block_m: int
     block_n: int
     stages: int = 2
+    query_stages: int = 1  # with 2, the next tile's queries need not wait for this one's end
     slack: int = 8  # where maxima are looked for, a reference moves when weights would pass 2^slack
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
 
@@ -33,8 +34,8 @@ class Config:
     def shared_bytes(self, has_mask: bool = False) -> int:
         consumers = self.block_m // 64
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 2 * consumers + 4 * self.stages + 4
-        tiles = 2 * (self.block_m * self.head_dim + keys)
+        barriers = 2 * self.query_stages * consumers + 4 * self.stages + 4
+        tiles = 2 * (self.query_stages * self.block_m * self.head_dim + keys)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
         tiles += bias if self.bias_bits else 0
         return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
@@ -43,7 +44,8 @@ class Config:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "STAGES": self.stages, "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
+            "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
+            "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
 
 
@@ -227,8 +229,9 @@ def _forward_config(head_dim: int, value_dim: int, is_crowded: bool) -> Config:
         return Config(64, 64, 192, 128, stages=3)
     if head_dim == 64:
         # what registers hold: exponentials and products take turns best with four consumers; slower
-        # with three of 96 to 128 keys, but for 2 % in full attention of 16k
-        return Config(64, 64, 256, 64, stages=4)
+        # with three of 96 to 128 keys, but for 2 % in full attention of 16k. The second place for
+        # queries matters where tiles are short
+        return Config(64, 64, 256, 64, stages=4, query_stages=2)
     if head_dim == 128:
         # slower without slack, with two stages, as keys are held to the end of a step, and with 144
         # to 176 keys but for full attention from 8k on

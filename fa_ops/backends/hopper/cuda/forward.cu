@@ -1,7 +1,7 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
-// HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES QUERY_STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI
+// HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -24,6 +24,7 @@ constexpr float HUGE = 1e30f;    // a share that has an inverse
 constexpr bool HAS_OWN_BLOCKS = !(HAS_MASK || BIAS_BITS);
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
+static_assert(QUERY_STAGES <= 2, "a place for each task");
 static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
 static_assert(!(HAS_MASK || BIAS_BITS) || CONSUMERS <= 3, "a warp for each beside the one that copies");
 static_assert(!IS_BOLD || (SCORES / 2 << SLACK) < MOST, "a step corrects or raises a reference, not both");
@@ -32,8 +33,9 @@ static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weigh
 struct Smem {
   u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
-    q = base, k = q + CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
-    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES, q_empty = q_full + 8 * CONSUMERS, k_full = q_empty + 8 * CONSUMERS;
+    q = base, k = q + QUERY_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
+    bias = v + STAGES * V_BYTES, q_full = bias + CONSUMERS * BIAS_BYTES;
+    q_empty = q_full + 8 * QUERY_STAGES * CONSUMERS, k_full = q_empty + 8 * QUERY_STAGES * CONSUMERS;
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
     mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
@@ -52,18 +54,23 @@ DEVICE void load_block(u32 base, u32 full, u32 empty, const TensorMap& map, Ring
   ring.next();
 }
 
-DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, u32 phase) {
+// Where a task's queries are for a consumer, and the phase of the barriers there: the two tasks have a place each, or share one.
+DEVICE int place_of(const Ring<2>& tasks, int c) { return QUERY_STAGES == 2 ? tasks.stage * CONSUMERS + c : c; }
+DEVICE u32 phase_of(const Ring<2>& tasks) { return QUERY_STAGES == 2 ? tasks.phase : tasks.stage; }
+
+DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, const Ring<2>& tasks) {
 #pragma unroll
   for (int c = 0; c < CONSUMERS; c++) {
-    mbar_wait(sm.q_empty + 8 * c, phase ^ 1);
-    mbar_expect(sm.q_full + 8 * c, Q_BYTES);
+    const int at = place_of(tasks, c);
+    mbar_wait(sm.q_empty + 8 * at, phase_of(tasks) ^ 1);
+    mbar_expect(sm.q_full + 8 * at, Q_BYTES);
 #pragma unroll
     for (int x = 0; x < WIDTH; x++)
-      tma_load(sm.q + c * Q_BYTES + x * 64 * 128, p.q, sm.q_full + 8 * c, x * 64, tile.m0 + c * 64, tile.h, tile.b);
+      tma_load(sm.q + at * Q_BYTES + x * 64 * 128, p.q, sm.q_full + 8 * at, x * 64, tile.m0 + c * 64, tile.h, tile.b);
   }
 }
 
-DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, u32 q_phase, Ring<STAGES>& k, Ring<STAGES>& v) {
+DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, const Ring<2>& tasks, Ring<STAGES>& k, Ring<STAGES>& v) {
   const int h = tile.h / p.group;
   auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
   auto load_v = [&](int block) { load_block<VALUE_WIDTH>(sm.v, sm.v_full, sm.v_empty, p.v, v, block, h, tile.b); };
@@ -71,7 +78,7 @@ DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks
 #pragma unroll 1
   for (int j = n.last - 1;; j--) {
     if (j >= n.first) load_k(j);
-    if (j == n.last - 1) load_queries(p, sm, tile, q_phase); else load_v(j + 1);
+    if (j == n.last - 1) load_queries(p, sm, tile, tasks); else load_v(j + 1);
     if (j < n.first) break;
   }
 }
@@ -79,7 +86,6 @@ DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks
 // One warp; one lane issues copies, all find the bounds of a tile.
 DEVICE void produce(const Params& p, const Smem& sm) {
   const bool leader = elected();
-  u32 q_phase = 0;
   Ring<STAGES> k, v;
   Ring<2> tasks;
   for (int t = blockIdx.x;; tasks.next()) {
@@ -93,9 +99,8 @@ DEVICE void produce(const Params& p, const Smem& sm) {
     if (t >= p.tiles) break;
     if (leader) {
       t = next_tile(p, t);
-      load(p, sm, task.tile, task.n, q_phase, k, v);
+      load(p, sm, task.tile, task.n, tasks, k, v);
     }
-    q_phase ^= 1;
     t = __reduce_max_sync(~0u, leader ? t : 0);
   }
 }
@@ -160,8 +165,8 @@ struct Consumer {
   const Params& p;
   const Smem& sm;
   const int c, tid, lane;
-  u32 q_phase = 0;
   Ring<2> tasks;
+  u32 queries;   // this tile's, as descriptors say it
   Ring<STAGES> k, v;
   Ring<1> mask;  // or bias: never both
   float s[SCORES], o[OUTPUTS];
@@ -179,7 +184,7 @@ struct Consumer {
   DEVICE void pass_turn() { named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256); }
 
   DEVICE void score_product() {
-    const u32 queries = descriptor_base(sm.q + c * Q_BYTES, 16), keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
+    const u32 keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
     wgmma_scores_start(s, queries, keys);
     wgmma_commit();
@@ -204,7 +209,7 @@ struct Consumer {
   }
 
   DEVICE void release_queries() {
-    if (lane == 0) mbar_arrive(sm.q_empty + 8 * c);
+    if (lane == 0) mbar_arrive(sm.q_empty + 8 * place_of(tasks, c));
   }
 
   DEVICE int column(int block, int i) const { return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1); }
@@ -356,7 +361,7 @@ struct Consumer {
 
   // The scores of this warp's rows, by itself, while keys and queries are still there: 16 keys at a time, as there are no registers for more.
   DEVICE void score_again(int slot) {
-    const u32 queries = sm.q + c * Q_BYTES + (tid >> 5) * 16 * 128, keys = sm.k + slot * K_BYTES;
+    const u32 queries = sm.q + place_of(tasks, c) * Q_BYTES + (tid >> 5) * 16 * 128, keys = sm.k + slot * K_BYTES;
 #pragma unroll 1
     for (int key = 0; key < BLOCK_N; key += 16) {
 #pragma unroll
@@ -510,7 +515,7 @@ struct Consumer {
 
   DEVICE void work() {
     if (c == CONSUMERS - 1) pass_turn();
-    for (;; tasks.next(), q_phase ^= 1) {
+    for (;; tasks.next()) {
       mbar_wait(sm.task_full + 8 * tasks.stage, tasks.phase);
       const Task now = published(sm.task + tasks.stage * TASK_BYTES);
       const Tile& tile = now.tile;
@@ -527,7 +532,9 @@ struct Consumer {
       softmax.reset();
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
-      mbar_wait(sm.q_full + 8 * c, q_phase);
+      queries = descriptor_base(sm.q + place_of(tasks, c) * Q_BYTES, 16);
+      asm volatile("" : "+r"(queries));  // or each step makes it anew
+      mbar_wait(sm.q_full + 8 * place_of(tasks, c), phase_of(tasks));
       const Blocks n = own_blocks(now);
       pass_over(now.n.last, n.last);
       if (n.last > n.first) attend(n); else release_queries();
@@ -542,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) forward(c
   extern __shared__ __align__(1024) unsigned char shared[];
   const Smem sm(smem_address(shared));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 4);
+    for (int i = 0; i < QUERY_STAGES * CONSUMERS; i++) mbar_init(sm.q_full + 8 * i, 1), mbar_init(sm.q_empty + 8 * i, 4);
     for (int i = 0; i < 2; i++) mbar_init(sm.task_full + 8 * i, 1), mbar_init(sm.task_empty + 8 * i, READERS);
     for (int i = 0; i < STAGES; i++) {
       mbar_init(sm.k_full + 8 * i, 1), mbar_init(sm.v_full + 8 * i, 1);
