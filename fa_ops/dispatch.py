@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned, values_in_keys
+from fa_ops.types import Cache, Spec, is_decoding, is_prefill, rows_are_aligned, values_in_keys
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
@@ -132,13 +132,14 @@ def _hopper_asked(name: str) -> bool:
     return name in ("auto", "hopper") and available_error("hopper") is None
 
 
-def _layout(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> tuple[int, int, bool, bool]:
-    """Page size, queries of a kv head, whether all rows start at multiples of 16 bytes, and whether
-    the only head's keys hold its values."""
+def _layout(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> tuple[int, int, bool, bool, bool]:
+    """Page size, queries of a kv head, whether those fill a device, whether all rows start at
+    multiples of 16 bytes, and whether the only head's keys hold its values."""
     heads = k.shape[2 if paged else 1]
     rows = q.shape[1] // heads * q.shape[2]
+    many = rows > 16 and is_prefill(q)
     latent = heads == 1 and v.shape[-1] < k.shape[-1] and values_in_keys(k, v)
-    return k.shape[1] if paged else 0, min(rows, 17), rows_are_aligned(q, k, v), latent
+    return k.shape[1] if paged else 0, min(rows, 17), many, rows_are_aligned(q, k, v), latent
 
 
 def cache_refusal(

@@ -98,6 +98,13 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
     )
 
 
+def is_prefill(q: Tensor) -> bool:
+    """Whether queries (B, H, S, D) of a cache are so many that tiles of them fill a device: then
+    nothing is gained by cutting keys."""
+    B, H, S, _ = q.shape
+    return S >= 64 and B * H * -(-S // 128) >= 96
+
+
 def rows_are_aligned(*tensors: Tensor) -> bool:
     """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
 

@@ -37,7 +37,7 @@ console = Console()
 
 
 def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
-    """The last row's last kv head in float64: (1, group, 1, Dv)."""
+    """The last row's last kv head in float64: (1, group, queries, Dv)."""
     length = p.lengths()[-1]
     if p.page:
         pages = data.table[-1].long()
@@ -47,7 +47,7 @@ def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x[-1, -1, p.padding : length] for x in (k, v))
     k, v = (x.double()[None, None] for x in (k, v))
     q = data.q[-1:, -(p.Hq // p.Hkv) :].double()
-    return reference.dense(q, k, v[..., : p.Dv or p.D], Spec())[0]
+    return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
 
 
 def _captured(implementation: Implementation, p: Problem, data: Data):
@@ -62,6 +62,7 @@ def _captured(implementation: Implementation, p: Problem, data: Data):
         if not error < 2e-2:
             raise AssertionError(f"WRONG: relative error {error:.2e}")
         calls = data.count * max(1, -(-min(20, int(GRAPH_BYTES / p.bytes())) // data.count))
+        calls = calls if p.queries == 1 else data.count
         for n in range(min(data.count, 3)):
             call(data.q, *caches[n])
         torch.cuda.synchronize()
@@ -107,7 +108,9 @@ def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
 
 
 def _cell(p: Problem, us: float | str | None) -> str:
-    return f"{us:.1f} {p.bytes() / us / 1e3:.0f}" if isinstance(us, float) else "-"
+    if not isinstance(us, float):
+        return "-"
+    return f"{us:.1f} {p.flops() / us / 1e6 if p.queries > 1 else p.bytes() / us / 1e3:.0f}"
 
 
 def ratio(results: dict[str, float | str], ours: str = "fa_ops") -> float | None:
@@ -199,7 +202,8 @@ def main(
     budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each cell")] = 60.0,
     seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,
 ) -> None:
-    """One token against a cache, in a CUDA graph over cold caches: microseconds and GB/s."""
+    """One token against a cache, or a prompt's last ones, in a CUDA graph over cold caches:
+    microseconds and GB/s, or TFLOP/s."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
     problems, known = _chosen(preset, heads), [*ours(backend), *PEERS]
@@ -219,7 +223,8 @@ def main(
     _print(rows, [i.name for i in chosen], compared)
     if json is not None:
         records = [
-            dataclasses.asdict(p) | {"dtype": str(p.dtype), "bytes": p.bytes(), "results": results}
+            dataclasses.asdict(p)
+            | {"dtype": str(p.dtype), "bytes": p.bytes(), "flops": p.flops(), "results": results}
             for p, results in rows
         ]
         report.write_json(json, "cuda", "decode", records)
@@ -237,7 +242,8 @@ def _chosen(preset: str, heads: str | None) -> list[Problem]:
 
 
 def _print(rows: Rows, names: list[str], compared: list[str]) -> None:
-    table = Table(title=f"decode, {torch.cuda.get_device_name()}: us and GB/s of keys and values")
+    speed = "TFLOP/s" if rows[0][0].queries > 1 else "GB/s of keys and values"
+    table = Table(title=f"decode, {torch.cuda.get_device_name()}: us and {speed}")
     ratios = [f"best peer / {name}" for name in compared]
     for name in ("problem", *names, *ratios):
         table.add_column(escape(name), justify="right", no_wrap=True)

@@ -24,7 +24,8 @@ def _ours(backend: str | None) -> list[Implementation]:
 
     def build(p: Problem, data: Data) -> Call:
         width = p.Dv or p.D
-        given = {"num_splits": 1} if p.unsplit else {}
+        given: dict = {"num_splits": 1} if p.unsplit else {}
+        given |= {"is_causal": True} if p.queries > 1 else {}
         given |= {"key_ranges": data.ranges} if p.padding else {}
         given |= {"unified_max": data.guesses} if p.unified else {}
         call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **given)
@@ -40,6 +41,8 @@ def _ours(backend: str | None) -> list[Implementation]:
 def _plain(p: Problem) -> None:
     if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
         raise NotImplementedError("takes neither pages nor fp8, lengths, padding or shared values")
+    if p.queries > 1:
+        raise NotImplementedError("aligns causal queries at the first key")
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:
@@ -68,8 +71,9 @@ def _flash_attn_3(p: Problem, data: Data) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x if p.page else x.transpose(1, 2) for x in (k, v))
-        given = {"page_table": data.table} if p.page else {}
-        out = function(q.transpose(1, 2), k, v, cache_seqlens=data.lens, **given)
+        given: dict = {"page_table": data.table} if p.page else {}
+        given |= {"cache_seqlens": data.lens, "causal": p.queries > 1}
+        out = function(q.transpose(1, 2), k, v, **given)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return call

@@ -13,7 +13,8 @@ COLD_BYTES = 320 * 2**20  # what a graph walks over at least: several L2s
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: B rows of one query token against S cached keys. Dv = 0: as D."""
+    """One call: B rows of one query token, or the last of several, against S cached keys. Dv = 0:
+    as D."""
 
     B: int
     S: int
@@ -27,10 +28,12 @@ class Problem:
     padding: int = 0  # keys in front of every row that nobody attends
     unsplit: bool = False  # ours with a single split
     unified: bool = False  # ours with a guess of the largest scores
+    queries: int = 1  # tokens of a row, which do not see each other's future
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         words = [f"B{self.B} {self.S}", self.heads]
+        words += [f"{self.queries} queries"] if self.queries > 1 else []
         words += [f"page {self.page}"] if self.page else []
         words += [f"behind {self.padding}"] if self.padding else []
         words += [word for word in ("fp8", "ragged", "unsplit", "unified") if getattr(self, word)]
@@ -54,6 +57,11 @@ class Problem:
             return [self.S] * self.B
         return [1 + (self.S - 1) * b // max(self.B - 1, 1) for b in range(self.B)]
 
+    def flops(self) -> int:
+        """Two matmuls, without what is causally hidden; for rows of S keys."""
+        seen = self.queries * self.S - self.queries * (self.queries - 1) // 2
+        return 2 * self.B * self.Hq * seen * (self.D + (self.Dv or self.D))
+
     def bytes(self) -> int:
         """What must be read: keys and values that are there."""
         width = self.D if self.shared else 2 * self.D
@@ -70,7 +78,7 @@ class Data:
         numbers = p.B * p.S * p.Hkv * p.D
         each = numbers * p.cached.itemsize * (1 if p.shared else 2)
         self.count = max(2, min(64, -(-COLD_BYTES // each))) if each < 2**33 else 1
-        self.q = torch.randn(p.B, p.Hq, 1, p.D, device="cuda", dtype=p.dtype, generator=g)
+        self.q = torch.randn(p.B, p.Hq, p.queries, p.D, device="cuda", dtype=p.dtype, generator=g)
         self.lens = torch.tensor(p.lengths(), dtype=torch.int32, device="cuda")
         self.ranges = None
         if p.padding:
@@ -137,6 +145,11 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
         Problem(B, S, unified=unified)
         for B, S in ((1, 8192), (8, 1024), (64, 4096))
         for unified in (False, True)
+    ],
+    "prefill": lambda: [
+        Problem(B, S, page=page, queries=queries)
+        for B, S, queries in ((1, 8192, 8192), (1, 32768, 2048), (8, 8192, 512), (64, 4096, 64))
+        for page in (0, 64, 16)
     ],
     "host": list,
 }

@@ -8,6 +8,7 @@ Prints how many calls ran; results are the other tests' business.
 
 import contextlib
 import importlib
+import itertools
 import sys
 
 import torch
@@ -88,6 +89,9 @@ def run_cached(module) -> None:
         }
         pages = {"page_size": (0, 8, 64)[seed % 3], "scale": None, "Sq": 1 + seed % 2}
         cases.append(random_cache_case(seed, dtype=dtype, device="cuda", **reads, **pages))
+    for page_size, D in itertools.product((0, 16, 64), (64, 128)):
+        shape = {"B": 1, "Hq": 96, "Hkv": 4, "Sq": 70, "S": 300, "page_size": page_size}
+        cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, **shape))
     for case in cases:
         inputs = case.fresh()
         if not module.cache_error(*inputs):

@@ -2,13 +2,15 @@
 
 A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cuda/forward.cu` (or
 `cuda/backward.cu`), tiles are in `configs`. `packed` gives sequences of a packed batch to the same
-kernels; `decode` has one of its own for few queries against a long cache, `mla` for a latent cache.
+kernels, `prefill` those of a cache; `decode` has one of its own for few queries against a long
+cache, `mla` for a latent cache.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -143,27 +145,25 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     """Why the tier cannot attend such a cache, or None."""
     if q.device.type != "cuda":
         return _foreign(q)
-    from fa_ops.backends.hopper import decode, mla
-
-    own = mla if mla.has_dims(q, v) else decode
-    reason = own.cache_error(q, k, v, cache, spec)
+    reason = _of_cache(q, k, v, cache).cache_error(q, k, v, cache, spec)
     return reason and f"{reason}; {_ELSEWHERE}"
 
 
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    from fa_ops.backends.hopper import decode, mla
-
-    if mla.has_dims(q, v):
-        return mla.forward(q, k, v, cache, spec)
-    return decode.forward(q, k, v, cache, spec)
+    return _of_cache(q, k, v, cache).forward(q, k, v, cache, spec)
 
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    from fa_ops.backends.hopper import decode, mla
+    return _of_cache(q, k, v, cache).prepare(q, k, v, cache, spec)
 
-    own = mla if mla.has_dims(q, v) else decode
-    return own.prepare(q, k, v, cache, spec)
+
+def _of_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
+    from fa_ops.backends.hopper import decode, mla, prefill
+
+    if mla.has_dims(q, v):
+        return mla
+    return prefill if prefill.takes(q, k, cache) else decode

@@ -22,6 +22,7 @@ class Config:
     query_stages: int = 1  # with 2, the next tile's queries need not wait for this one's end
     slack: int = 8  # where maxima are looked for, a reference moves when weights would pass 2^slack
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
+    copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
@@ -38,6 +39,7 @@ class Config:
         tiles = 2 * (self.query_stages * self.block_m * self.head_dim + keys)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
         tiles += bias if self.bias_bits else 0
+        tiles += 4 * self.stages if self.copy_keys else 0
         return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
@@ -46,6 +48,7 @@ class Config:
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
+            "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
         }  # fmt: skip
 
 
@@ -209,9 +212,15 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def forward_config(D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False) -> Config:
-    """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps."""
+def forward_config(
+    D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False, page: int = 0
+) -> Config:
+    """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps. `page`:
+    keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous."""
     config = _forward_config(padded(D), padded(Dv), is_crowded or bias_bits > 0)
+    if page:  # blocks of whole copies
+        block_n = config.block_n // 64 * 64
+        return dataclasses.replace(config, block_n=block_n, copy_keys=min(page, 64))
     if bias_bits == 0:
         return config
     # a tile of the bias beside the others, of whole boxes: what shared memory holds

@@ -34,11 +34,25 @@ from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
 
 # struct Params: maps and addresses, then what all calls of a plan share
 _PARAMS, _SCALARS = struct.Struct("<128s128s128s9Q120s"), struct.Struct("<15i3f48x")
-_MAX_ROWS = 16
+MAX_ROWS = 16
+
+
+def rows_of(q: Tensor, k: Tensor, cache: Cache) -> int:
+    """Queries of a kv head."""
+    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    return q.shape[1] // heads * q.shape[2]
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
+    rows = rows_of(q, k, cache)
+    if rows > MAX_ROWS:
+        return f"attends {MAX_ROWS} queries of a kv head at once, got {rows}"
+    return memory_error(q, k, v, cache, spec)
+
+
+def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """The part of `cache_error` that does not depend on how many queries there are."""
     D, Dv = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
@@ -50,15 +64,6 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return "cuts keys as the device is filled best, without num_splits and batch_invariant"
     if cache.unified_max is not None:
         return "has no unified maximum"
-    return shape_error(q, k, v, cache, spec)
-
-
-def shape_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """The part of `cache_error` that lengths, strides and numbers decide."""
-    heads = k.shape[1] if cache.page_table is None else k.shape[2]
-    rows = q.shape[1] // heads * q.shape[2]
-    if rows > _MAX_ROWS:
-        return f"attends {_MAX_ROWS} queries of a kv head at once, got {rows}"
     if cache.page_table is not None and (k.shape[1] % 16 or (k.shape[1] % 64 and 64 % k.shape[1])):
         return f"needs pages of 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
     scale = spec.scale

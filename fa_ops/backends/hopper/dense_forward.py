@@ -34,17 +34,24 @@ from fa_ops.backends.hopper.problem import (
 )
 from fa_ops.types import Packing, Spec, tensors_of, with_tensors
 
-# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout; 640 bytes
+# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout, pages; 640
+# bytes
 _WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
-_PADDING = bytes(56)
+_PAGES, _PADDING = struct.Struct("<Q3i4x"), bytes(32)
 _NONE = (None,) * 5
 _COUNTER = (1,), (1,), torch.int32
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, packing: Packing | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    packing: Packing | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`packing`: where a sequence's queries and keys begin, which matters to dropout alone."""
+    """`packing`: where a sequence's queries and keys begin, which matters to dropout alone. With a
+    `table` k and v are pages (pages, Hkv, page, D)."""
     q, k, v = copyable(q), copyable(k), copyable(v)
     bits = bias = held = None
     if bits_of(spec.attn_mask):
@@ -52,8 +59,9 @@ def forward(
     elif spec.attn_mask is not None:
         bits = bits_by_query(spec.attn_mask, k.shape[2])
     optional = *_as_read(*tensors_of(spec)[1:]), bits
-    plan = _plan_of(q, k, v, spec, optional, bias)
-    return plan.run(q, k, v, True, optional, held, dropout.row_keys(q, spec, packing))
+    plan = _plan_of(q, k, v, spec, optional, bias, table)
+    row_keys = dropout.row_keys(q, spec, packing)
+    return plan.run(q, k, v, True, optional, held, row_keys, table)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
@@ -71,18 +79,21 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor
 
 
 def prepare_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The same for calls that want lse too, and may have tensors among their options."""
+    """The same for calls that want lse too, and may have tensors among their options, or pages."""
     if spec.attn_mask is not None or not all(copyable(t) is t for t in (q, k, v)):
         return None
-    plan = _plan_of(q, k, v, spec, (*_as_read(*tensors_of(spec)[1:]), None))
+    plan = _plan_of(q, k, v, spec, (*_as_read(*tensors_of(spec)[1:]), None), table=table)
     spec = with_tensors(spec, _NONE)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, *small: Tensor | None, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, with_tensors(spec, small))
-        return plan.run(q, k, v, True, (*_as_read(*small[1:]), None) if small else _NONE)
+            return forward(q, k, v, with_tensors(spec, small), table=table)
+        read = (*_as_read(*small[1:]), None) if small else _NONE
+        return plan.run(q, k, v, True, read, table=table)
 
     return run
 
@@ -109,6 +120,7 @@ def _plan_of(
     spec: Spec,
     optional: tuple[Tensor | None, ...] = _NONE,
     bias: Bias | None = None,
+    table: Tensor | None = None,
 ) -> Plan:
     """`optional`: what `_as_read` gives, and a mask's bits."""
     lens, ranges, sinks, slopes, bits = optional
@@ -125,6 +137,7 @@ def _plan_of(
         None if bits is None else (*shared_strides(bits), run_at(bits)),
         bias,
         spec.dropout_p,
+        None if table is None else (table.shape[1], table.stride(0)),
     )
 
 
@@ -133,15 +146,18 @@ class Plan:
 
     def __init__(
         self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
-        bias=None, dropout_p=0.0,
+        bias=None, dropout_p=0.0, table=None,
     ):  # fmt: skip
-        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        page = Sk if table else 0
+        self.pages = (table[1], page, count) if table else (0, 0, 0)
+        Sk = page * table[0] if table else Sk
         causal, scale, left, right, softcap = statics
         left, right, ragged = window(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         is_crowded = mask is not None or dropout_p > 0
-        config = forward_config(D, Dv, bias_bits, is_crowded)
+        config = forward_config(D, Dv, bias_bits, is_crowded, page)
         has_short_tiles = Sq % config.block_m > 0
         self.device = device
         self.kernel, self.grid, self.dynamic, tiles = self._schedule(
@@ -163,7 +179,8 @@ class Plan:
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        boxes = (64, config.block_n, config.block_n)
+        keys = config.copy_keys or config.block_n
+        boxes = (64, keys, keys)
         families = zip(shapes, strides, boxes)
         self.bias = None
         if bias is not None:
@@ -203,6 +220,7 @@ class Plan:
         optional: tuple[Tensor | None, ...] = _NONE,
         bias: Tensor | None = None,
         row_keys: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         of_q, of_k, of_v = self.maps
         with on_device(self.device):
@@ -212,7 +230,8 @@ class Plan:
             params = (
                 of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
                 _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
-                self.scalars, dropout.parameters(row_keys, self.dropout_p), _PADDING,
+                self.scalars, dropout.parameters(row_keys, self.dropout_p),
+                _PAGES.pack(address(table), *self.pages), _PADDING,
                 b"" if bias is None else self.bias(address(bias)),
             )  # fmt: skip
             if counter is not None:

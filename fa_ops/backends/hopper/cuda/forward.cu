@@ -1,7 +1,7 @@
 // Attention forward for sm_90a. Warpgroup 0 is the copy producer; the others own 64 query rows each. Each consumer keeps one Q.K^T
 // and one P.V in flight; they take turns on the tensor cores so that one's softmax hides under another's products.
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES QUERY_STAGES SLACK IS_RAGGED HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI
-// HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS
+// HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr int WIDTH = HEAD_DIM / 64, VALUE_WIDTH = VALUE_DIM / 64;  // a tile is columns of 128 bytes, one swizzle atom wide each
@@ -28,9 +28,11 @@ static_assert(QUERY_STAGES <= 2, "a place for each task");
 static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words a row");
 static_assert(!(HAS_MASK || BIAS_BITS) || CONSUMERS <= 3, "a warp for each beside the one that copies");
 static_assert(!IS_BOLD || (SCORES / 2 << SLACK) < MOST, "a step corrects or raises a reference, not both");
+static_assert(!IS_PAGED || !(HAS_MASK || BIAS_BITS || HAS_RANGES), "what pages hold before a range may be anything");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
 struct Smem {
+  u32 pages;  // of each buffer of keys, which of its copies are of a page
   u32 q, k, v, bias, q_full, q_empty, k_full, k_empty, v_full, v_empty, task_full, task_empty, task, mask, mask_full, mask_empty;
   DEVICE Smem(u32 base) {
     q = base, k = q + QUERY_STAGES * CONSUMERS * Q_BYTES, v = k + STAGES * K_BYTES;
@@ -39,6 +41,7 @@ struct Smem {
     k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     task_full = v_empty + 8 * STAGES, task_empty = task_full + 16, task = (task_empty + 16 + 15) & ~15;
     mask = task + 2 * TASK_BYTES, mask_full = mask + CONSUMERS * MASK_BYTES, mask_empty = mask_full + 8 * CONSUMERS;
+    pages = mask;
   }
 };
 
@@ -70,6 +73,53 @@ DEVICE void load_queries(const Params& p, const Smem& sm, const Tile& tile, cons
   }
 }
 
+#if IS_PAGED
+constexpr int COPIES = BLOCK_N / COPY_KEYS;
+
+// Of a block, the page of this lane's copy; below 0 there is none.
+DEVICE int page_of(const Params& p, const Task& task, int block) {
+  const int copy = threadIdx.x & 31, at = block * BLOCK_N + copy * COPY_KEYS;
+  if (block < task.n.first || copy >= COPIES || at >= task.n.hi) return -1;
+  const int page = p.pages.table[(long long)task.tile.b * p.pages.stride + at / p.pages.size];
+  return page < p.pages.count ? page : -1;
+}
+
+// By a warp, each lane of which knows a copy's page; `note`: where consumers read which copies have one, or 0. Zeros come instead of the others.
+template <int COLUMNS>
+DEVICE void load_pages(const Params& p, u32 base, u32 full, u32 empty, u32 note, const TensorMap& map, Ring<STAGES>& ring, int block, int h, int page,
+                       bool leader) {
+  constexpr u32 BYTES = COLUMNS * BLOCK_N * 128;
+  const u32 bar = full + 8 * ring.stage, at = base + ring.stage * BYTES, found = __ballot_sync(~0u, page >= 0);
+  mbar_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+  if (leader) {
+    if (note) store_shared(note + 4 * ring.stage, found);
+    mbar_expect(bar, BYTES);
+  }
+#pragma unroll 1
+  for (int j = 0; j < COPIES; j++) {
+    const int own = __shfl_sync(~0u, page, j), token = COPY_KEYS < 64 ? 0 : (block * BLOCK_N + j * COPY_KEYS) % p.pages.size;
+    if (leader)
+#pragma unroll
+      for (int x = 0; x < COLUMNS; x++) tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, map, bar, x * 64, token, h, own);
+  }
+  ring.next();
+}
+
+// By a warp. Which pages a block has is asked while the block before it is on its way.
+DEVICE void load(const Params& p, const Smem& sm, const Task& task, const Ring<2>& tasks, Ring<STAGES>& k, Ring<STAGES>& v, bool leader) {
+  const int h = task.tile.h / p.group;
+  int of_values = -1, of_keys, next = page_of(p, task, task.n.last - 1);
+#pragma unroll 1
+  for (int j = task.n.last - 1;; j--, of_values = of_keys) {
+    of_keys = next, next = page_of(p, task, j - 1);
+    if (j >= task.n.first) load_pages<WIDTH>(p, sm.k, sm.k_full, sm.k_empty, sm.pages, p.k, k, j, h, of_keys, leader);
+    if (j < task.n.last - 1) load_pages<VALUE_WIDTH>(p, sm.v, sm.v_full, sm.v_empty, 0, p.v, v, j + 1, h, of_values, leader);
+    else if (leader) load_queries(p, sm, task.tile, tasks);
+    if (j < task.n.first) break;
+  }
+}
+#endif
+
 DEVICE void load(const Params& p, const Smem& sm, const Tile& tile, const Blocks& n, const Ring<2>& tasks, Ring<STAGES>& k, Ring<STAGES>& v) {
   const int h = tile.h / p.group;
   auto load_k = [&](int block) { load_block<WIDTH>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b); };
@@ -97,10 +147,12 @@ DEVICE void produce(const Params& p, const Smem& sm) {
       mbar_arrive(sm.task_full + 8 * tasks.stage);
     }
     if (t >= p.tiles) break;
-    if (leader) {
-      t = next_tile(p, t);
-      load(p, sm, task.tile, task.n, tasks, k, v);
-    }
+    if (leader) t = next_tile(p, t);
+#if IS_PAGED
+    load(p, sm, task, tasks, k, v, leader);
+#else
+    if (leader) load(p, sm, task.tile, task.n, tasks, k, v);
+#endif
     t = __reduce_max_sync(~0u, leader ? t : 0);
   }
 }
@@ -173,6 +225,7 @@ struct Consumer {
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
   Run run0, run1;   // what this thread's two rows attend
+  u32 found;        // which of a block's copies are of a page
   bool is_blind;    // a row of this warp has no reference yet: a step has to look at its scores
   float slope;
   int diagonal;     // with ALiBi: the key that stands at the first of this thread's rows
@@ -184,6 +237,9 @@ struct Consumer {
   DEVICE void pass_turn() { named_arrive(TURN_BARRIER + (c + 1 == CONSUMERS ? 0 : c + 1), 256); }
 
   DEVICE void score_product() {
+#if IS_PAGED
+    found = load_shared<u32>(sm.pages + 4 * k.stage);
+#endif
     const u32 keys = descriptor_base(sm.k + k.stage * K_BYTES, 16);
     wgmma_fence();
     wgmma_scores_start(s, queries, keys);
@@ -261,6 +317,12 @@ struct Consumer {
 #endif
 #if BIAS_BITS
     add_bias();
+#endif
+#if IS_PAGED
+    if (found != (1u << COPIES) - 1)
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!(found & 1u << (i >> 2) * 8 / COPY_KEYS)) s[i] = -INFINITE;
 #endif
     if (block >= n.full_last || block < n.full_first) {
       const int from = column(block, 0);  // element i is this many columns further: a constant

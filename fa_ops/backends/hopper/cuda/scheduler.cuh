@@ -1,5 +1,11 @@
 // Which tile a persistent CTA takes next, and which key blocks a tile visits.
 
+// Of a cache: key j of batch b is in page table[b * stride + j / size], if there is one of that number.
+struct Pages {
+  const int* table;
+  int stride, size, count;
+};
+
 struct Params {
   TensorMap q, k, v;
   unsigned short* out;    // (B, Sq, Hq, Dv), of 16-bit elements
@@ -20,6 +26,7 @@ struct Params {
   float alibi_unit;     // from score units of a bias to accumulator units
   int mask_run;         // where in a row of the mask's bits its run stands, in bytes
   Dropout dropout;
+  Pages pages;
 #if BIAS_BITS
   Bias bias;
 #endif

@@ -1,0 +1,66 @@
+"""Many queries against a cache: the dense forward, which finds the keys of pages by their table.
+
+A tile of queries attends all of its row's keys by itself, so tiles must be many. Fewer go to the
+triton backend, which cuts keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fa_ops.backends.hopper import decode, dense_forward
+from fa_ops.backends.hopper.configs import padded
+from fa_ops.types import Cache, Spec, is_prefill
+
+
+def takes(q: Tensor, k: Tensor, cache: Cache) -> bool:
+    """Whether there are more queries of a kv head than `decode` attends."""
+    return decode.rows_of(q, k, cache) > decode.MAX_ROWS
+
+
+def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """Why the kernel cannot attend such a cache, or None."""
+    if not is_prefill(q):
+        return (
+            f"attends {decode.MAX_ROWS} queries of a kv head at once, or 64 and more of a head if "
+            f"they fill the device, got {q.shape[2]} of {q.shape[0]} x {q.shape[1]} heads"
+        )
+    if spec.key_ranges is not None:
+        return f"has no key_ranges for more than {decode.MAX_ROWS} queries of a kv head"
+    D, Dv = q.shape[3], v.shape[3]
+    if padded(Dv) > padded(D):
+        return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
+    return decode.memory_error(q, k, v, cache, spec)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
+    table = cache.page_table
+    return dense_forward.forward(q, *_by_head(k, v, table), spec, table=table)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
+    table = cache.page_table
+    attend = dense_forward.prepare_with_lse(q, *_by_head(k, v, table), spec, table)
+    if attend is None:
+        return None
+
+    def run(
+        with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor,
+        table: Tensor | None = None, ranges: None = None, slopes: Tensor | None = None,
+        sinks: Tensor | None = None, *_: None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        small = (None, slopes, sinks, kv_lens, None)
+        return attend(q, *_by_head(k, v, table), *small, table=table)
+
+    return run
+
+
+def _by_head(k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A cache with the heads before the tokens, which pages have first."""
+    return (k, v) if table is None else (k.transpose(1, 2), v.transpose(1, 2))
