@@ -37,7 +37,7 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""One query token, or a few, against a long cache of keys and values. No gradient.
+    r"""One query token, a few, or a prompt's, against a cache of keys and values. No gradient.
 
     With ``key`` and ``value`` the new ones are first written into the cache, in place, behind the
     ``kv_lens[b]`` that it holds; the queries then see ``kv_lens[b] + Sn`` keys. The length of row

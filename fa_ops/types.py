@@ -99,10 +99,10 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
 
 
 def is_prefill(q: Tensor) -> bool:
-    """Whether queries (B, H, S, D) of a cache are so many that tiles of them fill a device: then
-    nothing is gained by cutting keys."""
+    """Whether queries (B, H, S, D) of a cache are so many that tiles of them, each with all of its
+    keys, are sooner done than pieces of the keys: from a quarter of a large device on."""
     B, H, S, _ = q.shape
-    return S >= 64 and B * H * -(-S // 128) >= 96
+    return S >= 64 and B * H * S >= 4096
 
 
 def rows_are_aligned(*tensors: Tensor) -> bool:

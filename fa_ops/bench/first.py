@@ -101,6 +101,7 @@ def measure(family: Family, lengths: tuple[int, ...], device: str, backend: str)
 
 def _serve(pipe: Connection, folder: str, *measurement) -> None:
     os.environ["FA_OPS_CACHE_DIR"] = folder
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # NVRTC would remember what others compiled
     pipe.send(measure(*measurement))
 
 

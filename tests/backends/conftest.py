@@ -31,7 +31,10 @@ class Driver:
         self.struct_bytes = 0  # of a kernel's only parameter
 
     def read(self, name, pointers):
-        return ctypes.string_at(pointers[0], self.struct_bytes) if pointers else b""
+        if not pointers:
+            return b""
+        (where,) = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p * 1)).contents
+        return ctypes.string_at(where, self.struct_bytes)
 
     def last(self, name: str) -> tuple[tuple[int, int], Any]:
         """Grid and parameters of the last launch of that kernel."""

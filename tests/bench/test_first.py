@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import os
+import types
 
 import pytest
 from rich.console import Console
@@ -83,6 +85,15 @@ def test_a_process_of_its_own(tmp_path):
     assert found.length == 32 and found.compiled == 0
     with pytest.raises(RuntimeError, match="forward causal D64: its process ended, 1"):
         first.alone(str(tmp_path), family, (32,), "cpu", "nothing")
+
+
+def test_no_cache_but_the_given_one_serves_it(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(first, "measure", lambda *_: seen.append(dict(os.environ)))
+    monkeypatch.setattr(first.os, "environ", dict(os.environ))
+    first._serve(types.SimpleNamespace(send=lambda _: None), str(tmp_path))
+    names = ("FA_OPS_CACHE_DIR", "CUDA_CACHE_DISABLE")
+    assert [seen[0][name] for name in names] == [str(tmp_path), "1"]
 
 
 def test_the_table_shows_times_and_compilations():

@@ -79,6 +79,19 @@ def test_forward(dims, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
+@pytest.mark.parametrize("page", [16, 64, 192])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
+def test_forward_over_pages(dims, page, tmp_path):
+    config = configs.forward_config(*dims, page=page)
+    cubin, log = compiled("forward", config, IS_RAGGED=1, HAS_KV_LENS=1)
+    # with four consumers the warp that copies and finds pages has 32 registers
+    assert_clean(log, spilled_bytes=80 if config.head_dim == 64 else 0)
+    sass = disassembled(cubin, tmp_path)
+    assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 1
+    assert not unwritten_uniform_registers(sass)
+
+
 BACKWARD_FEATURES = pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
 
 

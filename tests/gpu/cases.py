@@ -35,7 +35,8 @@ def few_processors(count: int) -> Iterator[None]:
     real = torch.cuda.get_device_properties
 
     def properties(device: object) -> SimpleNamespace:
-        return SimpleNamespace(multi_processor_count=count, major=real(device).major)
+        found = real(device)
+        return SimpleNamespace(multi_processor_count=count, major=found.major, minor=found.minor)
 
     with mock.patch.object(torch.cuda, "get_device_properties", properties):
         _forget()

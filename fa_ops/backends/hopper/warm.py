@@ -37,10 +37,14 @@ def variants(
     head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
     """The kernels of calls without dense masks, dropout, softcap, ALiBi or sinks: forward,
-    backward, and decoding with up to 8 queries of a kv head, or over a latent cache."""
+    backward, causal over a cache, and decoding with up to 8 queries of a kv head, or over a latent
+    cache."""
     for D, dtype in itertools.product(head_dims, dtypes):
         yield from _forwards(D, dtype)
         for page in _PAGES:
+            config = forward_config(D, D, page=page)
+            defines = dense_forward.kernel_defines(config, dtype, ragged=True, kv_lens=True)
+            yield Variant("forward", ("forward",), defines)
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(decode.entries_of("decode", config)), defines)

@@ -1,0 +1,155 @@
+"""Many queries against a cache on the host: what the forward's kernel finds, and who takes it."""
+
+import struct
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import compiler, configs, decode, prefill
+from fa_ops.types import Cache, Spec
+
+LENS = torch.tensor([30, 500], dtype=torch.int32)
+
+
+@pytest.fixture
+def driver(driver):
+    driver.struct_bytes = 640
+    return driver
+
+
+def paged(page=16, Dv=64, Sq=64, Hq=64, row=40):
+    """Queries, pages with a table that is part of a larger one, and their spec."""
+    q = torch.randn(2, Hq, Sq, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(90, page, 4, width, dtype=torch.bfloat16) for width in (64, Dv))
+    table = torch.arange(2 * (row + 5), dtype=torch.int32).view(2, row + 5)[:, :row]
+    return q, k, v, Cache(table), Spec(is_causal=True, kv_lens=LENS)
+
+
+def told(params: bytes, at: int) -> tuple[tuple[int, ...], ...]:
+    """Of a tensor map as the driver noted it: where, sizes, steps in bytes, and the box."""
+    rank = params[at + 9]
+    where = struct.unpack_from("<Q", params, at)
+    at += 11
+    sizes = struct.unpack_from(f"<{rank}Q", params, at)
+    steps = struct.unpack_from(f"<{rank - 1}Q", params, at + 8 * rank)
+    box = struct.unpack_from(f"<{rank}I", params, at + 16 * rank - 8)
+    return where, sizes, steps, box
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 192])
+def test_the_kernel_finds_pages_and_their_table(driver, page):
+    q, k, v, cache, spec = paged(page)
+    out, lse = prefill.forward(q, k, v, cache, spec)
+    params = driver.launched[-1].params
+    row = 4 * 64 * 2
+    for at, x in ((128, k), (256, v)):
+        where, sizes, steps, box = told(params, at)
+        assert where == (x.data_ptr(),) and sizes == (64, page, 4, 90)
+        assert steps == (row, 128, page * row) and box == (64, min(page, 64), 1, 1)
+    words = struct.unpack_from("<11Q", params, 384)
+    assert words[:3] == (out.data_ptr(), lse.data_ptr(), LENS.data_ptr())
+    B, Hq, group, Sq, Sk, Dv = struct.unpack_from("<6i", params, 472)
+    assert (B, Hq, group, Sq, Sk, Dv) == (2, 64, 16, 64, 40 * page, 64)
+    table = struct.unpack_from("<Q3i", params, 584)
+    assert table == (cache.page_table.data_ptr(), 45, page, 90)
+    assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("page", [0, 64])
+def test_a_prepared_call_fills_the_same_struct(driver, page):
+    q, k, v, cache, spec = paged()
+    slopes, sinks = torch.ones(64), torch.ones(64)
+    spec = spec._replace(alibi_slopes=slopes, sinks=sinks)
+    if not page:
+        cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
+    run = prefill.prepare(q, k, v, cache, spec)
+    # a batch of few tiles needs no counter, so that nothing but the results differs
+    found = []
+    for call in (
+        lambda: run(True, q, k, v, LENS, cache.page_table, None, slopes, sinks),
+        lambda: prefill.forward(q, k, v, cache, spec),
+    ):
+        out, lse = call()
+        params = driver.launched[-1].params
+        assert struct.unpack_from("<2Q", params, 384) == (out.data_ptr(), lse.data_ptr())
+        found.append((params[:384], params[400:464], params[472:]))
+    assert found[0] == found[1]
+
+
+def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        compiler, "program", lambda source, entry, defines: compiled.append(defines) or entry
+    )
+    for Sq, row in ((64, 40), (200, 7), (1000, 3)):
+        prefill.forward(*paged(Sq=Sq, row=row))
+    assert len(compiled) == 1
+    found = [compiled[0][name] for name in ("IS_PAGED", "COPY_KEYS", "BLOCK_N")]
+    assert found == [1, 16, 64]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("page", [16, 32, 64, 192])
+def test_blocks_are_whole_copies_of_whole_pages(dims, page):
+    config = configs.forward_config(*dims, page=page)
+    assert config.block_n % config.copy_keys == page % config.copy_keys == 0
+    assert config.shared_bytes() <= configs.SHARED_LIMIT
+    assert config.block_n // config.copy_keys <= 32
+
+
+def test_which_kernel_a_cache_is_for():
+    q, k, v, cache, spec = paged()
+    assert hopper._of_cache(q, k, v, cache) is prefill
+    few = q[:, :16, :4]  # 4 queries of each of 4 heads
+    assert hopper._of_cache(few, k, v, cache) is decode
+    assert prefill.cache_error(q, k, v, cache, spec) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, c, s: (q[:, :, :63], k, v, c, s), "got 63 of 2 x 64 heads"),
+        (lambda q, k, v, c, s: (q[:1, :32], k, v, c, s), "got 64 of 1 x 32 heads"),
+        (lambda q, k, v, c, s: (q, k[:, :8], v[:, :8], c, s), "needs pages of 16, 32 or"),
+        (lambda q, k, v, c, s: (q, k, v, c._replace(num_splits=2), s), "without num_splits"),
+        (lambda q, k, v, c, s: (q, k, v, c._replace(key=q), s), "does not write to caches"),
+        (lambda q, k, v, c, s: (q, k.half(), v.half(), c, s), "got torch.float16 for queries"),
+        (lambda q, k, v, c, s: (q, k, v.repeat(1, 1, 1, 2), c, s), "value head dim"),
+        (lambda q, k, v, c, s: (q, k, v, c, s._replace(scale=-1.0)), "needs a positive scale"),
+        (lambda q, k, v, c, s: (q, k, v, c, s._replace(key_ranges=LENS)), "has no key_ranges"),
+    ],
+)
+def test_what_it_does_not_take(change, message):
+    assert message in prefill.cache_error(*change(*paged()))
+
+
+def test_dispatch_asks_again_where_queries_are_too_few(monkeypatch):
+    """What it remembers of one call must not stand for another that another kernel attends."""
+    monkeypatch.setattr(dispatch, "available_error", lambda name: None)
+    monkeypatch.setattr(dispatch, "_selected", {})
+    monkeypatch.setattr(hopper, "_foreign", lambda q: None)
+    monkeypatch.setattr(
+        hopper,
+        "cache_error",
+        lambda q, k, v, cache, spec: hopper._of_cache(q, k, v, cache).cache_error(
+            q, k, v, cache, spec
+        ),
+    )
+    q, k, v, cache, spec = paged()
+    spec = spec._replace(backend="hopper")
+    for _ in range(2):
+        assert dispatch.select_cache(q, k, v, cache, spec) is hopper
+        with pytest.raises(NotImplementedError, match="got 64 of 1 x 32 heads"):
+            dispatch.select_cache(q[:1, :32], k, v, cache, spec)
+        with pytest.raises(NotImplementedError, match="got 20 of 2 x 64 heads"):
+            dispatch.select_cache(q[:, :, :20], k, v, cache, spec)
+
+
+def test_the_cpu_takes_what_it_took():
+    q, k, v, cache, spec = paged(Sq=70)
+    out = fa_ops.attention_with_kv_cache(q, k, v, LENS, cache.page_table, True)
+    one = fa_ops.attention_with_kv_cache(q[:, :, -1:], k, v, LENS, cache.page_table)
+    torch.testing.assert_close(out[:, :, -1:], one, atol=2e-2, rtol=2e-2)
