@@ -91,6 +91,15 @@ def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
     assert found == [1, 16, 64]
 
 
+def test_a_table_without_pages_has_no_keys(driver):
+    q, k, v, cache, spec = paged(row=0)
+    out, _ = prefill.forward(q, k, v, cache, spec)
+    (Sk,) = struct.unpack_from("<i", driver.launched[-1].params, 472 + 16)
+    assert Sk == 0 and out.shape == q.shape
+    decode.forward(q[:, :8, :1], k, v, cache, spec)
+    assert driver.launched[-1].name == "decode"
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("page", [16, 32, 64, 192])
 def test_blocks_are_whole_copies_of_whole_pages(dims, page):

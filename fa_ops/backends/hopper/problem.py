@@ -35,7 +35,7 @@ def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
 
 def section_of(heads: int, bytes_per_head: int, limit: int) -> int:
     """How many heads are computed side by side: as many in each section, but for rounding."""
-    sections = -(-heads * bytes_per_head // limit)
+    sections = max(1, -(-heads * bytes_per_head // limit))
     return -(-heads // sections)
 
 
