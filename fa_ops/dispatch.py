@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.types import Cache, Spec, is_decoding, is_prefill, rows_are_aligned, values_in_keys
+from fa_ops.types import (
+    Cache,
+    Spec,
+    is_decoding,
+    is_prefill,
+    rows_are_aligned,
+    values_in_keys,
+    without_new,
+    writes,
+)
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
@@ -126,6 +135,17 @@ def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> M
             name, q, lambda candidate: cache_refusal(candidate, q, k, v, cache, spec)
         )
     return backend
+
+
+def select_writer(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType | None:
+    """The backend that writes what is new, where another one then attends many queries sooner than
+    it would; None where one does all, if any does."""
+    if not (writes(cache) and is_prefill(q)):
+        return None
+    own = select_cache(q, k, v, cache, spec)
+    if not hasattr(own, "cache_write"):
+        return None
+    return None if select_cache(q, k, v, without_new(cache), spec) is own else own
 
 
 def _hopper_asked(name: str) -> bool:

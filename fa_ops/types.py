@@ -98,6 +98,21 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
     )
 
 
+def writes(cache: Cache) -> bool:
+    """Whether a call writes new keys, or turns anything, before it attends."""
+    return cache.key is not None or cache.rotary_cos is not None
+
+
+def without_new(cache: Cache) -> Cache:
+    """What is left of the call once that is done."""
+    return cache._replace(key=None, value=None, rotary_cos=None, rotary_sin=None)
+
+
+def longer(spec: Spec, cache: Cache) -> Spec:
+    """The spec of then: rows have grown by the new keys."""
+    return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
+
+
 def is_prefill(q: Tensor) -> bool:
     """Whether queries (B, H, S, D) of a cache are so many that tiles of them, each with all of its
     keys, are sooner done than pieces of the keys: from a quarter of a large device on."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, library, prepared
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Spec, longer, without_new
 
 READ = torch.ops.fa.attention_with_kv_cache.default
 APPEND = torch.ops.fa.attention_with_kv_cache_append.default
@@ -75,8 +75,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
         return out.zero_(), lse
     if nothing_new:
         cache = cache._replace(key=None, value=None)
+    writer = dispatch.select_writer(q, k, v, cache, spec)
+    if writer is not None:
+        q = writer.cache_write(q, k, v, cache, spec)
+        cache, spec = without_new(cache), longer(spec, cache)
     results = dispatch.select_cache(q, k, v, cache, spec).cache_forward(q, k, v, cache, spec)
-    if call is not None:
+    if call is not None and writer is None:
         prepared.make_cached(call, q, k, v, given, asked)
     return results
 

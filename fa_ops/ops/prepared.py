@@ -132,6 +132,8 @@ def _way_cached(
     plain = all(t is None or t.is_contiguous() for t in small)
     if not plain or (cache.key is not None and not cache.key.numel()):
         return _nothing
+    if dispatch.select_writer(q, k, v, cache, spec) is not None:
+        return _nothing
     return getattr(dispatch.select_cache(q, k, v, cache, spec), "prepare_cached", _nothing)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.testing.budget import assert_within_budget, naive
-from fa_ops.types import Cache, Spec, default_scale
+from fa_ops.types import Cache, Spec, default_scale, longer
 
 FP8 = torch.float8_e4m3fn
 
@@ -203,7 +203,7 @@ def assert_cache_close(case: CacheCase, backend: str) -> None:
     def narrow(q, k, v, spec):
         return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
 
-    known = reference.cached(q2, k2, v2, cache2._replace(key=None), _longer(spec2, cache2), narrow)
+    known = reference.cached(q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), narrow)
     noise = torch.tensor(
         max(loose * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
     )
@@ -221,8 +221,3 @@ def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
         return 0.0
     product = case.magnitude * abs(default_scale(spec, case.D)) * case.D**0.5
     return product * cache.k_scale.max().item() * torch.finfo(case.dtype).eps / 12**0.5
-
-
-def _longer(spec: Spec, cache: Cache) -> Spec:
-    """The spec of the call that follows the one that appended."""
-    return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])

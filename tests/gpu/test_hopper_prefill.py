@@ -101,6 +101,17 @@ def test_one_graph_serves_every_length():
         assert relative_error(captured[0], expected) < 1e-2, step
 
 
+@pytest.mark.parametrize("changes", [{}, {"page_size": 64}, {"page_size": 16, "rotary": 32}])
+def test_new_keys_are_written_by_another_backend(changes, monkeypatch):
+    attended, real = [], hopper.cache_forward
+    monkeypatch.setattr(hopper, "cache_forward", lambda *args: attended.append(1) or real(*args))
+    assert_cache_close(
+        CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=64, Dv=64, dtype=torch.bfloat16, new=256,
+                  device="cuda", is_causal=True, lens=(768, 5), **changes), "auto",
+    )  # fmt: skip
+    assert attended
+
+
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_the_operator_takes_it_and_says_what_it_does_not(page_size):
     case = CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=128, Dv=128, dtype=torch.bfloat16,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.triton.backward import backward, varlen_backward
-from fa_ops.backends.triton.decode import cache_error, cache_forward, prepare_cached
+from fa_ops.backends.triton.cached import cache_forward, cache_write, prepare_cached
+from fa_ops.backends.triton.decode import cache_error
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
@@ -22,6 +23,7 @@ __all__ = [
     "backward",
     "cache_error",
     "cache_forward",
+    "cache_write",
     "forward",
     "merge_states",
     "prepare_cached",
