@@ -35,14 +35,16 @@ class Family:
     kind: str  # of KINDS
     fields: dict[str, Any]
     sides: tuple[bool, bool] = (False, False)  # of a window
-    sizes: str = "ordinary"  # or "decoding": few queries, many keys; "many": heads and batches
+    # or "decoding": few queries, many keys; "many": heads and batches; "prefill": queries, on a GPU
+    sizes: str = "ordinary"
 
     def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
         """One of its calls."""
         fields = self.fields | {"device": device, "seed": pick(range(2**16))}
         fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
         if self.kind == "cached":
-            return _cached(pick, fields)
+            prefill = self.sizes == "prefill" and device == "cuda"
+            return _prefill(pick, fields) if prefill else _cached(pick, fields)
         fields["layout"] = pick(("bhsd", "bshd", "packed", "expanded"))
         # much larger, rounding alone makes weights of one row or another wrong by chance
         fields["magnitude"] = rarely(pick, (0.0, 8.0), 1.0, 5)
@@ -97,7 +99,8 @@ def family(pick: Pick, kind: str, dtypes: Sequence[torch.dtype]) -> Family:
     }
     sides = rarely(pick, ((True, False), (False, True), (True, True)), (False, False))
     if kind == "cached":
-        return Family(kind, fields | _cache_features(pick, dtype, D), sides)
+        fields |= _cache_features(pick, dtype, D)
+        return Family(kind, fields, sides, rarely(pick, ("prefill",), "ordinary"))
     fields |= {
         "kv_lens": rarely(pick, (True,), False),
         "dropout_p": rarely(pick, (0.1, 0.5, 0.9), 0.0, 5),
@@ -144,6 +147,13 @@ def _cached(pick: Pick, fields: dict) -> CacheCase:
     B, Hkv, group = pick((1, 2, 3, 5)), pick((1, 2, 3)), pick((1, 2, 4, 8))
     S = max(fields["new"], pick((1, 20, 130, 300, 700)))
     return CacheCase(**fields, B=B, Hkv=Hkv, Hq=Hkv * group, S=S, bshd=pick((False, True)))
+
+
+def _prefill(pick: Pick, fields: dict) -> CacheCase:
+    """As many queries as are no matter of decoding."""
+    B, Hkv, group = pick((4, 6)), pick((2, 3)), pick((8, 12))
+    fields |= {"Sq": pick((64, 65, 100, 130)), "bshd": pick((False, True))}
+    return CacheCase(**fields, B=B, Hkv=Hkv, Hq=Hkv * group, S=pick((20, 130, 300)))
 
 
 def rarely(pick: Pick, options: Sequence, default: Any, weight: int = 3) -> Any:

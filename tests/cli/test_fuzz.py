@@ -16,6 +16,7 @@ from fa_ops.cli import app, fuzz_cases, fuzz_workers
 from fa_ops.cli.fuzz import plan
 from fa_ops.cli.fuzz_cases import Run, Target, family_of, outcomes
 from fa_ops.testing import draws
+from fa_ops.types import is_prefill
 
 CPU = Target("cpu", "cpu", (torch.float32, torch.float16))
 
@@ -146,4 +147,17 @@ def test_draws_reach_every_feature():
     assert everywhere | ours | masks | {"few queries, many keys"} <= seen["dense"]
     assert everywhere | ours <= seen["packed"]
     assert everywhere | caches <= seen["cached"]
-    assert sizes == {"ordinary", "decoding", "many"}
+    assert sizes == {"ordinary", "decoding", "many", "prefill"}
+
+
+def test_a_gpu_draws_many_queries_of_a_cache_too():
+    families = [
+        draws.family(random.Random(seed).choice, "cached", (torch.bfloat16,)) for seed in range(40)
+    ]
+    many = [family for family in families if family.sizes == "prefill"]
+    pick = random.Random(0).choice
+    assert 0 < len(many) < 20
+    for family in many:
+        case = family.case(pick, "cuda")
+        assert is_prefill(torch.empty(case.B, case.Hq, case.Sq, 1, device="meta"))
+        assert family.case(pick, "cpu").Sq <= 16
