@@ -1,0 +1,263 @@
+"""flash_attn's names: signatures as published, results as its documentation defines them."""
+
+import inspect
+
+import pytest
+import torch
+
+from fa_ops.compat import flash_attn as compat
+
+# as flash-attn 2.8 has them
+SIGNATURES = {
+    "flash_attn_func": "q k v dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) "
+    "softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
+    "alibi_slopes=None deterministic=False return_attn_probs=False block_table=None",
+    "flash_attn_with_kvcache": "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None cache_leftpad=None block_table=None "
+    "softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 rotary_interleaved=True "
+    "alibi_slopes=None num_splits=0 return_softmax_lse=False",
+}
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"softmax_scale": 0.4},
+    "window": {"window_size": (3, 2)},
+    "window of one side": {"window_size": (4, -1), "causal": True},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "ALiBi": {"alibi_slopes": True, "causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    parameters = inspect.signature(getattr(compat, name)).parameters.values()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    empty = inspect.Parameter.empty
+    found = [p.name + ("" if p.default is empty else f"={p.default}") for p in parameters]
+    assert " ".join(found) == SIGNATURES[name]
+
+
+def written_out(
+    q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
+):
+    """out and lse of one sequence (S, H, D), by a matrix of scores."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(group, 0) for t in (k, v))
+    Sq, Sk = q.shape[1], k.shape[1]
+    s = q @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - (Sk - Sq)  # from its own position
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[:, None, None] * distance.abs()
+    left, right = (side if side >= 0 else 10**6 for side in window_size)
+    right = min(right, 0) if causal else right
+    s = s.masked_fill((distance < -left) | (distance > right), float("-inf"))
+    lse = s.logsumexp(-1)
+    return ((s - lse[..., None]).exp().nan_to_num() @ v).transpose(0, 1), lse
+
+
+def draw(*shape, grad=True):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+def options_of(name, heads):
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.linspace(0.1, 0.6, heads)
+    return options
+
+
+def assert_same(found, expected, inputs):
+    """Results and gradients."""
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    grads = (torch.autograd.grad(x, inputs, grad) for x in (found, expected))
+    for one, other in zip(*grads):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("Sk", [9, 13])
+def test_dense(name, Sk):
+    q, k, v = draw(2, 9, 4, 8), draw(2, Sk, 2, 8), draw(2, Sk, 2, 8)
+    options = options_of(name, 4)
+    out, lse, weights = compat.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    rows = [written_out(*row, **options) for row in zip(q, k, v)]
+    assert weights is None and out.is_contiguous()
+    torch.testing.assert_close(lse, torch.stack([row[1] for row in rows]), check_dtype=False)
+    assert_same(out, torch.stack([row[0] for row in rows]), (q, k, v))
+    assert torch.equal(compat.flash_attn_func(q, k, v, **options), out)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_varlen(name):
+    ends_q, ends_k = [0, 4, 4, 11], [0, 6, 8, 17]
+    q, k, v = draw(11, 4, 8), draw(17, 2, 8), draw(17, 2, 8)
+    options = options_of(name, 4)
+    ends = (torch.tensor(e, dtype=torch.int32) for e in (ends_q, ends_k))
+    out, lse, _ = compat.flash_attn_varlen_func(
+        q, k, v, *ends, 7, 9, **options, return_attn_probs=True
+    )
+    spans = zip(ends_q, ends_q[1:], ends_k, ends_k[1:])
+    rows = [written_out(q[a:b], k[c:d], v[c:d], **options) for a, b, c, d in spans]
+    torch.testing.assert_close(lse, torch.cat([row[1] for row in rows], -1), check_dtype=False)
+    assert_same(out, torch.cat([row[0] for row in rows]), (q, k, v))
+
+
+def test_packed_forms_are_the_plain_ones():
+    qkv = draw(2, 9, 3, 4, 8)
+    q, k, v = qkv.unbind(2)
+    out = compat.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(compat.flash_attn_qkvpacked_func(qkv, causal=True), out)
+    assert torch.equal(compat.flash_attn_kvpacked_func(q, qkv[:, :, 1:], 0.0, None, True), out)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    flat = [t[0] for t in (q, k, v)]
+    out = compat.flash_attn_varlen_func(*flat, ends, ends, 5, 5, causal=True)
+    found = compat.flash_attn_varlen_qkvpacked_func(qkv[0], ends, 5, 0.0, None, True)
+    assert torch.equal(found, out)
+    both = ends, ends, 5, 5
+    found = compat.flash_attn_varlen_kvpacked_func(flat[0], qkv[0, :, 1:], *both, causal=True)
+    assert torch.equal(found, out)
+
+
+def caches(page_size=0):
+    """Caches of two rows with room for 24 keys, and a table."""
+    if not page_size:
+        return draw(2, 24, 2, 8, grad=False), draw(2, 24, 2, 8, grad=False), None
+    table = torch.randperm(2 * 24 // page_size).view(2, -1).int()
+    shape = (table.numel(), page_size, 2, 8)
+    return draw(*shape, grad=False), draw(*shape, grad=False), table
+
+
+def rows_of(cache, table):
+    return cache if table is None else cache[table.long()].flatten(1, 2)
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_a_cache_is_appended_to_and_attended(name, page_size):
+    k_cache, v_cache, table = caches(page_size)
+    held = [rows_of(cache, table).clone() for cache in (k_cache, v_cache)]
+    q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
+    lens, options = torch.tensor([5, 17], dtype=torch.int32), options_of(name, 4)
+    out, lse = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lens, block_table=table, return_softmax_lse=True,
+        **options,
+    )  # fmt: skip
+    for b, n in enumerate(lens.tolist()):
+        for cache, new in zip(held, (k, v)):
+            cache[b, n : n + 3] = new[b]
+        expected = written_out(q[b], held[0][b, : n + 3], held[1][b, : n + 3], **options)
+        torch.testing.assert_close(out[b], expected[0])
+        torch.testing.assert_close(lse[b], expected[1], check_dtype=False)
+    for cache, wanted in zip((k_cache, v_cache), held):
+        assert torch.equal(rows_of(cache, table), wanted)
+
+
+@torch.no_grad()
+def test_lengths_of_a_cache_and_padding_in_front():
+    k_cache, v_cache, _ = caches()
+    q = draw(2, 1, 4, 8)
+    attend = compat.flash_attn_with_kvcache
+    whole = torch.stack([written_out(*row)[0] for row in zip(q, k_cache, v_cache)])
+    torch.testing.assert_close(attend(q, k_cache, v_cache), whole)
+    some = torch.stack([written_out(q[b], k_cache[b, :7], v_cache[b, :7])[0] for b in range(2)])
+    torch.testing.assert_close(attend(q, k_cache, v_cache, cache_seqlens=7), some)
+    pad = torch.tensor([2, 5], dtype=torch.int32)
+    rows = [written_out(q[b], k_cache[b, n:9], v_cache[b, n:9])[0] for b, n in enumerate([2, 5])]
+    found = attend(q, k_cache, v_cache, cache_seqlens=9, cache_leftpad=pad)
+    torch.testing.assert_close(found, torch.stack(rows))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@torch.no_grad()
+def test_rotary_embedding(interleaved):
+    k_cache, v_cache, _ = caches()
+    q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
+    angle = torch.rand(30, 2, dtype=torch.float64) * 6
+    cos, sin = angle.cos(), angle.sin()
+
+    def turned(x, at):
+        places = (slice(0, 4, 2), slice(1, 4, 2)) if interleaved else (slice(0, 2), slice(2, 4))
+        a, b = (x[..., place] for place in places)
+        c, s = (t[at : at + x.shape[0], None] for t in (cos, sin))
+        x = x.clone()
+        x[..., places[0]], x[..., places[1]] = a * c - b * s, a * s + b * c
+        return x
+
+    out = compat.flash_attn_with_kvcache(
+        q, k_cache.clone(), v_cache.clone(), k, v, cos.float(), sin.float(), 6, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    for b in range(2):
+        keys = torch.cat([k_cache[b, :6], turned(k[b], 6)])
+        expected, _ = written_out(
+            turned(q[b], 6), keys, torch.cat([v_cache[b, :6], v[b]]), causal=True
+        )
+        torch.testing.assert_close(out[b], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_values_of_another_width_and_sides_that_are_none():
+    q, k, v = draw(1, 5, 2, 8), draw(1, 5, 2, 8), draw(1, 5, 2, 4)
+    out = compat.flash_attn_func(q, k, v, window_size=(None, 0))
+    torch.testing.assert_close(out[0], written_out(q[0], k[0], v[0], causal=True)[0])
+
+
+def test_it_compiles():
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    compiled = torch.compile(compat.flash_attn_func, backend="eager", fullgraph=True)
+    expected = compat.flash_attn_func(q, k, v, causal=True, window_size=(3, -1))
+    assert torch.equal(compiled(q, k, v, causal=True, window_size=(3, -1)), expected)
+
+
+q, packed, cache = torch.randn(1, 2, 2, 8), torch.randn(4, 2, 8), torch.randn(1, 8, 2, 8)
+ends = torch.tensor([0, 4], dtype=torch.int32)
+angles = torch.ones(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, r"q must have shape \(B, S, H, D\), got \(4, 2, 8\)",
+         lambda: compat.flash_attn_func(packed, q, q)),
+        (TypeError, "k must be a Tensor, got int", lambda: compat.flash_attn_func(q, 3, q)),
+        (ValueError, r"v must have shape \(T, H, D\)",
+         lambda: compat.flash_attn_varlen_func(packed, packed, q, ends, ends, 4, 4)),
+        (ValueError, r"qkv must have shape \(B, S, 3, H, D\), got \(1, 2, 2, 2, 8\)",
+         lambda: compat.flash_attn_qkvpacked_func(torch.stack([q, q], 2))),
+        (ValueError, r"kv must have shape \(T, 2, H, D\), got \(4, 2, 8\)",
+         lambda: compat.flash_attn_varlen_kvpacked_func(packed, packed, ends, ends, 4, 4)),
+        (TypeError, r"window_size must be a pair \(left, right\), got 3",
+         lambda: compat.flash_attn_func(q, q, q, window_size=3)),
+        (NotImplementedError, "return_attn_probs must be False with dropout, got dropout_p 0.5",
+         lambda: compat.flash_attn_func(q, q, q, 0.5, return_attn_probs=True)),
+        (NotImplementedError, "block_table must be None for packed sequences",
+         lambda: compat.flash_attn_varlen_func(packed, packed, packed, ends, ends, 4, 4,
+                                               block_table=ends)),
+        (NotImplementedError, "cache_batch_idx must be None",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=ends)),
+        (ValueError, "rotary_cos and rotary_sin must be given together",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, rotary_cos=angles)),
+        (ValueError, "k must be given where rotary_cos is",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, rotary_cos=angles,
+                                                rotary_sin=angles)),
+        (NotImplementedError, "causal must be True where rotary_cos turns several queries, got 2",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q, angles, angles, 3)),
+        (NotImplementedError, "cache_leftpad must be None with rotary_cos",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q, angles, angles, 3,
+                                                cache_leftpad=ends, causal=True)),
+        (ValueError, "cache_seqlens must be given with k",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q)),
+        (ValueError, r"k_cache must have shape \(pages, page_size, H, D\)",
+         lambda: compat.flash_attn_with_kvcache(q, packed, packed, block_table=ends[None])),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_by_its_name(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
