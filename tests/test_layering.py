@@ -21,7 +21,7 @@ TOP = {
     "fa_ops.api": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
     "fa_ops.ops": ("fa_ops.ops", "fa_ops.dispatch", "fa_ops.types"),
     "fa_ops.distributed": ("fa_ops.distributed", "fa_ops.api", "fa_ops.ops", "fa_ops.types"),
-    "fa_ops.compat": ("fa_ops.compat", "fa_ops.api", "fa_ops.kv_cache"),
+    "fa_ops.compat": ("fa_ops.compat", "fa_ops.api", "fa_ops.kv_cache", "fa_ops.ops"),
     "fa_ops.backends": ("fa_ops.types", "fa_ops.backends.dropout"),
     "fa_ops.testing": ("fa_ops.testing", "fa_ops.types", "fa_ops.backends.reference"),
     "compile_passes": ("compile_passes", "fa_ops"),
