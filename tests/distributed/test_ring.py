@@ -1,0 +1,153 @@
+"""Ring attention on gloo processes, against one process that holds the whole sequence."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fa_ops
+from fa_ops.distributed import ring_attention, shard, unshard
+
+CASES = {
+    "full": {},
+    "causal, zigzag": {"is_causal": True},
+    "causal, contiguous": {"is_causal": True, "zigzag": False},
+    "grouped heads": {"is_causal": True, "Hkv": 2},
+    "scale and softcap": {"is_causal": True, "scale": 0.4, "softcap": 2.0},
+    "values of another width": {"is_causal": True, "Dv": 4},
+    "repeatable": {"is_causal": True, "deterministic": True},
+    "a backend by its name": {"is_causal": True, "backend": "cpu"},
+    "keys of another length": {"Sk": 36},
+    "bfloat16": {"is_causal": True, "dtype": torch.bfloat16},
+    "layout of the heads last": {"is_causal": True, "bshd": True},
+    "lse alone": {"is_causal": True, "loss": lambda out, lse: lse.cos().sum()},
+    "out alone": {"is_causal": True, "loss": lambda out, lse: out.sin().sum()},
+}  # fmt: skip
+
+
+def both(out, lse):
+    return out.double().sin().sum() + lse.cos().sum()
+
+
+def check(
+    group=None, Hkv=4, D=8, Dv=8, S=24, Sk=24, dtype=torch.float32, zigzag=True, bshd=False,
+    loss=both, **options,
+):  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(shape, generator=g).to(dtype).requires_grad_()
+        for shape in ((2, 4, S, D), (2, Hkv, Sk, D), (2, Hkv, Sk, Dv))
+    ]
+    parts = [shard(x.detach(), group, zigzag=zigzag) for x in whole]
+    if bshd:
+        parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
+    parts = [x.requires_grad_() for x in parts]
+    found = ring_attention(*parts, group, zigzag=zigzag, return_lse=True, **options)
+    assert found[0].dtype == dtype and found[1].dtype == torch.float32
+    expected = fa_ops.attention(*whole, return_lse=True, **options)
+    near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 2e-2}
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(unshard(one, group, zigzag=zigzag), other.detach(), **near)
+    loss(*found).backward(), loss(*expected).backward()
+    for part, x in zip(parts, whole):
+        torch.testing.assert_close(unshard(part.grad, group, zigzag=zigzag), x.grad, **near)
+        assert part.grad.dtype == dtype
+
+
+def check_layout():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.arange(2 * size * 3).view(1, 1, -1, 1)
+    part = shard(x).flatten().tolist()
+    last = 2 * size - 1 - rank
+    assert part == [*range(3 * rank, 3 * rank + 3), *range(3 * last, 3 * last + 3)]
+    assert torch.equal(unshard(shard(x)), x)
+    assert shard(x, zigzag=False).flatten().tolist() == [*range(6 * rank, 6 * rank + 6)]
+    assert torch.equal(unshard(shard(x.view(-1), dim=0), dim=0), x.view(-1))
+    whole = torch.randn(4 * size, requires_grad=True)
+    shard(whole, dim=0).sum().backward()
+    assert whole.grad.sum() == 4
+    with pytest.raises(ValueError, match=f"a multiple of {2 * size} tokens along dim 2"):
+        shard(x[:, :, 1:])
+
+
+def check_refusals():
+    """What is refused is refused in every process, before anything is sent."""
+    q, odd = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=r"key must have shape \(B, H, S, D\), got \(2, 4, 8\)"):
+        ring_attention(q, q[0], q)
+    with pytest.raises(ValueError, match="key must be as long as query if is_causal, got 3 and 4"):
+        ring_attention(q, odd, odd, is_causal=True)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="even number of tokens in zigzag order, got 3"):
+            ring_attention(odd, odd, odd, is_causal=True)
+    out = ring_attention(odd, odd, odd, is_causal=True, zigzag=False)
+    assert out.shape == odd.shape
+    found = ring_attention(q, q, q, backend="reference")
+    torch.testing.assert_close(found, ring_attention(q, q, q))
+    with pytest.raises(NotImplementedError, match="the reference backend has gradients of whole"):
+        ring_attention(q.clone().requires_grad_(), q, q, backend="reference")
+    twice = torch.autograd.grad(
+        ring_attention(q.requires_grad_(), q, q).sin().sum(), q, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        twice[0].sum().backward()
+
+
+def check_group():
+    """The first and the last process, of which the ones between are none."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(sorted({0, size - 1}))
+    if rank in (0, size - 1):
+        check(group, is_causal=True)
+        return
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=f"group must contain this process, {rank}, and does not"):
+        ring_attention(q, q, q, group)
+
+
+CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
+CHECKS |= {"layout": check_layout, "refusals": check_refusals, "a group": check_group}
+
+
+def worker(rank: int, world: int, folder: str) -> None:
+    """Run every check; leave a file with its verdict, or the traceback."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    for name, one in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            one()
+            verdict = "passed"
+        except BaseException:
+            verdict = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(verdict)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
+    """The same processes for all checks: starting them takes longer than the checks."""
+    folder = tmp_path_factory.mktemp("ring")
+    mp.spawn(worker, (request.param, str(folder)), nprocs=request.param)
+    return request.param, folder
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_ring(name, verdicts):
+    world, folder = verdicts
+    for rank in range(world):
+        verdict = (folder / f"{name}.{rank}").read_text()
+        assert verdict == "passed", f"rank {rank} of {world}: {verdict}"
+
+
+def test_without_processes_it_says_so():
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        ring_attention(q, q, q)
