@@ -139,9 +139,9 @@ def _reach(
     every, half = slice(None), tokens // 2
     if not is_causal or source == ring.rank:
         return every, every, is_causal
-    if (
-        zigzag
-    ):  # chunks r and 2n - 1 - r: the earlier one of who comes before, or all of who follows
+    # in zigzag order, chunks r and 2n - 1 - r here: of who comes before, the first is earlier than
+    # both; of who follows, both are earlier than the second here
+    if zigzag:
         earlier = source < ring.rank
         return (every, slice(half), False) if earlier else (slice(half, None), every, False)
     return (every, every, False) if source < ring.rank else None
