@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -87,13 +88,21 @@ class Bomb(str):
         return os._exit, (7,)
 
 
+class Pause(str):
+    """Keeps the process that reads it."""
+
+    def __reduce__(self):
+        return time.sleep, (60,)
+
+
 def test_a_crash_and_a_silence_fail_the_case_and_the_rest_goes_on(monkeypatch):
     runs = [Run(CPU._replace(backend=Bomb("cpu")), 0, 1, 3), Run(CPU, 1, 0, 2)]
     found = [(o.family, o.case, o.error) for o in fuzz_workers.fuzz(runs, 1, None)]
     crash = "the process ended with status 7"
     assert found == [(0, 1, crash), (0, 2, crash), (1, 0, None), (1, 1, None)]
     monkeypatch.setattr(fuzz_workers, "PATIENCE", 0.0)
-    (silence,) = fuzz_workers.fuzz([Run(CPU, 1, 0, 1)], 1, None)
+    silent = Run(CPU._replace(backend=Pause("cpu")), 1, 0, 1)
+    (silence,) = fuzz_workers.fuzz([silent], 1, None)
     assert silence.error == "no result after 0 s"
 
 
