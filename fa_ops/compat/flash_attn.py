@@ -10,7 +10,7 @@ What differs: a window's sides may be None, which is unbounded as -1 is; values 
 width than keys; dropout drops other weights than flash-attn's for the same seed of torch. What has
 no counterpart is refused by its name: `return_attn_probs` with dropout, as weights are never
 stored; `block_table` of packed sequences; `cache_batch_idx`; and `cache_leftpad` with a rotary
-embedding.
+embedding. What the operators refuse, they name as they do: query, key, value, kv_lens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import attention, attention_varlen, need_tensor
+from fa_ops.api import attention, attention_varlen, need_int, need_tensor
 from fa_ops.kv_cache import attention_with_kv_cache
 
 __all__ = [
@@ -69,18 +69,9 @@ def flash_attn_func(
     Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691.
     """
     _shape(_DENSE, q=q, k=k, v=v)
-    _no_weights(return_attn_probs, dropout_p)
-    result = attention(
-        *(t.transpose(1, 2) for t in (q, k, v)),
-        dropout_p=dropout_p,
-        is_causal=causal,
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_attn_probs,
-    )
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                       deterministic, return_attn_probs)  # fmt: skip
+    result = attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     if not return_attn_probs:
         return result.transpose(1, 2)
     return result[0].transpose(1, 2), result[1], None
@@ -141,18 +132,10 @@ def flash_attn_varlen_func(
             "block_table must be None for packed sequences: flash_attn_with_kvcache takes pages"
         )
     _shape(_PACKED, q=q, k=k, v=v)
-    _no_weights(return_attn_probs, dropout_p)
-    result = attention_varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        dropout_p=dropout_p,
-        is_causal=causal,
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_attn_probs,
-    )
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                       deterministic, return_attn_probs)  # fmt: skip
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    result = attention_varlen(q, k, v, *packing, **options)
     return (*result, None) if return_attn_probs else result
 
 
@@ -233,11 +216,17 @@ def flash_attn_with_kvcache(
         raise ValueError("cache_seqlens must be given with k: they say where it goes")
     if k is not None and v is not None:
         _shape(_DENSE, k=k, v=v)
-    if not paged:
+    room = k_cache.shape[1]
+    if paged:
+        _shape("(B, max_pages)", block_table=block_table)
+        room *= block_table.shape[1]
+    else:
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    room = block_table.shape[1] * k_cache.shape[1] if paged else k_cache.shape[2]
     lens = room if cache_seqlens is None else cache_seqlens
     if not isinstance(lens, Tensor):
+        need_int("cache_seqlens", lens, "a Tensor or an int")
+        if not 0 <= lens <= room:
+            raise ValueError(f"cache_seqlens must lie within the cache's {room} keys, got {lens}")
         lens = torch.full((q.shape[0],), lens, dtype=torch.int32, device=q.device)
     result = attention_with_kv_cache(
         *(q.transpose(1, 2), k_cache, v_cache, lens, block_table, causal),
@@ -275,8 +264,11 @@ def _rotary(q: Tensor, k: Tensor | None, causal: bool, window: Window, leftpad: 
 
 def _from(leftpad: Tensor) -> Tensor:
     """Runs from there to a row's end, wherever that is."""
+    _shape("(B)", cache_leftpad=leftpad)
+    if leftpad.dtype != torch.int32:
+        raise TypeError(f"cache_leftpad must be int32, got {leftpad.dtype}")
     ends = torch.full_like(leftpad, torch.iinfo(torch.int32).max)
-    return torch.stack([leftpad, ends], -1).int()[:, None, None]
+    return torch.stack([leftpad, ends], -1)[:, None, None]
 
 
 def _window(window: Window) -> Window | None:
@@ -304,9 +296,18 @@ def _parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, 
     return packed.unbind(-3)
 
 
-def _no_weights(asked: bool, dropout_p: float) -> None:
-    if asked and dropout_p:
+def _options(
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs,
+) -> dict:  # fmt: skip
+    """As this package's functions call them."""
+    if return_attn_probs and dropout_p:
         raise NotImplementedError(
             f"return_attn_probs must be False with dropout, got dropout_p {dropout_p}: weights are "
             "never stored"
         )
+    return {
+        "dropout_p": dropout_p, "is_causal": causal, "scale": softmax_scale,
+        "window": _window(window_size), "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic, "return_lse": return_attn_probs,
+    }  # fmt: skip

@@ -19,7 +19,7 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not in the group.
     """
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "a sequence is shared by the processes of torch.distributed, which is not initialised: "
             "call init_process_group first"

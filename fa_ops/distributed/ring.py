@@ -18,6 +18,7 @@ from torch import Tensor
 from fa_ops import dispatch
 from fa_ops.distributed.layout import members
 from fa_ops.ops import library  # noqa: F401  (defines the operators)
+from fa_ops.types import Spec
 
 
 def ring_attention(
@@ -82,6 +83,12 @@ def ring_attention(
             "the reference backend has gradients of whole calls alone, got inputs that require grad"
         )
     call = Call(is_causal, scale, softcap, deterministic, backend)
+    # what the operator or every backend refuses must be refused before anything is sent
+    with torch.no_grad():
+        on_meta = (t.to("meta") for t in (query, key, value))
+        torch.ops.fa.attention_with_lse(*on_meta, **call.options(is_causal))
+    asked = Spec(None, 0.0, is_causal, scale, softcap=softcap, backend=backend)
+    dispatch.select(query, key, value, asked)
     out, lse = _Ring.apply(query, key, value, Ring(group, rank, size), zigzag, call)
     return (out, lse) if return_lse else out
 

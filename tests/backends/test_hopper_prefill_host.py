@@ -66,7 +66,7 @@ def test_a_prepared_call_fills_the_same_struct(driver, page):
     if not page:
         cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
     run = prefill.prepare(q, k, v, cache, spec)
-    # a batch of few tiles needs no counter, so that nothing but the results differs
+    # all but the results and the counter of tiles
     found = []
     for call in (
         lambda: run(True, q, k, v, LENS, cache.page_table, None, slopes, sinks),

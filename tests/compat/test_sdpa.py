@@ -107,7 +107,7 @@ def test_what_it_does_not_have(options, message, active):
         flash(q, k, v, **options)
 
 
-def test_autocast_and_no_grad(active):
+def test_without_gradients(active):
     q, k, v = inputs("(B, S, H, D)")
     with torch.no_grad():
         out = flash(q, k, v)[0]

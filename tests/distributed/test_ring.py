@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fa_ops
 from fa_ops.distributed import ring_attention, shard, unshard
+from tests.distributed.processes import assert_passed, run_checks
 
 CASES = {
     "full": {},
@@ -88,6 +87,21 @@ def check_refusals():
             ring_attention(odd, odd, odd, is_causal=True)
     out = ring_attention(odd, odd, odd, is_causal=True, zigzag=False)
     assert out.shape == odd.shape
+    with pytest.raises(TypeError, match="key is float64, but query is float32"):
+        ring_attention(q, q.double(), q)
+    with pytest.raises(ValueError, match="key has 3 heads, which does not divide query's 2"):
+        ring_attention(q, *[torch.randn(1, 3, 4, 8)] * 2)
+    with pytest.raises(TypeError, match="query must be float16"):
+        ring_attention(q.int(), q.int(), q.int())
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        ring_attention(q, q, q, backend="fast")
+    with pytest.raises(NotImplementedError, match="hopper"):
+        ring_attention(q, q, q, backend="hopper")
+    with pytest.raises(ValueError, match="softcap"):
+        ring_attention(q, q, q, softcap=-1.0)
+    empty = q[:, :, :0].requires_grad_()
+    ring_attention(empty, empty, empty, is_causal=True).sum().backward()
+    assert empty.grad.shape == empty.shape
     found = ring_attention(q, q, q, backend="reference")
     torch.testing.assert_close(found, ring_attention(q, q, q))
     with pytest.raises(NotImplementedError, match="the reference backend has gradients of whole"):
@@ -115,44 +129,21 @@ CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
 CHECKS |= {"layout": check_layout, "refusals": check_refusals, "a group": check_group}
 
 
-def worker(rank: int, world: int, device: str, folder: str) -> None:
-    """Run every check; leave a file with its verdict, or the traceback."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    torch.set_default_device(device)
-    talk = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(talk, f"file://{folder}/meet", rank=rank, world_size=world)
-    for name, one in CHECKS.items():
-        torch.manual_seed(0)
-        try:
-            one()
-            verdict = "passed"
-        except BaseException:
-            verdict = traceback.format_exc()
-        Path(folder, f"{name}.{rank}").write_text(verdict)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module", params=[(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "cuda")], ids=str)
 def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
-    """The same processes for all checks: starting them takes longer than the checks."""
+    """How many processes there were, and where they left their verdicts."""
     world, device = request.param
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
     folder = tmp_path_factory.mktemp("ring")
-    mp.spawn(worker, (world, device, str(folder)), nprocs=world)
+    run_checks(__name__, world, folder, device)
     return world, folder
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_ring(name, verdicts):
-    world, folder = verdicts
-    for rank in range(world):
-        verdict = (folder / f"{name}.{rank}").read_text()
-        assert verdict == "passed", f"rank {rank} of {world}: {verdict}"
+    assert_passed(name, *verdicts)
 
 
 def test_without_processes_it_says_so():

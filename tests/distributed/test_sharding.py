@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import traceback
+import functools
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.device_mesh import init_device_mesh
+from torch.distributed.tensor.device_mesh import DeviceMesh, init_device_mesh
 
 import fa_ops
 from fa_ops.ops import dense
 from fa_ops.testing import make_case
+from tests.distributed.processes import assert_passed, run_checks
 
 WORLD = 2
 CASE = make_case(
@@ -105,46 +105,31 @@ def check_refusals(mesh) -> None:
         assert fa_ops.attention(q, q, q).placements == (Shard(1),)
 
 
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD,))
+
+
 CHECKS = {
-    "batch": lambda mesh: check_attention(mesh, Shard(0), False),
-    "heads": lambda mesh: check_attention(mesh, Shard(1), False),
-    "length": lambda mesh: check_attention(mesh, Shard(2), False),
-    "replicated": lambda mesh: check_attention(mesh, Replicate(), False),
-    "batch, compiled": lambda mesh: check_attention(mesh, Shard(0), True),
-    "heads, compiled": lambda mesh: check_attention(mesh, Shard(1), True),
-    "varlen and merge": check_varlen_and_merge,
-    "refusals": check_refusals,
+    "batch": lambda: check_attention(mesh(), Shard(0), False),
+    "heads": lambda: check_attention(mesh(), Shard(1), False),
+    "length": lambda: check_attention(mesh(), Shard(2), False),
+    "replicated": lambda: check_attention(mesh(), Replicate(), False),
+    "batch, compiled": lambda: check_attention(mesh(), Shard(0), True),
+    "heads, compiled": lambda: check_attention(mesh(), Shard(1), True),
+    "varlen and merge": lambda: check_varlen_and_merge(mesh()),
+    "refusals": lambda: check_refusals(mesh()),
 }
-
-
-def worker(rank: int, folder: str) -> None:
-    """Run every check; leave a file with its verdict, or the traceback."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for name, check in CHECKS.items():
-        torch.manual_seed(0)
-        try:
-            check(mesh)
-            verdict = "passed"
-        except BaseException:
-            verdict = traceback.format_exc()
-        Path(folder, f"{name}.{rank}").write_text(verdict)
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> Path:
-    """One pair of processes for all checks: starting them takes longer than the checks."""
     folder = tmp_path_factory.mktemp("dtensor")
-    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    run_checks(__name__, WORLD, folder)
     return folder
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_dtensor(name, verdicts):
-    for rank in range(WORLD):
-        verdict = (verdicts / f"{name}.{rank}").read_text()
-        assert verdict == "passed", f"rank {rank}: {verdict}"
+    assert_passed(name, WORLD, verdicts)

@@ -38,6 +38,7 @@ from fa_ops.types import Packing, Spec, tensors_of, with_tensors
 # bytes
 _WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
 _PAGES, _PADDING = struct.Struct("<Q3i4x"), bytes(32)
+_NO_PAGES = bytes(_PAGES.size)
 _NONE = (None,) * 5
 _COUNTER = (1,), (1,), torch.int32
 
@@ -231,7 +232,7 @@ class Plan:
                 of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
                 _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
                 self.scalars, dropout.parameters(row_keys, self.dropout_p),
-                _PAGES.pack(address(table), *self.pages), _PADDING,
+                _NO_PAGES if table is None else _PAGES.pack(address(table), *self.pages), _PADDING,
                 b"" if bias is None else self.bias(address(bias)),
             )  # fmt: skip
             if counter is not None:
