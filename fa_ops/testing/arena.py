@@ -61,9 +61,11 @@ class Arena:
         for buffer, first, last, content in buffers:
             parts = [(buffer[:first] != FILL).sum(), (buffer[last:] != FILL).sum()]
             parts.append((buffer[first:last] != content).sum() if content is not None else parts[0])
-            changed.append(torch.stack(parts).to("cpu", torch.int64))
-        for (buffer, first, last, content), counts in zip(buffers, changed):
-            before, behind, inside = counts.tolist()
+            changed.append(torch.stack(parts))
+        if not changed:
+            return
+        counts = torch.stack(changed).tolist()  # one copy from the device
+        for (buffer, first, last, content), (before, behind, inside) in zip(buffers, counts):
             size = f"a tensor of {last - first} bytes on {buffer.device}"
             assert not before, f"{before} bytes before {size} were overwritten"
             assert not behind, f"{behind} bytes behind {size} were overwritten"
