@@ -16,7 +16,7 @@ from torch import Tensor
 from fa_ops.backends import reference
 from fa_ops.testing.arena import Arena
 from fa_ops.testing.inputs import Case, PackedCase
-from fa_ops.testing.isolation import Poison
+from fa_ops.testing.isolation import Poison, Ties
 from fa_ops.types import Spec, default_scale, keywords
 
 FLOOR = 1e-5
@@ -150,6 +150,7 @@ def assert_close_to_oracle(
     others = {kind: _copies(*inputs, dtype) for kind, dtype in dtypes.items()}
     plain = getattr(case, "features", case)
     poison = Poison(case, *inputs) if plain.poison else None
+    judge = Ties(case, *inputs) if plain.integers else poison
     if arena is not None:
         *tensors, spec = inputs
         inputs = *map(arena.placed, tensors), spec._replace(**_each(spec, arena.placed))
@@ -170,8 +171,8 @@ def assert_close_to_oracle(
         solution.differentiate(clean, oracle.results["out"].detach())
     for name, value in actual.results.items():
         expected = oracle.results[name]
-        if poison is not None:
-            value = poison.judged(name, value.detach(), expected.detach())
+        if judge is not None:
+            value = judge.judged(name, value.detach(), expected.detach())
         known = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
         noise = _noise(name, value, oracle, baselines)
         assert_within_budget(f"{case}: {name}", value, expected, known, noise)

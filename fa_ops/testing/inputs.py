@@ -179,15 +179,12 @@ class PackedCase:
         """cu_seqlens on both sides, no maxima."""
         return Packing(*(self._on_device(x) for x in self._borders()))
 
-    def meaning(self) -> Packing | None:
-        """The packing that `packing` stands for where values are not checked: borders clamped to
-        the tokens that exist. None where they still decrease: some token's sequence is undefined.
+    def meaning(self) -> Packing:
+        """What `packing` stands for where values are not checked: borders are clamped to the
+        tokens that exist, and one that is less than the one before it counts as equal to it.
         """
         sides = zip(self._borders(), self._tokens())
-        clamped = [x.clamp(0, tokens) for x, tokens in sides]
-        if any((x.diff() < 0).any() for x in clamped):
-            return None
-        return Packing(*map(self._on_device, clamped))
+        return Packing(*(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides))
 
     def _on_device(self, borders: Tensor) -> Tensor:
         return borders.to(self.features.device, torch.int32)

@@ -7,11 +7,30 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.testing.inputs import Case, PackedCase
-from fa_ops.types import Cache, Spec, longer
+from fa_ops.types import Cache, Packing, Spec, longer
 
 NUMBERS = ("nan", "inf", "-inf")
 OPERANDS = ("query", "key", "value", "grad_out", "attn_mask", "sinks", "alibi_slopes")
 WEIGHT = 0.01  # of a key from which on its NaN has to show
+LARGE = 2.0**16  # a score from which on lse does not hold the logarithm of a few keys beside it
+
+
+def scores_of(packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+    """fp64 (B, Hq, Sq, Sk), -inf where not attended; all tokens of a packed batch together."""
+
+    def attend(q, k, v, spec):
+        k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return reference.modify_scores(q.double() @ k.transpose(-1, -2), spec, q.shape[-1])
+
+    if packing is None:
+        return attend(q, k, v, spec)
+    scores = q.new_full((1, q.shape[1], len(q), len(k)), float("-inf"), dtype=torch.float64)
+    ends_q, ends_k = (ends.tolist() for ends in packing[:2])
+    for b in range(len(ends_q) - 1):
+        rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
+        one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        scores[:, :, rows, keys] = attend(*one, reference.sequence_spec(spec, b))
+    return scores
 
 
 class Poison:
@@ -31,10 +50,10 @@ class Poison:
         self.random = torch.Generator().manual_seed(features.seed + 3)
         self.packing = case.meaning() if isinstance(case, PackedCase) else None
         with torch.no_grad():
-            scores = self._scores(q, k, v, spec)
+            scores = scores_of(self.packing, q, k, v, spec)
             self.attends = scores > float("-inf")
             self.probability = reference.weights(scores, spec.sinks)[0]
-            if features.dropout_p > 0:
+            if features.dropout_p > 0:  # of which a dropped weight may hide it
                 self.probability = torch.zeros_like(self.probability)
             tensors = {"query": q, "key": k, "value": v, **spec._asdict()}
             if self.operand == "grad_out":
@@ -57,23 +76,6 @@ class Poison:
 
     def _draw(self, n: int) -> int:
         return int(torch.randint(n, (), generator=self.random))
-
-    def _scores(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-        """fp64 (B, Hq, Sq, Sk), -inf where not attended; all tokens of a packed batch together."""
-
-        def attend(q, k, v, spec, first_batch=0):
-            k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-            return reference.modify_scores(q.double() @ k.transpose(-1, -2), spec, q.shape[-1])
-
-        if self.packing is None:
-            return attend(q, k, v, spec)
-        scores = q.new_full((1, q.shape[1], len(q), len(k)), float("-inf"), dtype=torch.float64)
-        ends_q, ends_k = (ends.tolist() for ends in self.packing[:2])
-        for b in range(len(ends_q) - 1):
-            rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
-            one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-            scores[:, :, rows, keys] = attend(*one, reference.sequence_spec(spec, b))
-        return scores
 
     def _touch(self, changed: Tensor | None) -> None:
         """Find the rows that the operand's changed elements touch, and those that must be NaN."""
@@ -132,6 +134,28 @@ class Poison:
         heads = actual.shape[1]
         touched = touched.view(touched.shape[0], heads, -1, touched.shape[2]).any(2)
         return (touched[0].transpose(0, 1) if packed else touched).unsqueeze(-1)
+
+
+class Ties:
+    """Rows of scores so large that which of several keys wins is beyond an lse in float32.
+
+    Their results must be finite, and may be any of those keys' values or a mean of them.
+    """
+
+    def __init__(self, case: Case | PackedCase, q: Tensor, k: Tensor, v: Tensor, spec: Spec):
+        self.packing = case.meaning() if isinstance(case, PackedCase) else None
+        with torch.no_grad():
+            scores = scores_of(self.packing, q, k, v, spec)
+            top = scores.amax(-1, keepdim=True)
+            near = scores >= top - top.abs() * torch.finfo(torch.float32).eps * 4
+            self.rows = (near.sum(-1) > 1) & (top.squeeze(-1).abs() > LARGE)
+
+    def judged(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
+        assert bool(torch.isfinite(actual)[torch.isfinite(expected)].all()), f"{name} is not finite"
+        if name != "out":
+            return actual
+        rows = self.rows if self.packing is None else self.rows[0].transpose(0, 1)
+        return torch.where(rows.unsqueeze(-1), expected.to(actual.dtype), actual)
 
 
 class CachePoison:
