@@ -81,7 +81,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
         cache, spec = without_new(cache), longer(spec, cache)
     results = dispatch.select_cache(q, k, v, cache, spec).cache_forward(q, k, v, cache, spec)
     if call is not None and writer is None:
-        prepared.make_cached(call, q, k, v, given, asked)
+        sides = {"window_left": spec.window_left, "window_right": spec.window_right}
+        prepared.make_cached(call, q, k, v, given, asked._replace(**sides))
     return results
 
 
