@@ -1,6 +1,7 @@
-"""Attention in float64 a second time, from docs/semantics.md alone: it shares no code with the reference.
+"""A second oracle, written from docs/semantics.md alone: it shares no code with the reference.
 
-One head of one sequence at a time, each row over the keys that it attends. Differentiable.
+In float64, one head of one sequence at a time, each row over the keys that it attends.
+Differentiable.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def head(q, k, v, spec: Spec, n: int, slope, sink, bias, ranges, dropped) -> Res
             lses.append(v.new_tensor(-math.inf))
             continue
         lses.append(logits.logsumexp(0))
-        weights = (s[row, keys] - lses[-1]).exp()
+        weights = logits.softmax(0)[: int(keys.sum())]
         outs.append((weights if dropped is None else weights * dropped[row, keys]) @ v[keys])
     return torch.stack(outs), torch.stack(lses)
 
@@ -116,7 +117,10 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Results
     new, outs, lses = 0 if cache.key is None else cache.key.shape[2], [], []
     for b, length in enumerate(spec.kv_lens.tolist()):
         rows = []
-        for memory, fresh, scale in ((k, cache.key, cache.k_scale), (v, cache.value, cache.v_scale)):
+        for memory, fresh, scale in (
+            (k, cache.key, cache.k_scale),
+            (v, cache.value, cache.v_scale),
+        ):
             keys = []
             for j in range(length + new):
                 where, unit = _slot(memory, cache, b, j), _scale(scale, cache, b, j, memory)

@@ -55,7 +55,9 @@ def meaning(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec
     return cache._replace(key=None, value=None), spec._replace(kv_lens=lens.int()), present
 
 
-def _write(memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, n: int, at: int):
+def _write(
+    memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, n: int, at: int
+):
     factor = reference.scales(scale, cache, b, range(at, at + 1), memory.shape[1])
     x = reference.quantised(new[b, :, n : n + 1].double(), factor.to(new.device), memory.dtype)
     view, index = reference.slots(memory, cache, b, at, at + 1)
