@@ -111,6 +111,11 @@ def is_long(queries: int, keys: int) -> bool:
     return queries > 2**29 or keys > 2**29
 
 
+def has_room(k: Tensor, cache: Cache) -> bool:
+    """Whether there is a place for any key."""
+    return k.numel() > 0 and (cache.page_table is None or cache.page_table.numel() > 0)
+
+
 def writes(cache: Cache) -> bool:
     """Whether a call writes new keys, or turns anything, before it attends."""
     return cache.key is not None or cache.rotary_cos is not None

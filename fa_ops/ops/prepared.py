@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, checks, library
-from fa_ops.types import Cache, Spec, is_decoding, is_long, rows_are_aligned
+from fa_ops.types import Cache, Spec, has_room, is_decoding, is_long, rows_are_aligned
 
 _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
@@ -115,7 +115,7 @@ def make_cached(
 
     Raises what the operator would.
     """
-    if key in _runs or not (values_are_free(q) and q.numel() and k.numel()):
+    if key in _runs or not (values_are_free(q) and q.numel() and has_room(k, cache)):
         return None
     # of a cache that is written to, the checks ask every stride
     by_itself = cache.page_table is not None or cache.key is not None

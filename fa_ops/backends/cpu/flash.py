@@ -178,7 +178,8 @@ def _whole(pieces: list[Piece], q: Tensor) -> bool:
 def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[Tensor, Tensor]:
     """out and lse of a piece's own tensors, still in fp32 (fp64)."""
     wide = layout.accumulator(q.dtype)
-    q, k, v, bias = q.to(wide), k.to(wide), v.to(wide), _bias(spec.attn_mask, wide)
+    q, k, v = (layout.with_rows(x, wide) for x in (q, k, v))
+    bias = _bias(spec.attn_mask, wide)
     options = {"attn_mask": bias, "scale": default_scale(spec, q.shape[3])}
     (out, lse), *rest = (
         _forward(q, _cut(k, 2, keys), _cut(v, 2, keys), 0.0, causal, **options)
@@ -206,15 +207,15 @@ def backward(
     options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # dead: exp(s - lse) = 0
     if _whole(pieces, q) and pieces[0].parts() == [(slice(0, k.shape[2]), pieces[0].causal)]:
-        tensors = (x.to(wide) for x in (grad_out, q, k, v, out))
+        tensors = (layout.with_rows(x, wide) for x in (grad_out, q, k, v, out))
         grads = list(_backward(*tensors, lse, 0.0, pieces[0].causal, **options))
         return Gradients(*(_like(grads.pop(0), x) for x in (q, k, v)))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for piece in pieces:
-        do, qs, o = (piece.queries(x).to(wide) for x in (grad_out, q, out))
+        do, qs, o = (layout.with_rows(piece.queries(x), wide) for x in (grad_out, q, out))
         total = torch.zeros_like(qs)
         for keys, causal in piece.parts():
-            ks, vs = (_cut(piece.memory(x), 2, keys).to(wide) for x in (k, v))
+            ks, vs = (layout.with_rows(_cut(piece.memory(x), 2, keys), wide) for x in (k, v))
             grads = _backward(do, qs, ks, vs, o, piece.queries(lse), 0.0, causal, **options)
             total += grads[0]
             _cut(piece.memory(dk), 2, keys).copy_(grads[1])
