@@ -1,11 +1,10 @@
-"""One call of any kind held against what it means: results, isolation, memory around it, repeats."""
+"""Any call held against what it means: results, isolation, memory around it, repeated calls."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-import fa_ops
 from fa_ops.testing import broken_caches
 from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_close_to_oracle
@@ -82,6 +81,8 @@ def _assert_refused(case: object, argument: str, run) -> None:
 
 def _function(case: Case | PackedCase, backend: str, gradients: bool, place=lambda x: x):
     """The case by the typed function: () -> (out, *gradients of q, k, v)."""
+    import fa_ops  # which does not depend on what tests it
+
     q, k, v, spec = case.fresh(requires_grad=gradients)
     q, k, v = map(place, (q, k, v))
     spec = spec._replace(**{n: place(x) for n, x in spec._asdict().items() if torch.is_tensor(x)})
