@@ -454,9 +454,9 @@ def frames(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 OVERLAPS = {
     "unfolded": frames,
-    "unfolded by 3": lambda B, H, S, D, dtype: torch.randn(B, H, 3 * S + D)
-    .to(dtype)
-    .unfold(-1, D, 3)[:, :, :S],
+    "unfolded by 3": lambda B, H, S, D, dtype: (
+        torch.randn(B, H, 3 * S + D).to(dtype).unfold(-1, D, 3)[:, :, :S]
+    ),
     "heads unfolded": lambda B, H, S, D, dtype: frames(B, S, H, D, dtype=dtype).transpose(1, 2),
     "one row": lambda B, H, S, D, dtype: torch.randn(D).to(dtype).expand(B, H, S, D),
     "one head": lambda B, H, S, D, dtype: torch.randn(B, 1, S, D).to(dtype).expand(B, H, S, D),

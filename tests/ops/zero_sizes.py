@@ -118,7 +118,12 @@ def main() -> None:
         def call(backend):
             memory = [x.clone() for x in caches]  # noqa: B023
             results = fa_ops.attention_with_kv_cache(
-                q, *memory, lens, **given, return_lse=True, backend=backend  # noqa: B023
+                q,
+                *memory,
+                lens,
+                **given,
+                return_lse=True,
+                backend=backend,  # noqa: B023
             )
             return *results, *memory
 

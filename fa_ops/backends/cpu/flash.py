@@ -83,6 +83,28 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
     return pieces if clean else None
 
 
+def plan_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spec: Spec
+) -> list[Piece] | None:
+    """The same for the gradients.
+
+    The kernel takes exp(s - lse) as it is, which is no weight where scores are so large that they
+    are rounded by more than a little, and multiplies weights of 0 with what may be a NaN.
+    """
+    pieces = plan(q, k, v, spec)
+    largest = 0.01 / torch.finfo(lse.dtype).eps
+    for piece in pieces or ():
+        rows = piece.queries(lse)
+        longest = layout.longest_row(piece.queries(q)) * layout.longest_row(piece.memory(k))
+        highest = rows.masked_fill(rows == -math.inf, 0.0).abs().amax()
+        scores = default_scale(spec, q.shape[3]) * longest
+        if not (scores.item() <= largest and highest.item() <= largest):
+            return None
+        if (piece.causal or spec.attn_mask is not None) and not _finite(piece.queries(grad_out)):
+            return None
+    return pieces
+
+
 def _everything(q: Tensor, k: Tensor) -> Piece:
     return Piece(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2]), False)
 
