@@ -103,19 +103,20 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     if kind == "forward":
         products = _forward(defines, dtype)
-        parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
-        if defines.get("BIAS_BITS"):
-            parts = ("elements.cuh", "bias.cuh", *parts)
+        parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "exact_row.cuh", "forward.cu")
+        parts = ("elements.cuh", *(["bias.cuh"] if defines.get("BIAS_BITS") else []), *parts)
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
     elif kind == "mask_gradient":
         products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
         parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
-        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
+        parts = ("elements.cuh", "softmax.cuh", "exact_row.cuh")
+        parts = (*parts, "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
         products = _mla(defines, dtype)
-        parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
+        parts = ("elements.cuh", "softmax.cuh", "exact_row.cuh")
+        parts = (*parts, "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # what other kernels need, written before they run
         parts = {
             "dropout": ("dropout.cuh", "sequences.cuh", "dropout.cu"),
