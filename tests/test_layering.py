@@ -128,9 +128,13 @@ def within_any(names: set[str], prefixes: tuple[str, ...]) -> bool:
     return any(within(name, prefixes) for name in names)
 
 
-@pytest.mark.parametrize("heavy", ["triton", "transformers"])
+@pytest.mark.parametrize("heavy", ["triton", "transformers", "typer", "rich"])
 def test_only_their_own_rooms_import_heavy_packages(heavy):
-    rooms = {"triton": ("fa_ops.backends.triton",), "transformers": ("hf_integration",)}[heavy]
+    rooms = {
+        "triton": ("fa_ops.backends.triton",),
+        "transformers": ("hf_integration",),
+        "rich": ("compile_passes.corpus",),
+    }.get(heavy, ())
     for module, tree in MODULES:
         if not within(module, (*rooms, *COMMANDS)):
             top = {name.split(".")[0] for name in at_top(tree)}

@@ -21,14 +21,25 @@ from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 _ELSEWHERE = "the triton backend can run it"
 
 
-@functools.cache
-def available_error() -> str | None:
-    """Why this machine cannot run the tier at all, or None."""
+def is_for_this_gpu() -> bool:
+    """Whether the tier would run on this machine's GPU if all it needs were installed."""
+    return _gpu_error() is None
+
+
+def _gpu_error() -> str | None:
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         return f"needs a Hopper GPU (sm_90), this one is sm_{major}{minor}"
+    return None
+
+
+@functools.cache
+def available_error() -> str | None:
+    """Why this machine cannot run the tier at all, or None."""
+    if reason := _gpu_error():
+        return reason
     from fa_ops.backends.hopper import compiler
 
     try:
