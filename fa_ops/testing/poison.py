@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 _ALLOCATORS = [
     (torch, "empty"),
@@ -31,6 +32,7 @@ def poisoned_memory() -> Iterator[None]:
 
     So are results of the Hopper tier; its workspaces, which are vectors, are not.
     """
+    _device_constructors()  # torch remembers its answer, which must hold the functions themselves
     with contextlib.ExitStack() as patches:
         for owner, name in _allocators():
             poisoned = _poisoned(getattr(owner, name), 0 if owner in (torch, torch.Tensor) else 2)
