@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+# Kernels of all checkouts: a cubin's name is the hash of its source.
+CACHE = Path.home() / ".cache" / "fa_ops_compare"
+
 _PACKAGE = re.compile(r"\bfa_ops\b")
 # torch knows one namespace of a name: "fa", fa::attention, torch.ops.fa
 _NAMESPACE = re.compile(r"""(?<=["'])fa(?=["'])|\bfa(?=::)|(?<=\bops\.)fa\b""")

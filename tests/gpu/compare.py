@@ -38,8 +38,6 @@ from tests.kernels import relative_error
 
 ROOT = Path(__file__).parents[2]
 ALL = (*GROUPS, "host")
-# Kernels of all checkouts: a cubin's name is the hash of its source.
-CACHE = Path.home() / ".cache" / "fa_ops_compare"
 
 
 class Compared(NamedTuple):
@@ -175,7 +173,7 @@ def main(
     if not any(True for group in chosen for _ in rows(group, preset, only)):
         raise typer.BadParameter(f"--only must name problems of {preset}, got {only!r}")
     trees = [tree.resolve() for tree in trees]
-    os.environ.setdefault("FA_OPS_CACHE_DIR", str(CACHE))
+    os.environ.setdefault("FA_OPS_CACHE_DIR", str(checkouts.CACHE))
     if processes > 1:
         options = ["--groups", ",".join(chosen), "--preset", preset, "--only", only]
         options += ["--budget", str(budget), "--bursts", str(bursts)]
