@@ -272,7 +272,7 @@ def backends() -> list[tuple[str, str | None]]:
     return [(name, available_error(name)) for name in BACKENDS]
 
 
-class Explanation(NamedTuple):
+class CallExplanation(NamedTuple):
     """Which backend runs a call (None: none can), and what each of them says: None where it can."""
 
     backend: str | None
@@ -284,7 +284,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> CallExplanation:
     """Which backend would run this call, and why not the others; `options` are `Spec`'s fields.
 
     Nothing is computed. Raises ValueError for the name of an unknown backend.
@@ -303,4 +303,4 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     ask = _decoding_refusal if name == "auto" and _decodes(q, k, spec) else refusal
     reasons = {candidate: ask(candidate, q, k, v, spec) for candidate in BACKENDS}
     chosen = next((one for one in _candidates(name, q) if reasons[one] is None), None)
-    return Explanation(chosen, reasons)
+    return CallExplanation(chosen, reasons)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel, package):
 def test_nothing_else_is(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert tops == {*PACKAGES, f"fa_ops-{fa_ops.__version__}.dist-info"}
+
+
+def test_the_source_distribution_carries_the_evaluations(tmp_path):
+    builder = pytest.importorskip("hatchling.builders.sdist", reason="building needs hatchling")
+    (path,) = builder.SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked("tests/evaluation") <= names
 
 
 def test_metadata_of_the_wheel(wheel):
