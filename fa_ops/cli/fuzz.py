@@ -18,7 +18,7 @@ from rich.table import Table
 from fa_ops import dispatch
 from fa_ops.bench.report import environment, write_json
 from fa_ops.cli import options
-from fa_ops.cli.fuzz_cases import Outcome, Run, Target
+from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, Target
 from fa_ops.cli.fuzz_workers import fuzz
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +45,7 @@ def run(
     if not console.is_terminal:
         console.width = 100
     if case is not None:
-        runs = [Run(target, seed, case, case + 1) for target in targets]
+        runs = [FuzzRun(target, seed, case, case + 1) for target in targets]
         cases, workers = len(targets), 0
     else:
         runs = list(plan(targets, cases, each, seed))
@@ -94,7 +94,7 @@ def _targets(
     return [Target(name, device, chosen, arena) for name in backends]
 
 
-def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[Run]:
+def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[FuzzRun]:
     """The cases, shared out among the targets; family `seed` first, `each` cases of a family."""
     left = [cases // len(targets) + (i < cases % len(targets)) for i in range(len(targets))]
     for family in itertools.count(seed):
@@ -102,7 +102,7 @@ def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterato
             count = min(each, left[i])
             left[i] -= count
             if count:
-                yield Run(target, family, 0, count)
+                yield FuzzRun(target, family, 0, count)
         if not any(left):
             return
 

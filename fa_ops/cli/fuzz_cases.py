@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     spoils: bool = False  # the process cannot use its device any more
 
 
-class Run(NamedTuple):
+class FuzzRun(NamedTuple):
     """Cases `first` to `last - 1` of a family."""
 
     target: Target
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     last: int
 
 
-def outcomes(run: Run) -> Iterator[Outcome]:
+def outcomes(run: FuzzRun) -> Iterator[Outcome]:
     """Try the run's cases, one after the other."""
     try:
         family = family_of(run.target, run.family)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from fa_ops.testing import allocators
 
@@ -17,6 +18,7 @@ def poisoned_memory(backend: str = "hopper") -> Iterator[None]:
 
     So are results of the named backend; the Hopper tier's workspaces, which are vectors, are not.
     """
+    _device_constructors()  # torch remembers its answer, which must hold the functions themselves
     with allocators.replaced(_with_nan, backend, lambda x: _with_nan(x) if x.dim() > 1 else x):
         yield
 

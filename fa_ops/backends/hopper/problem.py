@@ -11,6 +11,7 @@ LOG2E = 1.4426950408889634
 FAR = 1 << 29  # an unbounded side of a window; no tensor has more queries or keys
 _LARGE_SOFTCAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
 _NO_SOFTCAP = 2.0**64  # from here on no score that float32 resolves is capped
+_LARGEST_SCALE = 2.0**24  # times NEVER of cuda/softmax.cuh, a float32
 _LEAST, _MOST = 2.0**-120, 2.0**120  # factors that float32 holds, and their products with scores
 
 
@@ -33,6 +34,17 @@ class ScoreUnits(NamedTuple):
     def log2(self) -> float:
         """From accumulator units to powers of two."""
         return self.accumulator * LOG2E
+
+
+def limit_error(scale: float, queries: int, keys: int) -> str | None:
+    """Why numbers that every kernel computes with do not fit its registers, or None."""
+    if scale <= 0:
+        return f"needs a positive scale, got {scale}"
+    if not scale <= _LARGEST_SCALE:
+        return f"needs a scale of at most {_LARGEST_SCALE:.0f}, got {scale}"
+    if max(queries, keys) > FAR:
+        return f"attends {FAR} queries and keys at most, got {queries} and {keys}"
+    return None
 
 
 def softcap_kind(softcap: float) -> int:

@@ -1,4 +1,4 @@
-"""`python -m hf_integration.bench`: a Llama of 8B shape with each attention implementation.
+"""`python -m tests.evaluation.hf_bench`: a Llama of 8B shape with each attention implementation.
 
 Random weights, no network. Every number is a measurement of this run or an error text; nothing is
 carried over from elsewhere.
@@ -25,8 +25,8 @@ from transformers.utils import logging
 
 import hf_integration
 from fa_ops.cli.options import in_a_folder
-from hf_integration import peers
-from hf_integration.bench_parts import PARTS
+from tests.evaluation import hf_bench_peers as peers
+from tests.evaluation.hf_bench_parts import PARTS
 
 IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
 MODES = ("eager", "compiled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hf_integration.sweep.scenarios import SCENARIOS
+from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
 COUNTED = ("pass", "fail", "error", "unrouted", "unsupported")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_integration.sweep.tiny import LAST_TEXT_TOKEN
+from tests.evaluation.hf_sweep.tiny import LAST_TEXT_TOKEN
 
 B, S, S_DECODER = 2, 12, 7
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 if TYPE_CHECKING:
-    from hf_integration.bench import Bench
+    from tests.evaluation.hf_bench import Bench
 
 
 def prefill(bench: Bench, name: str, compiled: bool) -> None:

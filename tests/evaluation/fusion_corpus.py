@@ -1,5 +1,4 @@
-"""`python -m compile_passes.corpus FILE ...`: run the pass over files of attention spellings and
-print what was fused.
+"""`python -m tests.evaluation.fusion_corpus FILE ...`: what the pass fuses in files of spellings.
 
 A file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
 ("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and in training, with
@@ -9,16 +8,16 @@ own pass is counted beside ours.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_passes.fuse import fuse_module
 from compile_passes.install import install, uninstall
+from fa_ops.cli import options
 from fa_ops.testing import assert_within_budget
 
 TRAIN, DYNAMIC = "train", "dynamic"
@@ -47,9 +47,9 @@ class Outcome:
     wrong: str = ""
 
 
-def load(path: str) -> dict[str, Any] | None:
+def load(path: Path) -> dict[str, Any] | None:
     """The file's CASES, if it has any."""
-    spec = importlib.util.spec_from_file_location(f"corpus_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"corpus_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -179,38 +179,42 @@ def _verdict(case: Any, outcome: Outcome) -> str:
     return f"{outcome.fused}" if whole or case.expected == "partial" else f"[yellow]{outcome.fused}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m compile_passes.corpus", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE")
-    parser.add_argument("-k", default="", help="only cases whose name contains this")
-    parser.add_argument("--no-peer", action="store_true", help="leave Inductor's own pass out")
-    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
-    arguments = parser.parse_args()
-    modes = arguments.modes.split(",")
-    for mode in modes:
-        if mode not in MODES:
-            parser.error(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+def main(
+    files: Annotated[list[Path], typer.Argument(help="modules with CASES")],
+    contains: Annotated[str, typer.Option("-k", help="only cases whose name contains this")] = "",
+    peer: Annotated[bool, typer.Option(help="count what Inductor's own pass fuses")] = True,
+    modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
+) -> None:
+    """Run the pass over files of attention spellings; fails if a result is wrong."""
+    chosen = options.one_of("--modes", options.words(modes), MODES)
     cases = {}
-    for file in arguments.files:
-        if not Path(file).is_file():
-            parser.error(f"no such file: {file}")
+    for file in files:
+        if not file.is_file():
+            raise typer.BadParameter(f"no such file: {file}")
         found = load(file)
         if found is None:
-            parser.error(f"{file} has no CASES")
-        cases |= {name: case for name, case in found.items() if arguments.k in name}
+            raise typer.BadParameter(f"{file} has no CASES")
+        cases |= {name: case for name, case in found.items() if contains in name}
     if not cases:
-        parser.error(f"-k: no case's name contains {arguments.k!r}")
-    peer = not arguments.no_peer
+        raise typer.BadParameter(f"-k: no case's name contains {contains!r}")
+    functorch_config.enable_autograd_cache = False
+    outcomes = {name: _outcomes(case, chosen, peer) for name, case in cases.items()}
+    raise typer.Exit(int(show(cases, outcomes, chosen, peer) > 0))
+
+
+def _outcomes(case: Any, modes: list[str], peer: bool) -> dict[str, Outcome]:
+    can_train = "infer" not in case.tags
+    return {mode: run(case, TRAIN in mode and can_train, DYNAMIC in mode, peer) for mode in modes}
+
+
+def show(cases: dict, results: dict[str, dict[str, Outcome]], modes: list[str], peer: bool) -> int:
+    """Print a row for each case and the totals; the number of results that are wrong."""
     alone = [f"Inductor {mode}" for mode in modes] if peer else []
     table = Table("case", "expected", *modes, *alone, "problem")
     totals = {mode: [0, 0] for mode in modes}
     wrong = 0
-    functorch_config.enable_autograd_cache = False
     for name, case in cases.items():
-        outcomes = {}
-        for mode in modes:
-            train = TRAIN in mode and "infer" not in case.tags
-            outcomes[mode] = run(case, train, DYNAMIC in mode, peer)
+        outcomes = results[name]
         for mode, outcome in outcomes.items():
             wrong += bool(outcome.wrong) or (case.expected == "no_fuse" and outcome.fused > 0)
             if case.expected == "fuse":
@@ -219,8 +223,7 @@ def main() -> int:
         problem = next((f"{m}: {o.wrong}" for m, o in outcomes.items() if o.wrong), "")
         ours = [_verdict(case, o) for o in outcomes.values()]
         theirs = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
-        theirs = theirs if peer else []
-        table.add_row(name, case.expected, *ours, *theirs, problem)
+        table.add_row(name, case.expected, *ours, *(theirs if peer else []), problem)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     fusable = sum(c.expected == "fuse" for c in cases.values())
@@ -228,8 +231,8 @@ def main() -> int:
         beside = f", Inductor alone {theirs}" if peer else ""
         console.print(f"{mode}: {ours} of {fusable} fused{beside}")
     console.print(f"{wrong} wrong")
-    return 1 if wrong else 0
+    return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

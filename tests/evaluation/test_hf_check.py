@@ -1,4 +1,4 @@
-"""The check on a real model, on two prompts; `python -m hf_integration.check` does all of it."""
+"""The check on a real model, on two of its prompts."""
 
 import pytest
 import torch
@@ -6,21 +6,21 @@ import typer
 from torch import tensor
 
 import hf_integration
-from hf_integration import check
+from fa_ops.cli import smollm
+from tests.evaluation import hf_check as check
 
 
 @pytest.mark.slow
 def test_a_real_model_says_what_it_says_with_eager_attention():
-    try:
-        model, tokenizer = check.load("cpu", torch.float32)
-    except LookupError as error:
-        pytest.skip(str(error))
+    if packages := smollm.missing():
+        pytest.skip(f"needs {', '.join(packages)}")
+    model, tokenizer = smollm.load("cpu", torch.float32)
     rows = check.prompts(tokenizer, 2)
     assert len({len(row) for row in rows}) == 2
     found = {}
     for name in ("eager", hf_integration.NAME):
         model.set_attn_implementation(name)
-        found[name] = check.answers(model, rows, 5, "static", tokenizer.pad_token_id)
+        found[name] = check.answers(model, rows, 5, "static", check.padding(tokenizer))
     assert check.differing(found["eager"], found["fa_ops"], 0.0) == (0, 0)
     assert len(found["eager"].tokens.unique()) > 3
 

@@ -7,8 +7,8 @@ import pytest
 import transformers
 import typer
 
-from hf_integration.upstream import families, report, run
-from hf_integration.upstream.__main__ import main
+from tests.evaluation.hf_upstream import families, report, run
+from tests.evaluation.hf_upstream.__main__ import main
 
 TESTS = """
 import torch

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_integration.sweep import inputs as make
+from tests.evaluation.hf_sweep import inputs as make
 
 NEW_TOKENS = 4
 TOLERANCE = 5e-4  # of the largest value; a wrong mask or feature changes it by 1e-2 or more

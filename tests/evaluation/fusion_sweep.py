@@ -1,4 +1,4 @@
-"""`python -m compile_passes.sweep`: the pass over the architectures of the installed transformers.
+"""`python -m tests.evaluation.fusion_sweep`: what the pass fuses in transformers' architectures.
 
 Every architecture is built tiny, with random weights and the eager implementation, and compiled up
 to where Inductor would generate code, once for evaluation and once for training (dropout 0). It
@@ -9,20 +9,19 @@ come; a second run goes on where the first stopped.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import copy
 import gc
 import json
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
@@ -33,9 +32,14 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
 
 from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
+from fa_ops.cli.options import in_a_folder
 from fa_ops.testing import assert_within_budget
+from tests.evaluation.hf_sweep import inputs, tiny
+from tests.evaluation.hf_sweep.run import Base, time_limit
 
 # A softmax without these two products is a router's, a pooling's or a loss's.
 NOT_ATTENTION = (NO_SCORES, NO_VALUE)
@@ -48,8 +52,6 @@ CLOSE = 1e-4  # relative; beyond it the fp64 oracle decides
 
 
 def architectures() -> list[str]:
-    from transformers.models.auto import modeling_auto
-
     names = {*modeling_auto.MODEL_MAPPING_NAMES, *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return sorted(names)
 
@@ -69,9 +71,7 @@ def _eager(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny model with eager attention and without dropout, and what it runs on; texts are padded,
     one of them on the left.
     """
-    from hf_integration.sweep import inputs, run, tiny
-
-    base = run.Base(name)
+    base = Base(name)
     _quiet(base.config)
     model, given = tiny.build(base.config, "eager"), dict(base.inputs)
     if "input_ids" in given and "attention_mask" in inputs.names(model):
@@ -134,7 +134,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         raise
     except Exception as error:
         if "TimeoutError" in str(error):
-            raise TimeoutError from error
+            raise TimeoutError("too slow to compile") from error
         output = gradient = None
         wrong = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     cores = [f for f in findings if f.fused or f.reason not in NOT_ATTENTION]
@@ -219,19 +219,6 @@ class _Double(TorchFunctionMode):
         return func(*swapped[0], **swapped[1])
 
 
-@contextlib.contextmanager
-def _limit(seconds: int) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
 def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
     """Print the tables; the number of results that are wrong."""
     ran = {name: r for name, r in results.items() if "skipped" not in r}
@@ -273,52 +260,46 @@ def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
     return wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m compile_passes.sweep", description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures; all of them if none is given")
-    parser.add_argument("--json", type=Path, default=Path("sweep.json"))
-    parser.add_argument("--again", action="store_true", help="repeat what the file has already")
-    parser.add_argument("--seconds", type=int, default=120, help="for one architecture at most")
-    parser.add_argument("--slice", default="0/1", help="i/n: every n-th, from the i-th on")
-    parser.add_argument("--show", action="store_true", help="print what the file has, run nothing")
-    parser.add_argument("--rows", action="store_true", help="a row for each architecture")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    path = arguments.json
-    if not path.parent.is_dir():
-        parser.error(f"--json: no such folder: {path.parent}")
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="architectures; all by default")] = None,
+    json_file: Annotated[
+        Path, typer.Option("--json", help="results, read and written", callback=in_a_folder)
+    ] = Path("fusion_sweep.json"),
+    again: Annotated[bool, typer.Option(help="repeat what the file has already")] = False,
+    seconds: Annotated[int, typer.Option(min=1, help="for one architecture at most")] = 120,
+    part: Annotated[str, typer.Option("--slice", help="i/n: every n-th, from the i-th on")] = "0/1",
+    only_report: Annotated[bool, typer.Option(help="run nothing")] = False,
+    rows: Annotated[bool, typer.Option(help="a row for each architecture")] = False,
+) -> None:
+    """The pass over tiny models of every architecture; fails if a result is wrong."""
     try:
-        results = json.loads(path.read_text()) if path.exists() else {}
+        results = json.loads(json_file.read_text()) if json_file.exists() else {}
     except ValueError as error:
-        parser.error(f"{path} holds no results: {error}")
-    first, _, step = arguments.slice.partition("/")
+        raise typer.BadParameter(f"{json_file} holds no results: {error}") from None
+    first, _, step = part.partition("/")
     if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
-        parser.error(f"--slice must be i/n with i below n, got {arguments.slice!r}")
-    if arguments.seconds < 1:
-        parser.error(f"--seconds must be at least 1, got {arguments.seconds}")
+        raise typer.BadParameter(f"--slice must be i/n with i below n, got {part!r}")
     known = architectures()
-    for name in arguments.names:
+    for name in names or ():
         if name not in known:
-            parser.error(f"transformers has no architecture {name!r} to build")
-    names = arguments.names or known[int(first) :: int(step)]
+            raise typer.BadParameter(f"transformers has no architecture {name!r} to build")
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
     functorch_config.enable_autograd_cache = False
     inductor_config.fallback_random = True  # the numbers that eager mode draws
-    for name in [] if arguments.show else names:
-        if name in results and not arguments.again:
+    for name in [] if only_report else names or known[int(first) :: int(step)]:
+        if name in results and not again:
             continue
         try:
-            with _limit(arguments.seconds):
+            with time_limit(seconds):
                 results[name] = examine(name)
-        except TimeoutError:
-            results[name] = {"skipped": f"more than {arguments.seconds} s"}
+        except TimeoutError as error:
+            results[name] = {"skipped": str(error)}
         print(name, _line(results[name]), flush=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        json_file.write_text(json.dumps(results, indent=1) + "\n")
         torch._dynamo.reset()
         gc.collect()
-    return 1 if summary(results, Console(), arguments.rows) else 0
+    raise typer.Exit(int(summary(results, Console(), rows) > 0))
 
 
 def _line(result: dict) -> str:
@@ -329,4 +310,4 @@ def _line(result: dict) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    typer.run(main)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from hf_integration.sweep import inputs as make
-from hf_integration.sweep import tiny
-from hf_integration.sweep.scenarios import CHANGES, SCENARIOS, Skip, changes, difference
+from tests.evaluation.hf_sweep import inputs as make
+from tests.evaluation.hf_sweep import tiny
+from tests.evaluation.hf_sweep.scenarios import CHANGES, SCENARIOS, Skip, changes, difference
 
 SECONDS = 180  # for one architecture and implementation
 Results = dict[str, list[str]]  # scenario -> [status, detail]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from hf_integration.sweep import scenarios
-from hf_integration.sweep.__main__ import main
+from tests.evaluation.hf_sweep import scenarios
+from tests.evaluation.hf_sweep.__main__ import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
@@ -23,8 +25,8 @@ def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
     assert found["bloom"]["fa_ops"]["nopad"][0] == "unrouted"
     # what sdpa makes of Gemma 2's softcap depends on transformers' version
     assert ["nopad", "2/0/0/1/0"] in [line.split()[:2] for line in out.splitlines()]
-    command = [sys.executable, "-m", "hf_integration.sweep", *types, "--json", str(file)]
-    again = subprocess.check_output([*command, "--only-report"], text=True, timeout=200)
+    command = [sys.executable, "-m", "tests.evaluation.hf_sweep", *types, "--json", str(file)]
+    again = subprocess.check_output([*command, "--only-report"], text=True, timeout=200, cwd=ROOT)
     assert again.splitlines() == out.splitlines()[-len(again.splitlines()) :]
 
 
@@ -46,7 +48,7 @@ def test_a_broken_feature_fails_its_scenario(monkeypatch):
     from transformers import AttentionInterface
 
     import hf_integration
-    from hf_integration.sweep import run
+    from tests.evaluation.hf_sweep import run
 
     def no_sinks(*args, s_aux=None, **kwargs):
         return hf_integration.fa_ops_attention_forward(*args, **kwargs)

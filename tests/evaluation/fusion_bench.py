@@ -1,4 +1,4 @@
-"""`python -m compile_passes.bench`: what fusing is worth on a Llama, and what it costs.
+"""`python -m tests.evaluation.fusion_bench`: what fusing is worth on a Llama, and what it costs.
 
 `speed` compiles the model four ways and lets them take turns: eager attention with Inductor alone
 ("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round
@@ -10,7 +10,6 @@ nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -20,8 +19,10 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from compile_passes.backend import fa_ops
 from compile_passes.install import TIMER, install
+from fa_ops.cli import options
 
 # name: (attn_implementation, whether the pass runs)
 VARIANTS = {
@@ -216,85 +218,87 @@ def show(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def speed(arguments: argparse.Namespace, console: Console) -> dict:
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="write the figures here", callback=options.in_a_folder),
+]
+
+
+@app.command()
+def speed(
+    device: Device = "auto",
+    json_file: Json = None,
+    tiny: Annotated[bool, typer.Option(help="a small model, to try the command")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="of the prefill; training has half")] = 8,
+    prefill: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 1")] = 8192,
+    train: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 2")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="steps of a variant in each round")] = 3,
+    variants: Annotated[str, typer.Option(help="comma separated")] = ",".join(VARIANTS),
+) -> None:
     """The four variants on a prefill and on a training step."""
-    device = arguments.device
-    shape = TINY if arguments.tiny else LLAMA_3_8B
-    prefill = Workload("prefill", arguments.layers, 1, arguments.prefill, False)
-    train = Workload("train", max(arguments.layers // 2, 1), 2, arguments.train, True)
-    variants = arguments.variants.split(",")
+    device = options.device(device)
+    chosen = options.one_of("--variants", options.words(variants), VARIANTS)
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
     results = []
-    for workload in (prefill, train):
-        results += measure(workload, shape, device, arguments.rounds, arguments.repeats, variants)
+    for workload in (
+        Workload("prefill", layers, 1, prefill, False),
+        Workload("train", max(layers // 2, 1), 2, train, True),
+    ):
+        with _without_caches():
+            shape = TINY if tiny else LLAMA_3_8B
+            results += measure(workload, shape, device, rounds, repeats, chosen)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    show(results, console)
-    return {"results": [dataclasses.asdict(r) for r in results]}
+    show(results, Console())
+    _write(json_file, device, {"results": [dataclasses.asdict(r) for r in results]})
 
 
-def cost(arguments: argparse.Namespace, console: Console) -> dict:
+@app.command()
+def cost(
+    device: Device = "auto",
+    json_file: Json = None,
+    depths: Annotated[str, typer.Option(help="layers, comma separated")] = "10,20,30",
+) -> None:
     """Seconds in the pass against the whole first call, without caches, over growing depths."""
+    device = options.device(device)
     table = Table("layers", "compile s", "pass s", "share", "fused")
     rows = []
-    for layers in arguments.depths:
+    for layers in map(int, options.words(depths)):
         torch._dynamo.reset()
         counters.clear()
         compilation_time_metrics.clear()
-        model = build(TINY, layers, "fused", arguments.device).float()
-        ids = torch.zeros(1, 64, dtype=torch.long, device=arguments.device)
+        model = build(TINY, layers, "fused", device).float()
+        ids = torch.zeros(1, 64, dtype=torch.long, device=device)
         start = time.perf_counter()
-        with install(), torch.no_grad():
+        with _without_caches(), install(), torch.no_grad():
             torch.compile(model)(ids)
         total = time.perf_counter() - start
         spent = sum(compilation_time_metrics[TIMER])
         rows.append({"layers": layers, "compile_s": total, "pass_s": spent})
         fused = str(counters["fa_ops"]["fused"])
         table.add_row(str(layers), f"{total:.1f}", f"{spent:.3f}", f"{spent / total:.1%}", fused)
-    console.print(table)
-    return {"cost": rows}
+    Console().print(table)
+    _write(json_file, device, {"cost": rows})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m compile_passes.bench", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, run in (("speed", speed), ("cost", cost)):
-        command = commands.add_parser(name, help=run.__doc__)
-        command.set_defaults(run=run)
-        command.add_argument("--device", default=default)
-        command.add_argument("--json", type=Path, help="write the figures here")
-    ours = commands.choices["speed"]
-    ours.add_argument("--tiny", action="store_true", help="a small model, to try the command")
-    ours.add_argument("--layers", type=int, default=8, help="of the prefill; training has half")
-    ours.add_argument("--prefill", type=int, default=8192, help="tokens, in a batch of 1")
-    ours.add_argument("--train", type=int, default=4096, help="tokens, in a batch of 2")
-    ours.add_argument("--rounds", type=int, default=20)
-    ours.add_argument("--repeats", type=int, default=3, help="steps of a variant in each round")
-    ours.add_argument("--variants", default=",".join(VARIANTS))
-    commands.choices["cost"].add_argument("--depths", type=int, nargs="+", default=[10, 20, 30])
-    arguments = parser.parse_args()
-    if arguments.json and not arguments.json.parent.is_dir():
-        parser.error(f"--json: no such folder: {arguments.json.parent}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no such device")
-    for name in ("layers", "prefill", "train", "rounds", "repeats"):
-        if getattr(arguments, name, 1) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(arguments, name)}")
-    for name in getattr(arguments, "variants", "fused").split(","):
-        if name not in VARIANTS:
-            parser.error(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
-    if arguments.device == "cpu" and not getattr(arguments, "tiny", True):
-        parser.error("speed runs a model of 8B shape, which needs CUDA; --tiny tries the command")
-    gpu = {"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}
-    host = {"torch": torch.__version__, "device": arguments.device} | gpu
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph skips the pass
-        result = host | arguments.run(arguments, Console())
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+def _without_caches():
+    """A context in which Inductor compiles every graph: a cached one skips the pass."""
+    return torch._inductor.config.patch(force_disable_caches=True)
+
+
+def _write(path: Path | None, device: str, figures: dict) -> None:
+    if path is not None:
+        gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
+        host = {"torch": torch.__version__, "device": device} | gpu
+        path.write_text(json.dumps(host | figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    app()

@@ -4,14 +4,19 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import typer
-from tiny_models import build, padding, tokens
 
 import fa_ops
-from hf_integration import bench, peers
+from tests.evaluation import hf_bench as bench
+from tests.evaluation import hf_bench_peers as peers
+from tests.evaluation.hf_sweep import tiny
+from tests.evaluation.hf_sweep.inputs import padding, tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -33,8 +38,15 @@ def test_the_benchmark_runs(tmp_path):
 def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
     file = tmp_path / "bench.json"
     options = "--tiny --modes eager --device cpu --parts prefill --implementations sdpa --budget 0"
-    command = [sys.executable, "-m", "hf_integration.bench", *options.split(), "--case", "4 x 32"]
-    subprocess.run([*command, "--json", str(file)], check=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.evaluation.hf_bench",
+        *options.split(),
+        "--case",
+        "4 x 32",
+    ]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=200, cwd=ROOT)
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
     assert {row["error"] for row in rows} == {"TimeoutError: left out: the time budget is spent"}
@@ -78,14 +90,15 @@ def wheel(monkeypatch):
 
 def test_the_forward_only_wheel_takes_the_place_of_flash_attention_3(wheel):
     assert bench._names(["sdpa", "flash_attention_3"]) == ["sdpa", "fa3_fwd"]
-    model, mask = build("llama"), padding()
-    for options in ({}, {"attention_mask": mask}, {"attention_mask": padding(side="right")}):
+    model = tiny.build(next(tiny.configs("llama")), "fa_ops")
+    left, right = padding("left"), padding("right")
+    for options in ({}, {"attention_mask": left}, {"attention_mask": right}):
         found = []
         for name in ("fa3_fwd", "eager"):
             model.set_attn_implementation(name)
             with torch.no_grad():
                 found.append(model(tokens(), use_cache=False, **options).logits)
-        kept = options.get("attention_mask", torch.ones_like(mask)).bool()
+        kept = options.get("attention_mask", torch.ones_like(left)).bool()
         torch.testing.assert_close(found[0][kept], found[1][kept])
 
 

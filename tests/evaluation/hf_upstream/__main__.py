@@ -15,8 +15,10 @@ import transformers
 import typer
 
 from fa_ops.cli.options import in_a_folder
-from hf_integration.upstream import report, source
-from hf_integration.upstream.families import FAMILIES
+from tests.evaluation.hf_upstream import report, source
+from tests.evaluation.hf_upstream.families import FAMILIES
+
+ROOT = Path(__file__).parents[3]
 
 
 def main(
@@ -72,9 +74,10 @@ def _run(folder: Path, family: str, scope: str, implementation: str, seconds: in
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "_INSIDE_SUB_PROCESS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "found.json")
-        command = [sys.executable, "-m", "hf_integration.upstream.run", str(folder.resolve())]
+        command = [sys.executable, "-m", "tests.evaluation.hf_upstream.run", str(folder.resolve())]
         command += [family, scope, implementation, str(out)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        quiet["cwd"] = ROOT
         try:
             done = subprocess.run(command, env=environment, timeout=seconds, **quiet)
         except subprocess.TimeoutExpired:

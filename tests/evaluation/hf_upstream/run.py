@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel, testing_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_integration
-from hf_integration.upstream import families, source
+from tests.evaluation.hf_upstream import families, source
 
 # The implementation that the tests name -> the beginning of the tests to run. Of the tests for
 # FlashAttention 2 only the names count: its package and a GPU are not asked for.

@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 import hf_integration
 from fa_ops.cli.options import in_a_folder
-from hf_integration.sweep import report, run
-from hf_integration.sweep.scenarios import SCENARIOS
+from tests.evaluation.hf_sweep import report, run
+from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
 
 def main(
