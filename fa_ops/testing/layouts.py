@@ -36,7 +36,7 @@ def rearranged(layout: str, x: Tensor) -> Tensor:
     if layout == "ones":
         return x.flatten()[:1].view([1] * x.dim()).expand(x.shape)
     if layout == "rows":
-        return x[..., :1, :, :].expand(x.shape)
+        return x[..., :1, :].expand(x.shape)
     if layout == "bshd":
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "frames":
