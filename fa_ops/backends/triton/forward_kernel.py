@@ -21,6 +21,7 @@ from fa_ops.backends.triton.primitives import (
     load_ranges,
     load_rows,
     load_tile,
+    natural,
     scores,
     store_tile,
     unrelated,
@@ -79,22 +80,17 @@ def attend_block(
     """
     if PACKED:
         inside = (b >= 0) & (b < batch)
-        lse += h.to(tl.int64) * tokens + q_start
-        out += q_start.to(tl.int64) * Hq * Dv
         q += q_start * q_stride_s.to(tl.int64)
         k += k_start * k_stride_s.to(tl.int64)
         v += k_start * v_stride_s.to(tl.int64)
     else:
         inside = True
-        lse += (b * Hq + h).to(tl.int64) * Sq
-        out += b.to(tl.int64) * Sq * Hq * Dv
         q += b * q_stride_b
         k += b * k_stride_b
         v += b * v_stride_b
     q += h * q_stride_h
     k += h // group * k_stride_h
     v += h // group * v_stride_h
-    out += h * Dv
     limit = Sk
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
@@ -183,8 +179,15 @@ def attend_block(
             m *= scale * LN2
     if sink is not None:
         m, den, alpha = with_sink(m, den, sink, EXACT)
-    rest = tl.log2(den) * LN2
-    tl.store(lse + rows_m, m + rest if EXACT else m * LN2 + rest, mask=rows_m < Sq)
+    if PACKED:
+        lse += h.to(tl.int64) * tokens + q_start
+        out += q_start.to(tl.int64) * Hq * Dv
+    else:
+        lse += (b * Hq + h).to(tl.int64) * Sq
+        out += b.to(tl.int64) * Sq * Hq * Dv
+    out += h * Dv
+    total = m + tl.log2(den) * LN2 if EXACT else natural(m, den, sink)
+    tl.store(lse + rows_m, total, mask=rows_m < Sq)
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
     if sink is not None:
         weight *= alpha

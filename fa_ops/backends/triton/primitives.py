@@ -299,15 +299,24 @@ def attended(i, j, shift, limit, window_left, window_right, first, last):
 def with_sink(m, den, sink, NATURAL: tl.constexpr):
     """(maximum, denominator, factor of the sums of values) of rows to which a sink is added.
 
-    m: in units of log2, where a sink near the largest number becomes Inf, unless NATURAL.
+    m: in units of log2, in which the sink is cut to the largest number there is, unless NATURAL.
     """
     unit: tl.constexpr = LOG2E if NATURAL else 1.0
     if not NATURAL:
-        sink *= LOG2E
+        sink = tl.minimum(sink * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(m, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     alpha = tl.exp2((m - base) * unit)
     return top, den * alpha + tl.exp2((sink - base) * unit), alpha
+
+
+@triton.jit
+def natural(m, den, sink):
+    """lse of a maximum in units of log2; no less than the sink, which may have been cut there."""
+    lse = (m + tl.log2(den)) * LN2
+    if sink is not None:
+        lse = tl.maximum(lse, sink, propagate_nan=tl.PropagateNan.ALL)
+    return lse
 
 
 # NaN and Inf
