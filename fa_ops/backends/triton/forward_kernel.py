@@ -130,8 +130,8 @@ def attend_block(
     qt = load_tile(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D)
     k += tl.cast(lo, tl.int64) * k_stride_s
     v += tl.cast(lo, tl.int64) * v_stride_s
-    k_step = tl.cast(BLOCK_N * k_stride_s, tl.int64)
-    v_step = tl.cast(BLOCK_N * v_stride_s, tl.int64)
+    k_step = tl.cast(k_stride_s * BLOCK_N, tl.int64)
+    v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
