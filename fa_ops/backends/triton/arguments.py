@@ -12,7 +12,8 @@ from fa_ops.backends import dropout
 from fa_ops.types import Spec
 
 LOG2E = 1.4426950408889634
-_FAR = 2**30  # a window beyond every sequence, and still safe to add to a position
+_MOST = 2**29  # queries or keys, so that what windows and positions sum up to fits 32 bits
+_FAR = 2 * _MOST  # a window beyond every sequence, and still safe to add to a position
 _LARGEST = 3.4e38  # about the largest float32 there is
 
 # The kernels' parameters that `arguments` gives values to, in this order. An absent option is None
@@ -101,6 +102,13 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         ranges=ranges is not None,
         dropout=p > 0.0,
     )
+
+
+def size_error(queries: int, keys: int) -> str | None:
+    """Why so many queries (or tokens) and keys are more than the kernels can count."""
+    if queries <= _MOST and keys <= _MOST:
+        return None
+    return f"takes up to 2**29 queries and keys, got {queries} and {keys}"
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

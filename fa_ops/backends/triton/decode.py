@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, arguments, padded, precision
+from fa_ops.backends.triton.arguments import Class, arguments, padded, precision, size_error
 from fa_ops.backends.triton.configs_decode import (
     FIXED_KEYS,
     LIGHT_KEYS,
@@ -94,7 +94,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
             "takes head dimensions up to 256, and 512 plus up to 128 for keys, got "
             f"{D} and {Dv}; the reference backend takes any"
         )
-    return None
+    table = cache.page_table
+    return size_error(q.shape[2], k.shape[2] if table is None else table.shape[1] * k.shape[1])
 
 
 def cache_forward(
