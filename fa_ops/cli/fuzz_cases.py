@@ -102,7 +102,7 @@ def family_of(target: Target, number: int) -> draws.Family:
         pick = random.Random(f"{number}.{attempt}").choice
         family = draws.family(pick, kind, target.dtypes, True if target.arena else None)
         case = family.case(pick, target.device)
-        reason = _refusal(target.backend, case)
+        reason = refusal(target.backend, case)
         if reason is None:
             return family
     raise LookupError(f"{target.backend} took none of {TRIES} {kind} calls; of the last: {reason}")
@@ -112,13 +112,14 @@ def _case_of(target: Target, number: int, index: int, family: draws.Family) -> d
     for attempt in itertools.count():
         pick = random.Random(f"{number}.{index}.{attempt}").choice
         case = family.case(pick, target.device)
-        if not isinstance(case, CacheCase) or _refusal(target.backend, case) is None:
+        if not isinstance(case, CacheCase) or refusal(target.backend, case) is None:
             return case  # sizes do not change what a backend says of dense and packed calls
         if attempt == TRIES:
             raise LookupError(f"{target.backend} takes one call in {TRIES} of {family} at most")
 
 
-def _refusal(backend: str, case: draws.AnyCase) -> str | None:
+def refusal(backend: str, case: draws.AnyCase) -> str | None:
+    """Why the backend cannot run a case; None where it can."""
     if isinstance(case, CacheCase):
         return dispatch.cache_refusal(backend, *case.fresh())
     return dispatch.refusal(backend, *case.fresh())
