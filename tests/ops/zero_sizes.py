@@ -1,6 +1,6 @@
 """Every operator with every size at zero, against the oracle; run as a process of its own.
 
-    python -m tests.ops.zero_sizes [backend]
+    python -m tests.ops.zero_sizes [backend [device]]
 
 A kernel that divides by a size ends the process, which a test beside it would not survive.
 """
@@ -123,7 +123,8 @@ def merged() -> Iterator[None]:
         yield
 
 
-def main(backend: str | None = None) -> None:
+def main(backend: str | None = None, device: str = "cpu") -> None:
+    torch.set_default_device(device)
     torch.manual_seed(0)
     count = sum(1 for _ in merged())
     for name, call, args, given, inputs in itertools.chain(dense(), packed()):
