@@ -7,8 +7,10 @@ backend chosen by name never falls back to another.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -29,6 +31,8 @@ from fa_ops.types import (
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
+
+_PACKAGES = ("triton",)  # that backends import
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -199,11 +203,33 @@ def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleTyp
     for candidate in _candidates(name, q):
         reasons[candidate] = ask(candidate)
         if reasons[candidate] is None:
+            for passed in reasons:
+                _warn_if_missing(passed)
             return load(candidate)
     if name != "auto":
         raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
     lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
     raise NotImplementedError(f"no backend can run this call on {q.device}:{lines}")
+
+
+@functools.cache
+def _warn_if_missing(name: str) -> None:
+    """Warn that a backend made for this GPU cannot run on this machine, once per process."""
+    reason = available_error(name)
+    if reason is None:
+        return
+    try:
+        is_for_this_gpu = getattr(load(name), "is_for_this_gpu", bool)()
+    except ImportError:
+        is_for_this_gpu = True  # it cannot be asked
+    if is_for_this_gpu:
+        warnings.warn(
+            f"fa_ops' {name!r} backend, the fastest on this GPU, is not available: {reason}. "
+            "Slower kernels run instead; backend=, use_backend or FA_OPS_BACKEND choose one "
+            "without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _candidates(name: str, q: Tensor) -> tuple[str, ...]:
@@ -220,7 +246,8 @@ def available_error(name: str) -> str | None:
         try:
             _available[name] = load(name).available_error()
         except ImportError as error:
-            _available[name] = f"cannot be imported: {error}"
+            remedy = f"; pip install {error.name}" if error.name in _PACKAGES else ""
+            _available[name] = f"cannot be imported: {error}{remedy}"
     return _available[name]
 
 

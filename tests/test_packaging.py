@@ -62,7 +62,9 @@ def test_metadata_of_the_wheel(wheel):
     assert "License-Expression: Apache-2.0" in core
     required = [line for line in core if line.startswith("Requires-Dist") and "extra" not in line]
     names = {line.split()[1].split(">")[0] for line in required}
-    assert names == {"torch", "numpy", "typer", "rich", "platformdirs"}
+    assert names == {"torch", "numpy"}
+    commands = [line for line in core if line.endswith("extra == 'cli'")]
+    assert {line.split()[1].split(">")[0] for line in commands} == {"typer", "rich"}
     assert "Apache License" in information(wheel, "licenses/LICENSE")
 
 

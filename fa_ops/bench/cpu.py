@@ -187,7 +187,3 @@ def main(
         first, second = ratios
         table.add_row(row.name, forward, first, both, second, f"{row.peak_mib:.0f}")
     Console(width=None if Console().is_terminal else 120).print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -102,7 +102,3 @@ def _fuzz(
     import_module("fa_ops.cli.fuzz").run(
         words(backend), device, cases, each, seed, case, words(dtype), workers, seconds, json
     )  # fmt: skip
-
-
-def main() -> None:
-    app(prog_name="python -m fa_ops")

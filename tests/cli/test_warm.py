@@ -68,7 +68,7 @@ def test_without_nvrtc_it_says_so(folder, monkeypatch):
     compiler.nvrtc.cache_clear()
     try:
         result = invoke("--head-dim", "64")
-        assert result.exit_code == 1 and "NVRTC was not found" in result.output
+        assert result.exit_code == 1 and "NVRTC 12.1 or newer was not found" in result.output
     finally:
         monkeypatch.undo()
         compiler.nvrtc.cache_clear()

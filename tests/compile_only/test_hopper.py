@@ -300,12 +300,6 @@ class TestCache:
         assert self.code() == code
         assert calls and entry.read_bytes().startswith(code)
 
-    def test_a_folder_that_cannot_exist_costs_a_compilation(self, tmp_path, monkeypatch):
-        blocked = tmp_path / "file"
-        blocked.write_text("not a folder")
-        monkeypatch.setenv("FA_OPS_CACHE_DIR", str(blocked))
-        assert self.code().startswith(b"\x7fELF")
-
     def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
         names = ["pack_rows", "pack_words", "find_runs"]
         codes = compiler.cubins("mask", names, {})
@@ -325,7 +319,7 @@ class TestCache:
 
         def compile_source(source):
             together.wait()
-            return compiler._ELF + source.encode(), ""
+            return source.encode(), ""
 
         monkeypatch.setattr(compiler, "compile_source", compile_source)
         codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_runs"], {})
@@ -346,7 +340,7 @@ def test_a_missing_nvrtc_is_named(monkeypatch):
     monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
     compiler.nvrtc.cache_clear()
     try:
-        with pytest.raises(compiler.CompileError, match="NVRTC was not found"):
+        with pytest.raises(compiler.CompileError, match="NVRTC 12.1 or newer was not found"):
             compiler.nvrtc()
     finally:
         monkeypatch.undo()

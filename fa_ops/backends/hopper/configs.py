@@ -205,6 +205,7 @@ class MlaConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
             "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
+            "SCALES_DIFFERENCES": 1,
         }  # fmt: skip
 
 
