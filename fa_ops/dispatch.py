@@ -21,6 +21,7 @@ from fa_ops.types import (
     Cache,
     Spec,
     is_decoding,
+    is_long,
     is_prefill,
     rows_are_aligned,
     values_in_keys,
@@ -79,8 +80,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head
     dimensions, dtype and device of the inputs and on which features are used, on nothing else.
-    Lengths decide one thing alone: whether a forward pass counts as decoding, which the hopper
-    backend is asked about as `select_cache` does.
+    Lengths decide two things alone: whether `types.is_long`, and whether a forward pass counts as
+    decoding, which the hopper backend is asked about as `select_cache` does.
 
     Raises:
         ValueError: no backend has the name asked for.
@@ -90,7 +91,9 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
     name = spec[13] or default or "auto"
     decoding = not backward and _decodes(q, k, spec)
     layout = _layout(q, k, v, False) if decoding and _hopper_asked(name) else decoding
-    shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device)
+    tokens = 2 if q.dim() == 4 else 0
+    long = is_long(q.shape[tokens], k.shape[tokens])
+    shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, long)
     key = (*_features(spec), *shape, name, layout)
     backend = _selected.get(key)
     if backend is None:
@@ -124,12 +127,13 @@ def _features(spec: Spec) -> tuple:
 def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
     """The backend that attends a key-value cache, by the same rules.
 
-    A `cache_error` may depend on dtypes, head dimensions and features; that of the hopper backend
-    also on what `_layout` says.
+    A `cache_error` may depend on dtypes, head dimensions, features and on `types.is_long`; that of
+    the hopper backend also on what `_layout` says.
     """
     name = spec.backend or default or "auto"
     given = tuple(t is not None for t in cache[:7])
-    shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
+    keys = k.shape[2] if cache.page_table is None else cache.page_table.shape[1] * k.shape[1]
+    shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1], is_long(q.shape[2], keys))
     split = (cache.num_splits > 0, cache.batch_invariant, cache.unified_max is not None)
     layout = _layout(q, k, v, cache.page_table is not None) if _hopper_asked(name) else None
     key = ("cache", name, *shape, layout, *split, *given, *_features(spec))

@@ -126,8 +126,10 @@ def test_what_is_installed_imports_nothing_of_the_tests():
 
 @pytest.mark.parametrize("heavy", ["triton", "transformers", "typer", "rich"])
 def test_only_their_own_rooms_import_heavy_packages(heavy):
-    rooms = {"triton": ("fa_ops.backends.triton",), "transformers": ("hf_integration",)}
-    rooms = rooms.get(heavy, ())
+    rooms = {
+        "triton": ("fa_ops.backends.triton",),
+        "transformers": ("hf_integration",),
+    }.get(heavy, ())
     for module, tree in MODULES:
         if not within(module, (*rooms, *COMMANDS)):
             top = {name.split(".")[0] for name in at_top(tree)}

@@ -37,9 +37,10 @@ def run(
     workers: int | None,
     seconds: float | None,
     json: Path | None,
+    arena: bool,
 ) -> None:
     """Raises SystemExit(1) for a case that failed, or if time was up before all were tried."""
-    targets = _targets(backends, device, dtypes)
+    targets = _targets(backends, device, dtypes, arena)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
@@ -57,6 +58,7 @@ def run(
     spent = time.monotonic() - start
     facts = environment(targets[0].device)
     title = f"random calls against the oracle, {facts['device']}, torch {facts['torch']}"
+    title += ", with margins around all tensors" * arena
     console.print(tally.summary(title, targets))
     console.print(tally.table_of_features(targets))
     given = f" --dtype {','.join(dtypes)}" if dtypes else ""
@@ -74,7 +76,9 @@ def run(
         raise SystemExit(1)
 
 
-def _targets(backends: Sequence[str], device: str, dtypes: Sequence[str]) -> list[Target]:
+def _targets(
+    backends: Sequence[str], device: str, dtypes: Sequence[str], arena: bool
+) -> list[Target]:
     """Raises typer.BadParameter for a name that is not known, or a backend that cannot run here."""
     device = options.device(device)
     known = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
@@ -87,7 +91,7 @@ def _targets(backends: Sequence[str], device: str, dtypes: Sequence[str]) -> lis
         reason = dispatch.available_error(name)
         if reason is not None:
             raise typer.BadParameter(f"--backend {name}: {reason}")
-    return [Target(name, device, chosen) for name in backends]
+    return [Target(name, device, chosen, arena) for name in backends]
 
 
 def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[FuzzRun]:
@@ -106,7 +110,7 @@ def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterato
 def again(outcome: Outcome) -> str:
     """The command that runs a case again, alone and in its own process."""
     target = outcome.target
-    options = f"--backend {target.backend} --device {target.device}"
+    options = f"--backend {target.backend} --device {target.device}" + " --arena" * target.arena
     return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
 
 

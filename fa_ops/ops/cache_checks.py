@@ -57,11 +57,21 @@ def cached(
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
         for name, t in (("key_cache", k), ("value_cache", v)):
-            shared = any(size > 1 and not stride for size, stride in zip(t.shape, t.stride()))
-            need(not shared, "{} is written to, so no two of its elements may share memory, got "
-                 "strides {}", name, t.stride())  # fmt: skip
+            message = "{} is written to, so no two of its elements may share memory, got strides {}"
+            need(not _overlaps(t), message, name, t.stride())
     small = {name: t.contiguous() for name in _SMALL if (t := getattr(cache, name)) is not None}
     return (cache._replace(**small) if small else cache), checks.compact(spec)
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether elements share memory, as in expanded and unfolded tensors."""
+    reach = 1  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.backends.cpu import dense
+from fa_ops.backends.cpu import dense, layout
 from fa_ops.types import Cache, Spec
 
 _FP8 = torch.float8_e4m3fn
@@ -26,6 +26,9 @@ def cache_forward(
     if cache.key is not None:
         _append(k, v, cache, lens)
         lens = lens + cache.key.shape[2]
+    if not q.numel():  # which aten's kernel divides by
+        lse = torch.empty(q.shape[:3], dtype=layout.accumulator(q.dtype))
+        return layout.empty_out(q, v), lse
     if cache.rotary_cos is not None:
         steps = torch.arange(q.shape[2]) - q.shape[2]
         q = _rotated(q, cache, (lens[:, None] + steps).clamp_(min=0))

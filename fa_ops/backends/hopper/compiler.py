@@ -106,7 +106,7 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
         products, parts = _backward(defines, dtype)
     elif kind == "mask_gradient":
         products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
-        parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
+        parts = (*parts[:-3], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
         parts = ("elements.cuh", "softmax.cuh", "exact_row.cuh")
         parts = (*parts, "stretches.cuh", "merge.cuh", "decode.cu")
@@ -169,12 +169,12 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
     own = "backward_keys.cu" if defines["IS_WIDE"] else "backward.cu"
     parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
-        return products, parts
+        return products, (*parts, "backward_finish.cu")
     N = defines["QUERY_BLOCK_N"]
     for name, features in (("wgmma_row_scores", D), ("wgmma_row_value_scores", Dv)):
         products += wgmma(name, N, dtype, "rows", "rows", _features(features, 64, N))
     products += wgmma("wgmma_query_grads", D, dtype, "registers", "columns", _rows(N))
-    return products, (*parts, "backward_queries.cu")
+    return products, (*parts, "backward_queries.cu", "backward_finish.cu")
 
 
 @functools.cache

@@ -280,6 +280,20 @@ def _backward_config(head_dim: int, value_dim: int, deterministic: bool) -> Back
     )
 
 
+# Work items that a processor should have, so that the longest of a causal call end evenly.
+_WAVES = 6
+
+
+def group_parts(group: int, items: int, processors: int) -> int:
+    """Into how many parts the backward cuts a group of query heads: the fewest, of equal size, that
+    make enough work of `items` blocks of keys. Where there are several, dK and dV are added in
+    memory."""
+    for parts in range(1, group):
+        if group % parts == 0 and items * parts >= _WAVES * processors:
+            return parts
+    return group
+
+
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
     head_dim, value_dim = padded(D), padded(Dv)
     warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds

@@ -160,7 +160,9 @@ def query_grad_kernel(
     row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
     if cu_seqlens_q is not None:
         tile, h = schedule(pid, Sq // BLOCK_M + batch + 2, Hq, wave)
-        b, block, q_start, length = find_sequence(cu_seqlens_q, batch, Sq, tile, BLOCK_M)
+        b, block, q_start, length, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK_M
+        )
         at = h.to(tl.int64) * Sq + q_start
         row_at = h * row_stride + row_offset(q_start, b)
         q += q_start * q_stride_s.to(tl.int64)
@@ -168,11 +170,9 @@ def query_grad_kernel(
         out += q_start * out_stride_s.to(tl.int64)
         dq += q_start * dq_stride_s.to(tl.int64)
         inside = (b >= 0) & (b < batch)
-        k_start = tl.load(cu_seqlens_k + b, mask=inside, other=0)
-        Sk = tl.load(cu_seqlens_k + b + 1, mask=inside, other=0) - k_start
         k += k_start * k_stride_s.to(tl.int64)
         v += k_start * v_stride_s.to(tl.int64)
-        Sq = length
+        Sq, Sk = length, keys
         blocks = tl.cdiv(Sq, BLOCK_M)
         if block >= blocks:
             return
@@ -302,14 +302,14 @@ def key_value_grad_kernel(
     row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
     if cu_seqlens_q is not None:
         tile, hk = schedule(pid, Sk // BLOCK_N + batch + 2, Hkv, wave)
-        b, block, k_start, length = find_sequence(cu_seqlens_k, batch, Sk, tile, BLOCK_N)
-        Sk = length
-        if block >= tl.cdiv(Sk, BLOCK_N):
+        b, block, k_start, length, q_start, rows = find_sequence(
+            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK_N
+        )
+        if block >= tl.cdiv(length, BLOCK_N):
             return
         inside = (b >= 0) & (b < batch)
-        q_start = tl.load(cu_seqlens_q + b, mask=inside, other=0)
         row_at = row_offset(q_start, b)
-        Sq = tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) - q_start
+        Sq, Sk = rows, length
         q += q_start * q_stride_s.to(tl.int64)
         grad_out += q_start * grad_out_stride_s.to(tl.int64)
         k += k_start * k_stride_s.to(tl.int64)

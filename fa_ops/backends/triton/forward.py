@@ -62,16 +62,16 @@ def forward_kernel(
     if cu_seqlens_q is not None:
         programs = Sq // BLOCK_M + batch + 2
         h = pid // programs
-        b, block, q_start, length = find_sequence(cu_seqlens_q, batch, Sq, pid % programs, BLOCK_M)
+        b, block, q_start, length, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, pid % programs, BLOCK_M
+        )
         lse += h.to(tl.int64) * Sq + q_start
         out += q_start.to(tl.int64) * Hq * Dv
         q += q_start * q_stride_s.to(tl.int64)
         inside = (b >= 0) & (b < batch)
-        k_start = tl.load(cu_seqlens_k + b, mask=inside, other=0)
-        Sk = tl.load(cu_seqlens_k + b + 1, mask=inside, other=0) - k_start
         k += k_start * k_stride_s.to(tl.int64)
         v += k_start * v_stride_s.to(tl.int64)
-        Sq = length
+        Sq, Sk = length, keys
         blocks = tl.cdiv(Sq, BLOCK_M)
         if block >= blocks:
             return

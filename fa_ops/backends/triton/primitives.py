@@ -20,31 +20,48 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def find_sequence(cu_seqlens, batch, total, pid, BLOCK: tl.constexpr):
-    """Which sequence and which block of it program `pid` has: (b, block, start, length).
+def find_sequence(cu_seqlens, other, batch, total, other_total, pid, BLOCK: tl.constexpr):
+    """Which sequence and which block of it program `pid` has, and where its tokens are.
+
+    Returns (b, block, start, length, other_start, other_length): sequence b has `length` tokens
+    from `start` on where `cu_seqlens` holds the borders, and `other_length` from `other_start` on
+    where `other` does. Borders are clamped to [0, total], and one that is less than a border before
+    it counts as equal to that one, so nothing outside of the tokens is ever addressed.
 
     The tokens outside every sequence count as sequence -1 (before the first) and `batch` (after the
-    last), so that every token belongs to a program. Sequence b starts at program
+    last), without others, so that every token belongs to a program. Sequence b starts at program
     start // BLOCK + b + 1, which leaves it at least cdiv(length, BLOCK) programs; one with nothing
     to do has block >= cdiv(length, BLOCK). A launch needs `total // BLOCK + batch + 2` programs.
     """
     CHUNK: tl.constexpr = 128
-    begun = 0
+    begun, start, end, other_start, highest = 0, 0, total, 0, 0
     for chunk in range(0, batch + 2, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
-        program = _boundary(cu_seqlens, batch, total, u) // BLOCK + u
-        begun += tl.sum(((u < batch + 2) & (program <= pid)).to(tl.int32), 0)
+        border = tl.associative_scan(_border(cu_seqlens, batch, total, u), 0, _larger)
+        border = tl.maximum(border, highest)
+        highest = tl.max(border, 0)
+        has_begun = (u < batch + 2) & (border // BLOCK + u <= pid)
+        begun += tl.sum(has_begun.to(tl.int32), 0)
+        start = tl.maximum(start, tl.max(tl.where(has_begun, border, 0), 0))
+        end = tl.minimum(end, tl.min(tl.where(has_begun, total, border), 0))
+        own = tl.where(has_begun, _border(other, batch, other_total, u), 0)
+        other_start = tl.maximum(other_start, tl.max(own, 0))
     u = begun - 1
-    start = _boundary(cu_seqlens, batch, total, u)
-    end = _boundary(cu_seqlens, batch, total, u + 1)
-    return u - 1, pid - (start // BLOCK + u), start, end - start
+    other_end = tl.where(u > batch, 0, _border(other, batch, other_total, u + 1))
+    other_length = tl.where(u > 0, tl.maximum(other_end - other_start, 0), 0)
+    return u - 1, pid - (start // BLOCK + u), start, end - start, other_start, other_length
 
 
 @triton.jit
-def _boundary(cu_seqlens, batch, total, u):
-    """Boundary u of 0, cu_seqlens[0], ..., cu_seqlens[batch], total."""
+def _border(cu_seqlens, batch, total, u):
+    """Border u of 0, cu_seqlens[0], ..., cu_seqlens[batch], total, clamped to [0, total]."""
     inside = tl.load(cu_seqlens + u - 1, mask=(u > 0) & (u < batch + 2), other=0)
-    return tl.where(u >= batch + 2, total, inside)
+    return tl.where(u >= batch + 2, total, tl.minimum(tl.maximum(inside, 0), total))
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y)
 
 
 # Tiles
