@@ -109,7 +109,7 @@ def assert_every_token_has_one_program(ends, other, total, other_total, block=16
     for b, tile, start, length, other_start, other_length in out.tolist():
         first, last = start + tile * block, min(start + (tile + 1) * block, start + length)
         if first < last:
-            assert 0 <= first and last <= total and bool((owner[first:last] == -2).all())
+            assert first >= 0 and last <= total and bool((owner[first:last] == -2).all())
             owner[first:last] = b
             if 0 <= b < batch:
                 assert (start, start + length) == (ends[b], ends[b + 1])
