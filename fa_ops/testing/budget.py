@@ -37,6 +37,8 @@ def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[T
     """Attention written out; `products` and `weights` say what becomes of those."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if spec.softcap > 0 and q.dtype != torch.float64:  # what float32 can divide and multiply by
+        spec = spec._replace(softcap=min(max(spec.softcap, 1e-30), 1e30))
     s = reference.modify_scores(products(q @ k.transpose(-1, -2)), spec, q.shape[-1])
     p, lse = reference.weights(s, spec.sinks)
     if spec.dropout_p > 0:

@@ -52,6 +52,10 @@ class Poison:
         with torch.no_grad():
             scores = scores_of(self.packing, q, k, v, spec)
             self.attends = scores > float("-inf")
+            self.visible = self.attends  # but for the mask
+            if self.operand == "attn_mask":
+                open_to_all = spec._replace(attn_mask=None)
+                self.visible = scores_of(self.packing, q, k, v, open_to_all) > float("-inf")
             self.probability = reference.weights(scores, spec.sinks)[0]
             if features.dropout_p > 0:  # of which a dropped weight may hide it
                 self.probability = torch.zeros_like(self.probability)
@@ -89,7 +93,8 @@ class Poison:
             self.rows = (keys & self.attends).any(-1)
             self.must_show = (keys & (self.probability > WEIGHT)).any(-1)
         elif self.operand == "attn_mask":
-            self.rows = (changed & self.attends).any(-1)
+            self.rows = (changed & self.visible).any(-1)
+            self.attends = self.attends | (changed & self.visible)
         elif changed is not None:
             self.rows = self.rows | changed.view(-1, changed.shape[-1], 1)
         self.rows_backward = self.rows
