@@ -170,13 +170,21 @@ def test_dropout_is_the_shared_rule(p):
 
 
 @triton.jit
-def tanh_kernel(x, out):
+def tanh_kernel(x, out, SMALL: tl.constexpr):
     at = tl.arange(0, 64)
-    tl.store(out + at, P.tanh(tl.load(x + at)))
+    tl.store(out + at, P.tanh(tl.load(x + at), SMALL))
 
 
-def test_tanh():
+@pytest.mark.parametrize("small", [False, True])
+def test_tanh(small):
     x = torch.cat([torch.linspace(-12, 12, 60), torch.tensor([-1e9, 1e9, 0.0, float("nan")])])
     out = torch.zeros(64)
-    tanh_kernel[(1,)](x, out)
+    tanh_kernel[(1,)](x, out, small)
     torch.testing.assert_close(out, torch.tanh(x), atol=3e-7, rtol=0, equal_nan=True)
+
+
+def test_tanh_of_small_arguments():
+    x = 2.0 ** torch.linspace(-40, 0, 64)
+    out = torch.zeros(64)
+    tanh_kernel[(1,)](x, out, True)
+    torch.testing.assert_close(out, torch.tanh(x.double()).float(), atol=0, rtol=4e-7)

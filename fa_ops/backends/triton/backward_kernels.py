@@ -55,7 +55,7 @@ def load_rows(
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
-    window_right, LIMIT: tl.constexpr,
+    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
     the gradient of the scores, and the gradient of the products but for `product_scale`.
@@ -67,7 +67,7 @@ def score_gradients(
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None,
+        None, None, None, None, mask is not None, EXTREME,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:
@@ -148,7 +148,8 @@ def query_grad_kernel(
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows; also what the other kernels need of these rows.
 
@@ -244,7 +245,7 @@ def query_grad_kernel(
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
             mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, not EVEN,
+            keep_scale, window_left, window_right, not EVEN, EXTREME,
         )  # fmt: skip
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
     tl.store(row_lse + row_at + rows_m, m)
@@ -289,7 +290,8 @@ def key_value_grad_kernel(
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, over the rows of all query heads that share them.
 
@@ -378,7 +380,7 @@ def key_value_grad_kernel(
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
                 mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
-                b * Hq + h, threshold, keep_scale, window_left, window_right, False,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
             )  # fmt: skip
             dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
             dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
