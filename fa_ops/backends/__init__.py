@@ -1,5 +1,5 @@
-"""Implementations. No backend imports another (all may import `dropout`, the shared random rule),
-and none knows the dispatcher.
+"""Implementations. No backend imports another (all may import `dropout` and `rotary`, which are
+shared), and none knows the dispatcher.
 
 Every backend is a module or package with these functions; `Spec`, `Packing`, `Cache` and
 `Gradients` are in `fa_ops.types`:

@@ -206,7 +206,7 @@ def test_sinks(sink, keys, softcap, dtype, lse_grad):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_huge_inputs(dtype, causal, softcap):
-    """As torch's test_flash_attention_large_bf16_nan_values: all alike, whose mean is themselves."""
+    """As torch's test_flash_attention_large_bf16_nan_values."""
     huge = 133120.0 if dtype != torch.float16 else 1000.0
     q, k, v = (torch.full((1, 1, 1, 64), huge, dtype=dtype).repeat(1, 2, 300, 1) for _ in range(3))
     q[:, :, ::2] *= 0.5

@@ -140,6 +140,18 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
     assert grid == (256 // block * 8, 1) and last == products
 
 
+def test_overlapping_rows_have_gradients_that_can_be_written(driver):
+    """The copy engine writes rows whose last dimension is contiguous, and aligned to 16 bytes."""
+    g, _, k, v, out, lse = tensors(1, 2, 2, 40, 40, 64)
+    q = torch.zeros(1, 2, 103, dtype=torch.bfloat16).unfold(-1, 64, 1)
+    assert torch.empty_like(q).stride(-1) != 1
+    grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec())
+    assert [x.stride() for x in grads[:3]] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    _, products = driver.last("backward")
+    strides = of_params(products)["strides"]
+    assert not any(n % 8 for n in strides[12:15])  # dq's
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("D", [128, 256])
 def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):

@@ -1,12 +1,13 @@
 """Every operator with every size at zero, against the oracle; run as a process of its own.
 
-    python -m tests.ops.zero_sizes [backend]
+    python -m tests.ops.zero_sizes [backend [device]]
 
 A kernel that divides by a size ends the process, which a test beside it would not survive.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ OPTIONS = [
     {"sinks": True},
     {"alibi_slopes": True, "scale": 0.3},
 ]
-BACKENDS = (None, "reference")
 
 
 def options_of(options: dict, B: int, Hq: int) -> dict:
@@ -40,11 +40,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def check(name: str, call, inputs: list[torch.Tensor]) -> None:
-    """Compare results and gradients of both backends, and those of a row without keys."""
+def check(name: str, call, inputs: list[torch.Tensor], backend: str | None) -> None:
+    """Compare a backend's results and gradients with the oracle's."""
     found = []
-    for backend in BACKENDS:
-        results = call(backend)
+    for one in (backend, "reference"):
+        results = call(backend=one)
         out, lse = results[:2]
         loss = out.double().sum() + lse.masked_fill(lse == -torch.inf, 0.0).double().sum()
         wanted = [x for x in inputs if x.requires_grad]
@@ -105,30 +105,14 @@ def cached() -> Iterator[tuple]:
         yield name, torch.randn(B, 4, Sq, 8), caches, lens, given
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        globals()["BACKENDS"] = (sys.argv[1], "reference")
-    torch.manual_seed(0)
-    count = 0
-    for name, call, args, given, inputs in itertools.chain(dense(), packed()):
-        check(name, lambda b: call(*args, **given, return_lse=True, backend=b), inputs)  # noqa: B023
-        count += 1
-    for name, q, caches, lens, given in cached():
+def over_cache(q, caches, lens, given, backend=None) -> tuple:
+    memory = [x.clone() for x in caches]
+    options = given | {"return_lse": True, "backend": backend}
+    return *fa_ops.attention_with_kv_cache(q, *memory, lens, **options), *memory
 
-        def call(backend):
-            memory = [x.clone() for x in caches]  # noqa: B023
-            results = fa_ops.attention_with_kv_cache(
-                q,
-                *memory,
-                lens,
-                **given,
-                return_lse=True,
-                backend=backend,  # noqa: B023
-            )
-            return *results, *memory
 
-        check(name, call, [])
-        count += 1
+def merged() -> Iterator[None]:
+    """Checked against torch's own functions."""
     for N, rows, Dv in itertools.product((1, 2), ((), (0,), (3, 0), (5,)), (0, 1, 4)):
         outs, lses = draw(N, *rows, Dv), draw(N, *rows)
         out, lse = fa_ops.merge_states(outs, lses)
@@ -136,9 +120,21 @@ def main() -> None:
         assert out.shape == (*rows, Dv)
         grads = torch.autograd.grad(out.sum() + lse.sum(), (outs, lses))
         assert all(g.shape == x.shape and g.isfinite().all() for g, x in zip(grads, (outs, lses)))
+        yield
+
+
+def main(backend: str | None = None, device: str = "cpu") -> None:
+    torch.set_default_device(device)
+    torch.manual_seed(0)
+    count = sum(1 for _ in merged())
+    for name, call, args, given, inputs in itertools.chain(dense(), packed()):
+        check(name, functools.partial(call, *args, **given, return_lse=True), inputs, backend)
+        count += 1
+    for name, *call in cached():
+        check(name, functools.partial(over_cache, *call), [], backend)
         count += 1
     print(count, "calls")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_ops.backends.cpu import layout
 from fa_ops.backends.cpu.runs import Runs
 from fa_ops.backends.cpu.scores import Problem, Scores, cut, without_nan
-from fa_ops.types import Gradients, Spec, default_scale
+from fa_ops.types import Gradients, Spec
 
 
 def forward(

@@ -69,7 +69,8 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    of_grads = q.stride(), k.stride(), v.stride()
+    like = q, k, v
+    of_grads = tuple(map(_written_strides, like))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
     ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
@@ -81,6 +82,8 @@ def backward(
     *grads, dmask, workspace = plan.run(
         grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_keys, mask_grad
     )
+    pairs = zip(like, of_grads, grads)
+    grads = [g if t.stride() == s else torch.empty_like(t).copy_(g) for t, s, g in pairs]
     return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
 
 
@@ -316,6 +319,12 @@ _plan = functools.lru_cache(maxsize=1024)(Plan)
 def _as_read(bits: Tensor | None) -> tuple[int, ...]:
     """struct Bits in cuda/backward.cuh."""
     return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
+
+
+def _written_strides(t: Tensor) -> tuple[int, ...]:
+    """Those of `t`, or of a contiguous tensor where the kernels cannot write what is like `t`."""
+    like = torch.empty_like(t, device="meta")
+    return t.stride() if copyable(like) is like else like.contiguous().stride()
 
 
 def _like(

@@ -98,6 +98,7 @@ __device__ __noinline__ void compute_again(const Params& p, int tensor, int row,
 // Of `count` rows from `first` on those that exist, by a CTA.
 DEVICE void look_at_rows(const Params& p, int tensor, int first, int count, int h, int b) {
   const int end = min(first + count, tensor == DQ ? p.Sq : p.Sk);
+#pragma unroll 1
   for (int row = first + threadIdx.x / 32; row < end; row += 8) compute_again(p, tensor, row, h, b);
 }
 
@@ -187,12 +188,15 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
   if (!__syncthreads_or(is_nonfinite || is_noted || note + 256 < end)) return;
   if (__syncthreads_or(is_nonfinite)) look_at_rows(p, tensor, first, tensor == DQ ? BLOCK_M : BLOCK_N, h, b);
   __shared__ u32 found[8];  // a bit for each word
+#pragma unroll 1
   for (; note < end; note += 256) {
     is_noted = note + (int)threadIdx.x < end && p.nonfinite[note + threadIdx.x];
     const u32 bits = __ballot_sync(~0u, is_noted);
     if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = bits;
     __syncthreads();
+#pragma unroll 1
     for (int i = 0; i < 8; i++)
+#pragma unroll 1
       for (u32 x = found[i]; x; x &= x - 1) look_at_note(p, note + i * 32 + __ffs(x) - 1);
     __syncthreads();
   }

@@ -649,8 +649,9 @@ struct Consumer {
   // Whether weights of the row have overflowed, or all of them have vanished: its scores are too large for their scaled differences.
   DEVICE static bool is_lost(float row_max, float sum) { return row_max != NEVER && is_finite(row_max) && (sum == 0.f || sum == INFINITE); }
 
-  // Rows of this warp, a bit for each, that are replaced by exact ones: those that are lost, and those with a finite sum and other values that are not.
-  DEVICE void find_unusable(u32& unusable, u32& lost) const {
+  // Of this warp's rows that exist, a bit for each, those that are replaced by exact ones: they are lost, or have a finite sum and other values that are
+  // not.
+  DEVICE void find_unusable(u32 existing, u32& unusable, u32& lost) const {
     float probe0 = 0.f, probe1 = 0.f;  // NaN where a value is not finite
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i += 4) {
@@ -659,7 +660,7 @@ struct Consumer {
     }
     const bool lost0 = is_lost(softmax.max0, softmax.sum0), lost1 = is_lost(softmax.max1, softmax.sum1);
     lost = 0;
-    unusable = rows_of_lanes(lost0 || (probe0 != 0.f && is_finite(softmax.sum0)), lost1 || (probe1 != 0.f && is_finite(softmax.sum1)));
+    unusable = existing & rows_of_lanes(lost0 || (probe0 != 0.f && is_finite(softmax.sum0)), lost1 || (probe1 != 0.f && is_finite(softmax.sum1)));
     if (unusable) lost = rows_of_lanes(lost0, lost1);
   }
 
@@ -668,9 +669,9 @@ struct Consumer {
     const Tile tile = published_tile(sm.task + tasks.stage * TASK_BYTES);  // again: it takes no registers until here
     mbar_arrive(sm.task_empty + 8 * tasks.stage);
     softmax.reduce();
+    const int top = uniform(tile.m0 + c * 64 + (tid >> 5) * 16), first = top + (lane >> 2);
     u32 unusable, lost;
-    find_unusable(unusable, lost);
-    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    find_unusable((1u << max(0, min(16, p.Sq - top))) - 1, unusable, lost);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first + 8 * r;
@@ -688,7 +689,7 @@ struct Consumer {
         if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
-    if (unusable) replace_rows(p, tile, first - (lane >> 2), unusable, lost);
+    if (unusable) replace_rows(p, tile, top, unusable, lost);
   }
 
   DEVICE void work() {
