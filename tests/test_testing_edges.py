@@ -34,6 +34,12 @@ def test_an_arena_keeps_overlapping_strides(layout):
     assert torch.equal(q, placed) and q.stride() == placed.stride()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_without_tokens(layout):
+    q, k, _, _ = make_case(layout=layout, Sq=0).fresh()
+    assert q.shape == (2, 4, 0, 16) and k.shape == (2, 2, 47, 16)
+
+
 @pytest.mark.parametrize("layout", GRAD_LAYOUTS)
 def test_layouts_of_gradients(layout):
     x = torch.randn(2, 3, 4, 5)

@@ -18,14 +18,14 @@ def base_shape(layout: str, B: int, H: int, S: int, D: int) -> tuple[int, ...]:
         "expanded": (1, H, S, D),  # all rows of the batch share memory
         "heads": (B, 1, S, D),  # all heads do
         "rows": (B, H, 1, D),  # all tokens do
-        "frames": (B, H, S + D - 1),  # each row begins one element behind the last
+        "frames": (B, H, max(S, 1) + D - 1),  # each row begins one element behind the last
     }[layout]
 
 
 def arranged(layout: str, base: Tensor, B: int, H: int, S: int, D: int) -> Tensor:
     """A view of `base` that is (B, H, S, D)."""
     if layout == "frames":
-        return base.unfold(-1, D, 1)
+        return base.unfold(-1, D, 1)[:, :, :S]
     if layout in ("bshd", "packed"):
         base = base[:, :, :H].transpose(1, 2)
     return base.expand(B, H, S, D)
