@@ -19,6 +19,7 @@ constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? 32 * CONSUMER
 constexpr bool IS_BOLD = HEAD_DIM <= 128 && !(HAS_MASK || BIAS_BITS || HAS_DROPOUT);
 constexpr float MOST = 16384.f;  // of a thread's share of a row's sum: more than scores make that were looked at
 constexpr float HUGE = 1e30f;    // a share that has an inverse
+constexpr float HUGE_SCORE = 1 << 20;  // in log2 units: its difference from another, scaled before it is taken, errs by a sixteenth
 
 // Of a tile's blocks a consumer visits what its own rows attend, but where a warp beside it brings something for each block.
 constexpr bool HAS_OWN_BLOCKS = !(HAS_MASK || BIAS_BITS);
@@ -646,22 +647,19 @@ struct Consumer {
     release(sm.v_empty, v);
   }
 
-  // Whether weights of the row have overflowed, or all of them have vanished: its scores are too large for their scaled differences.
-  DEVICE static bool is_lost(float row_max, float sum) { return row_max != NEVER && is_finite(row_max) && (sum == 0.f || sum == INFINITE); }
+  // Whether the row's scores are so large that their scaled differences may have rounded to too much: weights overflow, or vanish beside smaller ones.
+  DEVICE bool is_lost(float row_max, float sum) const {
+    const bool is_huge = !BIAS_BITS && fabsf(row_max) * p.scale_log2 > HUGE_SCORE;
+    return row_max != NEVER && is_finite(row_max) && (is_huge || sum == 0.f || sum == INFINITE);
+  }
 
-  // Of this warp's rows that exist, a bit for each, those that are replaced by exact ones: they are lost, or have a finite sum and other values that are
-  // not.
-  DEVICE void find_unusable(u32 existing, u32& unusable, u32& lost) const {
-    float probe0 = 0.f, probe1 = 0.f;  // NaN where a value is not finite
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 4) {
-      probe0 += 0.f * o[i] + 0.f * o[i + 1];
-      probe1 += 0.f * o[i + 2] + 0.f * o[i + 3];
-    }
+  // By a warp, whose first row is `top`: rows that are lost, and those with values that are not finite, computed exactly. A probe is not 0 where a value
+  // of this thread's row is not finite.
+  DEVICE void replace_unusable(const Tile& tile, int top, const u32 (&probes)[2]) const {
     const bool lost0 = is_lost(softmax.max0, softmax.sum0), lost1 = is_lost(softmax.max1, softmax.sum1);
-    lost = 0;
-    unusable = existing & rows_of_lanes(lost0 || (probe0 != 0.f && is_finite(softmax.sum0)), lost1 || (probe1 != 0.f && is_finite(softmax.sum1)));
-    if (unusable) lost = rows_of_lanes(lost0, lost1);
+    const u32 unusable = rows_of_lanes(lost0 || probes[0], lost1 || probes[1]);
+    const u32 existing = (1u << uniform(max(0, min(16, p.Sq - top)))) - 1;
+    if (unusable & existing) replace_rows(p, tile, top, unusable & existing, rows_of_lanes(lost0, lost1));
   }
 
   // Normalised, with LSE, to where it belongs.
@@ -669,9 +667,8 @@ struct Consumer {
     const Tile tile = published_tile(sm.task + tasks.stage * TASK_BYTES);  // again: it takes no registers until here
     mbar_arrive(sm.task_empty + 8 * tasks.stage);
     softmax.reduce();
-    const int top = uniform(tile.m0 + c * 64 + (tid >> 5) * 16), first = top + (lane >> 2);
-    u32 unusable, lost;
-    find_unusable((1u << max(0, min(16, p.Sq - top))) - 1, unusable, lost);
+    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    u32 probes[2] = {0, 0};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first + 8 * r;
@@ -683,13 +680,18 @@ struct Consumer {
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+        for (int j = 0; j < 4; j++) {
+          x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+          add_times_zero(probes[r], x[j]);
+        }
         gather(x);
         const int column = (i / 4 + (lane & 3)) * 8;
         if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
-    if (unusable) replace_rows(p, tile, top, unusable, lost);
+    bool is_usual = fminf(softmax.sum0, softmax.sum1) > 0.f && fmaxf(softmax.sum0, softmax.sum1) < INFINITE;
+    if (!BIAS_BITS) is_usual = is_usual && fmaxf(fabsf(softmax.max0), fabsf(softmax.max1)) * p.scale_log2 <= HUGE_SCORE;
+    if (__any_sync(~0u, (probes[0] | probes[1]) != 0 || !is_usual)) replace_unusable(tile, first - (lane >> 2), probes);
   }
 
   DEVICE void work() {
