@@ -91,9 +91,11 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
     name = spec[13] or default or "auto"
     decoding = not backward and _decodes(q, k, spec)
     layout = _layout(q, k, v, False) if decoding and _hopper_asked(name) else decoding
-    tokens = 2 if q.dim() == 4 else 0
-    long = is_long(q.shape[tokens], k.shape[tokens])
-    shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device, long)
+    q_shape, k_shape = q.shape, k.shape
+    rank = len(q_shape)
+    tokens = rank // 4 * 2  # 0 of packed tensors
+    long = is_long(q_shape[tokens], k_shape[tokens])
+    shape = (rank, q_shape[-1], v.shape[-1], q.dtype, q.device, long)
     key = (*_features(spec), *shape, name, layout)
     backend = _selected.get(key)
     if backend is None:
