@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-# Modeling code that looks into its mask although it does not ask for a materialised one.
-_DENSE = {"doge", "lasr_ctc", "lasr_encoder"}
+# Modeling code that adds its mask to scores of its own.
 _FLOAT = {"bigbird_pegasus", "gemma4_audio", "git"}
-# Modules that say is_causal, and with eager attention attend everything where there is no mask.
+# Modules whose is_causal is True, and that with eager attention attend everything without a mask.
 _UNMASKED = {"blt_global_transformer", "bridgetower", "bridgetower_text_model"}
-_READS_MASK = ("allow_is_causal_skip=False", "allow_is_bidirectional_skip=False")
-_READING_LAYERS = ("indexed", "sparse")  # layer types whose code indexes the mask
 _ADDING_LAYERS = ("compressed",)  # layer types whose code concatenates a bias to the mask
 
 
@@ -30,20 +26,15 @@ _found: dict[type, Facts] = {}
 
 
 def facts(config, look: bool = True) -> Facts:
-    """The facts for a config; `look=False` only recalls them: Dynamo cannot trace the looking."""
+    """The facts for a config; `look=False` only recalls them: Dynamo cannot trace the look-up."""
     if config is None:
         return UNKNOWN
     if look and type(config) not in _found:
         _found[type(config)] = _find(type(config))
-    found = _found.get(type(config), UNKNOWN)
     for layer in getattr(config, "layer_types", None) or ():
         if any(word in layer for word in _ADDING_LAYERS):
             return Facts(floating=f"layers of type {layer!r} add to their mask")
-        if any(word in layer for word in _READING_LAYERS):
-            return Facts(dense=f"layers of type {layer!r} read their mask")
-    if getattr(config, "index_topk", None):
-        return Facts(dense="sparse attention reads its mask")
-    return found
+    return _found.get(type(config), UNKNOWN)
 
 
 def attends_all(config) -> bool:
@@ -55,8 +46,6 @@ def _find(config_class: type) -> Facts:
     model_type = getattr(config_class, "model_type", "")
     if model_type in _FLOAT:
         return Facts(floating=f"{model_type} adds to its mask")
-    if model_type in _DENSE:
-        return Facts(dense=f"{model_type} reads its mask")
     if not config_class.__module__.startswith("transformers.models."):
         return UNKNOWN
     module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
@@ -64,8 +53,6 @@ def _find(config_class: type) -> Facts:
         return UNKNOWN
     if owns_attention(module):
         return Facts(floating=f"{model_type} has attention code of its own")
-    if any(word in inspect.getsource(module) for word in _READS_MASK):
-        return Facts(dense=f"{model_type} reads its mask")
     return Facts()
 
 

@@ -56,7 +56,9 @@ def doctor(*arguments: str):
 
 def test_doctor_runs_a_tiny_model_against_eager():
     out = doctor("--model", "doge").stdout
-    assert "nopad     the same; masks: dense: doge reads its mask x 1" in out
+    assert (
+        "nopad     the same; masks: causal x 1, dense: the model computes with its mask x 1" in out
+    )
     out = doctor("--model", "gemma3_text").stdout
     assert "leftpad   the same; masks: ranges x" in out and "sliding_window" in out
 
