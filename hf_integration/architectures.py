@@ -1,13 +1,16 @@
-"""Which masks a model can take, found once per config class from its modeling module."""
+"""Which masks a model can take, found once per config class from the source of its module."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-# Modeling code that adds its mask to scores of its own.
-_FLOAT = {"bigbird_pegasus", "gemma4_audio", "git"}
+from hf_integration import mask_uses
+
+# Modeling code that expects the float mask of eager attention, where the source does not show it.
+_FLOAT = {"gemma4_audio", "git"}
 # Modules whose is_causal is True, and that with eager attention attend everything without a mask.
 _UNMASKED = {"blt_global_transformer", "bridgetower", "bridgetower_text_model"}
 _ADDING_LAYERS = ("compressed",)  # layer types whose code concatenates a bias to the mask
@@ -53,7 +56,19 @@ def _find(config_class: type) -> Facts:
         return UNKNOWN
     if owns_attention(module):
         return Facts(floating=f"{model_type} has attention code of its own")
-    return Facts()
+    return _by_source(module, model_type)
+
+
+def _by_source(module: ModuleType, model_type: str) -> Facts:
+    """What the module's code does with its masks: a compact mask gives right results in all code
+    but that which adds a part of it to scores, and in graphs, that which writes to it."""
+    try:
+        kinds = {use.kind for use in mask_uses.uses(inspect.getsource(module))}
+    except (OSError, SyntaxError):
+        return UNKNOWN
+    if "add" in kinds:
+        return Facts(floating=f"{model_type} adds its mask to scores of its own")
+    return Facts(dense=f"{model_type} writes to its mask") if "write" in kinds else Facts()
 
 
 def owns_attention(module: ModuleType) -> bool:

@@ -8,6 +8,7 @@ any other operation sees the bool tensor that SDPA's mask function would have re
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -96,7 +97,7 @@ class MaskArguments(NamedTuple):
 
 class CompactMask(Tensor):
     """A bool mask (B, 1, Sq, Sk) that is materialised only if something other than attention
-    reads it.
+    reads it. Added to floats it is what eager attention adds: 0, or the lowest number.
 
     Made by the functions below. Attributes: `encoding`, `packing`, and the tensors of the
     encoding:
@@ -143,7 +144,12 @@ class CompactMask(Tensor):
                 f"{function} writes to an attention mask in place, which cannot be traced with "
                 "attn_implementation='fa_ops'; clone the mask first"
             )
-        args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, materialise, (args, kwargs))
+        convert = materialise
+        dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor)]
+        if function.overloadpacket in _ADDITIONS and any(d.is_floating_point for d in dtypes):
+            dtype = next(dtype for dtype in dtypes if dtype.is_floating_point)
+            convert = functools.partial(_additive, dtype=dtype)
+        args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, convert, (args, kwargs))
         return function(*args, **kwargs)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -161,6 +167,16 @@ _COPIES = {
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
 }
+# Code that adds its mask to scores means eager attention's float mask.
+_ADDITIONS = {torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.baddbmm}
+
+
+def _additive(mask: CompactMask, dtype: torch.dtype) -> Tensor:
+    """The mask as transformers' eager attention adds it."""
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+        ~materialise(mask), lowest
+    )
 
 
 def materialise(mask: CompactMask) -> Tensor:

@@ -74,6 +74,20 @@ def test_every_operation_sees_the_bool_mask_in_a_graph(name):
         assert torch.equal(ours, other)
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_added_to_scores_it_is_the_mask_that_eager_attention_adds(name):
+    make, expected = EXPECTED[name]
+    scores = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
+    lowest = torch.finfo(torch.float32).min
+    added = scores + torch.zeros(expected.shape).masked_fill(~expected, lowest)
+    in_place = scores.clone()
+    in_place += make()
+    for found in (scores + make(), make() + scores, in_place):
+        assert torch.equal(found, added)
+    run = torch.compile(lambda mask: scores + mask, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(make()), added)
+
+
 def attend(mask, queries=4):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 2, queries, 8, generator=generator)
