@@ -22,6 +22,7 @@ class Facts:
 
     dense: str | None = None
     floating: str | None = None
+    computes: bool = False  # the model computes with its masks, which materialises compact ones
 
 
 UNKNOWN = Facts(dense="an architecture that is not known")
@@ -68,7 +69,9 @@ def _by_source(module: ModuleType, model_type: str) -> Facts:
         return UNKNOWN
     if "add" in kinds:
         return Facts(floating=f"{model_type} adds its mask to scores of its own")
-    return Facts(dense=f"{model_type} writes to its mask") if "write" in kinds else Facts()
+    if "write" in kinds:
+        return Facts(dense=f"{model_type} writes to its mask")
+    return Facts(computes=bool(kinds))
 
 
 def owns_attention(module: ModuleType) -> bool:

@@ -32,7 +32,8 @@ class Use(NamedTuple):
     detail: str
 
 
-MASK, BOX = "mask", "box"  # a value that is a mask, or a container that holds one
+# A value that is a mask, a container that holds one, or a function that returns one.
+MASK, BOX, MAKER = "mask", "box", "maker"
 
 
 class Function(NamedTuple):
@@ -149,10 +150,10 @@ class _Visitor(ast.NodeVisitor):
         self.tables.found.add(Use(self.function.name, kind, detail))
 
     def kind(self, node: ast.AST | None) -> str | None:
-        """MASK, BOX or None: what an expression's value is."""
+        """MASK, BOX, MAKER or None: what an expression's value is."""
         match node:
             case ast.Name(id=name):
-                return self.names.get(name)
+                return self.names.get(name) or (MAKER if _is_source(name) else None)
             case ast.Attribute(value=value, attr=attr) if _is_self(value):
                 return self.names.get(f"self.{attr}")
             case ast.IfExp(body=body, orelse=orelse):
@@ -177,7 +178,7 @@ class _Visitor(ast.NodeVisitor):
 
     def call_kind(self, node: ast.Call) -> str | None:
         name = _name(node.func)
-        if _is_source(name):
+        if _is_source(name) or self.kind(node.func) in (MAKER, MASK):
             return BOX if name.endswith("for_generate") else MASK
         for function in self.targets(node):
             if function.name in self.tables.returns:

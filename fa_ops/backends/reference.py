@@ -45,15 +45,18 @@ def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
     B, Hq, Sq, Sk = products.shape
     s = default_scale(spec, head_dim) * products
     if spec.softcap > 0:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
+        cap = min(max(spec.softcap, 1e-150), 1e150)  # beyond, gradients would overflow on the way
+        s = cap * torch.tanh(s / cap)
     if spec.alibi_slopes is not None:
         lens = key_lengths(spec, Sk, s.device)
         i = torch.arange(Sq, device=s.device).view(Sq, 1)
         distance = (i + lens - Sq - torch.arange(Sk, device=s.device)).abs()
         s = s - spec.alibi_slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
+    keep = keep_mask(spec, B, Hq, Sq, Sk, s.device)
     if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
         s = s + spec.attn_mask.to(s.dtype)
-    return s.masked_fill(~keep_mask(spec, B, Hq, Sq, Sk, s.device), float("-inf"))
+        keep = keep & (spec.attn_mask != float("-inf"))  # also of a score that is NaN
+    return s.masked_fill(~keep, float("-inf"))
 
 
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,16 @@ class Model:
 """,
         {("add", "x += mask.expand(2, -1)"), ("method", "expand"), ("function", "where")},
     ),
+    "a function chosen by the config": (
+        """
+class Model:
+    def forward(self, x):
+        mask_function = create_causal_mask if self.config.window is None else create_window_mask
+        mask = mask_function(x)
+        return 1.0 - mask
+""",
+        {("add", "1.0 - mask")},
+    ),
     "a branch of eager attention": (
         """
 class Model:

@@ -89,13 +89,35 @@ def test_bounds(seed):
 
 
 @triton.jit
-def sequences_kernel(cu_seqlens, batch, total, out, BLOCK: tl.constexpr):
+def sequences_kernel(ends, other, batch, total, other_total, out, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
-    b, block, start, length = P.find_sequence(cu_seqlens, batch, total, pid, BLOCK)
-    tl.store(out + pid * 4, b)
-    tl.store(out + pid * 4 + 1, block)
-    tl.store(out + pid * 4 + 2, start)
-    tl.store(out + pid * 4 + 3, length)
+    found = P.find_sequence(ends, other, batch, total, other_total, pid, BLOCK)
+    for n in tl.static_range(6):
+        tl.store(out + pid * 6 + n, found[n])
+
+
+def assert_every_token_has_one_program(ends, other, total, other_total, block=16):
+    """Against borders that are clamped and then raised to the largest before them."""
+    batch = len(ends) - 1
+    programs = total // block + batch + 2
+    out = torch.zeros(programs, 6, dtype=torch.int32)
+    sequences_kernel[(programs,)](ends.int(), other.int(), batch, total, other_total, out, block)
+    ends, other = (
+        x.clamp(0, n).cummax(0).values.tolist() for x, n in ((ends, total), (other, other_total))
+    )
+    owner = torch.full((total,), -2)
+    for b, tile, start, length, other_start, other_length in out.tolist():
+        first, last = start + tile * block, min(start + (tile + 1) * block, start + length)
+        if first < last:
+            assert first >= 0 and last <= total and bool((owner[first:last] == -2).all())
+            owner[first:last] = b
+            if 0 <= b < batch:
+                assert (start, start + length) == (ends[b], ends[b + 1])
+                assert (other_start, other_start + other_length) == (other[b], other[b + 1])
+            else:
+                assert other_length == 0
+    expected = torch.searchsorted(torch.tensor(ends), torch.arange(total), right=True) - 1
+    assert torch.equal(owner, expected)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 126, 127, 260])
@@ -106,18 +128,20 @@ def test_every_token_has_one_program(batch, gaps):
         0, 2, (batch,), generator=g
     )
     ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]) + gaps[0]
-    total, block = int(ends[-1]) + gaps[1], 16
-    programs = total // block + batch + 2
-    out = torch.zeros(programs, 4, dtype=torch.int32)
-    sequences_kernel[(programs,)](ends.int(), batch, total, out, block)
-    owner = torch.full((total,), -2)
-    for b, tile, start, length in out.tolist():
-        first, last = start + tile * block, min(start + (tile + 1) * block, start + length)
-        if first < last:
-            assert bool((owner[first:last] == -2).all())
-            owner[first:last] = b
-    expected = torch.searchsorted(ends, torch.arange(total), right=True) - 1
-    assert torch.equal(owner, expected)
+    total = int(ends[-1]) + gaps[1]
+    assert_every_token_has_one_program(ends, ends // 2, total, total)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_borders_that_decrease_or_lie_outside_of_the_tokens_are_clamped(seed):
+    g = torch.Generator().manual_seed(seed)
+    total, other_total, batch = 150, 90, (1, 4, 140)[seed % 3]
+    extremes = torch.tensor([-(2**31), -1, 0, 151, 2**31 - 1])
+    ends, other = (torch.randint(-40, 200, (batch + 1,), generator=g) for _ in range(2))
+    for x in (ends, other):
+        some = torch.rand(batch + 1, generator=g) < 0.1 * (seed % 4)
+        x[some] = extremes[torch.randint(0, 5, (int(some.sum()),), generator=g)]
+    assert_every_token_has_one_program(ends, other, total, other_total)
 
 
 @triton.jit
@@ -146,13 +170,21 @@ def test_dropout_is_the_shared_rule(p):
 
 
 @triton.jit
-def tanh_kernel(x, out):
+def tanh_kernel(x, out, SMALL: tl.constexpr):
     at = tl.arange(0, 64)
-    tl.store(out + at, P.tanh(tl.load(x + at)))
+    tl.store(out + at, P.tanh(tl.load(x + at), SMALL))
 
 
-def test_tanh():
+@pytest.mark.parametrize("small", [False, True])
+def test_tanh(small):
     x = torch.cat([torch.linspace(-12, 12, 60), torch.tensor([-1e9, 1e9, 0.0, float("nan")])])
     out = torch.zeros(64)
-    tanh_kernel[(1,)](x, out)
+    tanh_kernel[(1,)](x, out, small)
     torch.testing.assert_close(out, torch.tanh(x), atol=3e-7, rtol=0, equal_nan=True)
+
+
+def test_tanh_of_small_arguments():
+    x = 2.0 ** torch.linspace(-40, 0, 64)
+    out = torch.zeros(64)
+    tanh_kernel[(1,)](x, out, True)
+    torch.testing.assert_close(out, torch.tanh(x.double()).float(), atol=0, rtol=4e-7)

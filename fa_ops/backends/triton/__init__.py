@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import cache_forward, cache_write, prepare_cached
 from fa_ops.backends.triton.decode import cache_error
@@ -55,4 +56,5 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     widest = max(q.shape[-1], v.shape[-1])
     if widest > 256:
         return f"takes head dimensions up to 256, got {widest}; the reference backend takes any"
-    return None
+    axis = 2 if q.dim() == 4 else 0
+    return size_error(q.shape[axis], k.shape[axis])

@@ -12,7 +12,9 @@ from fa_ops.backends import dropout
 from fa_ops.types import Spec
 
 LOG2E = 1.4426950408889634
-_FAR = 2**30  # a window beyond every sequence, and still safe to add to a position
+_MOST = 2**29  # queries or keys, so that what windows and positions sum up to fits 32 bits
+_FAR = 2 * _MOST  # a window beyond every sequence, and still safe to add to a position
+_LARGEST = 3.4e38  # about the largest float32 there is
 
 # The kernels' parameters that `arguments` gives values to, in this order. An absent option is None
 # and its strides are 0. scale and cap are as `primitives.scores` wants them; slopes and sinks are
@@ -29,6 +31,7 @@ class Class(NamedTuple):
     """What a compilation depends on in a spec; part of every kernel's key."""
 
     fold: bool = True  # products become scores by nothing but a positive scale
+    extreme: bool = False  # a scale or softcap for which `primitives.scores` takes more care
     left: bool = False
     right: bool = False  # a window to the right, or causal
     softcap: bool = False
@@ -66,13 +69,14 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     if (
         mask is slopes is sinks is kv_lens is ranges is left is None
         and p == softcap == 0.0
-        and scale > 0.0
+        and 1e-30 < scale < 1e30
         and (right is None or causal)
     ):
         return (scale * LOG2E, *(_CAUSAL if causal else _FULL)), _CLASSES[causal]
 
-    capped = softcap > 0.0
-    values = (scale / softcap, softcap * LOG2E) if capped else (scale * LOG2E, None)
+    capped = 0.0 < softcap <= 1e30  # no float32 score feels a larger one
+    factor = scale / softcap if capped else scale * LOG2E
+    values = (max(-_LARGEST, min(factor, _LARGEST)), softcap * LOG2E if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
     if slopes is not None:
         slopes = slopes.contiguous()
@@ -86,7 +90,8 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     else:
         values += (None, None, None)
     return (*values, left, right), Class(
-        fold=not capped and slopes is None and mask is None and scale > 0.0,
+        fold=not capped and slopes is None and mask is None and scale > 1e-30,
+        extreme=abs(scale) > 1e30 or (capped and softcap > 64.0),
         left=left is not None,
         right=right is not None,
         softcap=capped,
@@ -97,6 +102,13 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         ranges=ranges is not None,
         dropout=p > 0.0,
     )
+
+
+def size_error(queries: int, keys: int) -> str | None:
+    """Why so many queries (or tokens) and keys are more than the kernels can count."""
+    if queries <= _MOST and keys <= _MOST:
+        return None
+    return f"takes up to 2**29 queries and keys, got {queries} and {keys}"
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -254,7 +254,7 @@ def _prepare(
     found = _launches.get(key)
     if found is None:
         tile = choose(problem)
-        constexpr = constants(tile, dims, problem.even, q.dtype) | dict(more or {})
+        constexpr = constants(tile, dims, problem.even, kind, q.dtype) | dict(more or {})
         launch = bind(
             kernel, args, constexpr, tile.options(), device=q.device,
             divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _OWN,
@@ -275,7 +275,9 @@ def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) ->
     return Layout(bits % 16 == 0, (rows + ROW_UNIT.value) * max(strides[2::3]) >= 1 << 31)
 
 
-def constants(tile: Tile, dims: tuple[int, int], even: bool, dtype: torch.dtype) -> dict[str, Any]:
+def constants(
+    tile: Tile, dims: tuple[int, int], even: bool, kind: Class, dtype: torch.dtype
+) -> dict[str, Any]:
     """The constexpr parameters that every kernel here has."""
     D, Dv = dims
     return {
@@ -286,5 +288,6 @@ def constants(tile: Tile, dims: tuple[int, int], even: bool, dtype: torch.dtype)
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "EVEN": even,
+        "EXTREME": kind.extreme,
         "PRECISION": precision(dtype),
     }

@@ -55,7 +55,7 @@ def load_rows(
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
-    window_right, LIMIT: tl.constexpr,
+    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
     the gradient of the scores, and the gradient of the products but for `product_scale`.
@@ -67,7 +67,7 @@ def score_gradients(
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None,
+        None, None, None, None, mask is not None, EXTREME,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:
@@ -148,7 +148,8 @@ def query_grad_kernel(
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows; also what the other kernels need of these rows.
 
@@ -160,7 +161,9 @@ def query_grad_kernel(
     row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
     if cu_seqlens_q is not None:
         tile, h = schedule(pid, Sq // BLOCK_M + batch + 2, Hq, wave)
-        b, block, q_start, length = find_sequence(cu_seqlens_q, batch, Sq, tile, BLOCK_M)
+        b, block, q_start, length, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK_M
+        )
         at = h.to(tl.int64) * Sq + q_start
         row_at = h * row_stride + row_offset(q_start, b)
         q += q_start * q_stride_s.to(tl.int64)
@@ -168,11 +171,9 @@ def query_grad_kernel(
         out += q_start * out_stride_s.to(tl.int64)
         dq += q_start * dq_stride_s.to(tl.int64)
         inside = (b >= 0) & (b < batch)
-        k_start = tl.load(cu_seqlens_k + b, mask=inside, other=0)
-        Sk = tl.load(cu_seqlens_k + b + 1, mask=inside, other=0) - k_start
         k += k_start * k_stride_s.to(tl.int64)
         v += k_start * v_stride_s.to(tl.int64)
-        Sq = length
+        Sq, Sk = length, keys
         blocks = tl.cdiv(Sq, BLOCK_M)
         if block >= blocks:
             return
@@ -244,7 +245,7 @@ def query_grad_kernel(
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
             mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, not EVEN,
+            keep_scale, window_left, window_right, not EVEN, EXTREME,
         )  # fmt: skip
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
     tl.store(row_lse + row_at + rows_m, m)
@@ -289,7 +290,8 @@ def key_value_grad_kernel(
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, over the rows of all query heads that share them.
 
@@ -302,14 +304,14 @@ def key_value_grad_kernel(
     row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
     if cu_seqlens_q is not None:
         tile, hk = schedule(pid, Sk // BLOCK_N + batch + 2, Hkv, wave)
-        b, block, k_start, length = find_sequence(cu_seqlens_k, batch, Sk, tile, BLOCK_N)
-        Sk = length
-        if block >= tl.cdiv(Sk, BLOCK_N):
+        b, block, k_start, length, q_start, rows = find_sequence(
+            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK_N
+        )
+        if block >= tl.cdiv(length, BLOCK_N):
             return
         inside = (b >= 0) & (b < batch)
-        q_start = tl.load(cu_seqlens_q + b, mask=inside, other=0)
         row_at = row_offset(q_start, b)
-        Sq = tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) - q_start
+        Sq, Sk = rows, length
         q += q_start * q_stride_s.to(tl.int64)
         grad_out += q_start * grad_out_stride_s.to(tl.int64)
         k += k_start * k_stride_s.to(tl.int64)
@@ -378,7 +380,7 @@ def key_value_grad_kernel(
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
                 mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
-                b * Hq + h, threshold, keep_scale, window_left, window_right, False,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
             )  # fmt: skip
             dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
             dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)

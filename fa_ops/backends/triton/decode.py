@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, arguments, padded, precision
+from fa_ops.backends.triton.arguments import Class, arguments, padded, precision, size_error
 from fa_ops.backends.triton.configs_decode import (
     FIXED_KEYS,
     LIGHT_KEYS,
@@ -94,7 +94,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
             "takes head dimensions up to 256, and 512 plus up to 128 for keys, got "
             f"{D} and {Dv}; the reference backend takes any"
         )
-    return None
+    table = cache.page_table
+    return size_error(q.shape[2], k.shape[2] if table is None else table.shape[1] * k.shape[1])
 
 
 def cache_forward(
@@ -159,10 +160,13 @@ def _bind(
     B, Hq, Sq, D = q.shape
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
     group, device = Hq // Hkv, q.get_device()
+    if Sq == 1:  # the last query, which nothing to its right can be hidden from
+        spec = spec._replace(is_causal=False, window_right=-1)
     values, kind = arguments(spec, B, Hq, Sq, capacity, D)
     scale, cap, slopes_stride, (left, right) = *values[:2], values[8], values[18:]
     mode = "fixed" if invariant else "even" if splits else "stream"
-    plan = _plan(q, memory, kind, mode, group * Sq)
+    apart = Sq > 1 and (kind.left or kind.right)
+    plan = _plan(q, memory, kind, mode, group * Sq, apart)
     tile = plan.tile
     if mode == "stream":
         splits = programs = _multiprocessors(device) * tile.per_sm
@@ -230,7 +234,8 @@ class Plan(NamedTuple):
     compile: Callable[[tuple], Plan] | None = None
 
 
-def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
+def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int, apart: bool) -> Plan:
+    """`apart`: rows may attend different keys."""
     k, v, B, D, Dv = memory.key, memory.value, q.shape[0], q.shape[3], memory.Dv
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
     both = functools.reduce(operator.or_, memory.strides)
@@ -247,7 +252,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     given = (*(t is not None for t in memory.small()), of_pages)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
-        light, chunk, parts, given, precision(q.dtype), q.get_device(),
+        apart, light, chunk, parts, given, precision(q.dtype), q.get_device(),
     )  # fmt: skip
     plan = _launches.get(key)
     if plan is not None:
@@ -256,7 +261,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
     def compiled(samples: tuple[tuple, tuple]) -> Plan:
-        shape = (D, Dv, memory.page, shared, mode, chunk, parts, of_pages)
+        shape = (D, Dv, memory.page, shared, mode, chunk, parts, of_pages, kind.extreme, apart)
         split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
@@ -284,6 +289,7 @@ def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
 def constants(
     tile: DecodeTile, arch: int, dtype: torch.dtype, fp8: bool, D: int, Dv: int, page: int,
     shared: bool, mode: str, chunk: int, parts: int, page_scales: bool = False,
+    extreme: bool = False, apart: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """The constexpr parameters of both kernels."""
     least = 32 if fp8 else 16  # a product over pairs still sums 16 of them
@@ -299,7 +305,7 @@ def constants(
         "D": D, "Dv": Dv, "BLOCK_D": main, "EXTRA": extra,
         "BLOCK_DV": main if shared else padded(Dv), "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "PAGE": page, "SHARED": shared, "PRECISION": precision(dtype),
-        "STAGES": tile.num_stages, "PAGE_SCALES": page_scales,
+        "STAGES": tile.num_stages, "PAGE_SCALES": page_scales, "EXTREME": extreme, "APART": apart,
     }  # fmt: skip
     merge = {
         "Dv": Dv, "BLOCK_DV": padded(Dv), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,

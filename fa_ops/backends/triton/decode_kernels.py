@@ -24,7 +24,16 @@ from fa_ops.backends.triton.decode_line import (
     tiles_before,
 )
 from fa_ops.backends.triton.launch import INTERPRETED
-from fa_ops.backends.triton.primitives import LN2, LOG2E, attended, tanh
+from fa_ops.backends.triton.primitives import (
+    LOG2E,
+    attended,
+    has_holes,
+    natural,
+    saturated,
+    tanh,
+    with_sink,
+    without_holes,
+)
 
 BITWISE = tl.constexpr(INTERPRETED)
 
@@ -36,9 +45,10 @@ def attend_piece(
     Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right, guess,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EXTREME: tl.constexpr,
+    APART: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum; overflow.
+    """Softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum, failed.
 
     q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
     at the batch element's pages, slopes at the kv head's first query head, k_scales and v_scales
@@ -47,7 +57,11 @@ def attend_piece(
 
     `guess` None: online, with a running maximum. Else it points at what to take for the maximum of
     the kv head's first query head, in units of scores, and the loop neither reduces nor rescales;
-    whether a row's own maximum is so far from it that weights lose their precision comes last.
+    it failed where a row's own maximum is so far from it that weights lose their precision.
+
+    APART: rows may attend different keys; then it failed where a sum is NaN or Inf, which a masked
+    value may have made of it, unless EXACT: a NaN or Inf in a value counts for the rows alone that
+    attend it, of which it makes NaN.
     """
     FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
     PACK: tl.constexpr = 2 if FP8 else 1
@@ -85,6 +99,8 @@ def attend_piece(
         highest = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
     acc_odd = acc
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_M], tl.int32)
     v_top = 0.0  # the largest scale of values so far; acc is in its units
     page = steps  # of this tile's keys; read one tile ahead, so that keys need not wait for it
     if PAGE > 0:
@@ -92,12 +108,14 @@ def attend_piece(
         if BLOCK_N % PAGE == 0:
             k += (steps % PAGE).to(tl.int64) * k_stride_s
             v += (steps % PAGE).to(tl.int64) * v_stride_s
-    for t in tl.range(first, last, num_stages=STAGES):
+    for t in tl.range(first, last, num_stages=1 if EXACT else STAGES):
         n0 = tl.multiple_of(t * BLOCK_N, BLOCK_N)
         j = n0 + steps
         there = j < end
         if begin is not None:
             there = there & (j >= begin)
+        if window_left is not None:  # what no row attends
+            there = there & (j >= shift - window_left)
         if PAGE > 0:
             there = there & (page >= 0) & (page < pages)
             known = tl.where(there, page, 0).to(tl.int64)
@@ -127,12 +145,14 @@ def attend_piece(
             else:
                 s = tl.dot(qx, tl.trans(kx), s, input_precision=PRECISION)
         s *= scale
+        if EXTREME and cap is None:
+            s = saturated(s)
         if FP8:
             s *= top[:, None]
         if k_scales is not None:
             s *= tl.load(k_scales + known * Hkv, mask=there, other=0.0)[None, :]
         if cap is not None:
-            s = tanh(s) * cap
+            s = tanh(s, EXTREME) * cap
         columns = j[None, :]
         if slope is not None:
             s -= slope * tl.abs(i[:, None] + shift - columns).to(tl.float32)
@@ -169,23 +189,35 @@ def attend_piece(
                 v_odd = k_odd
             else:
                 vt, v_odd = unpacked(vt)
+        if EXACT:
+            vt, holes = without_holes(vt)
+            if FP8:
+                v_odd, odd_holes = without_holes(v_odd)
+                holes = holes | odd_holes
+            found = (p != 0.0) & holes[None, :]
+            poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
+        if FP8:
             acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd)
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
     if FP8:
         acc = tl.interleave(acc, acc_odd)
     if v_scales is not None:
         acc *= v_top
-    overflow = tl.full([], 0, tl.int1)
-    if guess is not None:
+    failed = r < 0
+    if EXACT:
+        acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+    elif guess is not None:
         # weights of half precision: the smaller ones of fp16 lose no more than 2**-17 of the whole
         low = -8.0 if FP8 or q.dtype.element_ty == tl.float16 else -32.0
         high = 15.0 if FP8 or q.dtype.element_ty == tl.float16 else 32.0
         den, top_score = tl.sum(den, 1), tl.max(highest, 1)
         some = top_score > float("-inf")
         near = (top_score - m >= low) & (top_score - m <= high)
-        overflow = tl.max((rows & some & (near == 0)).to(tl.int32), 0) > 0
+        failed = some & (near == 0)
         m = tl.where(some, m, float("-inf"))
-    return m, den, acc, overflow
+    if APART and not EXACT:
+        failed = failed | has_holes(acc)
+    return m, den, acc, tl.max((failed & rows).to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -251,16 +283,14 @@ def store_whole(out, lse, sinks, b, h, m0, m, den, acc, Hq, group, Sq, Dv: tl.co
     head = h * group + r // Sq
     i = r % Sq
     rows = r < group * Sq
+    sink = None
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=rows, other=float("-inf")).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        alpha = tl.exp2(m - base)
-        den = den * alpha + tl.exp2(sink - base)
+        sink = tl.load(sinks + head, mask=rows, other=float("-inf")).to(tl.float32)
+        m, den, alpha = with_sink(m, den, sink, False)
         acc = acc * alpha[:, None]
-        m = top
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
-    tl.store(lse + (b * Hq + head).to(tl.int64) * Sq + i, (m + tl.log2(den)) * LN2, mask=rows)
+    at = lse + (b * Hq + head).to(tl.int64) * Sq + i
+    tl.store(at, natural(m, den, sink), mask=rows)
     cols = tl.arange(0, acc.shape[1])
     at = out + ((b.to(tl.int64) * Sq + i) * Hq + head)[:, None] * Dv + cols[None, :]
     keep = rows[:, None] & (cols < Dv)[None, :]
@@ -292,15 +322,16 @@ def split_kernel(
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    PAGE_SCALES: tl.constexpr, STREAM: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGE_SCALES: tl.constexpr, EXTREME: tl.constexpr, APART: tl.constexpr, STREAM: tl.constexpr,
+    FIXED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
 
     k_scale and v_scale are (B, Hkv), or with PAGE_SCALES (pages, Hkv).
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
     (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2. `guesses`
-    (Hq,) are maxima to start from, and pieces for which they are no good are computed once more.
+    (Hq,) are maxima to start from. Pieces for which they are no good are computed once more, and so
+    are those of rows that attend different keys (APART) where a value is NaN or Inf.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(group * Sq, BLOCK_M)
@@ -365,19 +396,19 @@ def split_kernel(
                 begin, end = run_of(ranges, ranges_stride, b, batch, length)
             if slopes is not None:
                 slopes_at = slopes + b * slopes_stride_b + h * group
-            guess, overflow = None, None
+            guess, failed = None, None
             if guesses is not None:
                 guess = guesses + h * group
-            for attempt in tl.static_range(1 if guesses is None else 0, 2):
-                if overflow is None or overflow:
-                    m, den, acc, overflow = attend_piece(
+            for attempt in tl.static_range(1 if guesses is None else 0, 3 if APART else 2):
+                if failed is None or failed:
+                    m, den, acc, failed = attend_piece(
                         q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first,
                         origin + last, begin, end, length, q_stride_h, q_stride_s,
                         k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                         Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
                         window_left, window_right, guess if attempt == 0 else None,
                         D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION,
-                        STAGES,
+                        STAGES, EXTREME, APART, attempt == 2,
                     )  # fmt: skip
             if v_scale is not None and not PAGE_SCALES:
                 acc *= tl.load(v_scale + b * Hkv + h)
@@ -450,9 +481,10 @@ def merge_splits_kernel(
             return  # written already
     m = tl.full([1], float("-inf"), tl.float32)
     den = tl.zeros([1], tl.float32)
+    sink = None
     if sinks is not None:
-        m = tl.zeros([1], tl.float32) + tl.load(sinks + hq).to(tl.float32) * LOG2E
-        den = tl.where(m == float("-inf"), 0.0, 1.0)
+        sink = tl.load(sinks + hq + tl.arange(0, 1)).to(tl.float32)
+        m, den, _ = with_sink(m, den, sink, False)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     cols = tl.arange(0, BLOCK_DV)
     for first in range(0, count, PARTS):
@@ -474,6 +506,6 @@ def merge_splits_kernel(
         m = m_new
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
     at = lse + (b * Hkv * group + hq).to(tl.int64) * Sq + i + tl.arange(0, 1)
-    tl.store(at, (m + tl.log2(den)) * LN2)
+    tl.store(at, natural(m, den, sink))
     at = out + ((b.to(tl.int64) * Sq + i) * Hkv * group + hq) * Dv + cols
     tl.store(at, (acc * weight).to(out.dtype.element_ty), mask=cols < Dv)

@@ -25,7 +25,7 @@ def row_tiles(
     """(length, first tile, tiles) of rows b of the batch, a number or a vector; 0 beyond it."""
     length = capacity
     if kv_lens is not None:
-        length = tl.load(kv_lens + b, mask=b < batch, other=0) + new
+        length = tl.minimum(tl.load(kv_lens + b, mask=b < batch, other=0), capacity) + new
         length = tl.minimum(tl.maximum(length, 0), capacity)
     length = tl.where(b < batch, length, 0)
     begin, end = length * 0, length

@@ -24,7 +24,8 @@ def mask_grad_kernel(
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of a float mask's gradient, summed over `steps` of the tiles that share its mask.
@@ -138,7 +139,7 @@ def mask_grad_kernel(
                 tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,
                 slope, mask + b * mask_stride_b + h * mask_stride_h, mask_stride_q, mask_stride_k,
                 ranges_head, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, True,
+                keep_scale, window_left, window_right, True, EXTREME,
             )  # fmt: skip
             acc += ds
     base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k

@@ -12,39 +12,73 @@ log2: s = score * log2(e), so that weights are exp2(s - m).
 import triton
 import triton.language as tl
 
+from fa_ops.backends.triton.launch import INTERPRETED
+
+INLINE = tl.constexpr(not INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 # Sequences
 
 
 @triton.jit
-def find_sequence(cu_seqlens, batch, total, pid, BLOCK: tl.constexpr):
-    """Which sequence and which block of it program `pid` has: (b, block, start, length).
+def find_sequence(cu_seqlens, other, batch, total, other_total, pid, BLOCK: tl.constexpr):
+    """Which sequence and which block of it program `pid` has, and where its tokens are.
+
+    Returns (b, block, start, length, other_start, other_length): sequence b has `length` tokens
+    from `start` on where `cu_seqlens` holds the borders, and `other_length` from `other_start` on
+    where `other` does. Borders are clamped to [0, total], and one that is less than a border before
+    it counts as equal to that one, so nothing outside of the tokens is ever addressed.
 
     The tokens outside every sequence count as sequence -1 (before the first) and `batch` (after the
-    last), so that every token belongs to a program. Sequence b starts at program
+    last), without others, so that every token belongs to a program. Sequence b starts at program
     start // BLOCK + b + 1, which leaves it at least cdiv(length, BLOCK) programs; one with nothing
     to do has block >= cdiv(length, BLOCK). A launch needs `total // BLOCK + batch + 2` programs.
     """
     CHUNK: tl.constexpr = 128
-    begun = 0
+    begun, start, end, other_start, highest = 0, 0, total, 0, 0
     for chunk in range(0, batch + 2, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
-        program = _boundary(cu_seqlens, batch, total, u) // BLOCK + u
-        begun += tl.sum(((u < batch + 2) & (program <= pid)).to(tl.int32), 0)
+        border = tl.associative_scan(_border(cu_seqlens, batch, total, u), 0, _larger)
+        border = tl.maximum(border, highest)
+        highest = tl.max(border, 0)
+        has_begun = (u < batch + 2) & (border // BLOCK + u <= pid)
+        begun += tl.sum(has_begun.to(tl.int32), 0)
+        start = tl.maximum(start, tl.max(tl.where(has_begun, border, 0), 0))
+        end = tl.minimum(end, tl.min(tl.where(has_begun, total, border), 0))
+        own = tl.where(has_begun, _border(other, batch, other_total, u), 0)
+        other_start = tl.maximum(other_start, tl.max(own, 0))
     u = begun - 1
-    start = _boundary(cu_seqlens, batch, total, u)
-    end = _boundary(cu_seqlens, batch, total, u + 1)
-    return u - 1, pid - (start // BLOCK + u), start, end - start
+    other_end = tl.where(u > batch, 0, _border(other, batch, other_total, u + 1))
+    other_length = tl.where(u > 0, tl.maximum(other_end - other_start, 0), 0)
+    return u - 1, pid - (start // BLOCK + u), start, end - start, other_start, other_length
 
 
 @triton.jit
-def _boundary(cu_seqlens, batch, total, u):
-    """Boundary u of 0, cu_seqlens[0], ..., cu_seqlens[batch], total."""
+def _border(cu_seqlens, batch, total, u):
+    """Border u of 0, cu_seqlens[0], ..., cu_seqlens[batch], total, clamped to [0, total]."""
     inside = tl.load(cu_seqlens + u - 1, mask=(u > 0) & (u < batch + 2), other=0)
-    return tl.where(u >= batch + 2, total, inside)
+    return tl.where(u >= batch + 2, total, tl.minimum(tl.maximum(inside, 0), total))
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def unrelated(pid):
+    """The same number, of which the compiler does not know that it is.
+
+    What a rare branch at a kernel's end computes from it holds no register until then.
+    """
+    if INLINE:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [pid], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return pid
 
 
 # Tiles
@@ -174,7 +208,8 @@ def _blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
     high = tl.maximum(high, 0)
     low = tl.minimum(low, high) // BLOCK * BLOCK
     end = tl.cdiv(high, BLOCK) * BLOCK
-    full_low = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK) * BLOCK, low), end)
+    # no more than `end` before it is rounded up, which would overflow near 2**31
+    full_low = tl.maximum(tl.cdiv(tl.minimum(full_low, end), BLOCK) * BLOCK, low)
     full_high = tl.minimum(tl.maximum(tl.maximum(full_high, 0) // BLOCK * BLOCK, full_low), end)
     return low, full_low, full_high, high
 
@@ -183,14 +218,22 @@ def _blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+def tanh(x, SMALL: tl.constexpr):
+    """SMALL: precise in relation to arguments near 0 as well, where the plain form cancels."""
+    t = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    if SMALL:
+        z = x * x  # a least-squares fit of tanh(x) / x for |x| < 0.625, within 5e-9
+        y = ((-5.704042525e-3 * z + 2.063786149e-2) * z - 5.373915650e-2) * z
+        y = ((y + 1.333143175e-1) * z - 3.333328128e-1) * z
+        t = tl.where(z < 0.390625, x + x * y, t)
+    return t
 
 
 @triton.jit
 def scores(
     qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-    window_left, window_right, first, last, EDGE: tl.constexpr,
+    window_left, window_right, first, last, EDGE: tl.constexpr, EXTREME: tl.constexpr,
+    NATURAL: tl.constexpr = False,
 ):  # fmt: skip
     """From products q.k to (s, t): s is -inf where not attended; t is the tanh of the softcap.
 
@@ -203,13 +246,18 @@ def scores(
     EDGE:  whether a position of this tile can be outside limit, window or range at all, which is
            not so in a block that `key_bounds` or `row_bounds` calls full. Rows beyond Sq are never
            masked for being there.
+    EXTREME: whether scale or softcap may be so large that scores overflow or tanh cancels.
+    NATURAL: scores are not in units of log2, and scale, cap and slope not multiplied by log2(e), so
+           that the lowest numbers of a float mask stay finite. -inf in it masks a NaN, too.
     """
     if cap is not None:
-        t = tanh(qk * scale)
+        t = tanh(qk * scale, EXTREME)
         s = t * cap
     else:
         t = qk
         s = qk * scale
+        if EXTREME:
+            s = saturated(s)
     if slope is not None:
         s -= slope * tl.abs(i + shift - j).to(tl.float32)
     if mask is not None:
@@ -217,12 +265,21 @@ def scores(
         element = tl.load(at, mask=(i < Sq) & (j < limit) if EDGE else i < Sq, other=0)
         if mask.dtype.element_ty == tl.int1:
             s = tl.where(element, s, float("-inf"))
+        elif NATURAL:
+            bias = element.to(tl.float32)
+            s = tl.where(bias == float("-inf"), bias, s + bias)
         else:
             s += element.to(tl.float32) * LOG2E
     if EDGE:
         keep = attended(i, j, shift, limit, window_left, window_right, first, last)
         s = tl.where(keep, s, float("-inf"))
     return s, t
+
+
+@triton.jit
+def saturated(x):
+    """Infinities become the largest numbers that are none."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -236,6 +293,46 @@ def attended(i, j, shift, limit, window_left, window_right, first, last):
     if first is not None:
         keep = keep & (j >= first) & (j < last)
     return keep
+
+
+@triton.jit
+def with_sink(m, den, sink, NATURAL: tl.constexpr):
+    """(maximum, denominator, factor of the sums of values) of rows to which a sink is added.
+
+    m: in units of log2, in which the sink is cut to the largest number there is, unless NATURAL.
+    """
+    unit: tl.constexpr = LOG2E if NATURAL else 1.0
+    if not NATURAL:
+        sink = tl.minimum(sink * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    top = tl.maximum(m, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    alpha = tl.exp2((m - base) * unit)
+    return top, den * alpha + tl.exp2((sink - base) * unit), alpha
+
+
+@triton.jit
+def natural(m, den, sink):
+    """lse of a maximum in units of log2; no less than the sink, which may have been cut there."""
+    lse = (m + tl.log2(den)) * LN2
+    if sink is not None:
+        lse = tl.maximum(lse, sink, propagate_nan=tl.PropagateNan.ALL)
+    return lse
+
+
+# NaN and Inf
+
+
+@triton.jit
+def without_holes(x):
+    """(x with its NaN and Inf replaced by 0, bool by row: whether it had any)."""
+    good = tl.abs(x.to(tl.float32)) < float("inf")
+    return tl.where(good, x, 0.0), tl.max((good == 0).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def has_holes(x):
+    """Bool by row: whether there is a NaN or Inf in x, at one FMA per element."""
+    return tl.sum(x * 0.0, 1) != 0.0
 
 
 # Dropout: the rule of `backends/dropout.py` in uint32

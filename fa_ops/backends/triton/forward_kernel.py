@@ -1,0 +1,262 @@
+"""The forward kernel: one program per block of query rows of a head, over the keys they attend.
+
+A row is recomputed, with its whole block, where the plain loop cannot have its result: a NaN or Inf
+in a value that is masked for the row (0 * NaN), scores so huge that their product with the scale
+must not be rounded, and rows of a float mask without a finite score in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_ops.backends.triton.primitives import (
+    LARGEST,
+    LN2,
+    LOG2E,
+    attended,
+    dropout_keep,
+    dropout_rows,
+    find_sequence,
+    has_holes,
+    key_bounds,
+    load_ranges,
+    load_rows,
+    load_tile,
+    natural,
+    scores,
+    store_tile,
+    unrelated,
+    with_sink,
+    without_holes,
+)
+
+EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
+
+
+@triton.jit
+def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK: tl.constexpr):
+    """What a program has to do: (b, h, first row, its tokens' (start, number), keys' likewise).
+
+    Tokens start at 0 but in packed tensors. A first row beyond the last: nothing.
+    """
+    if cu_seqlens_q is not None:
+        programs = Sq // BLOCK + batch + 2
+        h = pid // programs
+        b, block, q_start, rows, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, pid % programs, BLOCK
+        )
+        blocks = tl.cdiv(rows, BLOCK)
+        if window_right is not None:  # the longest rows of a head first
+            block = tl.where(block < blocks, blocks - 1 - block, block)
+    else:
+        blocks = tl.cdiv(Sq, BLOCK)
+        block = pid % blocks
+        h = pid // blocks % Hq
+        b = pid // blocks // Hq
+        q_start, rows, k_start, keys = 0, Sq, 0, Sk
+        if window_right is not None:
+            block = blocks - 1 - block
+    return b, h, block * BLOCK, q_start, rows, k_start, keys
+
+
+@triton.jit
+def attend_block(
+    q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+    v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, Sq, k_start, Sk,
+    tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
+    slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
+    seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows m0 ... m0 + BLOCK_M - 1 of a head: `locate` says whose, `tokens` are those of lse.
+
+    EXACT: scores are natural ones, or with FOLD the products, until the maximum is subtracted. A
+    NaN or Inf in a value counts for the rows alone that attend it, of which it makes NaN. Else
+    returns whether any row needs that.
+
+    Blocks across an edge share the loop with the others, as a branch: after a loop of their own,
+    ptxas takes the accumulator for one that is in flight and serialises every product (C7515).
+    """
+    if PACKED:
+        inside = (b >= 0) & (b < batch)
+        q += q_start * q_stride_s.to(tl.int64)
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+    else:
+        inside = True
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+    q += h * q_stride_h
+    k += h // group * k_stride_h
+    v += h // group * v_stride_h
+    limit = Sk
+    if kv_lens is not None:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
+    slope, sink = None, None
+    if slopes is not None:
+        slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0)
+    if mask is not None:
+        mask += b * mask_stride_b + h * mask_stride_h
+    if ranges is not None:
+        ranges += b * ranges_stride_b + h * ranges_stride_h
+    if sinks is not None:
+        sink = tl.where(inside, tl.load(sinks + h).to(tl.float32), float("-inf"))
+    rows_m = m0 + tl.arange(0, BLOCK_M)
+    i = rows_m[:, None]
+    first, last, low, rows = None, None, None, None
+    if ranges is not None:
+        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
+        low = tl.maximum(tl.min(tl.where(first < last, first, 2147483647)), 0)
+    if seed is not None:
+        rows = dropout_rows(seed, b * Hq + h, i)
+    lo, full_lo, full_hi, hi = key_bounds(
+        m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
+    )
+    unit = scale if FOLD else LOG2E  # of the differences from the maximum
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_M], tl.int32)
+        if cap is not None:
+            cap *= LN2
+        elif not FOLD:
+            scale *= LN2
+    elif slope is not None:
+        slope *= LOG2E
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    qt = load_tile(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D)
+    k += tl.cast(lo, tl.int64) * k_stride_s
+    v += tl.cast(lo, tl.int64) * v_stride_s
+    k_step = tl.cast(k_stride_s * BLOCK_N, tl.int64)
+    v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
+    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
+        n0 = tl.multiple_of(n0, BLOCK_N)
+        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        begin = low
+        if low is not None:
+            begin = low - n0
+        kt = load_rows(k, k_stride_s, begin, hi - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        if not FOLD:
+            s, _ = scores(
+                s, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
+                None, None, None, None, mask is not None, EXTREME, EXACT,
+            )  # fmt: skip
+        if (n0 < full_lo) | (n0 >= full_hi):
+            keep = attended(i, j, shift, limit, window_left, window_right, first, last)
+            s = tl.where(keep, s, float("-inf"))
+        if EXACT:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2((s - base[:, None]) * unit)
+            alpha = tl.exp2((m - base) * unit)
+        else:
+            # with FOLD the scale is positive and comes after the maximum: one FMA per element
+            fold = scale if FOLD else 1.0
+            m_new = tl.maximum(m, tl.max(s, 1) * fold)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s * fold - base[:, None])
+            alpha = tl.exp2(m - base)
+        den = den * alpha + tl.sum(p, 1)
+        m = m_new
+        if rows is not None:
+            p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
+        acc = acc * alpha[:, None]
+        vt = load_rows(v, v_stride_s, begin, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV)
+        if EXACT:
+            vt, holes = without_holes(vt)
+            found = (p != 0.0) & holes[None, :]
+            poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
+        acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
+        k += k_step
+        v += v_step
+    if EXACT:
+        acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+        if FOLD:
+            m *= scale * LN2
+    if sink is not None:
+        m, den, alpha = with_sink(m, den, sink, EXACT)
+    if PACKED:
+        lse += h.to(tl.int64) * tokens + q_start
+        out += q_start.to(tl.int64) * Hq * Dv
+    else:
+        lse += (b * Hq + h).to(tl.int64) * Sq
+        out += b.to(tl.int64) * Sq * Hq * Dv
+    out += h * Dv
+    total = m + tl.log2(den) * LN2 if EXACT else natural(m, den, sink)
+    tl.store(lse + rows_m, total, mask=rows_m < Sq)
+    weight = tl.where(den == 0.0, 0.0, 1.0 / den)
+    if sink is not None:
+        weight *= alpha
+    if keep_scale is not None:
+        weight *= keep_scale
+    acc *= weight[:, None]
+    store_tile(out, m0, Hq * Dv, Sq, Dv, acc, Dv == BLOCK_DV)
+    # beyond 2**22 a product that is not rounded is too far from a maximum that is
+    redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
+    if mask is None or mask.dtype.element_ty == tl.int1:
+        redo = redo & (m != float("-inf"))
+    if window_left is not None or window_right is not None or mask is not None or first is not None:
+        redo = redo | has_holes(acc)
+    return tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
+def forward_kernel(
+    q, k, v, out, lse,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse.
+
+    With cu_seqlens, q is (Sq, Hq, D), k (Sk, Hkv, D), out (Sq, Hq, Dv), lse (Hq, Sq), Sq and Sk are
+    numbers of tokens, and the grid is Hq * (Sq // BLOCK_M + batch + 2) instead of
+    batch * Hq * cdiv(Sq, BLOCK_M). scale, cap, slopes and masks as in `primitives.scores`, except
+    that slopes and sinks come as the caller gave them. FOLD: scale > 0, and products become scores
+    by nothing but it.
+    """
+    pid = tl.program_id(0)
+    PACKED: tl.constexpr = cu_seqlens_q is not None
+    b, h, m0, q_start, rows, k_start, keys = locate(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+    )
+    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if m0 >= rows:
+            return
+    redo = attend_block(
+        q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+        v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, rows, k_start,
+        keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+        slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
+        ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
+        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, False,
+    )  # fmt: skip
+    if redo:
+        # in small blocks, and from `pid` on, so that the loop above has the registers to itself
+        b, h, m0, q_start, rows, k_start, keys = locate(
+            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+        )
+        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+            attend_block(
+                q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
+                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m, q_start,
+                rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+                mask_stride_q, mask_stride_k, slopes, slopes_stride_b, sinks, kv_lens, ranges,
+                ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+                window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS,
+                FOLD, EXTREME, PRECISION, True,
+            )  # fmt: skip

@@ -1,0 +1,206 @@
+"""NaN and Inf reach only what attends them, and extreme numbers make none."""
+
+import math
+
+import pytest
+import torch
+
+from fa_ops.backends import reference
+from fa_ops.backends import triton as backend
+from fa_ops.backends.triton import launch
+from fa_ops.testing import make_case
+from fa_ops.testing.caches import CacheCase
+from fa_ops.types import Cache, Packing, Spec
+
+pytestmark = [
+    pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NaN, Inf and log2(0) are what it is of
+]
+
+INF, NAN = math.inf, math.nan
+MASKS = {
+    "causal": {"is_causal": True},
+    "window": {"window": (9, 5)},
+    "left window": {"window": (9, -1)},
+    "bool mask": {"mask": "bool", "mask_holes": True},
+    "float mask": {"mask": "float", "mask_holes": True},
+    "ranges": {"key_ranges": (1, 1, 1)},
+    "ranges and a bias": {"key_ranges": (1, 0, 1), "mask": "float"},
+    "lengths": {"kv_lens": True, "is_causal": True},
+    "dropout": {"is_causal": True, "dropout_p": 0.3},
+    "softcap, alibi, sinks": {"is_causal": True, "softcap": 2.0, "alibi": "heads", "sinks": True},
+}
+
+
+def attends(spec: Spec, B: int, H: int, Sq: int, Sk: int) -> torch.Tensor:
+    """Bool (B, H, Sq, Sk), by the oracle's formulas."""
+    plain = spec._replace(alibi_slopes=None)
+    return reference.modify_scores(torch.zeros(B, H, Sq, Sk).double(), plain, 1) > -INF
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize("name", MASKS)
+def test_forward(name, poison):
+    case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
+    q, k, v, spec = case.fresh()
+    expected, expected_lse = reference.forward(q, k, v, spec)
+    keep = attends(spec, 2, 2, 40, 50)
+    for where in ("key", "value"):
+        for j in (0, 35):
+            bad = {"key": k.clone(), "value": v.clone()}
+            bad[where][:, :, j, 3] = poison
+            out, lse = backend.forward(q, bad["key"], bad["value"], spec)
+            clean = ~keep[..., j]
+            torch.testing.assert_close(out[clean], expected[clean], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(lse[clean], expected_lse[clean], atol=1e-5, rtol=1e-5)
+            if math.isnan(poison) and spec.dropout_p == 0:
+                assert bool(out[~clean].isnan().any(-1).all())
+
+
+def test_a_query_reaches_its_own_row_alone():
+    q, k, v, spec = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
+    expected = reference.forward(q, k, v, spec)[0]
+    q[:, 1, 40, 2] = NAN
+    out, _ = backend.forward(q, k, v, spec)
+    assert bool(out[:, 1, 40].isnan().all())
+    out[:, 1, 40] = expected[:, 1, 40]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_packed_sequences():
+    """Nothing of one sequence reaches another, nor a row that does not attend it."""
+    q, k, v = torch.randn(90, 2, 16), torch.randn(100, 1, 16), torch.randn(100, 1, 16)
+    ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 90], [0, 45, 100]))
+    packing, spec = Packing(ends_q, ends_k), Spec(is_causal=True)
+    expected = reference.varlen_forward(q, k, v, packing, spec)
+    k[45] = NAN
+    v[60] = INF
+    out, lse = backend.varlen_forward(q, k, v, packing, spec)
+    torch.testing.assert_close(out[:40], expected[0][:40], atol=1e-5, rtol=1e-4)
+    assert bool(out[40:].isnan().any(-1).all())  # all of them attend the first key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"Sq": 4}, {"Sq": 4, "page_size": 8}, {"Sq": 4, "num_splits": 3},
+        {"Sq": 3, "window": (20, 0)}, {"Sq": 1, "window": (20, 0)}, {"Sq": 4, "unified_max": 2.0},
+        {"Sq": 4, "shared": True, "Hkv": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decoding(changes):
+    case = CacheCase(B=2, S=150, is_causal=True, lens=(150, 90), **changes)
+    q, k, v, cache, spec = case.fresh()
+    expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)[0]
+    Sq, left = case.Sq, case.window[0]
+    hidden = [147, 148, 149] if left < 0 else [5, 125, 127]  # rows 0 ... 2 attend not the first
+    for j in hidden:
+        bad = v.clone()
+        place = (0, slice(None), j)
+        if case.page_size:
+            page = int(cache.page_table[0, j // case.page_size])
+            place = (page, j % case.page_size)
+        bad[place] = NAN
+        keys = bad if case.shared else k
+        out, _ = backend.cache_forward(q, keys, bad, cache, spec)
+        for i in range(Sq):
+            diagonal = 150 - Sq + i
+            seen = j <= diagonal and (left < 0 or j >= diagonal - left)
+            if seen:
+                assert bool(out[0, :, i].isnan().all())
+            else:
+                torch.testing.assert_close(out[0, :, i], expected[0, :, i], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(out[1], expected[1], atol=1e-5, rtol=1e-4)
+
+
+EXTREMES = {
+    "no scale": {"scale": 0.0},
+    "a scale of nearly nothing": {"scale": 1e-40},
+    "a scale of nothing": {"scale": 1e-300},
+    "a large scale": {"scale": 1e4},
+    "a huge scale": {"scale": 1e20},
+    "a huge negative scale": {"scale": -1e20},
+    "softcap 1e-40": {"softcap": 1e-40},
+    "softcap 1e-320": {"softcap": 1e-320},
+    "softcap 1e4": {"softcap": 1e4},
+    "softcap 1e6": {"softcap": 1e6, "is_causal": True},
+    "softcap 1e300": {"softcap": 1e300},
+    "windows": {"window": (2**31 - 2, 2**31 - 2)},
+    "one window": {"window": (2**31 - 2, 3), "Sq": 40, "Sk": 20},
+}
+
+
+@pytest.mark.parametrize("Sq, Sk", [(20, 40), (3, 520)])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_numbers(name, Sq, Sk):
+    case = make_case(**{"Sq": Sq, "Sk": Sk, "B": 1, "Hq": 2, "Hkv": 1} | EXTREMES[name])
+    q, k, v, spec = case.fresh()
+    expected = reference.forward(q, k, v, spec)
+    out, lse = backend.forward(q, k, v, spec)
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+    grad = torch.ones_like(out)
+    grads = backend.backward(grad, None, q, k, v, out, lse, spec)
+    assert all(bool(x.isfinite().all()) for x in grads[:3])
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": "float"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_huge_scores(dtype, options):
+    """Products of 1e12 with a scale that is no power of two; every key alike, and not."""
+    case = make_case(B=1, Sq=20, Sk=70, Hq=2, Hkv=1, D=24, dtype=dtype, **options)
+    for alike in (True, False):
+        q, k, v, spec = case.fresh()
+        size = 133120.0 if dtype == torch.float32 else 60000.0
+        q, k = (torch.full_like(x, size) if alike else x * (size / 8) for x in (q, k))
+        if dtype == torch.float16:
+            spec = spec._replace(scale=40.0)
+        expected = reference.forward(q, k, v, spec)
+        out, lse = backend.forward(q, k, v, spec)
+        rtol = 1e-3 if dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(out, expected[0], atol=rtol, rtol=rtol)
+        torch.testing.assert_close(lse, expected[1], atol=0.0, rtol=1e-5)
+        grads = backend.backward(torch.ones_like(out), None, q, k, v, out, lse, spec)
+        assert not any(bool(x.isnan().any()) for x in grads[:3])
+
+
+@pytest.mark.parametrize("lens", [None, (0, 30)])
+@pytest.mark.parametrize("sink", [-INF, 3e38, -3e38, 1e10])
+@pytest.mark.parametrize("decoding", [False, True])
+def test_sinks(decoding, sink, lens):
+    Sq, Sk = (3, 520) if decoding else (40, 30)
+    q, k, v, spec = make_case(Sq=Sq, Sk=Sk, Hq=2, Hkv=1).fresh()
+    lens = None if lens is None else torch.tensor(lens, dtype=torch.int32)
+    spec = spec._replace(sinks=torch.tensor([sink, 0.5]), kv_lens=lens)
+    expected = reference.forward(q, k, v, spec)
+    out, lse = backend.forward(q, k, v, spec)
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+    grad_lse = torch.ones_like(lse).masked_fill(lse == -INF, 0.0)
+    grads = backend.backward(torch.ones_like(out), grad_lse, q, k, v, out, lse, spec)
+    assert all(bool(x.isfinite().all()) for x in (*grads[:3], grads.sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_the_lowest_number(dtype):
+    """A float mask whose row is full of `finfo.min` leaves the mean of the values."""
+    q, k, v, _ = make_case(B=1, Sq=10, Sk=70, dtype=dtype).fresh()
+    mask = torch.zeros(10, 70, dtype=dtype)
+    mask[3], mask[5, :60], mask[7] = torch.finfo(dtype).min, torch.finfo(dtype).min, -INF
+    for spec in (Spec(attn_mask=mask), Spec(attn_mask=mask.float())):
+        expected, expected_lse = reference.forward(q, k, v, spec)
+        out, lse = backend.forward(q, k, v, spec)
+        torch.testing.assert_close(out, expected, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_more_than_2_to_the_29_keys_are_refused():
+    few, many = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 16).expand(1, 1, 2**29 + 1, 16)
+    packed = many[0].transpose(0, 1)
+    for args in ((many, few, few), (few, many, many), (packed, few[0], few[0])):
+        assert "up to 2**29 queries and keys" in backend.support_error(*args, Spec())
+    table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**23)
+    pages = torch.zeros(4, 128, 1, 16)
+    assert "2**29" in backend.cache_error(few, pages, pages, Cache(page_table=table), Spec())
+    assert "2**29" in backend.cache_error(few, many, many, Cache(), Spec())
