@@ -107,7 +107,9 @@ def _masks(config) -> str:
     facts = architectures.facts(config)
     if facts.floating:
         return f"float masks, because {facts.floating}"
-    return f"dense masks, because of {facts.dense}" if facts.dense else "masks stay compact"
+    if facts.dense:
+        return f"dense masks, because of {facts.dense}"
+    return "masks stay compact" + (" until the model computes with them" if facts.computes else "")
 
 
 def _example(layer: nn.Module, config) -> tuple[torch.Tensor, ...] | None:

@@ -12,13 +12,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_3_available
 
-from hf_integration.latest import Latest
+from hf_integration.memo import PerTensorMemo
 
 FA3_FORWARD = "fa3_fwd"
 _MODULE = "fa3_fwd_interface"
 PARTS = ("prefill", "memory")  # it is not told which part of a static cache is filled
 
-_latest = Latest()
+_memo = PerTensorMemo()
 
 
 def register() -> str | None:
@@ -57,7 +57,7 @@ def forward(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if attention_mask is None:
         return _first(kernels.flash_attn_func(q, k, v, **options)), None
-    tokens, ends, longest = _latest.of(attention_mask, module, lambda: _tokens(attention_mask))
+    tokens, ends, longest = _memo.get(attention_mask, module, lambda: _tokens(attention_mask))
     packed = (t.flatten(0, 1)[tokens] for t in (q, k, v))
     found = _first(kernels.flash_attn_varlen_func(*packed, ends, ends, longest, longest, **options))
     out = found.new_zeros((q.shape[0] * q.shape[1], *found.shape[1:]))

@@ -64,7 +64,7 @@ def test_a_model_without_memory_is_explained():
 
 def test_doctor_explains_a_model_type_at_its_full_size():
     assert "DogeAttention  32 x fa_ops" in (out := doctor("--model", "doge").stdout)
-    assert "dense masks, because of doge reads its mask" in out
+    assert "masks stay compact until the model computes with them" in out
     out = doctor("--model", "gemma3_text").stdout
     assert "22 x fa_ops, backend cpu" in out and "sliding_window 4096" in out
 
