@@ -99,8 +99,29 @@ def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return int(value) if limits.min <= value <= limits.max else None
+    nearest = rounded(value, dtype)
+    return nearest if nearest is None or math.isinf(nearest) else float(value)
+
+
+_MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def rounded(value: float, dtype: torch.dtype) -> float | None:
+    """The nearest floating point number of the dtype, by way of float32 as torch rounds to 16
+    bits.
+    """
+    if dtype not in _MANTISSA:
+        return None
     limit = torch.finfo(dtype).max
-    return math.copysign(math.inf, value) if abs(value) > limit else float(value)
+    if abs(value) >= 2 * limit:
+        return math.copysign(math.inf, value)
+    value = float(value) if dtype in (torch.float64, torch.float32) else rounded(value, torch.float32)
+    if not math.isfinite(value) or value == 0 or dtype == torch.float64:
+        return value
+    exponent = max(math.frexp(value)[1], math.frexp(torch.finfo(dtype).tiny)[1])
+    step = math.ldexp(1.0, exponent - _MANTISSA[dtype])
+    nearest = round(value / step) * step
+    return math.copysign(math.inf, value) if abs(nearest) > limit else nearest
 
 
 _FINITE = frozenset(
