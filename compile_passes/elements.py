@@ -71,7 +71,8 @@ class Reader:
     def element(self, value: object, at: Coordinates) -> Element:
         constant = number(value)
         if constant is not None:
-            return self.converted(plain(constant), value.dtype) if _tensor(value) else plain(constant)
+            known = plain(constant)
+            return self.converted(known, value.dtype) if _tensor(value) else known
         if isinstance(value, SymInt):
             return Affine.of(value)
         if not isinstance(value, Value):
