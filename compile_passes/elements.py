@@ -67,6 +67,7 @@ class Reader:
     def __init__(self, exact: Exactness) -> None:
         self._exact = exact
         self._known: dict[tuple, Element] = {}
+        self._inexact: dict[Value, torch.dtype] = {}
 
     def element(self, value: object, at: Coordinates) -> Element:
         constant = number(value)
@@ -83,10 +84,21 @@ class Reader:
             )
         key = (value, at)
         if key not in self._known:
-            handler = HANDLERS.get(value.op)
+            handler, before = HANDLERS.get(value.op), len(self._exact.refused)
             found = handler(self, value, at) if handler else None
+            if found is None and len(self._exact.refused) > before:
+                self._inexact[value] = self._exact.refused[before]
             self._known[key] = _opaque(value, at) if found is None else found
         return self._known[key]
+
+    def inexact(self, value: object) -> torch.dtype | None:
+        """The dtype in which something that a mask is made of may be rounded or wrap around."""
+        if not isinstance(value, Value):
+            return None
+        if value in self._inexact:
+            return self._inexact[value]
+        found = (self.inexact(x) for x in value.args.values())
+        return next((dtype for dtype in found if dtype is not None), None)
 
     def argument(self, value: Value, name: str, at: Coordinates) -> Element:
         """An operand's element where the result's is at `at`: size-1 dimensions broadcast."""

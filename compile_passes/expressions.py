@@ -52,26 +52,28 @@ class Affine(NamedTuple):
     def is_constant(self) -> bool:
         return not self.terms
 
-    def bound(self, highest: bool) -> sympy.Expr | None:
-        """A bound on its values over all indices of the axes and all contents of tensors."""
+    def bound(self, highest: bool, reach: int = 2**64) -> sympy.Expr | None:
+        """A bound on its values over all indices of the axes and all contents of tensors, which
+        are taken to lie within `reach` of 0.
+        """
         total = self.constant
         for x, c in self.terms:
-            limit = _bound(x, (c > 0) == highest)
+            limit = _bound(x, (c > 0) == highest, reach)
             if limit is None:
                 return None
             total += c * limit
         return sympy.expand(total)
 
 
-def _bound(x: object, highest: bool) -> sympy.Expr | None:
+def _bound(x: object, highest: bool, reach: int) -> sympy.Expr | None:
     if isinstance(x, Axis):
         return symbolic(x.size) - 1 if highest else sympy.Integer(0)
     if isinstance(x, Quotient):
-        limit = x.a.bound(highest)
+        limit = x.a.bound(highest, reach)
         return None if limit is None else FloorDiv(limit, x.n)
     if isinstance(x, Opaque) and isinstance(x.value, Value):
         limits = torch.iinfo(x.value.dtype)
-        return sympy.Integer(limits.max if highest else limits.min)
+        return sympy.Integer(min(limits.max, reach) if highest else max(limits.min, -reach))
     return None
 
 

@@ -13,6 +13,8 @@ import dataclasses
 import enum
 import math
 
+import torch
+
 from compile_passes.axes import resolve_dims
 from compile_passes.constants import finite
 from compile_passes.elements import Reader
@@ -78,6 +80,7 @@ class Masks:
     levels: tuple[Term, ...] = ()  # one float mask, whose dead rows are found as it runs
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
     fill: float | None = None  # of the one mask that makes rows dead
+    inexact: torch.dtype | None = None  # why a mask of positions stays dense
 
     @property
     def terms(self) -> tuple[Bias | Keep | Fill, ...]:
@@ -93,7 +96,8 @@ class Masks:
         if self.run:
             parts.append("a run of keys for each query")
         if self.biases or self.keeps or self.zeroed or self.added or self.levels:
-            parts.append("dense attn_mask")
+            why = f" (positions may not be exact in {self.inexact})" if self.inexact else ""
+            parts.append("dense attn_mask" + why)
         return ", ".join(parts) or "no mask"
 
 
@@ -101,6 +105,13 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
     dense.
     """
+    masks = _understood(plan, reader, runs)
+    leaves = [t.mask if isinstance(t, Fill) else t.leaf for t in masks.terms]
+    inexact = (reader.inexact(leaf.value) for leaf in leaves)
+    return dataclasses.replace(masks, inexact=next(filter(None, inexact), None))
+
+
+def _understood(plan: Plan, reader: Reader, runs: bool) -> Masks:
     terms = terms_of(plan, reader)
     meanings = {t: read(t, reader) for t in terms}
     _check_floor(plan, meanings)

@@ -175,7 +175,7 @@ def runs(function: Callable, inputs: tuple) -> bool:
 def compare(seed: int) -> Fusion | None:
     rng = random.Random(seed)
     function = attention(rng)
-    number = torch.tensor(offset(rng) % 2**63, dtype=torch.int64)
+    number = torch.tensor(offset(rng) % 2**61, dtype=torch.int64)
     row = torch.randint(-3, SIZE, (SIZE,), generator=torch.Generator().manual_seed(seed))
     row = row.clamp(min=0) if rng.random() < 0.5 else row + 2 ** rng.choice(POWERS[:-1])
     inputs = (*qkv(B=1, Hq=1, Hkv=1, Sq=SIZE, Sk=SIZE), number, row)
@@ -199,4 +199,4 @@ def test_mask_programs(start: int) -> None:
         compact += fusion is not None and any(
             f.fused and "dense" not in f.masks for f in fusion.findings
         )
-    assert ran > CHUNK * 0.6 and fused > ran * 0.8 and compact > ran * 0.15, (ran, fused, compact)
+    assert ran > CHUNK * 0.8 and fused > ran * 0.9 and compact > ran * 0.07, (ran, fused, compact)
