@@ -212,9 +212,8 @@ def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
 
 def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
     """-sum over rows of (the sink's weight) * delta."""
-    weight = torch.exp2(
-        (sinks.float() * LOG2E).view(-1, 1) - row_lse.view(-1, len(sinks), row_lse.shape[-1])
-    )
+    logits = (sinks.float() * LOG2E).clamp(max=torch.finfo(torch.float32).max).view(-1, 1)
+    weight = torch.exp2(logits - row_lse.view(-1, len(sinks), row_lse.shape[-1]))
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 

@@ -17,14 +17,19 @@ from fa_ops.backends.triton.primitives import (
     dropout_keep,
     dropout_rows,
     find_sequence,
+    has_holes,
+    is_masked,
     key_bounds,
     load_ranges,
     row_bounds,
     scores,
     store_tile,
+    unrelated,
+    without_holes,
 )
 
 ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
+EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
 
 
 @triton.jit
@@ -55,19 +60,20 @@ def load_rows(
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
-    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr,
+    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
     the gradient of the scores, and the gradient of the products but for `product_scale`.
 
     lse: in log2 units, and inf where nothing is attended, so that every weight there is 0. LIMIT:
-    whether keys beyond `limit` must count as masked. Blocks within the mask are masked like those
+    whether keys beyond `limit` must count as masked. EXACT: all is 0 where masked, even beside NaN
+    or Inf. Blocks within the mask are masked like those
     at its edge: the products hide a few selects, and loops of their own would cost more, because
     ptxas serialises wgmma where an accumulator passes from loop to loop.
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None, EXTREME,
+        None, None, None, None, mask is not None, EXTREME, EXACT,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:
@@ -80,13 +86,14 @@ def score_gradients(
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
         inside = (j >= first) & (j < last)
         p = tl.where(inside, p, 0.0)
-        dp = tl.where(inside, dp, 0.0)  # of a value that may be NaN
     w = p
     if seed is not None:
         keep = dropout_keep(dropout_rows(seed, batch_head, i), j, threshold)
         w = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
+    if EXACT:
+        ds = tl.where(p == 0.0, 0.0, ds)
     dx = ds
     if cap is not None:
         dx = ds * (1.0 - t * t)
@@ -129,77 +136,87 @@ def schedule(pid, blocks, heads, wave):
     return inside // width, first + inside % width
 
 
-@triton.jit(
-    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
-)
-def query_grad_kernel(
-    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta,
-    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
-    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
-    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
-    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
-    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
-    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
-    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
-    scale: tl.float32, cap,
-    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
-    mask_stride_k: tl.int64,
-    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+@triton.jit
+def locate_queries(
+    pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right, BLOCK: tl.constexpr
+):
+    """What a program of `query_grad_kernel` has to do, as `forward_kernel.locate` says it."""
+    if cu_seqlens_q is not None:
+        tile, h = schedule(pid, Sq // BLOCK + batch + 2, Hq, wave)
+        b, block, q_start, rows, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK
+        )
+        blocks = tl.cdiv(rows, BLOCK)
+    else:
+        blocks = tl.cdiv(Sq, BLOCK)
+        block, head = schedule(pid, blocks, batch * Hq, wave)
+        b, h = head // Hq, head % Hq
+        q_start, rows, k_start, keys = 0, Sq, 0, Sk
+    if window_right is not None:  # the longest rows first
+        block = tl.where(block < blocks, blocks - 1 - block, block)
+    return b, h, block * BLOCK, q_start, rows, k_start, keys
+
+
+@triton.jit
+def locate_keys(pid, batch, Hkv, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
+    """The same of `key_value_grad_kernel`: (b, kv head, first key, ...)."""
+    if cu_seqlens_q is not None:
+        tile, hk = schedule(pid, Sk // BLOCK + batch + 2, Hkv, wave)
+        b, block, k_start, keys, q_start, rows = find_sequence(
+            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK
+        )
+    else:
+        block, head = schedule(pid, tl.cdiv(Sk, BLOCK), batch * Hkv, wave)
+        b, hk = head // Hkv, head % Hkv
+        q_start, rows, k_start, keys = 0, Sq, 0, Sk
+    return b, hk, block * BLOCK, q_start, rows, k_start, keys
+
+
+@triton.jit
+def query_grad_block(
+    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
+    q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
+    out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start, Sq,
+    k_start, Sk, tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
+    ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of query rows; also what the other kernels need of these rows.
+    """dq of rows m0 ... m0 + BLOCK_M - 1 of a head. `tokens` are those of lse.
 
-    row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
-    Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
-    strides.
+    EXACT: a NaN or Inf in a key or value counts for the rows alone that attend it, of whose
+    gradients it makes NaN. Else returns whether any row needs that.
     """
-    pid = tl.program_id(0)
-    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
-    if cu_seqlens_q is not None:
-        tile, h = schedule(pid, Sq // BLOCK_M + batch + 2, Hq, wave)
-        b, block, q_start, length, k_start, keys = find_sequence(
-            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK_M
-        )
-        at = h.to(tl.int64) * Sq + q_start
+    row_stride = row_capacity(tokens, batch, PACKED)
+    if PACKED:
+        inside = (b >= 0) & (b < batch)
+        at = h.to(tl.int64) * tokens + q_start
         row_at = h * row_stride + row_offset(q_start, b)
         q += q_start * q_stride_s.to(tl.int64)
         grad_out += q_start * grad_out_stride_s.to(tl.int64)
         out += q_start * out_stride_s.to(tl.int64)
         dq += q_start * dq_stride_s.to(tl.int64)
-        inside = (b >= 0) & (b < batch)
         k += k_start * k_stride_s.to(tl.int64)
         v += k_start * v_stride_s.to(tl.int64)
-        Sq, Sk = length, keys
-        blocks = tl.cdiv(Sq, BLOCK_M)
-        if block >= blocks:
-            return
     else:
-        blocks = tl.cdiv(Sq, BLOCK_M)
-        block, head = schedule(pid, blocks, batch * Hq, wave)
-        b = head // Hq
-        h = head % Hq
-        at = head.to(tl.int64) * Sq
-        row_at = head * row_stride
+        inside = True
+        at = (b * Hq + h).to(tl.int64) * Sq
+        row_at = (b * Hq + h) * row_stride
         q += b * q_stride_b
         k += b * k_stride_b
         v += b * v_stride_b
         grad_out += b * grad_out_stride_b
         out += b * out_stride_b
         dq += b * dq_stride_b
-        inside = True
-    if window_right is not None:
-        block = blocks - 1 - block  # the longest rows first
     q += h * q_stride_h
     k += h // group * k_stride_h
     v += h // group * v_stride_h
     grad_out += h * grad_out_stride_h
     out += h * out_stride_h
     dq += h * dq_stride_h
-    m0 = block * BLOCK_M
     rows_m = m0 + tl.arange(0, BLOCK_M)
     i = rows_m[:, None]
 
@@ -230,28 +247,117 @@ def query_grad_kernel(
     if grad_lse is not None:
         delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
     dead = m == float("-inf")
-    m = tl.where(dead, float("inf"), m * LOG2E)
+    m *= LOG2E
+    # from 2**24 on lse has no fraction left, and weights computed from it might overflow
+    m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
     delta = tl.where(dead, 0.0, delta)
 
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     CHECK: tl.constexpr = not EVEN or ranges is not None
-    for n0 in range(lo, hi, BLOCK_N):
+    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + tl.arange(0, BLOCK_N)[None, :]
         kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
+        if EXACT:
+            kt, holes = without_holes(kt)
         qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
+        if EXACT:
+            vt, holes_v = without_holes(vt)
+            holes = holes | holes_v
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
             mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, not EVEN, EXTREME,
+            keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
         )  # fmt: skip
+        if EXACT:
+            found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+            poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
     tl.store(row_lse + row_at + rows_m, m)
     tl.store(row_delta + row_at + rows_m, delta)
     acc *= product_scale(scale, cap)
+    if EXACT:
+        acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
     store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
+    redo = rows_m < 0
+    if (
+        window_left is not None
+        or window_right is not None
+        or mask is not None
+        or ranges is not None
+    ):
+        redo = has_holes(acc) & (rows_m < Sq)
+    return tl.max(redo.to(tl.int32), 0) > 0
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
+)
+def query_grad_kernel(
+    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
+    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of query rows; also what the other kernels need of these rows.
+
+    row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
+    Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
+    strides.
+    """
+    pid = tl.program_id(0)
+    PACKED: tl.constexpr = cu_seqlens_q is not None
+    b, h, m0, q_start, rows, k_start, keys = locate_queries(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right, BLOCK_M
+    )
+    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if m0 >= rows:
+            return
+    redo = query_grad_block(
+        q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
+        q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+        grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
+        out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start,
+        rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
+        mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
+        ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
+        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, False,
+    )  # fmt: skip
+    if is_masked(window_left, window_right, mask, ranges) and redo:
+        # in small blocks, and from `pid` on: see `forward_kernel`
+        b, h, m0, q_start, rows, k_start, keys = locate_queries(
+            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right,
+            BLOCK_M,
+        )  # fmt: skip
+        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+            query_grad_block(
+                q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
+                q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
+                v_stride_s, grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b,
+                out_stride_h, out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group,
+                b, h, m, q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b,
+                mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens,
+                ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
+                keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS,
+                EXACT_KEYS, EVEN, EXTREME, PRECISION, True,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -269,6 +375,134 @@ def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
     if stride_q == 0:
         high = tl.where(high > lo, hi, lo)
     return low // BLOCK_M * BLOCK_M, high
+
+
+@triton.jit
+def key_value_grad_block(
+    q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s, k_stride_b,
+    k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
+    grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
+    dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, Sq, k_start, Sk, tokens, scale,
+    cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b,
+    kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+    window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
+
+    EXACT: a NaN or Inf in a row of q or grad_out, or in its lse, counts for the keys alone that the
+    row attends, of whose gradients it makes NaN. Else returns whether any key needs that.
+    """
+    row_stride = row_capacity(tokens, batch, PACKED)
+    if PACKED:
+        inside = (b >= 0) & (b < batch)
+        row_at = row_offset(q_start, b)
+        q += q_start * q_stride_s.to(tl.int64)
+        grad_out += q_start * grad_out_stride_s.to(tl.int64)
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+        dk += k_start * dk_stride_s.to(tl.int64)
+        dv += k_start * dv_stride_s.to(tl.int64)
+    else:
+        inside = True
+        row_at = b * Hq * row_stride
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+        grad_out += b * grad_out_stride_b
+        dk += b * dk_stride_b
+        dv += b * dv_stride_b
+    k += hk * k_stride_h
+    v += hk * v_stride_h
+    dk += hk * dk_stride_h
+    dv += hk * dv_stride_h
+    j = n0 + tl.arange(0, BLOCK_N)[:, None]
+
+    limit = Sk
+    if kv_lens is not None:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
+    lo, full_lo, full_hi, hi = row_bounds(
+        n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+
+    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
+    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_N], tl.int32)
+    for h in range(hk * group, hk * group + group):
+        q_head = q + h * q_stride_h
+        grad_out_head = grad_out + h * grad_out_stride_h
+        row_lse_head = row_lse + row_at + h * row_stride
+        row_delta_head = row_delta + row_at + h * row_stride
+        slope, mask_head, ranges_head = None, None, None
+        begin, end = lo, hi
+        if slopes is not None:
+            slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
+        if mask is not None:
+            mask_head = mask + b * mask_stride_b + h * mask_stride_h
+        if ranges is not None:
+            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
+            begin, end = range_bounds(
+                ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
+            )
+        for m0 in tl.range(begin, end, BLOCK_M, num_stages=1 if EXACT else None):
+            m0 = tl.multiple_of(m0, BLOCK_M)
+            rows_m = m0 + tl.arange(0, BLOCK_M)
+            i = rows_m[None, :]
+            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
+            m = tl.load(row_lse_head + rows_m)
+            if EXACT:
+                qt, holes = without_holes(qt)
+            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+            do = load_rows(
+                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
+            )
+            delta = tl.load(row_delta_head + rows_m)
+            if EXACT:
+                do, holes_do = without_holes(do)
+                delta, holes_delta = without_holes(delta[:, None])
+                delta = tl.reshape(delta, [BLOCK_M])
+                holes = holes | holes_do | holes_delta | (m != m)
+                m = tl.where(holes, -1e38, m)  # every weight that is not masked becomes Inf
+            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+            w, ds, dx = score_gradients(
+                qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
+                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
+                EXACT,
+            )  # fmt: skip
+            if EXACT:
+                found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+                poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
+                w = tl.where(holes[None, :], 0.0, w)
+                dx = tl.where(holes[None, :], 0.0, dx)
+            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+    dk_acc *= product_scale(scale, cap)
+    if seed is not None:
+        dv_acc *= keep_scale
+    if EXACT:
+        dk_acc = tl.where(poisoned[:, None] > 0, float("nan"), dk_acc)
+        dv_acc = tl.where(poisoned[:, None] > 0, float("nan"), dv_acc)
+    inside_limit = j < limit
+    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
+    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
+    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
+    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
+    keys = n0 + tl.arange(0, BLOCK_N)
+    redo = keys < 0
+    if (
+        window_left is not None
+        or window_right is not None
+        or mask is not None
+        or ranges is not None
+    ):
+        redo = (has_holes(dk_acc) | has_holes(dv_acc)) & (keys < Sk)
+    return tl.max(redo.to(tl.int32), 0) > 0
 
 
 @triton.jit(
@@ -300,95 +534,36 @@ def key_value_grad_kernel(
     (heads of k) * batch * cdiv(Sk, BLOCK_N), packed (heads of k) * (Sk // BLOCK_N + batch + 2).
     """
     pid = tl.program_id(0)
-    Hkv = Hq // group
-    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
-    if cu_seqlens_q is not None:
-        tile, hk = schedule(pid, Sk // BLOCK_N + batch + 2, Hkv, wave)
-        b, block, k_start, length, q_start, rows = find_sequence(
-            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK_N
-        )
-        if block >= tl.cdiv(length, BLOCK_N):
-            return
-        inside = (b >= 0) & (b < batch)
-        row_at = row_offset(q_start, b)
-        Sq, Sk = rows, length
-        q += q_start * q_stride_s.to(tl.int64)
-        grad_out += q_start * grad_out_stride_s.to(tl.int64)
-        k += k_start * k_stride_s.to(tl.int64)
-        v += k_start * v_stride_s.to(tl.int64)
-        dk += k_start * dk_stride_s.to(tl.int64)
-        dv += k_start * dv_stride_s.to(tl.int64)
-    else:
-        block, head = schedule(pid, tl.cdiv(Sk, BLOCK_N), batch * Hkv, wave)
-        b = head // Hkv
-        hk = head % Hkv
-        row_at = b * Hq * row_stride
-        q += b * q_stride_b
-        k += b * k_stride_b
-        v += b * v_stride_b
-        grad_out += b * grad_out_stride_b
-        dk += b * dk_stride_b
-        dv += b * dv_stride_b
-        inside = True
-    k += hk * k_stride_h
-    v += hk * v_stride_h
-    dk += hk * dk_stride_h
-    dv += hk * dv_stride_h
-    n0 = block * BLOCK_N
-    j = n0 + tl.arange(0, BLOCK_N)[:, None]
-
-    limit = Sk
-    if kv_lens is not None:
-        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
-    shift = limit - Sq
-    lo, full_lo, full_hi, hi = row_bounds(
-        n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
+    PACKED: tl.constexpr = cu_seqlens_q is not None
+    b, hk, n0, q_start, rows, k_start, keys = locate_keys(
+        pid, batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
     )
-
-    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for h in range(hk * group, hk * group + group):
-        q_head = q + h * q_stride_h
-        grad_out_head = grad_out + h * grad_out_stride_h
-        row_lse_head = row_lse + row_at + h * row_stride
-        row_delta_head = row_delta + row_at + h * row_stride
-        slope, mask_head, ranges_head = None, None, None
-        begin, end = lo, hi
-        if slopes is not None:
-            slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
-        if mask is not None:
-            mask_head = mask + b * mask_stride_b + h * mask_stride_h
-        if ranges is not None:
-            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
-            begin, end = range_bounds(
-                ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
-            )
-        for m0 in range(begin, end, BLOCK_M):
-            m0 = tl.multiple_of(m0, BLOCK_M)
-            rows_m = m0 + tl.arange(0, BLOCK_M)
-            i = rows_m[None, :]
-            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
-            m = tl.load(row_lse_head + rows_m)
-            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-            do = load_rows(
-                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
-            )
-            delta = tl.load(row_delta_head + rows_m)
-            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
-            w, ds, dx = score_gradients(
-                qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
-                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
-                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
+    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if n0 >= keys:
+            return
+    redo = key_value_grad_block(
+        q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
+        k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
+        grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
+        dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, rows, k_start, keys, Sq,
+        scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
+        slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
+        threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
+        BLOCK_N, EVEN, EXTREME, PRECISION, False,
+    )  # fmt: skip
+    if is_masked(window_left, window_right, mask, ranges) and redo:
+        b, hk, n0, q_start, rows, k_start, keys = locate_keys(
+            unrelated(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
+        )
+        for n in tl.range(n0, tl.minimum(n0 + BLOCK_N, keys), EXACT_KEYS, num_stages=1):
+            key_value_grad_block(
+                q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
+                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+                grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
+                dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n,
+                q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+                mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
+                ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+                window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS,
+                EVEN, EXTREME, PRECISION, True,
             )  # fmt: skip
-            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
-            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
-    dk_acc *= product_scale(scale, cap)
-    if seed is not None:
-        dv_acc *= keep_scale
-    inside_limit = j < limit
-    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
-    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
-    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
-    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)

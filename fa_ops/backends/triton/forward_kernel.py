@@ -17,6 +17,7 @@ from fa_ops.backends.triton.primitives import (
     dropout_rows,
     find_sequence,
     has_holes,
+    is_masked,
     key_bounds,
     load_ranges,
     load_rows,
@@ -143,7 +144,7 @@ def attend_block(
         if not FOLD:
             s, _ = scores(
                 s, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-                None, None, None, None, mask is not None, EXTREME, EXACT,
+                None, None, None, None, mask is not None, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
             )  # fmt: skip
         if (n0 < full_lo) | (n0 >= full_hi):
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
@@ -199,7 +200,7 @@ def attend_block(
     redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
         redo = redo & (m != float("-inf"))
-    if window_left is not None or window_right is not None or mask is not None or first is not None:
+    if is_masked(window_left, window_right, mask, ranges):
         redo = redo | has_holes(acc)
     return tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
 
