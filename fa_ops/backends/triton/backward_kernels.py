@@ -19,6 +19,7 @@ from fa_ops.backends.triton.primitives import (
     find_sequence,
     has_holes,
     is_masked,
+    positions,
     key_bounds,
     load_ranges,
     row_bounds,
@@ -217,7 +218,7 @@ def query_grad_block(
     grad_out += h * grad_out_stride_h
     out += h * out_stride_h
     dq += h * dq_stride_h
-    rows_m = m0 + tl.arange(0, BLOCK_M)
+    rows_m = m0 + positions(BLOCK_M, EXACT)
     i = rows_m[:, None]
 
     limit = Sk
@@ -258,7 +259,7 @@ def query_grad_block(
     CHECK: tl.constexpr = not EVEN or ranges is not None
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        j = n0 + positions(BLOCK_N, EXACT)[None, :]
         kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
         if EXACT:
             kt, holes = without_holes(kt)
@@ -417,7 +418,7 @@ def key_value_grad_block(
     v += hk * v_stride_h
     dk += hk * dk_stride_h
     dv += hk * dv_stride_h
-    j = n0 + tl.arange(0, BLOCK_N)[:, None]
+    j = n0 + positions(BLOCK_N, EXACT)[:, None]
 
     limit = Sk
     if kv_lens is not None:
@@ -451,7 +452,7 @@ def key_value_grad_block(
             )
         for m0 in tl.range(begin, end, BLOCK_M, num_stages=1 if EXACT else None):
             m0 = tl.multiple_of(m0, BLOCK_M)
-            rows_m = m0 + tl.arange(0, BLOCK_M)
+            rows_m = m0 + positions(BLOCK_M, EXACT)
             i = rows_m[None, :]
             qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
             m = tl.load(row_lse_head + rows_m)

@@ -23,6 +23,7 @@ from fa_ops.backends.triton.primitives import (
     load_rows,
     load_tile,
     natural,
+    positions,
     scores,
     store_tile,
     unrelated,
@@ -105,7 +106,7 @@ def attend_block(
         ranges += b * ranges_stride_b + h * ranges_stride_h
     if sinks is not None:
         sink = tl.where(inside, tl.load(sinks + h).to(tl.float32), float("-inf"))
-    rows_m = m0 + tl.arange(0, BLOCK_M)
+    rows_m = m0 + positions(BLOCK_M, EXACT)
     i = rows_m[:, None]
     first, last, low, rows = None, None, None, None
     if ranges is not None:
@@ -135,7 +136,7 @@ def attend_block(
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        j = n0 + positions(BLOCK_N, EXACT)[None, :]
         begin = low
         if low is not None:
             begin = low - n0

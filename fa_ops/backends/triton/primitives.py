@@ -69,16 +69,23 @@ def _larger(x, y):
 
 
 @triton.jit
-def unrelated(pid):
-    """The same number, of which the compiler does not know that it is.
+def unrelated(x):
+    """The same integers, of which the compiler does not know that they are.
 
-    What a rare branch at a kernel's end computes from it holds no register until then.
+    What a rare branch at a kernel's end computes from them shares nothing with what is computed
+    before, and so holds no register until then.
     """
     if INLINE:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [pid], dtype=tl.int32, is_pure=False, pack=1
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
         )
-    return pid
+    return x
+
+
+@triton.jit
+def positions(SIZE: tl.constexpr, UNRELATED: tl.constexpr):
+    """0 ... SIZE - 1, in a rare branch `unrelated` to any other such."""
+    return unrelated(tl.arange(0, SIZE)) if UNRELATED else tl.arange(0, SIZE)
 
 
 # Tiles
