@@ -30,7 +30,7 @@ from fa_ops.backends.triton.primitives import (
 )
 
 ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
-EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
+EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(32)
 
 
 @triton.jit
@@ -253,6 +253,9 @@ def query_grad_block(
     m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
     delta = tl.where(dead, 0.0, delta)
 
+    tl.store(row_lse + row_at + rows_m, m)
+    tl.store(row_delta + row_at + rows_m, delta)
+
     if EXACT:
         poisoned = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -278,8 +281,6 @@ def query_grad_block(
             found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
-    tl.store(row_lse + row_at + rows_m, m)
-    tl.store(row_delta + row_at + rows_m, delta)
     acc *= product_scale(scale, cap)
     if EXACT:
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
