@@ -19,9 +19,9 @@ from fa_ops.backends.triton.primitives import (
     find_sequence,
     has_holes,
     is_masked,
-    positions,
     key_bounds,
     load_ranges,
+    positions,
     row_bounds,
     scores,
     store_tile,
@@ -348,13 +348,13 @@ def query_grad_kernel(
             unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right,
             BLOCK_M,
         )  # fmt: skip
-        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             query_grad_block(
                 q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
                 q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
                 v_stride_s, grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b,
                 out_stride_h, out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group,
-                b, h, m, q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b,
+                b, h, m0 + more, q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b,
                 mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens,
                 ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
                 keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS,
@@ -557,12 +557,13 @@ def key_value_grad_kernel(
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
             unrelated(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
         )
-        for n in tl.range(n0, tl.minimum(n0 + BLOCK_N, keys), EXACT_KEYS, num_stages=1):
+        for more in tl.range(0, tl.minimum(keys - n0, BLOCK_N), EXACT_KEYS, num_stages=1):
             key_value_grad_block(
                 q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
                 k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
                 grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
-                dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n,
+                dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk,
+                n0 + more,
                 q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
                 mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
                 ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,

@@ -252,10 +252,11 @@ def forward_kernel(
         b, h, m0, q_start, rows, k_start, keys = locate(
             unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
         )
-        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             attend_block(
                 q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
-                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m, q_start,
+                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
+                q_start,
                 rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
                 mask_stride_q, mask_stride_k, slopes, slopes_stride_b, sinks, kv_lens, ranges,
                 ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
