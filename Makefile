@@ -23,7 +23,7 @@ DOCS  := $(VENV)/.installed-docs
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo doctor test test-core test-interpreter test-compile-only fuzz lint docs bench clean
+.PHONY: help install demo doctor test test-core test-interpreter test-compile-only fuzz lint docs bench lines clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -92,6 +92,9 @@ $(DOCS): $(STAMP)
 
 bench: $(STAMP)  ## the benchmarks that fit this machine; ARGS="forward --preset issue --json out.json" for one
 	$(PY) -m fa_ops bench $(or $(ARGS),--help)
+
+lines: $(STAMP)  ## source lines of the installed packages
+	$(PY) -m tests.evaluation.lines
 
 clean:  ## remove the virtual environment and every build output
 	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis

@@ -99,14 +99,42 @@ def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return int(value) if limits.min <= value <= limits.max else None
+    nearest = rounded(value, dtype)
+    return nearest if nearest is None or math.isinf(nearest) else float(value)
+
+
+_MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def rounded(value: float, dtype: torch.dtype) -> float | None:
+    """The nearest floating point number of the dtype, by way of float32 as torch rounds to 16
+    bits.
+    """
+    if dtype not in _MANTISSA:
+        return None
     limit = torch.finfo(dtype).max
-    return math.copysign(math.inf, value) if abs(value) > limit else float(value)
+    if abs(value) >= 2 * limit:
+        return math.copysign(math.inf, value)
+    wide = dtype in (torch.float64, torch.float32)
+    value = float(value) if wide else rounded(value, torch.float32)
+    if not math.isfinite(value) or value == 0 or dtype == torch.float64:
+        return value
+    exponent = max(math.frexp(value)[1], math.frexp(torch.finfo(dtype).tiny)[1])
+    step = math.ldexp(1.0, exponent - _MANTISSA[dtype])
+    nearest = round(value / step) * step
+    return math.copysign(math.inf, value) if abs(nearest) > limit else nearest
 
 
-_FINITE = frozenset(
-    "add sub mul neg abs cumsum arange reshape expand permute copy cast getitem repeat cat "
-    "stack index_select gather repeat_interleave tanh sigmoid zeros ones tril triu zeros_like "
-    "ones_like clamp minimum maximum flip pad where masked_fill".split()
+# Their elements are those of their input.
+_MOVED = frozenset(
+    "reshape expand permute copy cast getitem repeat repeat_interleave index_select gather tril "
+    "triu flip".split()
+)
+_FINITE = frozenset("cumsum arange cat stack tanh sigmoid zeros ones zeros_like ones_like".split())
+# Their numbers become elements.
+_NUMERIC = frozenset(
+    "add sub mul neg abs clamp minimum maximum where masked_fill pad full tensor "
+    "scalar_tensor".split()
 )
 # An infinity would not come out of these as such, but make NaN of everything.
 _ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
@@ -114,8 +142,8 @@ _ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2
 
 def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
     """Whether a tensor holds no infinity, by how it was made: from layers of the network, from
-    parameters that learn, from integers and constants. With a limit, whether its constants stay
-    below it as well, so that it is no mask.
+    parameters that learn, from positions and constants. With a limit, whether its constants stay
+    below it as well and no integers of unknown size are in it, so that it is no mask.
     """
     if isinstance(x, (tuple, list)):
         return all(finite(y, depth, limit) for y in x)
@@ -124,16 +152,25 @@ def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
         if isinstance(x, torch.SymFloat):
             x = x.node.hint if x.node.has_hint() else math.inf
         return not isinstance(x, float) or abs(x) < limit
-    if not x.dtype.is_floating_point or depth == 0:
+    if depth == 0 or x.dtype == torch.bool:
         return depth != 0
+    if not x.dtype.is_floating_point and torch.iinfo(x.dtype).max < limit:
+        return True
     if x.node.op in ("placeholder", "get_attr"):
         learned = limit == math.inf or isinstance(x.tensor, torch.nn.Parameter)
         return x.tensor.requires_grad and learned
     if x.op in _ACTIVATIONS:
         return True
-    if x.op in _FINITE and not x.writes:
-        return all(finite(y, depth - 1, limit) for y in x.args.values())
-    if x.op in ("tensor", "scalar_tensor", "full", "div", "pow"):
-        known = number(x.args.get("other")) if x.op in ("div", "pow") else 1
-        return bool(known) and all(finite(y, depth - 1, limit) for y in x.args.values())
-    return False
+    if x.op in _MOVED:
+        return not x.writes and finite(x.args.get("input"), depth - 1, limit)
+    if x.op in _NUMERIC and not all(abs(y) < limit for y in x.args.values() if type(y) is int):
+        return False
+    if x.op in ("div", "pow"):
+        known = number(x.args.get("other"))
+        near = limit == math.inf or (x.op == "div" and known and abs(known) * limit > 1)
+        return bool(known and near) and _made_of_finite(x, depth, limit)
+    return x.op in _FINITE | _NUMERIC and not x.writes and _made_of_finite(x, depth, limit)
+
+
+def _made_of_finite(x: Value, depth: int, limit: float) -> bool:
+    return all(finite(y, depth - 1, limit) for y in x.args.values())

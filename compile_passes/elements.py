@@ -4,20 +4,27 @@ masks are written with.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
-import sympy
 import torch
-from torch import SymInt, Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from compile_passes import layout
+from compile_passes.arithmetic import (
+    ONE,
+    ZERO,
+    as_number,
+    combined,
+    compared,
+    converted,
+    is_condition,
+    plain,
+)
 from compile_passes.axes import Axis, Dims, is_one, same
-from compile_passes.constants import held, number, specialised
+from compile_passes.constants import number, specialised
+from compile_passes.exactness import Exactness
 from compile_passes.expressions import (
     Affine,
-    Choice,
-    Condition,
     Distance,
     Element,
     Opaque,
@@ -31,7 +38,7 @@ from compile_passes.expressions import (
 from compile_passes.ir import Value
 
 Coordinates = tuple[Affine, ...]
-ZERO = Affine.of(0)
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def coordinates(dims: Dims) -> Coordinates | None:
@@ -51,15 +58,22 @@ def coordinates(dims: Dims) -> Coordinates | None:
 
 
 class Reader:
-    """Memoises elements: masks share their parts."""
+    """Memoises elements: masks share their parts.
 
-    def __init__(self) -> None:
+    An element is what the tensor holds, in its own dtype: where an operation could round an integer
+    or wrap it around, its result is an opaque read of the tensor that eager mode computes.
+    """
+
+    def __init__(self, exact: Exactness) -> None:
+        self._exact = exact
         self._known: dict[tuple, Element] = {}
+        self._inexact: dict[Value, torch.dtype] = {}
 
     def element(self, value: object, at: Coordinates) -> Element:
         constant = number(value)
         if constant is not None:
-            return _plain(constant)
+            known = plain(constant)
+            return self.converted(known, value.dtype) if _tensor(value) else known
         if isinstance(value, SymInt):
             return Affine.of(value)
         if not isinstance(value, Value):
@@ -70,17 +84,50 @@ class Reader:
             )
         key = (value, at)
         if key not in self._known:
-            handler = HANDLERS.get(value.op)
+            handler, before = HANDLERS.get(value.op), len(self._exact.refused)
             found = handler(self, value, at) if handler else None
+            if found is None and len(self._exact.refused) > before:
+                self._inexact[value] = self._exact.refused[before]
             self._known[key] = _opaque(value, at) if found is None else found
         return self._known[key]
+
+    def inexact(self, value: object) -> torch.dtype | None:
+        """The dtype in which something that a mask is made of may be rounded or wrap around."""
+        if not isinstance(value, Value):
+            return None
+        if value in self._inexact:
+            return self._inexact[value]
+        found = (self.inexact(x) for x in value.args.values())
+        return next((dtype for dtype in found if dtype is not None), None)
 
     def argument(self, value: Value, name: str, at: Coordinates) -> Element:
         """An operand's element where the result's is at `at`: size-1 dimensions broadcast."""
         x = value.args.get(name)
-        if isinstance(x, Value) and isinstance(x.tensor, Tensor):
+        if _tensor(x):
             return self.element(x, broadcast(x, at))
         return self.element(x, ())
+
+    def operand(
+        self, value: Value, name: str, at: Coordinates, dtype: torch.dtype, rounds: bool = True
+    ) -> Element | None:
+        """An argument as an operation that computes in `dtype` reads it. A number beside 16-bit
+        tensors stays in float32; what other numbers are rounded to depends on the device.
+        """
+        x, given = self.argument(value, name, at), value.args.get(name)
+        tensor = _tensor(given)
+        if not tensor and rounds and dtype in _HALVES:
+            return self.converted(x, torch.float32)
+        result = self.converted(x, dtype)
+        before, after = as_number(x), as_number(result)
+        may_round = (rounds and not tensor) or (tensor and given.shape)
+        return result if may_round or before is None or before == after else None
+
+    def converted(self, x: Element | None, dtype: torch.dtype) -> Element | None:
+        return converted(x, dtype, self._exact)
+
+
+def _tensor(x: object) -> bool:
+    return isinstance(x, Value) and isinstance(x.tensor, Tensor)
 
 
 def broadcast(x: Value, at: Coordinates) -> Coordinates:
@@ -88,20 +135,10 @@ def broadcast(x: Value, at: Coordinates) -> Coordinates:
     return tuple(ZERO if is_one(n) else c for n, c in zip(x.shape, behind, strict=True))
 
 
-def _plain(x: bool | int | float) -> Element:
-    if isinstance(x, bool) or (isinstance(x, float) and not x.is_integer()):
-        return x
-    return Affine.of(int(x))
-
-
 def _opaque(value: Value, at: Coordinates) -> Element:
     read = Opaque(value, at)
     integer = not value.dtype.is_floating_point and value.dtype != torch.bool
     return Affine.variable(read) if integer else read
-
-
-def _is_condition(x: Element) -> bool:
-    return not isinstance(x, (Affine, float, Distance, Choice)) or isinstance(x, bool)
 
 
 def _arange(reader: Reader, value: Value, at: Coordinates) -> Element | None:
@@ -112,7 +149,7 @@ def _arange(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     first, step = reader.element(args.get("start", 0), ()), args.get("step", 1)
     if not isinstance(first, Affine) or type(step) is not int:
         return None
-    return as_dtype(first.plus(at[0].times(step)), value.dtype)
+    return reader.converted(first.plus(at[0].times(step)), value.dtype)
 
 
 def _reshape(reader: Reader, value: Value, at: Coordinates) -> Element | None:
@@ -147,27 +184,7 @@ def _repeat(reader: Reader, value: Value, at: Coordinates) -> Element | None:
 
 
 def _cast(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    return as_dtype(reader.argument(value, "input", at), value.dtype)
-
-
-def as_dtype(x: Element | None, dtype: torch.dtype) -> Element | None:
-    """x converted; None where the conversion could round."""
-    if x is None:
-        return None
-    if dtype == torch.bool:
-        return x if _is_condition(x) else _compare("ne", x, ZERO)
-    if isinstance(x, Opaque):
-        return None
-    if _is_condition(x):
-        return choose(x, Affine.of(1), ZERO)
-    if isinstance(x, Choice):
-        yes, no = as_dtype(x.yes, dtype), as_dtype(x.no, dtype)
-        return None if yes is None or no is None else choose(x.condition, yes, no)
-    if as_number(x) is not None:
-        constant = held(as_number(x), dtype)
-        exact = dtype.is_floating_point or constant == as_number(x)
-        return _plain(constant) if exact and constant is not None else None
-    return x if dtype in (torch.int64, torch.int32, torch.float32, torch.float64) else None
+    return reader.converted(reader.argument(value, "input", at), value.dtype)
 
 
 def _getitem(reader: Reader, value: Value, at: Coordinates) -> Element | None:
@@ -201,8 +218,8 @@ def _getitem(reader: Reader, value: Value, at: Coordinates) -> Element | None:
 
 def _gather(reader: Reader, x: Value, index: Sequence[Value], at: Coordinates) -> Element | None:
     """x[tensor, tensor, ...]: integer tensors that broadcast against each other."""
-    if any(i.dtype.is_floating_point or i.dtype == torch.bool for i in index):
-        return None
+    if any(i.dtype.is_floating_point or i.dtype in (torch.bool, torch.uint8) for i in index):
+        return None  # the last two are masks
     rank = max(len(i.shape) for i in index)
     found = [reader.element(i, broadcast(i, at[:rank])) for i in index]
     if not all(isinstance(f, Affine) and _nonnegative(f) for f in found):
@@ -217,152 +234,101 @@ def _nonnegative(a: Affine) -> bool:
 
 
 def _add(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
-    alpha = number(value.args.get("alpha", 1))
-    if alpha != 1:
+    if number(value.args.get("alpha", 1)) != 1:
         return None
     if value.dtype == torch.bool:
+        a, b = (reader.argument(value, name, at) for name in ("input", "other"))
         return any_of(a, b) if value.op == "add" else None
-    return _arithmetic(value, value.op, a, b)
+    return _arithmetic(reader, value, at)
 
 
 def _mul(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
     if value.dtype == torch.bool:
-        return all_of(a, b)
-    return _arithmetic(value, "mul", a, b)
+        return all_of(*(reader.argument(value, name, at) for name in ("input", "other")))
+    return _arithmetic(reader, value, at)
+
+
+def _arithmetic(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+    a, b = (reader.operand(value, name, at, value.dtype) for name in ("input", "other"))
+    return reader.converted(combined(value.op, a, b), value.dtype)
 
 
 def _neg(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    return _arithmetic(value, "sub", ZERO, reader.argument(value, "input", at))
-
-
-def _arithmetic(value: Value, op: str, a: Element, b: Element) -> Element | None:
-    """As the result's dtype holds it."""
-    return as_dtype(_combined(op, *(as_dtype(x, value.dtype) for x in (a, b))), value.dtype)
-
-
-def _combined(op: str, a: Element | None, b: Element | None) -> Element | None:
-    if a is None or b is None:
-        return None
-    for x, y, flip in ((a, b, False), (b, a, True)):
-        if isinstance(x, Choice):
-            yes, no = (_combined(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
-            return None if yes is None or no is None else choose(x.condition, yes, no)
-    if isinstance(a, Affine) and isinstance(b, Affine):
-        if op != "mul":
-            return a.plus(b, 1 if op == "add" else -1)
-        for x, y in ((a, b), (b, a)):
-            if x.is_constant() and isinstance(x.constant, sympy.Integer):
-                return y.times(int(x.constant))
-        return None
-    x, y = as_number(a), as_number(b)
-    if x is None or y is None:
-        return None
-    result = x + y if op == "add" else x - y if op == "sub" else x * y
-    return None if math.isnan(result) else _plain(result)
-
-
-def as_number(x: Element) -> float | None:
-    if isinstance(x, float):
-        return x
-    fixed = isinstance(x, Affine) and x.is_constant() and isinstance(x.constant, sympy.Integer)
-    return float(int(x.constant)) if fixed else None
+    negative = combined("sub", ZERO, reader.operand(value, "input", at, value.dtype))
+    return reader.converted(negative, value.dtype)
 
 
 def _abs(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     x = reader.argument(value, "input", at)
-    return Distance(x) if isinstance(x, Affine) else None
+    return reader.converted(Distance(x), value.dtype) if isinstance(x, Affine) else None
 
 
 def _quotient(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     """Division rounded down."""
     if value.op == "div" and value.args.get("rounding_mode") != "floor":
         return None
-    a, n = reader.argument(value, "input", at), number(value.args.get("other"))
+    a, n = (reader.operand(value, name, at, value.dtype, False) for name in ("input", "other"))
+    n = as_number(n)
     if not isinstance(a, Affine) or type(n) is not int or n < 1:
         return None
     return a if n == 1 else Affine.variable(Quotient(a, n))
 
 
 def _comparison(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    """A bool is compared as 0 or 1."""
-    operands = []
-    for name in ("input", "other"):
-        x, element = value.args.get(name), reader.argument(value, name, at)
-        dtype = x.tensor.dtype if isinstance(x, Value) and isinstance(x.tensor, Tensor) else type(x)
-        flag = dtype in (bool, torch.bool) and _is_condition(element)
-        operands.append(choose(element, Affine.of(1), ZERO) if flag else element)
-    return _compare(value.op, *operands)
-
-
-def _compare(op: str, a: Element, b: Element) -> Condition | None:
-    if op in ("gt", "ge"):
-        op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
-    for x, y, flip in ((a, b, False), (b, a, True)):
-        if isinstance(x, Choice):
-            yes, no = (_compare(op, *((y, z) if flip else (z, y))) for z in (x.yes, x.no))
-            if yes is None or no is None:
-                return None
-            return any_of(all_of(x.condition, yes), all_of(negate(x.condition), no))
-    if op == "ne":
-        equal = _compare("eq", a, b)
-        return None if equal is None else negate(equal)
-    if isinstance(a, Affine) and isinstance(b, Distance) and op in ("le", "lt"):
-        above = _compare("lt" if op == "le" else "le", b, a)
-        return None if above is None else negate(above)
-    if isinstance(a, Distance) and isinstance(b, Affine) and op in ("le", "lt"):
-        both = (_compare(op, a.a, b), _compare(op, ZERO.plus(a.a, -1), b))
-        return all_of(*both)
-    if isinstance(a, Affine) and isinstance(b, Affine):
-        if op == "eq":
-            return all_of(at_most(a.plus(b, -1)), at_most(b.plus(a, -1)))
-        return at_most(a.plus(b, -1).plus(Affine.of(1 if op == "lt" else 0)))
-    return _compare_numbers(op, as_number(a), as_number(b))
-
-
-def _compare_numbers(op: str, x: float | None, y: float | None) -> Condition | None:
-    if x is None or y is None:
+    """In the dtype that both sides are promoted to."""
+    dtype = _promoted(value.args.get("input"), value.args.get("other"))
+    if dtype is None:
         return None
-    return {"eq": x == y, "le": x <= y, "lt": x < y}[op]
+    if dtype == torch.bool:  # ordered as 0 and 1
+        dtype = torch.int64
+    a, b = (reader.operand(value, name, at, dtype, False) for name in ("input", "other"))
+    return None if a is None or b is None else compared(value.op, a, b)
+
+
+def _promoted(a: object, b: object) -> torch.dtype | None:
+    examples = [_example(x) for x in (a, b)]
+    known = all(isinstance(x, (Tensor, bool, int, float)) for x in examples)
+    return torch.result_type(*examples) if known else None
+
+
+def _example(x: object) -> object:
+    x = x.tensor if isinstance(x, Value) else x
+    return 0 if isinstance(x, SymInt) else 0.0 if isinstance(x, SymFloat) else x
 
 
 def _logic(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     a, b = (reader.argument(value, name, at) for name in ("input", "other"))
     if value.dtype != torch.bool:
         return None
-    a, b = (as_dtype(x, torch.bool) for x in (a, b))
+    a, b = (reader.converted(x, torch.bool) for x in (a, b))
     if a is None or b is None:
         return None
     return (all_of if value.op == "and" else any_of)(a, b)
 
 
 def _not(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    x = as_dtype(reader.argument(value, "input", at), torch.bool)
+    x = reader.converted(reader.argument(value, "input", at), torch.bool)
     return negate(x) if value.dtype == torch.bool and x is not None else None
 
 
 def _where(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     condition = reader.argument(value, "condition", at)
-    yes, no = (reader.argument(value, name, at) for name in ("input", "other"))
+    yes, no = (reader.operand(value, name, at, value.dtype) for name in ("input", "other"))
     return _choice(value, condition, yes, no)
 
 
 def _masked_fill(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     mask = reader.argument(value, "mask", at)
     fill = specialised(value.args.get("value"))
-    yes = reader.argument(value, "value", at) if fill is None else _plain(fill)
+    yes = reader.argument(value, "value", at) if fill is None else plain(fill)
     no = reader.argument(value, "input", at)
-    return _choice(value, mask, yes, no)
+    return _choice(value, mask, *(reader.converted(x, value.dtype) for x in (yes, no)))
 
 
-def _choice(value: Value, condition: Element, yes: Element, no: Element) -> Element | None:
-    if not _is_condition(condition):
+def _choice(value: Value, condition: Element, yes: Element | None, no: Element | None):
+    if not is_condition(condition) or yes is None or no is None:
         return None
     if value.dtype == torch.bool:
-        yes, no = (as_dtype(x, torch.bool) for x in (yes, no))
-        if yes is None or no is None:
-            return None
         return any_of(all_of(condition, yes), all_of(negate(condition), no))
     return choose(condition, yes, no)
 
@@ -385,10 +351,11 @@ def _diff(reader: Reader, value: Value, at: Coordinates) -> Element | None:
         return None
     if not isinstance(first, Value) or not is_one(first.shape[-1]):
         return None
-    before = (*at[:-1], at[-1].plus(Affine.of(1), -1))
+    before = (*at[:-1], at[-1].plus(ONE, -1))
     start = (*at[:-1], ZERO)
-    steps = _arithmetic(value, "sub", reader.element(x, at), reader.element(x, before))
-    opening = _arithmetic(value, "sub", reader.element(x, start), reader.element(first, start))
+    steps = combined("sub", reader.element(x, at), reader.element(x, before))
+    opening = combined("sub", reader.element(x, start), reader.element(first, start))
+    steps, opening = (reader.converted(x, value.dtype) for x in (steps, opening))
     return steps if steps is not None and steps == opening else None
 
 

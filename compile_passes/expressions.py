@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import sympy
+import torch
 from torch import SymInt
+from torch.utils._sympy.functions import FloorDiv
 
 from compile_passes.axes import Axis, Size
+from compile_passes.ir import Value
 
 
 def symbolic(n: Size) -> sympy.Expr:
@@ -49,15 +52,29 @@ class Affine(NamedTuple):
     def is_constant(self) -> bool:
         return not self.terms
 
-    def bound(self, highest: bool) -> sympy.Expr | None:
-        """The greatest (or least) value over all indices of the axes."""
+    def bound(self, highest: bool, reach: int = 2**64) -> sympy.Expr | None:
+        """A bound on its values over all indices of the axes and all contents of tensors, which
+        are taken to lie within `reach` of 0.
+        """
         total = self.constant
         for x, c in self.terms:
-            if not isinstance(x, Axis):
+            limit = _bound(x, (c > 0) == highest, reach)
+            if limit is None:
                 return None
-            if (c > 0) == highest:
-                total += c * (symbolic(x.size) - 1)
+            total += c * limit
         return sympy.expand(total)
+
+
+def _bound(x: object, highest: bool, reach: int) -> sympy.Expr | None:
+    if isinstance(x, Axis):
+        return symbolic(x.size) - 1 if highest else sympy.Integer(0)
+    if isinstance(x, Quotient):
+        limit = x.a.bound(highest, reach)
+        return None if limit is None else FloorDiv(limit, x.n)
+    if isinstance(x, Opaque) and isinstance(x.value, Value):
+        limits = torch.iinfo(x.value.dtype)
+        return sympy.Integer(min(limits.max, reach) if highest else max(limits.min, -reach))
+    return None
 
 
 class Quotient(NamedTuple):

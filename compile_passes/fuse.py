@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from compile_passes import multi_head, report
 from compile_passes.elements import Reader
+from compile_passes.exactness import Exactness
 from compile_passes.ir import Value, View
 from compile_passes.masks import Masks, understand
 from compile_passes.match import NO_SCORES as NO_SCORES
@@ -40,7 +41,7 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         counters["fa_ops"]["internal error"] += 1
         _settle(opened, set())
         return []
-    reader = Reader()
+    reader = Reader(Exactness(graph))
     origins = {value: value.node for value in matcher.softmaxes}
     results: dict[Value, tuple[fx.Node, Masks] | str] = dict(matcher.misses)
     for core in matcher.cores:

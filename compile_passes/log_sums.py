@@ -29,16 +29,19 @@ def check(plan: Plan, masks: Masks) -> None:
         raise Refused("the scores are also read by logsumexp, which is not the operator's")
 
 
-def of_dead_rows(emitter: Emitter, masks: Masks, written: Written, lse: fx.Node) -> fx.Node:
-    """A row without keys has its fill, beside which the number of its keys vanishes."""
+def of_rows(plan: Plan, emitter: Emitter, masks: Masks, written: Written, lse: fx.Node) -> fx.Node:
+    """As eager mode has it. A row without keys has its fill, beside which the number of its keys
+    vanishes; to another row comes back what its masks were reduced by.
+    """
     if masks.dead is Dead.ZERO:
         return lse
-    if written.replaced is not None:
+    if plan.sums and written.replaced is not None:
         raise Refused("the scores are also read by logsumexp, and several masks fill them")
     dead = emitter.method("squeeze", written.dead, -1)
     if written.top is None:
         return emitter.method("masked_fill", lse, dead, masks.fill)
-    top = emitter.method("squeeze", written.top, -1)
+    top, base = (emitter.method("squeeze", x, -1) for x in (written.top, written.base))
+    lse = emitter.function(operator.add, lse, operands.cast(emitter, base, example(lse).dtype))
     return emitter.function(torch.where, dead, operands.cast(emitter, top, example(lse).dtype), lse)
 
 

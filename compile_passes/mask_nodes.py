@@ -11,10 +11,10 @@ from torch import fx
 
 from compile_passes.emit import Emitter
 from compile_passes.ir import example
-from compile_passes.masks import FLOOR_OF_SCORES, Dead, Keep, Masks
+from compile_passes.masks import Dead, Keep, Masks
 from compile_passes.operands import aligned, bias, cast, filled, inverted
 from compile_passes.plan import Plan
-from compile_passes.states import Bias, Fill, Leaf
+from compile_passes.states import LARGEST_SUM, VANISHING, Bias, Fill, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Written:
     without keys, which get a query of 0 and keys to average.
 
     With levels, `best` are the keys that a dead row averages, `replaced` those whose scores a fill
-    replaced, `total` the sum of all masks and `top` its maximum per row.
+    replaced, `total` the sum of all masks, `top` its maximum per row and `base` what was subtracted
+    from a row.
     """
 
     mask: fx.Node | None
@@ -33,6 +34,7 @@ class Written:
     replaced: fx.Node | None = None
     total: fx.Node | None = None
     top: fx.Node | None = None
+    base: fx.Node | None = None
 
 
 def write(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None) -> Written:
@@ -65,8 +67,9 @@ def write(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node 
 
 def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
     """All masks as the float that eager mode adds to a score, or replaces it by. A dead row is one
-    whose greatest is so far below that real scores vanish beside it; it averages the keys that
-    have it.
+    whose greatest is so far below 0, or above, that real scores vanish beside it; it averages the
+    keys that have it. From other rows a greatest that is large is subtracted, because the backward
+    pass reads the weights from a float32 log-sum-exp.
     """
     total, replaced = None, None
     for term in masks.levels:
@@ -83,16 +86,22 @@ def _levels(plan: Plan, masks: Masks, emitter: Emitter, q: fx.Node) -> Written:
             replaced = (
                 hidden if replaced is None else emitter.function(operator.or_, replaced, hidden)
             )
-    info = torch.finfo(example(total).dtype)
+    dtype = example(total).dtype
+    info = torch.finfo(dtype)
     top = emitter.method("amax", emitter.method("detach", total), dim=-1, keepdim=True)
-    low = emitter.function(operator.le, top, FLOOR_OF_SCORES / info.eps)
-    finite = emitter.function(operator.ge, top, info.min)
-    dead = emitter.function(operator.and_, low, finite)
+    size = emitter.method("abs", top)
+    finite = emitter.function(operator.le, size, info.max)
+    far = emitter.function(operator.ge, size, VANISHING / info.eps)
+    dead = emitter.function(operator.and_, far, finite)
     best = emitter.function(operator.and_, emitter.function(operator.eq, total, top), dead)
-    mask = emitter.method("masked_fill", _accepted(plan, emitter, total), dead, -math.inf)
+    large = emitter.function(operator.gt, size, LARGEST_SUM)
+    large = emitter.function(operator.and_, large, finite)
+    base = filled(emitter, inverted(emitter, large), None, top, dtype)
+    mask = emitter.function(operator.sub, total, base)
+    mask = emitter.method("masked_fill", _accepted(plan, emitter, mask), dead, -math.inf)
     mask = emitter.method("masked_fill", mask, best, 0.0)
     q = emitter.method("masked_fill", q, dead, 0.0)
-    return Written(mask, q, dead, best, replaced, total, top)
+    return Written(mask, q, dead, best, replaced, total, top, base)
 
 
 def _wide(plan: Plan) -> torch.dtype:
@@ -135,14 +144,22 @@ def _keep(plan: Plan, emitter: Emitter, keep: Keep) -> fx.Node:
     return emitter.function(operator.eq, mask, keep.kept)
 
 
-def sink(plan: Plan, emitter: Emitter, q: fx.Node) -> fx.Node:
-    """One logit per query head, or (B or 1, Hq or 1, Sq) where it is one for each query."""
+def sinks_beside(plan: Plan, masks: Masks) -> bool:
+    """Whether a sink cannot be the operator's: it is one for each query, or rows are shifted."""
+    column = plan.scores.column
+    return bool(masks.levels) or bool(column and not column.axes() <= set(plan.heads))
+
+
+def sink(plan: Plan, emitter: Emitter, q: fx.Node, beside: bool) -> fx.Node | float:
+    """One logit per query head, or broadcastable to (B, Hq, Sq) where it joins `beside` the call:
+    it is one for each query, or the call's own log-sum-exp is not the row's.
+    """
     column = plan.scores.column or Leaf(0.0)
+    if beside:
+        return aligned(emitter, column, (plan.batch, plan.heads, plan.queries))
     if isinstance(column.value, float):
         heads = emitter.method("size", q, 1)
         return emitter.method("new_full", q, (heads,), column.value, dtype=torch.float32)
-    if not column.axes() <= set(plan.heads):
-        return aligned(emitter, column, (plan.batch, plan.heads, plan.queries))
     sinks = emitter.arrange(column.value.node, column.dims, (plan.heads,), full=True)
     allowed = (plan.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)

@@ -32,11 +32,17 @@ from compile_passes.meanings import (
 )
 from compile_passes.plan import Plan, Refused
 from compile_passes.ranges import Run, attends_itself, run
-from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
+from compile_passes.states import (
+    FAR,
+    LARGEST_SUM,
+    Bias,
+    Fill,
+    Floor,
+    Leaf,
+    vanishes_beside,
+)
 
 NEAR = 1e3  # a bias made of greater constants may be a mask
-# Over eps: real scores vanish beside anything below. finfo(float16).min is at -63.97.
-FLOOR_OF_SCORES = -63.0
 
 
 class Dead(enum.Enum):
@@ -74,6 +80,7 @@ class Masks:
     levels: tuple[Term, ...] = ()  # one float mask, whose dead rows are found as it runs
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
     fill: float | None = None  # of the one mask that makes rows dead
+    inexact: torch.dtype | None = None  # why a mask of positions stays dense
 
     @property
     def terms(self) -> tuple[Bias | Keep | Fill, ...]:
@@ -89,7 +96,8 @@ class Masks:
         if self.run:
             parts.append("a run of keys for each query")
         if self.biases or self.keeps or self.zeroed or self.added or self.levels:
-            parts.append("dense attn_mask")
+            why = f" (positions may not be exact in {self.inexact})" if self.inexact else ""
+            parts.append("dense attn_mask" + why)
         return ", ".join(parts) or "no mask"
 
 
@@ -97,6 +105,13 @@ def understand(plan: Plan, reader: Reader, runs: bool = True) -> Masks:
     """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
     dense.
     """
+    masks = _understood(plan, reader, runs)
+    leaves = [t.mask if isinstance(t, Fill) else t.leaf for t in masks.terms]
+    inexact = (reader.inexact(leaf.value) for leaf in leaves)
+    return dataclasses.replace(masks, inexact=next(filter(None, inexact), None))
+
+
+def _understood(plan: Plan, reader: Reader, runs: bool) -> Masks:
     terms = terms_of(plan, reader)
     meanings = {t: read(t, reader) for t in terms}
     _check_floor(plan, meanings)
@@ -142,6 +157,8 @@ def _run(
     others = tuple(t for t in dense if not meanings[t])
     j = only(plan.keys)
     if j is None or not masks or not all(isinstance(t, Bias) for t in others):
+        return None
+    if plan.trains and any(_is_mask(t, None) for t in others):
         return None
     keep = all_of(*(meanings[t].keep for t in masks))
     made = run(keep, j)
@@ -216,6 +233,8 @@ def _small_fill(term: Term, plan: Plan) -> Fill | None:
     """
     if not isinstance(term, Fill) or not FAR < term.value < math.inf:
         return None
+    if plan.trains and abs(term.value) > LARGEST_SUM:
+        return None
     keys = {*plan.batch, *plan.kv_heads, *plan.keys}
     return term if term.mask.axes() <= keys else None
 
@@ -231,7 +250,7 @@ def _additive(term: Term, meaning: Meaning | None) -> tuple[Keep, Dead] | None:
 
 def _absorbs(term: Bias, meaning: Meaning) -> bool:
     """Whether real scores vanish beside the fill."""
-    return meaning.fill * torch.finfo(term.dtype).eps <= FLOOR_OF_SCORES
+    return vanishes_beside(meaning.fill, term.dtype)
 
 
 def _fallback(
@@ -242,7 +261,7 @@ def _fallback(
     biases = tuple(t for t in dense if isinstance(t, Bias) and t not in exact)
     fills = [t for t in dense if isinstance(t, Fill)]
     finites = [t for t in fills if t not in exact]
-    if plan.trains and not plan.sunk and any(_may_fill_rows(t, meanings[t]) for t in biases):
+    if plan.trains and any(_may_fill_rows(t, meanings[t], plan) for t in biases):
         return _levels(plan, window, terms)
     if not plan.trains and _vanishes_in(terms, finites, plan):
         rest = tuple(t for t in biases if t is not finites[0])
@@ -262,7 +281,8 @@ def _levels(plan: Plan, window: Window, terms: list[Term]) -> Masks:
     with -inf, is among the terms and a flag as well, unless a fill then replaces that -inf.
     """
     near = [t for t in terms if isinstance(t, Fill) and not _far(t, plan)]
-    if near or any(isinstance(t, Floor) for t in plan.scores.terms) or plan.sunk:
+    known = plan.sunk and any(isinstance(t, Fill) for t in terms)
+    if near or known or any(isinstance(t, Floor) for t in plan.scores.terms):
         raise Refused("several masks with different fill values: rows without keys would differ")
     if any(isinstance(t, Fill) and t.value != -math.inf for t in terms[1:]):
         window = (None, None)
@@ -274,18 +294,22 @@ def _levels(plan: Plan, window: Window, terms: list[Term]) -> Masks:
 
 
 def _far(fill: Fill, plan: Plan) -> bool:
-    return fill.value * torch.finfo(plan.scores.product.dtype).eps <= FLOOR_OF_SCORES
+    return vanishes_beside(fill.value, plan.scores.product.dtype)
 
 
-def _may_fill_rows(term: Bias, meaning: Meaning | None) -> bool:
-    """Whether a bias may leave a row nothing but fills beside which real scores vanish."""
-    return _is_mask(term, meaning) and (meaning is None or _absorbs(term, meaning))
+def _may_fill_rows(term: Bias, meaning: Meaning | None, plan: Plan) -> bool:
+    """Whether a bias may leave a row nothing but numbers beside which real scores vanish, or the
+    sum of their exponentials does. A sink is greater than a fill.
+    """
+    if meaning is None:
+        return _is_mask(term, meaning)
+    return not plan.sunk and _absorbs(term, meaning)
 
 
 def _is_mask(term: Bias, meaning: Meaning | None) -> bool:
     """Whether a bias hides keys, as far as is known."""
-    x = term.leaf.value
-    return meaning is not None or (isinstance(x, Value) and not finite(x, limit=NEAR))
+    x, near = term.leaf.value, abs(term.coefficient) < NEAR
+    return meaning is not None or (isinstance(x, Value) and not (near and finite(x, limit=NEAR)))
 
 
 def _keep_of(term: Term) -> Keep:

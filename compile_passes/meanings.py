@@ -28,7 +28,7 @@ from compile_passes.expressions import (
 )
 from compile_passes.ir import Value
 from compile_passes.plan import Plan, Refused
-from compile_passes.states import FAR, Bias, Fill, Floor, Leaf
+from compile_passes.states import FAR, Bias, Fill, Floor, Leaf, vanishes_beside
 
 Term = Bias | Fill
 Window = tuple[int | None, int | None]
@@ -59,7 +59,10 @@ def _without_constants(plan: Plan) -> list[Term]:
     result, shift = [], 0.0
     for term in plan.scores.terms:
         if isinstance(term, Bias) and isinstance(term.leaf.value, float):
-            shift += term.coefficient * term.leaf.value
+            number = term.coefficient * term.leaf.value
+            if vanishes_beside(number, term.dtype):
+                raise Refused(f"{number:g} is added to the scores, which vanish beside it")
+            shift += number
         elif isinstance(term, Floor):
             bound = term.value - shift
             if bound > FAR:

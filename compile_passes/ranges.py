@@ -18,6 +18,7 @@ from torch import fx
 
 from compile_passes.axes import Axis, Dims, is_one, same
 from compile_passes.emit import Emitter
+from compile_passes.exactness import LARGEST_SIZE
 from compile_passes.expressions import (
     Affine,
     All,
@@ -36,7 +37,7 @@ from compile_passes.ir import Value, View, example
 from compile_passes.plan import Plan, Refused
 from compile_passes.states import Leaf
 
-OUT_OF_REACH = 2**60  # a sum of several stays within 64 bits
+OUT_OF_REACH = 2**61  # so far off every key that a sum with what is within half of it is too
 
 
 class Extreme(NamedTuple):
@@ -192,10 +193,12 @@ class Writer:
             return first
         return self._affine(bound)
 
-    def _affine(self, a: Affine) -> fx.Node:
+    def _affine(self, a: Affine, factor: int = 1) -> fx.Node:
+        """`factor`: what the sum is multiplied by where it is used."""
+        _check_reach(a, factor)
         total = self._constant(a.constant)
         for x, c in sorted(a.terms, key=order):
-            term = self._variable(x)
+            term = self._variable(x, abs(c) * factor)
             term = term if c == 1 else self._emitter.function(operator.mul, term, c)
             total = self._emitter.function(operator.add, term, total)
         if not a.terms:
@@ -230,19 +233,20 @@ class Writer:
                 return self._emitter.size(axis)
         raise Refused(f"no tensor shows {symbol}, a bound of the mask")
 
-    def _variable(self, x: object) -> fx.Node:
+    def _variable(self, x: object, factor: int) -> fx.Node:
         if isinstance(x, Quotient):
-            return self._emitter.function(operator.floordiv, self._affine(x.a), x.n)
+            divided = self._affine(x.a, -(-factor // x.n))
+            return self._emitter.function(operator.floordiv, divided, x.n)
         if isinstance(x, Opaque):
-            return self._read(x)
+            return self._read(x, OUT_OF_REACH // factor)
         if not isinstance(x, Axis):
             raise Refused("a bound of the mask is not known")
         device = self._mask.tensor.device
         node = self._emitter.function(torch.arange, self._emitter.size(x), device=device)
         return self._emitter.arrange(node, ((x,),), self._dims)
 
-    def _read(self, x: Opaque) -> fx.Node:
-        """What the tensor holds there, as int64, so far off its ends that no sum of a few wraps."""
+    def _read(self, x: Opaque, reach: int) -> fx.Node:
+        """What the tensor holds there, as int64, no further than `reach` from 0."""
         value, node, dims = x.value, x.value.node, []
         if value.tensor.device != self._mask.tensor.device:
             raise Refused("a bound of the mask is on another device")
@@ -257,8 +261,30 @@ class Writer:
             dims.append(group)
         node = self._emitter.arrange(node, tuple(dims), self._dims)
         if value.dtype != torch.int64:
-            return self._emitter.method("to", node, torch.int64)
-        return self._emitter.method("clamp", node, -OUT_OF_REACH, OUT_OF_REACH)
+            node = self._emitter.method("to", node, torch.int64)
+        if _within(value.dtype, reach):
+            return node
+        return self._emitter.method("clamp", node, -reach, reach)
+
+
+def _check_reach(a: Affine, factor: int) -> None:
+    """Raises Refused where int64 may not hold the sum, or a clamped integer not be out of reach."""
+    largest = [
+        abs(c) * (1 if symbol == 1 else LARGEST_SIZE)
+        for symbol, c in a.constant.as_coefficients_dict().items()
+    ]
+    clamped = 0
+    for x, c in a.terms:
+        if isinstance(x, Axis):
+            largest.append(abs(c) * (x.size if type(x.size) is int else LARGEST_SIZE))
+        elif isinstance(x, Opaque):
+            clamped += not _within(x.value.dtype, OUT_OF_REACH // (abs(c) * factor))
+    if clamped > 1 or sum(largest) * factor > OUT_OF_REACH // 2:
+        raise Refused("a bound of the mask may not fit into int64")
+
+
+def _within(dtype: torch.dtype, reach: int) -> bool:
+    return torch.iinfo(dtype).max <= reach
 
 
 def limits(

@@ -141,9 +141,9 @@ def _emit(
         options["window_left"] = masks.left
     if masks.right is not None and not causal:
         options["window_right"] = masks.right
-    sink = mask_nodes.sink(plan, emitter, q) if plan.sunk else None
-    beside = sink is not None and len(example(sink).shape) > 1
-    if sink is not None and not beside:
+    beside = plan.sunk and mask_nodes.sinks_beside(plan, masks)
+    sink = mask_nodes.sink(plan, emitter, q, beside) if plan.sunk else None
+    if plan.sunk and not beside:
         options["sinks"] = sink
     p = plan.core.weights.dropout_p
     if p:
@@ -157,13 +157,13 @@ def _emit(
     lse = None
     if target is WITH_LSE:
         result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
-    if plan.sums:
-        lse = log_sums.of_dead_rows(emitter, masks, written, lse)
+    if target is WITH_LSE:
+        lse = log_sums.of_rows(plan, emitter, masks, written, lse)
     if masks.dead is Dead.ABSORBED and dead_rows.learn(plan, masks):
         cold = dead_rows.Call(with_rows(emitter, q), k, v, p, options)
         more = dead_rows.pass_on(masks, written, emitter, cold, result, bool(plan.sums))
         result = cast(emitter, emitter.function(operator.add, result, more[0]), plan.dtype)
-        lse = emitter.function(operator.add, lse, more[1]) if plan.sums else None
+        lse = emitter.function(operator.add, lse, more[1]) if plan.sums else lse
     if beside:
         result = log_sums.scale_by_sink(emitter, result, lse, sink, plan.dtype)
     gain = plan.core.weights.gain

@@ -13,6 +13,16 @@ from compile_passes.ir import Value
 
 # A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
 FAR = -1e4
+# A number is as far from 0 as that over eps: real scores vanish beside it. finfo(float16).min is.
+VANISHING = 63.0
+# In training no row's masks may exceed it: the log-sum-exp that the backward pass reads the weights
+# from is one float32.
+LARGEST_SUM = 64.0
+
+
+def vanishes_beside(number: float, dtype: torch.dtype) -> bool:
+    """Whether real scores added to the number in this dtype are lost to rounding."""
+    return abs(number) * torch.finfo(dtype).eps >= VANISHING
 
 
 @dataclasses.dataclass(frozen=True)

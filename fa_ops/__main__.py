@@ -1,6 +1,23 @@
-"""`python -m fa_ops`: demo, doctor, warm, fuzz and bench."""
+"""`python -m fa_ops`, and the script `fa-ops`: demo, doctor, warm, fuzz and bench."""
 
-from fa_ops.cli import main
+import sys
+
+
+def main() -> None:
+    """Run a command; without the packages that the commands need, say so and end with status 2."""
+    try:
+        from fa_ops.cli import app
+
+        app(prog_name="python -m fa_ops")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        print(
+            f"the commands of fa_ops need typer and rich ({error}): pip install 'fa-ops[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@ for both ways in. What is checked here is what a schema cannot say: the types of
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import dense, library, merge, prepared, recorded, varlen
-from fa_ops.types import Spec
+from fa_ops.types import Spec, bounded
 
 Window = tuple[int | None, int | None]
 
@@ -62,7 +63,7 @@ def attention(
         is_causal: query ``i`` attends keys ``j <= i + Sk - Sq``.
         scale: factor on the products; ``None``: ``1 / sqrt(D)``.
         window: ``(left, right)``, keys that stay visible on either side of a query's own position;
-            ``None`` or -1: all of them.
+            ``None``, -1 or any number from ``2**31 - 1`` on: all of them.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; subtracts slope times distance. No gradient.
         sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only. May require
@@ -100,8 +101,8 @@ def attention(
     if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse):
         both = None if window is None else sides(window)
         plain = (
-            is_causal, scale, both, softcap, backend,
-            is_causal.__class__, scale.__class__, softcap.__class__,
+            is_causal, scale, both, softcap, deterministic, backend,
+            is_causal.__class__, scale.__class__, softcap.__class__, deterministic.__class__,
         )  # fmt: skip
         make = prepared.make
         if attn_mask is alibi_slopes is None:
@@ -111,7 +112,7 @@ def attention(
             small, make = (attn_mask, alibi_slopes, sinks, kv_lens, key_ranges), recorded.make
             if attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is None:
                 small = ()
-            call = recorded.key_of(query, key, value, small, bool(deterministic), *plain)
+            call = recorded.key_of(query, key, value, small, *plain)
         run = call and prepared.find(call)
         if run is not None:
             return run(query, key, value, *small)
@@ -208,10 +209,11 @@ def attention_varlen(
     )  # fmt: skip
     need_tensor("cu_seqlens_q", cu_seqlens_q)
     need_tensor("cu_seqlens_k", cu_seqlens_k)
+    if max_seqlen_q is not None:
+        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    if max_seqlen_k is not None:
+        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None:
-            need_int(name, longest, "an int or None")
     recorded = (query, key, value, sinks, alibi_slopes)
     args = (query, key, value, *packing, dropout_p, is_causal)
     out, lse = call_operator(varlen.VARLEN, recorded, args, options)
@@ -302,7 +304,7 @@ def sides(window: Window) -> tuple[int, int]:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}")
     for side in window:
-        if side is not None and not isinstance(side, INT):
+        if side is not None and not is_int(side):
             raise TypeError(f"window must hold ints or None, got {window!r}")
     left, right = window
     return _side(left), _side(right)
@@ -311,16 +313,27 @@ def sides(window: Window) -> tuple[int, int]:
 def _side(side: int | bool | None) -> int:
     if side is None:
         return -1
-    if type(side) is int and not -(2**63) <= side < 2**63:
+    side = bounded(side if isinstance(side, torch.SymInt) else int(side))
+    if side < -(2**63):
         raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
-    return int(side) if isinstance(side, bool) else side
+    return side
 
 
-def need_int(name: str, value: object, kind: str = "an int") -> None:
-    if not isinstance(value, INT):
+def need_int(name: str, value: object, kind: str = "an int") -> int:
+    """The value, of Python's own type."""
+    if not is_int(value):
         raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if type(value) is int and not -(2**63) <= value < 2**63:
+    if isinstance(value, torch.SymInt):
+        return value
+    value = int(value)
+    if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
+    return value
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an int of Python, of torch.compile or of NumPy."""
+    return isinstance(value, _INT)
 
 
 def _short(value: int) -> str:
@@ -362,6 +375,6 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(states))
 
 
-INT = (int, torch.SymInt)
+_INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)

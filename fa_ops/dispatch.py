@@ -7,8 +7,10 @@ backend chosen by name never falls back to another.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from fa_ops.types import (
     Cache,
     Spec,
     is_decoding,
+    is_long,
     is_prefill,
     rows_are_aligned,
     values_in_keys,
@@ -29,6 +32,8 @@ from fa_ops.types import (
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # What "auto" tries, by device: no call imports a kernel package that it has no use for.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
+
+_PACKAGES = ("triton",)  # that backends import
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -75,8 +80,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
 
     The answer is remembered, so a backend's `support_error` may depend on the rank, head
     dimensions, dtype and device of the inputs and on which features are used, on nothing else.
-    Lengths decide one thing alone: whether a forward pass counts as decoding, which the hopper
-    backend is asked about as `select_cache` does.
+    Lengths decide two things alone: whether `types.is_long`, and whether a forward pass counts as
+    decoding, which the hopper backend is asked about as `select_cache` does.
 
     Raises:
         ValueError: no backend has the name asked for.
@@ -86,7 +91,11 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backward: bool = False) 
     name = spec[13] or default or "auto"
     decoding = not backward and _decodes(q, k, spec)
     layout = _layout(q, k, v, False) if decoding and _hopper_asked(name) else decoding
-    shape = (q.dim(), q.shape[-1], v.shape[-1], q.dtype, q.device)
+    q_shape, k_shape = q.shape, k.shape
+    rank = len(q_shape)
+    tokens = rank // 4 * 2  # 0 of packed tensors
+    long = is_long(q_shape[tokens], k_shape[tokens])
+    shape = (rank, q_shape[-1], v.shape[-1], q.dtype, q.device, long)
     key = (*_features(spec), *shape, name, layout)
     backend = _selected.get(key)
     if backend is None:
@@ -120,12 +129,13 @@ def _features(spec: Spec) -> tuple:
 def select_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> ModuleType:
     """The backend that attends a key-value cache, by the same rules.
 
-    A `cache_error` may depend on dtypes, head dimensions and features; that of the hopper backend
-    also on what `_layout` says.
+    A `cache_error` may depend on dtypes, head dimensions, features and on `types.is_long`; that of
+    the hopper backend also on what `_layout` says.
     """
     name = spec.backend or default or "auto"
     given = tuple(t is not None for t in cache[:7])
-    shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1])
+    keys = k.shape[2] if cache.page_table is None else cache.page_table.shape[1] * k.shape[1]
+    shape = (q.dtype, k.dtype, q.device, q.shape[-1], v.shape[-1], is_long(q.shape[2], keys))
     split = (cache.num_splits > 0, cache.batch_invariant, cache.unified_max is not None)
     layout = _layout(q, k, v, cache.page_table is not None) if _hopper_asked(name) else None
     key = ("cache", name, *shape, layout, *split, *given, *_features(spec))
@@ -199,11 +209,33 @@ def _choose(name: str, q: Tensor, ask: Callable[[str], str | None]) -> ModuleTyp
     for candidate in _candidates(name, q):
         reasons[candidate] = ask(candidate)
         if reasons[candidate] is None:
+            for passed in reasons:
+                _warn_if_missing(passed)
             return load(candidate)
     if name != "auto":
         raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
     lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
     raise NotImplementedError(f"no backend can run this call on {q.device}:{lines}")
+
+
+@functools.cache
+def _warn_if_missing(name: str) -> None:
+    """Warn that a backend made for this GPU cannot run on this machine, once per process."""
+    reason = available_error(name)
+    if reason is None:
+        return
+    try:
+        is_for_this_gpu = getattr(load(name), "is_for_this_gpu", bool)()
+    except ImportError:
+        is_for_this_gpu = True  # it cannot be asked
+    if is_for_this_gpu:
+        warnings.warn(
+            f"fa_ops' {name!r} backend, the fastest on this GPU, is not available: {reason}. "
+            "Slower kernels run instead; backend=, use_backend or FA_OPS_BACKEND choose one "
+            "without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _candidates(name: str, q: Tensor) -> tuple[str, ...]:
@@ -220,7 +252,8 @@ def available_error(name: str) -> str | None:
         try:
             _available[name] = load(name).available_error()
         except ImportError as error:
-            _available[name] = f"cannot be imported: {error}"
+            remedy = f"; pip install {error.name}" if error.name in _PACKAGES else ""
+            _available[name] = f"cannot be imported: {error}{remedy}"
     return _available[name]
 
 
@@ -241,7 +274,7 @@ def backends() -> list[tuple[str, str | None]]:
     return [(name, available_error(name)) for name in BACKENDS]
 
 
-class Explanation(NamedTuple):
+class CallExplanation(NamedTuple):
     """Which backend runs a call (None: none can), and what each of them says: None where it can."""
 
     backend: str | None
@@ -253,7 +286,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> CallExplanation:
     """Which backend would run this call, and why not the others; `options` are `Spec`'s fields.
 
     Nothing is computed. Raises ValueError for the name of an unknown backend.
@@ -272,4 +305,4 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     ask = _decoding_refusal if name == "auto" and _decodes(q, k, spec) else refusal
     reasons = {candidate: ask(candidate, q, k, v, spec) for candidate in BACKENDS}
     chosen = next((one for one in _candidates(name, q) if reasons[one] is None), None)
-    return Explanation(chosen, reasons)
+    return CallExplanation(chosen, reasons)

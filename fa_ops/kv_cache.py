@@ -160,15 +160,16 @@ def attention_with_kv_cache(
         if flag:
             options[name] = flag
     if num_splits:
-        api.need_int("num_splits", num_splits)
+        num_splits = api.need_int("num_splits", num_splits)
         options["num_splits"] = num_splits
     if page_table is not None:
         api.need_tensor("page_table", page_table)
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together")
     if call is not None:
-        bound = _bound(tensors, plain)
-        run = prepared.make_cached(call, query, key_cache, value_cache, *bound)
+        cache, spec = _bound(tensors, plain)
+        cache = cache._replace(num_splits=num_splits)
+        run = prepared.make_cached(call, query, key_cache, value_cache, cache, spec)
         if run is not None:
             return _attend(run, query, key_cache, value_cache, tensors, return_lse)
     operator, new = kv_cache.READ, ()

@@ -33,6 +33,14 @@ class Spec(NamedTuple):
     backend: str | None = None  # None: the current default
 
 
+UNBOUNDED = 2**31 - 1  # a side of a window from here on reaches every key that there may be
+
+
+def bounded(side: int) -> int:
+    """A window's side as kernels read it: -1 where it leaves no key out."""
+    return -1 if side >= UNBOUNDED else side
+
+
 def tensors_of(spec: Spec) -> tuple[Tensor | None, ...]:
     """attn_mask, alibi_slopes, sinks, kv_lens and key_ranges."""
     return spec[0], *spec[7:11]
@@ -96,6 +104,16 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
         and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
         and spec.dropout_p == 0.0
     )
+
+
+def is_long(queries: int, keys: int) -> bool:
+    """Whether there are more than kernels can count in 32 bits that also hold distances."""
+    return queries > 2**29 or keys > 2**29
+
+
+def has_room(k: Tensor, cache: Cache) -> bool:
+    """Whether there is a place for any key."""
+    return k.numel() > 0 and (cache.page_table is None or cache.page_table.numel() > 0)
 
 
 def writes(cache: Cache) -> bool:

@@ -15,11 +15,11 @@ except ImportError as error:
         "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
     ) from error
 
-from hf_integration import gate, hooks
+from hf_integration import decoding, gate, hooks
 from hf_integration.attention import fa_ops_attention_forward
+from hf_integration.encodings import counts as mask_counts
 from hf_integration.explaining import Explanation, explain
 from hf_integration.hooks import NAME, PAGED
-from hf_integration.masks import counts as mask_counts
 from hf_integration.masks import fa_ops_mask
 
 __all__ = [
@@ -38,6 +38,7 @@ def register() -> None:
     """Make "fa_ops" and "paged|fa_ops" known to transformers. Idempotent; the import does it."""
     gate.install((NAME, PAGED))
     hooks.install_batching()
+    hooks.state["padding in decoding"] = decoding.install()
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)

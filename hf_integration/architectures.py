@@ -1,4 +1,4 @@
-"""Which masks a model can take, found once per config class from its modeling module."""
+"""Which masks a model can take, found once per config class from the source of its module."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-# Modeling code that looks into its mask although it does not ask for a materialised one.
-_DENSE = {"doge", "lasr_ctc", "lasr_encoder"}
-_FLOAT = {"bigbird_pegasus", "gemma4_audio", "git"}
-# Modules that say is_causal, and with eager attention attend everything where there is no mask.
+from hf_integration import mask_uses
+
+# Modeling code that expects the float mask of eager attention, where the source does not show it.
+_FLOAT = {"gemma4_audio", "git"}
+# Modules whose is_causal is True, and that with eager attention attend everything without a mask.
 _UNMASKED = {"blt_global_transformer", "bridgetower", "bridgetower_text_model"}
-_READS_MASK = ("allow_is_causal_skip=False", "allow_is_bidirectional_skip=False")
-_READING_LAYERS = ("indexed", "sparse")  # layer types whose code indexes the mask
 _ADDING_LAYERS = ("compressed",)  # layer types whose code concatenates a bias to the mask
 
 
@@ -23,6 +22,7 @@ class Facts:
 
     dense: str | None = None
     floating: str | None = None
+    computes: bool = False  # the model computes with its masks, which materialises compact ones
 
 
 UNKNOWN = Facts(dense="an architecture that is not known")
@@ -30,20 +30,15 @@ _found: dict[type, Facts] = {}
 
 
 def facts(config, look: bool = True) -> Facts:
-    """The facts for a config; `look=False` only recalls them: Dynamo cannot trace the looking."""
+    """The facts for a config; `look=False` only recalls them: Dynamo cannot trace the look-up."""
     if config is None:
         return UNKNOWN
     if look and type(config) not in _found:
         _found[type(config)] = _find(type(config))
-    found = _found.get(type(config), UNKNOWN)
     for layer in getattr(config, "layer_types", None) or ():
         if any(word in layer for word in _ADDING_LAYERS):
             return Facts(floating=f"layers of type {layer!r} add to their mask")
-        if any(word in layer for word in _READING_LAYERS):
-            return Facts(dense=f"layers of type {layer!r} read their mask")
-    if getattr(config, "index_topk", None):
-        return Facts(dense="sparse attention reads its mask")
-    return found
+    return _found.get(type(config), UNKNOWN)
 
 
 def attends_all(config) -> bool:
@@ -55,8 +50,6 @@ def _find(config_class: type) -> Facts:
     model_type = getattr(config_class, "model_type", "")
     if model_type in _FLOAT:
         return Facts(floating=f"{model_type} adds to its mask")
-    if model_type in _DENSE:
-        return Facts(dense=f"{model_type} reads its mask")
     if not config_class.__module__.startswith("transformers.models."):
         return UNKNOWN
     module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
@@ -64,9 +57,21 @@ def _find(config_class: type) -> Facts:
         return UNKNOWN
     if owns_attention(module):
         return Facts(floating=f"{model_type} has attention code of its own")
-    if any(word in inspect.getsource(module) for word in _READS_MASK):
-        return Facts(dense=f"{model_type} reads its mask")
-    return Facts()
+    return _by_source(module, model_type)
+
+
+def _by_source(module: ModuleType, model_type: str) -> Facts:
+    """What the module's code does with its masks: a compact mask gives right results in all code
+    but that which adds a part of it to scores, and in graphs, that which writes to it."""
+    try:
+        kinds = {use.kind for use in mask_uses.uses(inspect.getsource(module))}
+    except (OSError, SyntaxError):
+        return UNKNOWN
+    if "add" in kinds:
+        return Facts(floating=f"{model_type} adds its mask to scores of its own")
+    if "write" in kinds:
+        return Facts(dense=f"{model_type} writes to its mask")
+    return Facts(computes=bool(kinds))
 
 
 def owns_attention(module: ModuleType) -> bool:

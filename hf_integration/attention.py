@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from hf_integration import architectures, forms, latent, packing, paged, steps, weights
+from hf_integration import architectures, encodings, latent, packing, paged, steps, weights
+from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
 from hf_integration.packing import Documents
+from hf_integration.readable import is_readable
 
 _logger = logging.get_logger(__name__)
 _ELSEWHERE = (
@@ -51,7 +53,7 @@ def fa_ops_attention_forward(
     """One attention layer of a transformers model.
 
     Shape: query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv), key heads not
-    repeated. `attention_mask` is one of the forms of `hf_integration.forms`; where it is None,
+    repeated. `attention_mask` is a `CompactMask`, or a bool or float tensor; where it is None,
     `is_causal` (the argument, else the module's) decides. A `sliding_window` among the other
     keywords only repeats what the mask says already.
 
@@ -80,9 +82,10 @@ def fa_ops_attention_forward(
     if cache is not None:
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
         return _batched(module, query, key, value, cache, sinks, options, kwargs), None
-    form = _form(module, query, key, attention_mask, is_causal)
-    if form.visible is not None and form.visible != key.shape[2]:
-        key, value = key[:, :, : form.visible], value[:, :, : form.visible]
+    form = _mask_arguments(module, query, key, attention_mask, is_causal)
+    visible = form.visible_keys
+    if visible is not None and visible != key.shape[2]:
+        key, value = key[:, :, :visible], value[:, :, :visible]
     up_v = None
     if latent.is_latent(module, query, key):
         options["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -96,12 +99,14 @@ def fa_ops_attention_forward(
         form = _selected(form, indices, query, key)
     documents = None
     if position_ids is not None or cu_seq_lens_q is not None:
-        documents = _documents(module, form, lens, position_ids, query, key)
+        is_own = attention_mask is None or type(attention_mask) is CompactMask
+        form, documents = _with_documents(module, form, is_own, lens, position_ids, query, key)
     if documents is not None:
-        compact = form.key_ranges is None or form.causal_documents
+        only = form.packing is PackingHint.ONLY
+        compact = form.attn_mask is None and (form.key_ranges is None or only)
         if compact and position_bias is None and not output_attentions:
             return _packed(query, key, value, documents, form, sinks, options), None
-        form = _within_documents(form, documents, query.shape[2])
+        form = packing.within_documents(form, documents, query.shape[2])
     if position_bias is not None or form.attn_mask is not None:
         form = _biased(form, position_bias, query, key)
     if output_attentions:
@@ -132,33 +137,34 @@ def _may_absorb(module: nn.Module, query, key, value, form, sinks, options) -> b
     return key.device.type == "cpu" or _is_step(query, key, value, form, sinks, options)
 
 
-def _documents(
+def _with_documents(
     module: nn.Module,
-    form: forms.Form,
+    mask: MaskArguments,
+    is_own: bool,
     lens: tuple,
     position_ids: Tensor | None,
     query: Tensor,
     key: Tensor,
-) -> Documents | None:
-    """The documents packed into the one row of a batch: as the caller says, or by positions."""
-    q_ends, k_ends, *longest = lens
-    if q_ends is not None and form.attn_mask is None and query.shape[0] == 1:
-        k_ends = q_ends if k_ends is None else k_ends
-        return Documents(q_ends.int(), k_ends.int(), *longest)
-    return packing.documents(position_ids, query, key, module) if _may_be_packed(form) else None
+) -> tuple[MaskArguments, Documents | None]:
+    """The documents packed into the one row of a batch: by cu_seq_lens, or else by positions.
 
-
-def _may_be_packed(form: forms.Form) -> bool:
-    """Causal masks may cover several documents, unless the mask function has said otherwise.
-
-    A padding mask that was read has cost the one synchronisation of a prefill; packed batches come
-    without one, and in training a second one does no harm.
+    They are returned, or where the positions cannot be read, made part of the mask. `is_own`: the
+    mask is none that a user gave.
     """
-    if form.attn_mask is not None or form.kv_lens is not None:
-        return False
-    if form.padding_was_read and not torch.is_grad_enabled():
-        return False
-    return form.is_causal or form.key_ranges is not None
+    q_ends, k_ends, *longest = lens
+    if query.shape[0] != 1 or not is_own:
+        return mask, None
+    if q_ends is not None:
+        k_ends = q_ends if k_ends is None else k_ends
+        return mask, Documents(q_ends.int(), k_ends.int(), *longest)
+    Sq = query.shape[2]
+    if mask.packing is PackingHint.NONE or position_ids is None or Sq == 1:
+        return mask, None
+    if tuple(position_ids.shape) != (1, Sq):
+        return mask, None
+    if not is_readable(position_ids):
+        return packing.within_positions(mask, position_ids, Sq), None
+    return mask, packing.documents(position_ids, module) if key.shape[2] == Sq else None
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,26 +182,25 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return query, key, value
 
 
-def _form(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal
-) -> forms.Form:
+def _mask_arguments(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> MaskArguments:
     if mask is not None:
-        row = mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
-        if row and mask.is_cuda and query.shape[2] == 1:
-            return forms.bounded(mask, query.dtype, module)
-        return forms.read(mask, key.shape[2], module)
+        found = encodings.arguments(mask, module)
+        if query.shape[2] == 1 and mask.is_cuda and found.is_bool_row():
+            return encodings.bounded(mask, query.dtype, module)
+        return found
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))
     if not is_causal or query.shape[2] == 1:
-        return forms.Form()
+        return MaskArguments()
     # As SDPA aligns it: query i sees keys 0 to i, later keys are the unused end of a static cache.
-    return forms.Form(
-        visible=query.shape[2] if key.shape[2] > query.shape[2] else None, is_causal=True
-    )
+    visible = query.shape[2] if key.shape[2] > query.shape[2] else None
+    return MaskArguments(visible, is_causal=True, packing=PackingHint.POSSIBLE)
 
 
-def _selected(form: forms.Form, indices: Tensor, query: Tensor, key: Tensor) -> forms.Form:
+def _selected(form: MaskArguments, indices: Tensor, query: Tensor, key: Tensor) -> MaskArguments:
     """Sparse attention: only the keys whose indices (B, Sq, n) are listed, -1 for none."""
     Sk = key.shape[2]
     shape = (*indices.shape[:-1], Sk + 1)
@@ -205,24 +210,11 @@ def _selected(form: forms.Form, indices: Tensor, query: Tensor, key: Tensor) -> 
     keep = keep & form.keep(query.shape[2], Sk, key.device)
     mask = form.attn_mask
     if mask is None or mask.dtype == torch.bool:
-        return forms.Form(attn_mask=keep)
-    return forms.Form(attn_mask=mask.masked_fill(~keep, float("-inf")))
+        return MaskArguments(attn_mask=keep)
+    return MaskArguments(attn_mask=mask.masked_fill(~keep, float("-inf")))
 
 
-def _within_documents(form: forms.Form, documents: Documents, Sq: int) -> forms.Form:
-    """The form with every query confined to the keys of its own document."""
-    i = torch.arange(Sq, device=documents.q_ends.device, dtype=torch.int32)
-    own = torch.searchsorted(documents.q_ends, i, right=True).clamp(
-        1, documents.q_ends.shape[0] - 1
-    )
-    ends = torch.stack([documents.k_ends[own - 1], documents.k_ends[own]], -1)[None, None]
-    if form.key_ranges is not None:
-        lo = torch.maximum(form.key_ranges[..., 0], ends[..., 0])
-        ends = torch.stack([lo, torch.minimum(form.key_ranges[..., 1], ends[..., 1])], -1)
-    return form._replace(key_ranges=ends)
-
-
-def _biased(form: forms.Form, bias: Tensor | None, query: Tensor, key: Tensor) -> forms.Form:
+def _biased(form: MaskArguments, bias: Tensor | None, query: Tensor, key: Tensor) -> MaskArguments:
     """The form with a bias added to the scores."""
     if bias is not None:
         bias = bias[..., : key.shape[2]]
@@ -243,7 +235,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    form: forms.Form,
+    form: MaskArguments,
     sinks: Tensor | None,
     options: dict,
 ) -> Tensor:
@@ -272,7 +264,9 @@ def _is_too_wide(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and max(query.shape[-1], value.shape[-1]) > WIDE
 
 
-def _is_step(query: Tensor, key: Tensor, value: Tensor, form: forms.Form, sinks, options) -> bool:
+def _is_step(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskArguments, sinks, options
+) -> bool:
     """Whether the kernel for few queries and many keys can take the call."""
     if form.attn_mask is not None or options["dropout_p"]:
         return False
@@ -294,13 +288,13 @@ def _step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    form: forms.Form,
+    form: MaskArguments,
     sinks: Tensor | None,
     options: dict,
 ) -> Tensor:
     lens, B = form.kv_lens, key.shape[0]
     if lens is None and form.key_ranges is not None:
-        lens = forms.ends(form.key_ranges, B, module)
+        lens = encodings.range_ends(form.key_ranges, B, module)
     elif lens is None:
         lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
     elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have ranges
@@ -318,8 +312,8 @@ def _step(
     )
 
 
-def _packed(query, key, value, documents: Documents, form: forms.Form, sinks, options) -> Tensor:
+def _packed(query, key, value, documents: Documents, form: MaskArguments, sinks, options) -> Tensor:
     tokens = (t[0].transpose(0, 1) for t in (query, key, value))
-    causal = form.is_causal or form.causal_documents
+    causal = form.is_causal or form.packing is PackingHint.ONLY
     out = fa_ops.attention_varlen(*tokens, *documents, is_causal=causal, sinks=sinks, **options)
     return out[None]

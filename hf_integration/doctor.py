@@ -1,4 +1,4 @@
-"""What `python -m fa_ops doctor --model` shows: the layers of a model, and the masks it gets."""
+"""What `python -m fa_ops doctor --model` shows: which attention runs in each layer, and why."""
 
 from __future__ import annotations
 
@@ -7,52 +7,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
 
-from hf_integration import explaining, masks
-from hf_integration.sweep import run, scenarios, tiny
+from hf_integration.explaining import explain
 
 Rows = list[tuple[str, str]]
-RUNS = ("nopad", "leftpad", "rightpad", "decode", "static")
 
 
 def sections(model: str) -> Iterator[tuple[str, Rows]]:
     """Titles with rows (name, text); `model` is a model type, or a folder with a config.json.
 
-    Raises LookupError where no model of that type can be built and run.
+    The model is built without memory for its weights. Raises LookupError where none can be built.
     """
-    model_type = model
+    config = _config(model)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with warnings.catch_warnings(record=True) as raised, torch.device("meta"):
+        warnings.simplefilter("always")
+        try:
+            built = AutoModel.from_config(config, attn_implementation="fa_ops", dtype=dtype)
+        except Exception as error:  # modeling code fails in ways of its own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise LookupError(f"no model can be built from {model!r}: {reason}") from None
+    rows = [
+        (layers.kind, f"{len(layers.names)} x {layers.runs}; {layers.why}")
+        for layers in explain(built).layers
+    ]
+    yield f"model {config.model_type}", rows or [("attention", "none")]
+    refusals = dict.fromkeys(str(w.message) for w in raised if "cannot serve" in str(w.message))
+    if refusals:
+        yield "refused", [("because", text) for text in refusals]
+
+
+def _config(model: str) -> PreTrainedConfig:
     if Path(model).is_dir():
         try:
-            model_type = AutoConfig.from_pretrained(model, local_files_only=True).model_type
+            return AutoConfig.from_pretrained(model, local_files_only=True)
         except (OSError, ValueError) as error:
             raise LookupError(f"no model's config can be read from {model}: {error}") from None
-    if model_type not in tiny.CONFIG_MAPPING:
+    if model not in CONFIG_MAPPING:
         raise LookupError(f"{model!r} is neither a folder nor a model type that transformers knows")
-    base = run.Base(model_type)
-    with warnings.catch_warnings(record=True) as raised:
-        warnings.simplefilter("always")
-        ours = tiny.build(base.config, "fa_ops")
-    refusals = [str(w.message) for w in raised if "cannot serve" in str(w.message)]
-    yield f"model {model_type}, tiny", [(name, text) for name, text in _layers(ours)]
-    if refusals:
-        yield "refused", [("because", text) for text in dict.fromkeys(refusals)]
-    yield "against eager, and the masks made", [*_runs(base, ours)]
-
-
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    for layers in explaining.explain(model).layers:
-        yield layers.kind, f"{len(layers.names)} x {layers.runs}; {layers.why}"
-
-
-def _runs(base: run.Base, model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    for scenario in RUNS:
-        expected = base.answer(scenario)
-        if isinstance(expected, str):
-            yield scenario, expected
-            continue
-        masks.counts.clear()
-        actual = scenarios.SCENARIOS[scenario](model, base.inputs)
-        counted = ", ".join(f"{name} x {n}" for name, n in sorted(masks.counts.items()))
-        verdict = scenarios.difference(expected, actual, scenario) or "the same"
-        yield scenario, f"{verdict}; masks: {counted or 'none asked for'}"
+    return CONFIG_MAPPING[model]()

@@ -107,17 +107,25 @@ def _masks(config) -> str:
     facts = architectures.facts(config)
     if facts.floating:
         return f"float masks, because {facts.floating}"
-    return f"dense masks, because of {facts.dense}" if facts.dense else "masks stay compact"
+    if facts.dense:
+        return f"dense masks, because of {facts.dense}"
+    return "masks stay compact" + (" until the model computes with them" if facts.computes else "")
 
 
 def _example(layer: nn.Module, config) -> tuple[torch.Tensor, ...] | None:
-    """Small query, key and value of the layer's head dimensions, dtype and device."""
+    """Small query, key and value of the layer's head dimensions, dtype and device.
+
+    None where its head dimension is not known.
+    """
     D = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
     D = D or getattr(config, "head_dim", None) or getattr(layer, "attention_head_size", None)
     weight = next(layer.parameters(), None)
-    if not isinstance(D, int) or weight is None or weight.device.type == "meta":
+    if not isinstance(D, int) or weight is None:
         return None
     Dv = getattr(layer, "v_head_dim", None) or D
-    make = {"dtype": weight.dtype, "device": weight.device}
+    device = weight.device
+    if device.type == "meta":  # where such a model will most likely be loaded
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    make = {"dtype": weight.dtype, "device": device}
     q, v = torch.empty((1, 1, 1, D), **make), torch.empty((1, 1, 1, Dv), **make)
     return q, q, v

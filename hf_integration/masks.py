@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
-from hf_integration import architectures, decoding, forms, runs
-from hf_integration.hidden import is_hidden
-
-# How often each form was made, dense and float ones with the reason; not counted by Dynamo.
-counts: Counter[str] = Counter()
+from hf_integration import architectures, decoding, encodings, key_ranges
+from hf_integration.encodings import CompactMask, PackingHint, counts
+from hf_integration.key_ranges import KeyRange
+from hf_integration.readable import is_readable, reads_are_free
 
 
 class Request(NamedTuple):
@@ -24,27 +22,31 @@ class Request(NamedTuple):
     kv_length: int
     q_offset: int | Tensor = 0
     kv_offset: int | Tensor = 0
-    mask_function: runs.MaskFunction = runs.causal
+    mask_function: key_ranges.MaskFunction = key_ranges.causal
     attention_mask: Tensor | None = None  # 2-D padding mask, True keeps
     local_size: int | None = None
     allow_is_causal_skip: bool = True
-    allow_is_bidirectional_skip: bool = False
+    allow_is_bidirectional_skip: bool | None = None  # not given for causal masks
     use_vmap: bool = False
     device: torch.device | str = "cpu"
     dtype: torch.dtype | None = None
     config: object = None
+    cache: object = None  # not a keyword: the cache that the mask is made for
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch_size, 1, self.q_length, self.kv_length)
 
 
-_KEYWORDS = frozenset(Request._fields)
-_UNSKIPPABLE = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "or_masks")
+_KEYWORDS = frozenset(Request._fields) - {"cache"}
 
 
-class NotARun(Exception):
+class NotCompact(Exception):
     """Why a mask has to be dense."""
 
 
 class Padding(NamedTuple):
-    """A padding mask as runs of keys, relative to the first key in the cache."""
+    """A padding mask as ranges of keys, relative to the first key in the cache."""
 
     width: int  # how many keys there are
     keys: int | None  # every row keeps exactly the keys [0, keys); None: the bounds below
@@ -54,14 +56,15 @@ class Padding(NamedTuple):
 
 
 def fa_ops_mask(*args, **kwargs) -> Tensor:
-    """The smallest exact mask for a request: a form of `hf_integration.forms`, never None.
+    """The smallest exact mask for a request: a `CompactMask` wherever possible, never None.
 
     None would leave causality to the model's `is_causal`, which is not reliable. Device values are
-    read at most once in a prefill and never in decoding or while tracing. What is not certainly a
-    run of keys per query becomes transformers' own dense mask.
+    read at most once in a prefill and never in decoding or while tracing. What is not certainly one
+    range of keys for each query becomes transformers' own dense mask.
     """
     kwargs |= dict(zip(Request._fields, args, strict=False))
     compiling = torch.compiler.is_compiling()
+    cache = None if compiling else decoding.noted_cache()
     facts = architectures.facts(kwargs.get("config"), look=not compiling)
     if facts.floating is not None:
         kwargs["dtype"] = kwargs.get("dtype") or torch.float32
@@ -69,16 +72,16 @@ def fa_ops_mask(*args, **kwargs) -> Tensor:
         return eager_mask(**kwargs)
     try:
         if not kwargs.keys() <= _KEYWORDS:
-            raise NotARun("keywords that are not known")
+            raise NotCompact("keywords that are not known")
         if facts.dense is not None:
-            raise NotARun(facts.dense)
-        mask = _compact(Request(**kwargs), compiling)
-    except NotARun as reason:
+            raise NotCompact(facts.dense)
+        mask = _compact(Request(**kwargs, cache=cache), compiling)
+    except NotCompact as reason:
         _count(f"dense: {reason}", compiling)
         return sdpa_mask(
             **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         )
-    _count(forms.name(mask), compiling)
+    _count(mask.encoding.value, compiling)
     return mask
 
 
@@ -87,93 +90,103 @@ def _count(name: str, compiling: bool) -> None:
         counts[name] += 1
 
 
-def _compact(request: Request, compiling: bool) -> Tensor:
+def _compact(request: Request, compiling: bool) -> CompactMask:
     if request.use_vmap:
-        raise NotARun("a mask function of the model's own")
+        raise NotCompact("a mask function of the model's own")
     if isinstance(request.kv_offset, Tensor):
-        raise NotARun("a cache whose first position is on the device")
+        raise NotCompact("a cache whose first position is on the device")
     mask = _of_newest_token(request)
     if mask is not None:
         return mask
     parts = _parts(request, compiling)
-    is_causal = len(parts) == 1 and parts[0] is runs.causal
-    run, conditions = runs.Run(), []
+    is_causal = len(parts) == 1 and parts[0] is key_ranges.causal
+    found, conditions = KeyRange(), []
     if parts and not is_causal:
-        run, conditions = _bounds(request, parts, compiling)
+        found, conditions = _bounds(request, parts, compiling)
     padding, q_offset = _read(request, conditions, is_causal, whole=not parts)
-    if padding.kept is not None:
-        return _with_keys(request, None if is_causal else run, parts, padding, compiling)
+    if not parts and padding.kept is not None:
+        shape = (*request.shape[:3], padding.kept.shape[1])
+        return encodings.keys(shape, padding.kept)
     if not parts and padding.keys is not None and padding.keys == padding.width:
-        return forms.full(request.device)
-    if is_causal and padding.keys is not None and q_offset is not None:
+        return encodings.full(request.shape, request.device)
+    if is_causal and q_offset is not None:
         end = q_offset + request.q_length - request.kv_offset
-        if end <= padding.keys:
-            return forms.causal(end, request.device, request.attention_mask is not None)
-    packed = not compiling and padding.keys is not None and runs.is_causal_packing(parts)
+        if padding.kept is not None and end <= padding.width:
+            return encodings.causal_keys(request.shape, padding.kept[:, :end])
+        if padding.keys is not None and end <= padding.keys:
+            return encodings.causal(request.shape, end, request.device)
     if is_causal:
-        run, _ = _bounds(request, parts, compiling)
-    return _ranges(request, run, padding, packed)
+        found, _ = _bounds(request, parts, compiling)
+    return _ranges(request, found, padding, _packing_hint(request, parts, padding, compiling))
 
 
-def _of_newest_token(request: Request) -> Tensor | None:
-    """The mask of one token behind a cache without padding, which most steps of decoding ask for.
+def _of_newest_token(request: Request) -> CompactMask | None:
+    """The mask of one token behind a cache without padding, which most steps of decoding need.
 
-    None where the request is another, or where reading its offset tells more.
+    None where the request is another, or where reading its offset allows a cheaper mask.
     """
-    plain = request.mask_function is runs.causal and request.attention_mask is None
+    plain = request.mask_function is key_ranges.causal and request.attention_mask is None
     if not plain or request.q_length != 1:
         return None
     if not isinstance(request.q_offset, Tensor):
         last_key = request.kv_offset + request.kv_length - 1
-        return forms.full(request.device) if last_key <= request.q_offset else None
-    if _reads_are_free(request.device):
+        if last_key <= request.q_offset:
+            return encodings.full(request.shape, request.device)
+        return None
+    if reads_are_free(request.device):
         return None
     end = request.q_offset.reshape(1) + (1 - request.kv_offset)
-    return forms.lens(end.clamp(0, request.kv_length), request.batch_size)
+    return encodings.lengths(request.shape, end.clamp(0, request.kv_length))
 
 
-def _parts(request: Request, compiling: bool) -> list[runs.MaskFunction]:
+def _parts(request: Request, compiling: bool) -> list[key_ranges.MaskFunction]:
     """The conjuncts that can exclude a key; the whole is one part while Dynamo traces."""
     function = request.mask_function
     if compiling:
-        parts = [] if function is runs.bidirectional else [function]
+        parts = [] if function is key_ranges.bidirectional else [function]
     else:
-        parts = runs.conjuncts(function)
-        _check_not_forced(request, parts)
+        parts = key_ranges.conjuncts(function)
     keys = (request.kv_offset, request.kv_offset + request.kv_length - 1)
     if isinstance(request.q_offset, Tensor):
         queries = keys  # somewhere in the cache
     else:
         queries = (request.q_offset, request.q_offset + request.q_length - 1)
-    unknown = compiling and function is not runs.causal
-    return parts if unknown else [part for part in parts if runs.bites(part, queries, keys)]
+    if compiling and function is not key_ranges.causal:
+        return parts
+    return [part for part in parts if key_ranges.can_mask_out(part, queries, keys)]
 
 
-def _check_not_forced(request: Request, parts: list[runs.MaskFunction]) -> None:
-    """A model may ask for a materialised mask; decoding, packing and blocks set the same flags."""
-    forced = not (request.allow_is_causal_skip or request.allow_is_bidirectional_skip)
-    if forced and request.q_length > 1 and not any(runs.kind(p) in _UNSKIPPABLE for p in parts):
-        raise NotARun("the model asks for a materialised mask")
+def _packing_hint(
+    request: Request, parts: list[key_ranges.MaskFunction], padding: Padding, compiling: bool
+) -> PackingHint:
+    """What is known of packed documents, for a mask of key ranges."""
+    if request.allow_is_bidirectional_skip is not None:
+        return PackingHint.NONE
+    if compiling or not key_ranges.is_packing(parts):
+        return PackingHint.POSSIBLE
+    only = padding.keys is not None and key_ranges.is_causal_packing(parts)
+    return PackingHint.ONLY if only else PackingHint.NONE
 
 
 def _bounds(
-    request: Request, parts: list[runs.MaskFunction], compiling: bool
-) -> tuple[runs.Run, list[Tensor]]:
-    is_causal = all(part is runs.causal for part in parts)  # which is the same in every row
+    request: Request, parts: list[key_ranges.MaskFunction], compiling: bool
+) -> tuple[KeyRange, list[Tensor]]:
+    is_causal = all(part is key_ranges.causal for part in parts)  # which is the same in every row
     batch = None if is_causal else torch.arange(request.batch_size, device=request.device)[:, None]
-    at = runs.Query(batch, _positions(request), [])
+    at = key_ranges.Queries(batch, _positions(request), [])
     if compiling and not is_causal:
-        if runs.UNKNOWN_OVERLAYS:
-            raise NotARun("mask functions of a newer transformers release, while tracing")
-        if parts[0].__code__ is runs.UNION_CODE:
-            raise NotARun("block overlays, while tracing")
-        if request.kv_length > 16**runs.SEARCH_DIGITS:
-            raise NotARun("too many keys to search, while tracing")
-        return runs.search(parts[0], at, request.kv_offset, request.kv_length), []
+        if key_ranges.UNKNOWN_OVERLAYS:
+            raise NotCompact("mask functions of a newer transformers release, while tracing")
+        if parts[0].__code__ is key_ranges.UNION_CODE:
+            raise NotCompact("block overlays, while tracing")
+        if request.kv_length > 16**key_ranges.SEARCH_DIGITS:
+            raise NotCompact("too many keys to search, while tracing")
+        return key_ranges.search(parts[0], at, request.kv_offset, request.kv_length), []
     try:
-        return runs.intersect([runs.bounds(part, at) for part in parts]), at.conditions
-    except runs.Unknown as unknown:
-        raise NotARun(f"mask function {unknown}") from None
+        found = key_ranges.intersect([key_ranges.bounds(part, at) for part in parts])
+    except key_ranges.UnknownMaskFunction as unknown:
+        raise NotCompact(f"mask function {unknown}") from None
+    return found, at.conditions
 
 
 def _positions(request: Request) -> Tensor:
@@ -190,63 +203,58 @@ def _read(
     offset = request.q_offset
     mask = request.attention_mask
     on_device = isinstance(offset, Tensor)
-    asked = [offset if on_device else None, mask, *conditions]
-    tracing = any(is_hidden(tensor) for tensor in asked if tensor is not None)
-    may_read = not tracing and (request.q_length > 1 or _reads_are_free(request.device))
+    wanted = [offset if on_device else None, mask, *conditions]
+    tracing = not all(is_readable(tensor) for tensor in wanted if tensor is not None)
+    may_read = not tracing and (request.q_length > 1 or reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
+        known_offset = None if on_device else offset
         if tracing and conditions:
-            raise NotARun("packing while tracing")
+            raise NotCompact("packing while tracing")
         if tracing:
-            return _kept_keys(request, whole), None
-        if conditions or request.mask_function is runs.bidirectional:
-            raise NotARun("padding in decoding")
-        return _followed(request), None if on_device else offset
-    padding, wanted = Padding(request.kv_length, request.kv_length), list(conditions)
+            return _kept_keys(request, whole), known_offset
+        if conditions or request.mask_function is key_ranges.bidirectional:
+            raise NotCompact("padding in decoding")
+        return _continued(request), known_offset
+    padding, asked = Padding(request.kv_length, request.kv_length), list(conditions)
     if mask is not None:
-        padding, is_run = _padding_runs(request, whole)
+        padding, is_range = _padding_ranges(request, whole)
         count, reaches_end = padding.hi - padding.lo, request.attention_mask[:, -1].all()
-        wanted[:0] = padding.lo.max(), count.min(), count.max(), is_run, reaches_end
+        asked[:0] = padding.lo.max(), count.min(), count.max(), is_range, reaches_end
     if on_device:
         offset = None
         if want_offset and may_read:
-            wanted.append(request.q_offset.reshape(()))
-    if not wanted:
-        return padding, offset
-    numbers = torch.stack([value.long() for value in wanted]).tolist()
-    if on_device and want_offset:
+            asked.append(request.q_offset.reshape(()))
+    numbers = torch.stack([value.long() for value in asked]).tolist() if asked else []
+    if on_device and want_offset and may_read:
         offset = numbers.pop()
     if mask is not None:
         last_start, fewest, most, has_no_holes, reaches_end, *numbers = numbers
-        if request.mask_function is not runs.bidirectional:
+        if request.mask_function is not key_ranges.bidirectional:
             decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
         if not has_no_holes:
             padding = _kept_keys(request, whole)
         elif last_start == 0 and fewest == most:
             padding = padding._replace(keys=most)
     if not all(numbers):
-        raise NotARun("blocks that are not contiguous")
+        raise NotCompact("blocks that are not contiguous")
     return padding, offset
 
 
-def _reads_are_free(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cpu"
-
-
-def _followed(request: Request) -> Padding:
-    """The padding of a step of decoding, from what the prefill has shown; nothing is read."""
-    known = decoding.followed(request)
+def _continued(request: Request) -> Padding:
+    """The padding of a step of decoding, from what the prefill has read; nothing is read."""
+    known = decoding.continued(request)
     if known is None:
-        raise NotARun("padding in decoding that no prefill has shown")
+        raise NotCompact("padding in decoding that no prefill has read")
     if not known.padded:
         decoding.check(request.attention_mask.all())
         return Padding(request.kv_length, request.kv_length)
-    padding, is_run = _padding_runs(request, False)
-    decoding.check(is_run)
+    padding, is_range = _padding_ranges(request, False)
+    decoding.check(is_range)
     return padding
 
 
-def _padding_runs(request: Request, whole: bool) -> tuple[Padding, Tensor]:
-    """The valid keys of every row, and whether they are a run in each, a bool that is not read."""
+def _padding_ranges(request: Request, whole: bool) -> tuple[Padding, Tensor]:
+    """The valid keys of every row, and whether they are one range in each, as a 0-d tensor."""
     valid = _valid_keys(request, whole)
     count, lo = valid.sum(-1), valid.to(torch.uint8).argmax(-1)
     starts = (valid[:, 1:] > valid[:, :-1]).sum(-1) + valid[:, 0]
@@ -254,7 +262,7 @@ def _padding_runs(request: Request, whole: bool) -> tuple[Padding, Tensor]:
 
 
 def _kept_keys(request: Request, whole: bool) -> Padding:
-    """The padding where it may have holes: runs end with the last valid key."""
+    """The padding where it may have holes: ranges end with the last valid key."""
     kept = _valid_keys(request, whole)
     valid, width = kept.to(torch.uint8), kept.shape[1]
     lo, hi = valid.argmax(-1), width - valid.flip(-1).argmax(-1)
@@ -271,48 +279,31 @@ def _valid_keys(request: Request, whole: bool) -> Tensor:
     if not whole or request.kv_offset != 0:
         valid = valid[:, request.kv_offset : request.kv_offset + request.kv_length]
     if valid.shape[0] not in (1, request.batch_size):
-        raise NotARun("a padding mask of another batch size")
+        raise NotCompact("a padding mask of another batch size")
     return valid.bool()
 
 
-def _with_keys(
-    request: Request,
-    run: runs.Run | None,
-    parts: list[runs.MaskFunction],
-    padding: Padding,
-    compiling: bool,
-) -> Tensor:
-    """The mask where padding has holes, or may have while tracing: a flag for each key."""
-    if not parts:
-        return padding.kept[:, None, None]
-    if run is None:
-        if not isinstance(request.q_offset, Tensor):
-            end = request.q_offset + request.q_length - request.kv_offset
-            if end <= padding.width:
-                return forms.causal_keys(padding.kept[:, :end])
-        run, _ = _bounds(request, parts, compiling)
-    return _ranges(request, run, padding, False)
-
-
-def _ranges(request: Request, run: runs.Run, padding: Padding, packed: bool) -> Tensor:
-    own = run
+def _ranges(
+    request: Request, found: KeyRange, padding: Padding, packing: PackingHint
+) -> CompactMask:
+    own = found
     if type(request.kv_offset) is not int or request.kv_offset != 0:
-        own = runs.Run(*(b if b is None else b - request.kv_offset for b in run))
+        own = KeyRange(*(b if b is None else b - request.kv_offset for b in found))
     if padding.keys is None:
-        own = runs.intersect([own, runs.Run(padding.lo, padding.hi)])
+        # Where flags say which keys are kept, ranges still end at the query's own key, from which
+        # packed documents are told apart.
+        hi = None if padding.kept is not None and own.hi is not None else padding.hi
+        own = key_ranges.intersect([own, KeyRange(padding.lo, hi)])
     end = padding.width if padding.keys is None else padding.keys
     if own.lo is None and own.hi is not None and request.q_length == 1:
-        return forms.lens(own.hi.clamp(0, end), request.batch_size)
+        return encodings.lengths(request.shape, own.hi.clamp(0, end))
     lo, hi = own
-    if run.lo is not None:
+    if found.lo is not None:
         lo = lo.clamp(min=0)
     elif lo is None:
         lo = torch.zeros((1, 1), dtype=torch.int64, device=request.device)
-    if run.hi is not None:
+    if found.hi is not None:
         hi = hi.clamp(0, end)
     elif hi is None:
         hi = torch.full((1, 1), end, dtype=torch.int64, device=request.device)
-    if padding.kept is not None:
-        lo, hi = (bound.expand(-1, request.q_length) for bound in (lo, hi))
-        return forms.ranges_and_keys(lo, hi, padding.kept)
-    return forms.ranges(lo, hi, packed)
+    return encodings.ranges(request.shape, lo, hi, padding.kept, packing)

@@ -1,7 +1,9 @@
-"""Documents packed into one row, found from position_ids where transformers does not look.
+"""Documents packed into one row, told apart by position_ids.
 
-transformers looks for packing only if there is neither an attention mask nor a cache, and by
-default there is a cache. Without this, documents of such a batch would attend each other.
+transformers' mask functions look at positions only if there is neither an attention mask nor a
+cache, and by default there is a cache; its FlashAttention path always does where there is one row.
+So does this module: in a causal self-attention of one row, whatever the mode, a document begins
+wherever a position is not its predecessor plus one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_integration.hidden import is_hidden
-from hf_integration.latest import Latest
+from hf_integration import encodings, key_ranges
+from hf_integration.encodings import MaskArguments
+from hf_integration.memo import PerTensorMemo
 
 
 class Documents(NamedTuple):
@@ -24,31 +27,64 @@ class Documents(NamedTuple):
     longest_k: int | None = None
 
 
-_latest = Latest()
+_memo = PerTensorMemo()
 
 
-def documents(
-    position_ids: Tensor | None, query: Tensor, key: Tensor, layer: nn.Module
-) -> Documents | None:
+def documents(position_ids: Tensor, layer: nn.Module) -> Documents | None:
     """The documents of one row (1, S) of positions, or None where it is a single one.
 
-    A document begins wherever a position is not its predecessor plus one, as transformers has it.
-    Reads the device once per forward pass; looks only where queries and keys are the same tokens.
+    Reads the device once in a forward pass.
     """
-    S = query.shape[2]
-    if position_ids is None or S < 2 or key.shape[2] != S or torch.compiler.is_compiling():
-        return None
-    if query.shape[0] != 1 or tuple(position_ids.shape) != (1, S) or is_hidden(position_ids):
-        return None
-    return _latest.of(position_ids, layer, lambda: _find(position_ids[0]))
+    return _memo.get(position_ids, layer, lambda: _find(position_ids[0]))
 
 
 def _find(positions: Tensor) -> Documents | None:
-    breaks = positions.diff() != 1
-    starts = (breaks.nonzero()[:, 0] + 1).tolist()
+    starts = (_begins_document(positions).nonzero()[:, 0]).tolist()
     if not starts:
         return None
     ends = [0, *starts, positions.shape[0]]
     longest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
     on_device = torch.tensor(ends, dtype=torch.int32, device=positions.device)
     return Documents(on_device, on_device, longest, longest)
+
+
+def _begins_document(positions: Tensor) -> Tensor:
+    """Bool (S,): where a document begins behind another."""
+    return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
+
+
+def within_documents(mask: MaskArguments, documents: Documents, Sq: int) -> MaskArguments:
+    """The mask with every query confined to the keys of its own document."""
+    i = torch.arange(Sq, device=documents.q_ends.device, dtype=torch.int32)
+    own = torch.searchsorted(documents.q_ends, i, right=True).clamp(
+        1, documents.q_ends.shape[0] - 1
+    )
+    return _confined(mask, documents.k_ends[own - 1], documents.k_ends[own])
+
+
+def within_positions(mask: MaskArguments, position_ids: Tensor, Sq: int) -> MaskArguments:
+    """The same from positions (1, S) that the host cannot read.
+
+    A causal mask: the last key of each query is its own, and its document begins as many keys
+    before as queries.
+    """
+    i = torch.arange(Sq, device=position_ids.device)
+    document = _begins_document(position_ids[0]).cumsum(0)
+    first, _ = key_ranges.same_value(document, document)
+    if mask.key_ranges is None:
+        return _confined(mask._replace(is_causal=False), first, i + 1)
+    end = mask.key_ranges[0, 0, :, 1]
+    return _confined(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
+
+
+def _confined(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:
+    """The mask with bounds (Sq,) on the keys of each query."""
+    if mask.key_ranges is not None:
+        lo = torch.maximum(mask.key_ranges[..., 0], lo)
+        hi = torch.minimum(mask.key_ranges[..., 1], hi)
+    else:
+        lo, hi = lo[None, None], hi[None, None]
+    kept = mask.attn_mask
+    if kept is not None and kept.dtype == torch.bool:  # the operator takes one or the other
+        kept = encodings.added_to_scores(kept)
+    return mask._replace(key_ranges=torch.stack([lo, hi], -1).int(), attn_mask=kept)

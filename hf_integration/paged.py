@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 import fa_ops
-from hf_integration.latest import Latest
+from hf_integration.memo import PerTensorMemo
 
-_latest = Latest()  # how many keys each sequence has before the step
+_memo = PerTensorMemo()  # how many keys each sequence has before the step
 
 
 class Pages(NamedTuple):
@@ -100,7 +100,7 @@ def _decode(
     """One token of each sequence; its key goes to the page where the sequence ends."""
     query, key, value = (t[0].transpose(0, 1).unsqueeze(2) for t in (query, key, value))
     N = query.shape[0]
-    before = _latest.of(k_ends, layer, lambda: (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0))
+    before = _memo.get(k_ends, layer, lambda: (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0))
     out = fa_ops.attention_with_kv_cache(
         query,
         pages.key,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fa_ops
-from hf_integration import forms, latent
+from hf_integration import encodings, latent
+from hf_integration.encodings import CompactMask, Encoding
 
 WIDEST = 256  # head dimension that every kernel has
 
@@ -34,7 +35,7 @@ def attend(
     (B, _, Sq, D), (rows, heads, Sk, _), dtype = query.shape, key.shape, query.dtype
     if Sq != 1 or Sk == 1 or rows != B or D > WIDEST or value.shape[3] > WIDEST:
         return None
-    if dtype is not key.dtype or dtype is not value.dtype or mask.dtype is not torch.int32:
+    if dtype is not key.dtype or dtype is not value.dtype or type(mask) is not CompactMask:
         return None
     if not query.stride()[3] == key.stride()[3] == value.stride()[3] == 1:
         return None
@@ -42,14 +43,15 @@ def attend(
         return None
     if sinks is not None and sinks.dim() != 1:
         return None
-    lens, ranges = forms.shared_lens(mask), None
-    if lens is None:
-        shape = mask.shape
-        if shape == (1, 1, 0, 0):
+    match mask.encoding:
+        case Encoding.FULL:
             return fa_ops.attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks)
-        if shape[1:] != (1, 1, 2) or not mask.is_cuda:
+        case Encoding.LENGTHS:
+            lens, ranges = mask.lengths, None
+        case Encoding.RANGES if mask.is_cuda:
+            lens, ranges = encodings.range_ends(mask.ranges, B, layer), mask.ranges
+        case _:
             return None
-        lens, ranges = forms.ends(mask, B, layer), mask
     if lens.shape[0] != B or (torch.is_grad_enabled() and _records(query, key, value, sinks)):
         return None
     return fa_ops.attention_with_kv_cache(

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_integration.forms import Form
+from hf_integration.encodings import MaskArguments
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    form: Form,
+    form: MaskArguments,
     sinks: Tensor | None,
     *,
     scale: float | None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fa_ops
-from fa_ops.ops import dense
+from fa_ops.backends import cpu
+from fa_ops.ops import dense, kv_cache, prepared, varlen
 from fa_ops.testing import make_case
 from fa_ops.types import Spec
 
@@ -23,13 +26,20 @@ def qkv(**options):
 def seen(monkeypatch):
     """The specs that reach a backend."""
     specs = []
-    select = fa_ops.dispatch.select
+    select, select_cache = fa_ops.dispatch.select, fa_ops.dispatch.select_cache
 
     def spy(q, k, v, spec, backward=False):
         specs.append(spec)
         return select(q, k, v, spec, backward)
 
+    def spy_cache(q, k, v, cache, spec):
+        specs.append(spec)
+        return select_cache(q, k, v, cache, spec)
+
     monkeypatch.setattr(fa_ops.dispatch, "select", spy)
+    monkeypatch.setattr(fa_ops.dispatch, "select_cache", spy_cache)
+    monkeypatch.setattr(prepared, "_runs", {})
+    monkeypatch.setattr(prepared, "_ways", {})
     return specs
 
 
@@ -67,11 +77,67 @@ def test_return_lse():
         ((None, 0), (-1, 0)),
         ((-1, 4), (-1, 4)),
         ([0, None], (0, -1)),
+        ((np.int64(3), np.uint8(2)), (3, 2)),
+        ((True, False), (1, 0)),
+        ((2**31 - 2, 2**31 - 1), (2**31 - 2, -1)),
+        ((2**31, 2**40), (-1, -1)),
+        ((sys.maxsize, 2**63), (-1, -1)),
+        ((10**30, 0), (-1, 0)),
+        ((np.uint64(2**64 - 1), 0), (-1, 0)),
     ],
 )
 def test_window(seen, window, sides):
-    fa_ops.attention(*qkv(), window=window)
-    assert (seen[0].window_left, seen[0].window_right) == sides
+    """All a backend ever reads are ints of Python below 2**31 - 1, whatever the way to it."""
+    q, k, v = qkv()
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    tokens = [t[0].transpose(0, 1) for t in (q, k, v)]
+    lens = torch.full((2,), 5, dtype=torch.int32)
+    for grad in (False, True):
+        x = q.detach().requires_grad_(grad)
+        fa_ops.attention(x, k, v, window=window)
+        fa_ops.attention(x, k, v, window=window, sinks=torch.ones(4), return_lse=True)
+        fa_ops.attention_varlen(tokens[0].detach().requires_grad_(grad), *tokens[1:], ends, ends,
+                                window=window).sum()  # fmt: skip
+    fa_ops.attention_with_kv_cache(q, k, v, lens, window=window)
+    fa_ops.attention_with_kv_cache(q, k, v, lens - 1, key=k[:, :, :1], value=v[:, :, :1].clone(),
+                                   window=window)  # fmt: skip
+    if window and None not in window and max(window) < 2**63:
+        given = {"window_left": int(window[0]), "window_right": int(window[1])}
+        out, lse = dense.WITH_LSE(q, k, v, **given)
+        dense.BACKWARD(out, None, q, k, v, out, lse, **given)
+        packed, lse = varlen.VARLEN(*tokens, ends, ends, **given)
+        varlen.BACKWARD(packed, None, *tokens, packed, lse, ends, ends, **given)
+        kv_cache.READ(q, k, v, lens, **given)
+    assert len(seen) >= 8
+    for spec in seen:
+        found = spec.window_left, spec.window_right
+        assert found == sides and [type(side) for side in found] == [int, int]
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, sys.maxsize, 2**63, 10**30])
+def test_a_window_of_any_size_compiles(side):
+    q, k, v = qkv()
+    compiled = torch.compile(
+        lambda left: fa_ops.attention(q, k, v, window=(left, 0)), backend="aot_eager",
+        fullgraph=True,
+    )  # fmt: skip
+    expected = fa_ops.attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(compiled(side), expected)
+    by_constant = torch.compile(
+        lambda q: fa_ops.attention(q, k, v, window=(side, 0)), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(by_constant(q), expected)
+
+
+def test_repeated_operator_calls_prepare_windows_alike(monkeypatch):
+    specs = []
+    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
+    monkeypatch.setattr(prepared, "_runs", {})
+    monkeypatch.setattr(prepared, "_ways", {})
+    monkeypatch.setattr(cpu, "prepare_cached", lambda *call: specs.append(call[4]), raising=False)
+    q, k, v = qkv()
+    kv_cache.READ(q, k, v, torch.full((2,), 5, dtype=torch.int32), window_left=2**40)
+    assert [spec.window_left for spec in specs] == [-1]
 
 
 def test_options_arrive(seen):

@@ -12,7 +12,7 @@ import torch
 
 import fa_ops
 from fa_ops import dispatch
-from fa_ops.types import Spec, rows_are_aligned
+from fa_ops.types import Cache, Spec, rows_are_aligned
 
 
 def qkv(**options):
@@ -37,6 +37,28 @@ def test_auto_says_what_every_backend_said(monkeypatch):
     monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
     with pytest.raises(NotImplementedError, match="on cpu:\n  cpu: not today"):
         fa_ops.attention(*qkv())
+
+
+def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
+    """Of choices that are remembered: a longer call is asked about again."""
+    monkeypatch.setattr(dispatch, "_selected", {})
+
+    def refuse(q, k, *call):
+        return "too long" if k.shape[-2 if k.dim() == 4 else 0] > 2**29 else None
+
+    monkeypatch.setattr(dispatch.load("cpu"), "support_error", refuse)
+    monkeypatch.setattr(dispatch.load("cpu"), "cache_error", refuse)
+    q, k, _ = qkv()
+    far = torch.zeros(1, 2, 1, 8).expand(-1, -1, 2**29 + 1, -1)
+    tokens = torch.zeros(1, 2, 8).expand(2**29 + 1, -1, -1)
+    for short, long, select in (
+        (k, far, lambda k: dispatch.select(q, k, k, Spec())),
+        (k[0], tokens, lambda k: dispatch.select(q[0], k, k, Spec())),
+        (k, far, lambda k: dispatch.select_cache(q, k, k, Cache(), Spec())),
+    ):
+        assert select(short) is dispatch.load("cpu")
+        with pytest.raises(NotImplementedError, match="too long"):
+            select(long)
 
 
 def test_use_backend_nests_and_ends(monkeypatch):

@@ -209,7 +209,10 @@ DOOR_ONLY = {
         {"window": (1.5, 2)}, T, "window must hold ints or None, got (1.5, 2)"
     ),
     "window of more than 64 bits": Bad(
-        {"window": (2**63, 0)}, V, f"window must hold integers of 64 bits, got {2**63}", ("door",)
+        {"window": (-(2**64), 0)},
+        V,
+        f"window must hold integers of 64 bits, got -{2**64}",
+        ("door",),
     ),
     "scale beyond floats": Bad(
         {"scale": 10**400}, V, "scale must fit a float, got an integer of 1329 bits", ("door",)

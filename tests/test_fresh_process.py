@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> str:
     command = [sys.executable, "-c", code]
@@ -27,6 +29,36 @@ backends = [name for name in sys.modules if name.startswith("fa_ops.backends")]
 print(backends)
 """
     assert run(code).split("\n")[:3] == ["[] False", "False", "[]"]
+
+
+BLOCKED = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'platformdirs'))\n"
+
+
+@pytest.mark.parametrize("package", ["compile_passes", "hf_integration"])
+def test_no_package_needs_what_the_commands_need(package):
+    code = f"""
+import torch, fa_ops, {package}
+from fa_ops.backends.hopper import compiler
+q = torch.randn(1, 1, 2, 4)
+print(tuple(fa_ops.attention(q, q, q).shape), compiler.cache_dir().name)
+"""
+    assert run(BLOCKED + code) == "(1, 1, 2, 4) fa_ops\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("command", ["doctor", "bench --help"])
+def test_commands_without_their_packages_name_the_remedy(missing, command):
+    code = f"""
+import runpy, sys
+sys.modules["{missing}"] = None
+sys.argv[1:] = "{command}".split()
+runpy.run_module("fa_ops", run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and result.stdout == ""
+    assert line.startswith("the commands of fa_ops need typer and rich (")
+    assert missing in line and line.endswith("pip install 'fa-ops[cli]'")
 
 
 def test_a_call_on_cpu_imports_no_kernel_language():

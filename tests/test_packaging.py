@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -47,13 +48,23 @@ def test_nothing_else_is(wheel):
     assert tops == {*PACKAGES, f"fa_ops-{fa_ops.__version__}.dist-info"}
 
 
+def test_the_source_distribution_carries_the_evaluations(tmp_path):
+    builder = pytest.importorskip("hatchling.builders.sdist", reason="building needs hatchling")
+    (path,) = builder.SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked("tests/evaluation") <= names
+
+
 def test_metadata_of_the_wheel(wheel):
     core = information(wheel, "METADATA").splitlines()
     assert f"Version: {fa_ops.__version__}" in core
     assert "License-Expression: Apache-2.0" in core
     required = [line for line in core if line.startswith("Requires-Dist") and "extra" not in line]
     names = {line.split()[1].split(">")[0] for line in required}
-    assert names == {"torch", "numpy", "typer", "rich", "platformdirs"}
+    assert names == {"torch", "numpy"}
+    commands = [line for line in core if line.endswith("extra == 'cli'")]
+    assert {line.split()[1].split(">")[0] for line in commands} == {"typer", "rich"}
     assert "Apache License" in information(wheel, "licenses/LICENSE")
 
 

@@ -1,11 +1,14 @@
-"""Implementations. No backend imports another (all may import `dropout`, the shared random rule),
-and none knows the dispatcher.
+"""Implementations. No backend imports another (all may import `dropout` and `rotary`, which are
+shared), and none knows the dispatcher.
 
 Every backend is a module or package with these functions; `Spec`, `Packing`, `Cache` and
 `Gradients` are in `fa_ops.types`:
 
     available_error() -> str | None
         why it cannot run on this machine at all
+    is_for_this_gpu() -> bool
+        optional: whether it would run here if all it needs were installed; where it is not, the
+        first call that another backend runs instead warns
     support_error(q, k, v, spec) -> str | None
         why it cannot run this call and its gradients, and what can; also called with packed
         (T, H, D) tensors

@@ -32,7 +32,7 @@ BASELINE = "SDPA, aten flash"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ContenderRow:
     """Milliseconds and MiB of one way to compute attention, and the time over aten's."""
 
     name: str
@@ -106,7 +106,9 @@ def contenders(S: int) -> dict[str, _Contender]:
     return found
 
 
-def run(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -> list[Row]:
+def run(
+    length: int = 4096, rounds: int = 3, threads: int = 1, only: str = ""
+) -> list[ContenderRow]:
     """Rows for (1, 8, length, 64), causal, fp32 where nothing else is said.
 
     Args:
@@ -126,7 +128,7 @@ def run(length: int = 4096, rounds: int = 3, threads: int = 1, only: str = "") -
         torch.set_num_threads(before)
     times = {key: 1e3 * seconds for key, seconds in best.items()}
     return [
-        Row(
+        ContenderRow(
             name,
             times[name, "forward"],
             times[name, "both"],
@@ -185,7 +187,3 @@ def main(
         first, second = ratios
         table.add_row(row.name, forward, first, both, second, f"{row.peak_mib:.0f}")
     Console(width=None if Console().is_terminal else 120).print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -26,7 +26,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.bench import report, timing
 from fa_ops.bench.decode_peers import PEERS, ours
-from fa_ops.bench.decode_problems import PRESETS, Data, Problem
+from fa_ops.bench.decode_problems import PRESETS, Data, DecodeProblem
 from fa_ops.bench.peers import Implementation
 from fa_ops.cli import options
 from fa_ops.types import Spec
@@ -36,7 +36,7 @@ GRAPH_BYTES = 4e9  # what a graph need not read more than
 console = Console()
 
 
-def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
+def _oracle(p: DecodeProblem, data: Data, k: Tensor, v: Tensor) -> Tensor:
     """The last row's last kv head in float64: (1, group, queries, Dv)."""
     length = p.lengths()[-1]
     if p.page:
@@ -50,7 +50,7 @@ def _oracle(p: Problem, data: Data, k: Tensor, v: Tensor) -> Tensor:
     return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
 
 
-def _captured(implementation: Implementation, p: Problem, data: Data):
+def _captured(implementation: Implementation, p: DecodeProblem, data: Data):
     """(graph, calls in it), once the result was found right."""
     caches = [tuple(data.view(x, p, implementation.layout) for x in pair) for pair in data.caches]
     with implementation.context():
@@ -74,7 +74,7 @@ def _captured(implementation: Implementation, p: Problem, data: Data):
 
 
 def measure(
-    p: Problem, implementations: list[Implementation], budget_ms: float
+    p: DecodeProblem, implementations: list[Implementation], budget_ms: float
 ) -> dict[str, float | str]:
     """Microseconds of one call of each implementation, or why there is no such number."""
     data, graphs = Data(p), {}
@@ -107,7 +107,7 @@ def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
     return start.elapsed_time(end) / times
 
 
-def _cell(p: Problem, us: float | str | None) -> str:
+def _cell(p: DecodeProblem, us: float | str | None) -> str:
     if not isinstance(us, float):
         return "-"
     return f"{us:.1f} {p.flops() / us / 1e6 if p.queries > 1 else p.bytes() / us / 1e3:.0f}"
@@ -120,7 +120,7 @@ def ratio(results: dict[str, float | str], ours: str = "fa_ops") -> float | None
     return min(peers) / us if peers and isinstance(us, float) else None
 
 
-Rows = list[tuple[Problem, dict[str, float | str]]]
+Rows = list[tuple[DecodeProblem, dict[str, float | str]]]
 
 
 def summaries(rows: Rows, ours: list[str]) -> Iterator[str]:
@@ -153,7 +153,10 @@ def absences(rows: Rows) -> Iterator[str]:
 
 
 def _rows(
-    problems: list[Problem], implementations: list[Implementation], budget: float, seconds: float
+    problems: list[DecodeProblem],
+    implementations: list[Implementation],
+    budget: float,
+    seconds: float,
 ) -> Rows:
     """Results in the order of the problems, of which none is begun after so many seconds."""
     rows, start = [], time.monotonic()
@@ -171,7 +174,7 @@ def _rows(
 
 def host_times() -> dict[str, timing.Time]:
     """Host time of eager calls over small caches, where the GPU cannot be what takes long."""
-    p = Problem(4, 512)
+    p = DecodeProblem(4, 512)
     data, paged = Data(p), dataclasses.replace(p, page=16)
     pages = Data(paged)
     k, v = (data.view(x, p, "bshd") for x in data.caches[0])
@@ -230,7 +233,7 @@ def main(
         report.write_json(json, "cuda", "decode", records)
 
 
-def _chosen(preset: str, heads: str | None) -> list[Problem]:
+def _chosen(preset: str, heads: str | None) -> list[DecodeProblem]:
     """The preset's problems with the heads asked for."""
     problems = PRESETS[preset]()
     known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)

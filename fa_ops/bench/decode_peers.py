@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
 from fa_ops import dispatch
-from fa_ops.bench.decode_problems import Data, Problem
+from fa_ops.bench.decode_problems import Data, DecodeProblem
 from fa_ops.bench.peers import Call, Implementation
 from fa_ops.cli import options
 
@@ -22,7 +22,7 @@ from fa_ops.cli import options
 def _ours(backend: str | None) -> list[Implementation]:
     """The operator with one backend, over both layouts of a cache."""
 
-    def build(p: Problem, data: Data) -> Call:
+    def build(p: DecodeProblem, data: Data) -> Call:
         width = p.Dv or p.D
         given: dict = {"num_splits": 1} if p.unsplit else {}
         given |= {"is_causal": True} if p.queries > 1 else {}
@@ -38,7 +38,7 @@ def _ours(backend: str | None) -> list[Implementation]:
     ]
 
 
-def _plain(p: Problem) -> None:
+def _plain(p: DecodeProblem) -> None:
     if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
         raise NotImplementedError("takes neither pages nor fp8, lengths, padding or shared values")
     if p.queries > 1:
@@ -46,14 +46,14 @@ def _plain(p: Problem) -> None:
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:
-    def build(p: Problem, data: Data) -> Call:
+    def build(p: DecodeProblem, data: Data) -> Call:
         _plain(p)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=p.Hq != p.Hkv)
 
     return Implementation(f"sdpa {name}", build, context=lambda: sdpa_kernel(backend))
 
 
-def _flex(p: Problem, data: Data) -> Call:
+def _flex(p: DecodeProblem, data: Data) -> Call:
     from torch.nn.attention.flex_attention import flex_attention
 
     _plain(p)
@@ -62,7 +62,7 @@ def _flex(p: Problem, data: Data) -> Call:
     return lambda q, k, v: compiled(q, k, v, enable_gqa=p.Hq != p.Hkv)
 
 
-def _flash_attn_3(p: Problem, data: Data) -> Call:
+def _flash_attn_3(p: DecodeProblem, data: Data) -> Call:
     names = ("flash_attn_interface", "fa3_fwd_interface", "tokenspeed_fa3.flash_attn_interface")
     found = [name for name in names if importlib.util.find_spec(name.split(".")[0])]
     function = importlib.import_module((found or names)[0]).flash_attn_with_kvcache

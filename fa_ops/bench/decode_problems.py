@@ -12,7 +12,7 @@ COLD_BYTES = 320 * 2**20  # what a graph walks over at least: several L2s
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class DecodeProblem:
     """One call: B rows of one query token, or the last of several, against S cached keys. Dv = 0:
     as D."""
 
@@ -72,7 +72,7 @@ class Problem:
 class Data:
     """Queries, several caches and what else captured graphs read, on the device."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: DecodeProblem) -> None:
         p = problem
         g = torch.Generator("cuda").manual_seed(0)
         numbers = p.B * p.S * p.Hkv * p.D
@@ -97,13 +97,13 @@ class Data:
             self.table = order.view(p.B, -1)
 
     @staticmethod
-    def _draw(numbers: int, g: torch.Generator, p: Problem) -> Tensor:
+    def _draw(numbers: int, g: torch.Generator, p: DecodeProblem) -> Tensor:
         x = torch.empty(numbers, device="cuda", dtype=p.cached)
         for part in x.split(2**28):
             part.copy_(torch.randn(part.shape, device="cuda", generator=g, dtype=p.dtype))
         return x
 
-    def view(self, x: Tensor, p: Problem, layout: str) -> Tensor:
+    def view(self, x: Tensor, p: DecodeProblem, layout: str) -> Tensor:
         """The flat memory as (B, Hkv, S, D), in either order, or as pages."""
         if p.page:
             return x.view(-1, p.page, p.Hkv, p.D)
@@ -115,10 +115,10 @@ class Data:
 HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 64))
 
 
-def _grid() -> list[Problem]:
+def _grid() -> list[DecodeProblem]:
     """Batches times lengths times heads, as far as one cache takes at most 36 GB."""
     cells = [
-        Problem(B, S, *heads)
+        DecodeProblem(B, S, *heads)
         for heads in HEADS
         for B in (1, 8, 64, 256)
         for S in (1024, 4096, 8192, 32768, 131072)
@@ -126,28 +126,33 @@ def _grid() -> list[Problem]:
     return [p for p in cells if p.bytes() <= 36e9]
 
 
-PRESETS: dict[str, Callable[[], list[Problem]]] = {
+PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
     "issue": _grid,
-    "quick": lambda: [Problem(1, 1024), Problem(1, 8192), Problem(8, 8192), Problem(64, 4096)],
+    "quick": lambda: [
+        DecodeProblem(1, 1024),
+        DecodeProblem(1, 8192),
+        DecodeProblem(8, 8192),
+        DecodeProblem(64, 4096),
+    ],
     "paged": lambda: [
-        Problem(B, S, page=page)
+        DecodeProblem(B, S, page=page)
         for B, S in ((8, 8192), (64, 4096))
         for page in (0, 256, 64, 16, 8, 1)
     ],
-    "fp8": lambda: [Problem(B, 4096, fp8=fp8) for B in (8, 64) for fp8 in (False, True)],
+    "fp8": lambda: [DecodeProblem(B, 4096, fp8=fp8) for B in (8, 64) for fp8 in (False, True)],
     "mla": lambda: [
-        Problem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
+        DecodeProblem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
     ],
-    "ragged": lambda: [Problem(64, 32768, ragged=True), Problem(64, 16384)],
-    "padded": lambda: [Problem(8, 32768, padding=28672), Problem(8, 4096)],
-    "unsplit": lambda: [Problem(1, 131072), Problem(1, 131072, unsplit=True)],
+    "ragged": lambda: [DecodeProblem(64, 32768, ragged=True), DecodeProblem(64, 16384)],
+    "padded": lambda: [DecodeProblem(8, 32768, padding=28672), DecodeProblem(8, 4096)],
+    "unsplit": lambda: [DecodeProblem(1, 131072), DecodeProblem(1, 131072, unsplit=True)],
     "unified": lambda: [
-        Problem(B, S, unified=unified)
+        DecodeProblem(B, S, unified=unified)
         for B, S in ((1, 8192), (8, 1024), (64, 4096))
         for unified in (False, True)
     ],
     "prefill": lambda: [
-        Problem(B, S, page=page, queries=queries)
+        DecodeProblem(B, S, page=page, queries=queries)
         for B, S, queries in ((1, 8192, 8192), (1, 32768, 2048), (8, 8192, 512), (64, 4096, 64))
         for page in (0, 64, 16)
     ],

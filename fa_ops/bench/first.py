@@ -26,7 +26,7 @@ from rich.table import Table
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler
 from fa_ops.bench import report
-from fa_ops.bench.first_families import FAMILIES, Family
+from fa_ops.bench.first_families import FAMILIES, KernelFamily
 from fa_ops.cli import options
 
 COLD_MS, WARM_MS = 1000.0, 50.0  # what a first call may take
@@ -44,7 +44,7 @@ class First(NamedTuple):
     compile_ms: float
 
 
-class Row(NamedTuple):
+class FamilyRow(NamedTuple):
     """Of one family: the first call with an empty cache, the calls behind it, and the first call
     with a full one."""
 
@@ -80,7 +80,9 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def measure(family: Family, lengths: tuple[int, ...], device: str, backend: str) -> list[First]:
+def measure(
+    family: KernelFamily, lengths: tuple[int, ...], device: str, backend: str
+) -> list[First]:
     """Calls of these lengths, one behind the other, in this process; each is synchronised."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     unrelated = torch.ones(8, device=device, requires_grad=True)
@@ -107,7 +109,7 @@ def _serve(pipe: Connection, folder: str, *measurement) -> None:
 
 def alone(
     folder: str,
-    family: Family,
+    family: KernelFamily,
     lengths: tuple[int, ...],
     device: str = "cuda",
     backend: str = "hopper",
@@ -137,14 +139,14 @@ def alone(
         process.join()
 
 
-def row(family: Family) -> Row:
+def row(family: KernelFamily) -> FamilyRow:
     with tempfile.TemporaryDirectory() as folder:
         cold, *others = alone(folder, family, (family.length, *family.others))
         (warm,) = alone(folder, family, (family.length,))
-    return Row(family.name, cold, others, warm)
+    return FamilyRow(family.name, cold, others, warm)
 
 
-def _told(rows: list[Row]) -> list[Row]:
+def _told(rows: list[FamilyRow]) -> list[FamilyRow]:
     """A line on stderr for each, as all of them take a while."""
     for r in rows:
         others = ", ".join(_cell(other) for other in r.others)
@@ -153,14 +155,14 @@ def _told(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _median(rows: list[Row]) -> Row:
+def _median(rows: list[FamilyRow]) -> FamilyRow:
     """The row whose cold call is the median one, with the median warm call."""
     by = lambda name: sorted(rows, key=lambda r: getattr(r, name).ms)  # noqa: E731
     middle = (len(rows) - 1) // 2
     return by("cold")[middle]._replace(warm=by("warm")[middle].warm)
 
 
-def table(title: str, rows: list[Row]) -> Table:
+def table(title: str, rows: list[FamilyRow]) -> Table:
     """A line a family: milliseconds, and how many kernels were compiled meanwhile."""
     made = Table(title=title, caption="ms of a synchronised call; +1: it compiled a kernel")
     made.add_column("family", no_wrap=True)
@@ -180,7 +182,7 @@ def _cell(first: First) -> str:
     return f"{first.ms:.1f}" + (f" +{first.compiled}" if first.compiled else "")
 
 
-def verdicts(rows: list[Row]) -> Iterator[str]:
+def verdicts(rows: list[FamilyRow]) -> Iterator[str]:
     """What was slower than it should be, or compiled where it should not; or that nothing was."""
     slow = [
         f"{r.family}: {kind} {first.ms:.0f} ms, more than {limit:.0f}"
@@ -201,7 +203,7 @@ def verdicts(rows: list[Row]) -> Iterator[str]:
     ]
 
 
-def records(rows: list[Row]) -> list[dict]:
+def records(rows: list[FamilyRow]) -> list[dict]:
     return [
         {
             "family": r.family,

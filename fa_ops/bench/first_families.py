@@ -15,7 +15,7 @@ DTYPE = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class KernelFamily:
     """Calls that differ in lengths alone, of `length` tokens or keys first, then of `others`.
 
     The last length is so short that there are fewer tiles than multiprocessors.
@@ -37,39 +37,39 @@ class Family:
 Draw = Callable[..., Tensor]
 
 
-def _dense(f: Family, S: int, draw: Draw, backend: str, grad: bool = False):
+def _dense(f: KernelFamily, S: int, draw: Draw, backend: str, grad: bool = False):
     q, k, v = (draw(1, 16, S, f.D, requires_grad=grad) for _ in range(3))
     return lambda: fa_ops.attention(q, k, v, is_causal=True, backend=backend)
 
 
-def _backward(f: Family, S: int, draw: Draw, backend: str):
+def _backward(f: KernelFamily, S: int, draw: Draw, backend: str):
     """The backward pass alone: the forward pass is one of the inputs."""
     out = _dense(f, S, draw, backend, grad=True)()
     grad = torch.randn_like(out)
     return lambda: out.backward(grad)
 
 
-def _varlen(f: Family, S: int, draw: Draw, backend: str):
+def _varlen(f: KernelFamily, S: int, draw: Draw, backend: str):
     q, k, v = (draw(S, 16, f.D) for _ in range(3))
     ends = torch.tensor([0, S // 8, S // 2, S], dtype=torch.int32, device=q.device)
     return lambda: fa_ops.attention_varlen(q, k, v, ends, ends, is_causal=True, backend=backend)
 
 
-def _decode(f: Family, S: int, draw: Draw, backend: str, B: int = 8):
+def _decode(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
     q = draw(B, 32, 1, f.D)
     table, shape = _pages(f, S, B, q.device)
     k, v = (draw(*shape(8), f.D) for _ in range(2))
     return _cached(q, k, v, S, table, backend)
 
 
-def _mla(f: Family, S: int, draw: Draw, backend: str, B: int = 8):
+def _mla(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
     q = draw(B, 64, 1, f.D)
     table, shape = _pages(f, S, B, q.device)
     k = draw(*shape(1), f.D)
     return _cached(q, k, k[..., :512], S, table, backend)
 
 
-def _pages(f: Family, S: int, B: int, device: torch.device):
+def _pages(f: KernelFamily, S: int, B: int, device: torch.device):
     """A page table, or None, and a cache's shape for so many heads, but for features."""
     if not f.page:
         return None, lambda heads: (B, heads, S)
@@ -87,11 +87,11 @@ CALLS = {
     "forward": _dense, "backward": _backward, "varlen": _varlen, "decode": _decode, "mla": _mla,
 }  # fmt: skip
 FAMILIES = (
-    *(Family(f"forward causal D{D}", "forward", D) for D in (64, 128, 256)),
-    *(Family(f"backward causal D{D}", "backward", D) for D in (64, 128, 256)),
-    Family("varlen causal D128", "varlen", 128),
-    Family("decode D128", "decode", 128),
-    Family("decode D128, pages of 64", "decode", 128, page=64),
-    Family("MLA", "mla", 576),
-    Family("MLA, pages of 64", "mla", 576, page=64),
+    *(KernelFamily(f"forward causal D{D}", "forward", D) for D in (64, 128, 256)),
+    *(KernelFamily(f"backward causal D{D}", "backward", D) for D in (64, 128, 256)),
+    KernelFamily("varlen causal D128", "varlen", 128),
+    KernelFamily("decode D128", "decode", 128),
+    KernelFamily("decode D128, pages of 64", "decode", 128, page=64),
+    KernelFamily("MLA", "mla", 576),
+    KernelFamily("MLA, pages of 64", "mla", 576, page=64),
 )

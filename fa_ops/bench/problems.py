@@ -87,12 +87,34 @@ def _cross() -> list[Problem]:
     return [Problem(B, H, H, S, D, causal=False, cross=Sk) for B, H, S, D, Sk in _CROSS]
 
 
+# (B, Hq, Hkv, S, D, causal) of models that are trained: of Llama-3 all heads, a quarter, an eighth;
+# a language model, image transformers, image encoders
+_MODELS = (
+    (1, 8, 1, 8192, 128, True),
+    (2, 8, 1, 4096, 128, True),
+    (1, 16, 2, 8192, 128, True),
+    (2, 16, 2, 4096, 128, True),
+    (1, 32, 8, 8192, 128, True),
+    (2, 32, 8, 4096, 128, True),
+    (1, 64, 8, 8192, 64, True),
+    (1, 8, 4, 8192, 256, True),
+    (1, 24, 24, 4608, 128, False),
+    (32, 16, 16, 729, 72, False),
+    (8, 8, 8, 4096, 40, False),
+)
+
+
+def _models() -> list[Problem]:
+    return [Problem(B, Hq, Hkv, S, D, causal) for B, Hq, Hkv, S, D, causal in _MODELS]
+
+
 PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "issue": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
     "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
     "gqa": lambda: _grid(16384, 4096, (128,), _LENGTHS, group=4),
     "odd": lambda: _grid(16384, 2048, (64, 128), _ODD),
     "cross": _cross,
+    "models": _models,
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),

@@ -97,12 +97,12 @@ def _fuzz(
     json: Annotated[
         Path | None, typer.Option(help="write all counts and failures here", callback=in_a_folder)
     ] = None,
+    arena: Annotated[
+        bool,
+        typer.Option("--arena", help="calls at the edges alone, in memory with checked margins"),
+    ] = False,
 ) -> None:
     """Random calls, forward and backward, against the fp64 oracle; fails if one is off."""
     import_module("fa_ops.cli.fuzz").run(
-        words(backend), device, cases, each, seed, case, words(dtype), workers, seconds, json
+        words(backend), device, cases, each, seed, case, words(dtype), workers, seconds, json, arena
     )  # fmt: skip
-
-
-def main() -> None:
-    app(prog_name="python -m fa_ops")

@@ -26,7 +26,7 @@ CAPTION = (
 
 
 @dataclass
-class Result:
+class ModelRun:
     """What one way of running the model gave."""
 
     way: str
@@ -125,8 +125,8 @@ WAYS = {
 }
 
 
-def _measure(way, prepare, model: smollm.Model, question, tokens, device, steps) -> Result:
-    result = Result(way)
+def _measure(way, prepare, model: smollm.Model, question, tokens, device, steps) -> ModelRun:
+    result = ModelRun(way)
     net = model.net
     try:
         prepare(net)
@@ -155,7 +155,7 @@ def _prefill(net: torch.nn.Module, ids: Tensor) -> None:
     net(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def _time_prefill(result: Result, net: torch.nn.Module, question: Tensor, device: str) -> None:
+def _time_prefill(result: ModelRun, net: torch.nn.Module, question: Tensor, device: str) -> None:
     """Time every length, and note the memory of the longest."""
     ids = question.repeat(1, LENGTHS[-1] // question.shape[1] + 1)
     for length in LENGTHS:
@@ -171,7 +171,7 @@ def _time_prefill(result: Result, net: torch.nn.Module, question: Tensor, device
         result.memory = measure.peak_memory(step, device)
 
 
-def _table(results: list[Result], prompt: str, where: str) -> Table:
+def _table(results: list[ModelRun], prompt: str, where: str) -> Table:
     table = Table(title=f"“{prompt}” on {where}", show_lines=True, caption=CAPTION)
     table.add_column("way")
     table.add_column("text", ratio=1)

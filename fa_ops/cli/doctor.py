@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import platformdirs
 import torch
 import typer
 from rich.console import Console
 
 from fa_ops import __version__, dispatch
+from fa_ops.backends.hopper import cubin_cache
 
 PACKAGES = ("torch", "triton", "transformers")
 
@@ -32,7 +33,7 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "versions", versions()
     yield "devices", devices()
     yield "backends", backends()
-    yield "cache", [cache()]
+    yield "cache", cache(cubin_cache.folder())
 
 
 def transformers_model(model: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -85,21 +86,43 @@ def backends() -> list[tuple[str, str]]:
     return [*rows, ("in use", f"{chosen} ({origin})")]
 
 
-def cache() -> tuple[str, str]:
-    """The folder for compiled kernels and its state."""
-    override = os.environ.get("FA_OPS_CACHE_DIR")
-    folder = Path(override or platformdirs.user_cache_dir("fa_ops"))
-    origin = " (from FA_OPS_CACHE_DIR)" if override else ""
-    return f"{folder}{origin}", state(folder)
+def cache(folder: Path) -> list[tuple[str, str]]:
+    """The folder for compiled kernels: where it is, whose, and whether it is used."""
+    origin = " (from FA_OPS_CACHE_DIR)" if os.environ.get("FA_OPS_CACHE_DIR") else ""
+    rows = [("folder", f"{folder}{origin}")]
+    try:
+        about = os.stat(folder)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        return [*rows, ("verdict", unused(error))]
+    else:
+        rows.append(("owner", cubin_cache.owner(about)))
+        rows.append(("mode", f"{stat.S_IMODE(about.st_mode):04o}"))
+    return [*rows, ("verdict", verdict(folder))]
 
 
-def state(folder: Path) -> str:
-    if not folder.exists():
-        return "does not exist yet; made when a kernel is first compiled"
-    if not folder.is_dir():
-        return "is not a folder: kernels are compiled again by every process"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "is not writable: kernels are compiled again by every process"
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    return f"writable, {len(files)} files, {size / 2**20:.1f} MiB"
+def verdict(folder: Path) -> str:
+    try:
+        with cubin_cache.opened(folder) as descriptor:
+            files = [about for about in map(_stat, os.scandir(descriptor)) if about]
+    except FileNotFoundError:
+        above = next(one for one in folder.absolute().parents if one.exists())
+        if os.access(above, os.W_OK | os.X_OK):
+            return "does not exist yet; made when a kernel is first compiled"
+        return unused(f"it does not exist, and {above} is not writable")
+    except OSError as error:
+        return unused(error)
+    contents = f"{len(files)} files, {sum(one.st_size for one in files) / 2**20:.1f} MiB"
+    if os.access(folder, os.W_OK | os.X_OK):
+        return f"trusted, writable, {contents}"
+    return f"trusted, not writable: each process compiles again what is not in it; {contents}"
+
+
+def _stat(entry: os.DirEntry) -> os.stat_result | None:
+    return entry.stat(follow_symlinks=False) if entry.is_file(follow_symlinks=False) else None
+
+
+def unused(reason: object) -> str:
+    reason = getattr(reason, "strerror", None) or reason
+    return f"not used, each process compiles its kernels again: {reason}"

@@ -18,7 +18,7 @@ from rich.table import Table
 from fa_ops import dispatch
 from fa_ops.bench.report import environment, write_json
 from fa_ops.cli import options
-from fa_ops.cli.fuzz_cases import Outcome, Run, Target
+from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, Target
 from fa_ops.cli.fuzz_workers import fuzz
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,14 +37,15 @@ def run(
     workers: int | None,
     seconds: float | None,
     json: Path | None,
+    arena: bool,
 ) -> None:
     """Raises SystemExit(1) for a case that failed, or if time was up before all were tried."""
-    targets = _targets(backends, device, dtypes)
+    targets = _targets(backends, device, dtypes, arena)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
     if case is not None:
-        runs = [Run(target, seed, case, case + 1) for target in targets]
+        runs = [FuzzRun(target, seed, case, case + 1) for target in targets]
         cases, workers = len(targets), 0
     else:
         runs = list(plan(targets, cases, each, seed))
@@ -57,6 +58,7 @@ def run(
     spent = time.monotonic() - start
     facts = environment(targets[0].device)
     title = f"random calls against the oracle, {facts['device']}, torch {facts['torch']}"
+    title += ", with margins around all tensors" * arena
     console.print(tally.summary(title, targets))
     console.print(tally.table_of_features(targets))
     given = f" --dtype {','.join(dtypes)}" if dtypes else ""
@@ -74,7 +76,9 @@ def run(
         raise SystemExit(1)
 
 
-def _targets(backends: Sequence[str], device: str, dtypes: Sequence[str]) -> list[Target]:
+def _targets(
+    backends: Sequence[str], device: str, dtypes: Sequence[str], arena: bool
+) -> list[Target]:
     """Raises typer.BadParameter for a name that is not known, or a backend that cannot run here."""
     device = options.device(device)
     known = DTYPES | ({"float64": torch.float64} if device == "cpu" else {})
@@ -87,10 +91,10 @@ def _targets(backends: Sequence[str], device: str, dtypes: Sequence[str]) -> lis
         reason = dispatch.available_error(name)
         if reason is not None:
             raise typer.BadParameter(f"--backend {name}: {reason}")
-    return [Target(name, device, chosen) for name in backends]
+    return [Target(name, device, chosen, arena) for name in backends]
 
 
-def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[Run]:
+def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterator[FuzzRun]:
     """The cases, shared out among the targets; family `seed` first, `each` cases of a family."""
     left = [cases // len(targets) + (i < cases % len(targets)) for i in range(len(targets))]
     for family in itertools.count(seed):
@@ -98,7 +102,7 @@ def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterato
             count = min(each, left[i])
             left[i] -= count
             if count:
-                yield Run(target, family, 0, count)
+                yield FuzzRun(target, family, 0, count)
         if not any(left):
             return
 
@@ -106,7 +110,7 @@ def plan(targets: Sequence[Target], cases: int, each: int, seed: int) -> Iterato
 def again(outcome: Outcome) -> str:
     """The command that runs a case again, alone and in its own process."""
     target = outcome.target
-    options = f"--backend {target.backend} --device {target.device}"
+    options = f"--backend {target.backend} --device {target.device}" + " --arena" * target.arena
     return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
 
 

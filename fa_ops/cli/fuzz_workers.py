@@ -10,12 +10,12 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from fa_ops.cli.fuzz_cases import Outcome, Run, outcomes, strict
+from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, outcomes, strict
 
 PATIENCE = 100.0  # seconds for a case, compilation and the start of the process included
 
 
-def fuzz(runs: Iterable[Run], workers: int, seconds: float | None) -> Iterator[Outcome]:
+def fuzz(runs: Iterable[FuzzRun], workers: int, seconds: float | None) -> Iterator[Outcome]:
     """Try the runs in as many processes, or in this one if `workers` is 0, until time is up.
 
     A process that ends or says nothing for long fails the case that it was at, and another goes on
@@ -55,9 +55,9 @@ class _Worker:
 
     def __init__(self) -> None:
         self.process: multiprocessing.Process | None = None
-        self.run: Run | None = None
+        self.run: FuzzRun | None = None
 
-    def start(self, run: Run) -> None:
+    def start(self, run: FuzzRun) -> None:
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, theirs = context.Pipe()
@@ -98,12 +98,12 @@ class _Worker:
             self.process = None
 
 
-def _hang(run: Run) -> Outcome:
+def _hang(run: FuzzRun) -> Outcome:
     error = f"no result after {PATIENCE:.0f} s"
     return Outcome(run.target, run.family, run.first, error=error, spoils=True)
 
 
-def _crash(run: Run, status: int | None) -> Outcome:
+def _crash(run: FuzzRun, status: int | None) -> Outcome:
     error = f"the process ended with status {status}"
     return Outcome(run.target, run.family, run.first, error=error, spoils=True)
 

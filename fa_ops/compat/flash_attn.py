@@ -9,8 +9,8 @@ CPU too, in every dtype it has, and differentiate where the originals do.
 What differs: a window's sides may be None, which is unbounded as -1 is; values may be of another
 width than keys; dropout drops other weights than flash-attn's for the same seed of torch. What has
 no counterpart is refused by its name: `return_attn_probs` with dropout, as weights are never
-stored; `block_table` of packed sequences; `cache_batch_idx`; and `cache_leftpad` with a rotary
-embedding. What the operators refuse, they name as they do: query, key, value, kv_lens.
+stored; `block_table` of packed sequences; and `cache_batch_idx`. What the operators refuse, they
+name as they do: query, key, value, kv_lens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.api import attention, attention_varlen, need_int, need_tensor
+from fa_ops.backends import rotary
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.ops import cache_checks
 
 __all__ = [
     "flash_attn_func",
@@ -184,7 +186,10 @@ def flash_attn_with_kvcache(
         v_cache: the same with ``Dv``.
         k: ``(B, Sn, Hkv, D)``, to be appended in place.
         v: ``(B, Sn, Hkv, Dv)``.
-        rotary_cos: ``(positions, R / 2)``; turns the queries and ``k``, which must be given.
+        rotary_cos: ``(positions, R / 2)``; turns the queries and ``k``, which must be given. New
+            key ``j`` stands at ``cache_seqlens + j``, and so does query ``i`` at
+            ``cache_seqlens + i`` of a call that is causal or has a window; all queries stand at
+            ``cache_seqlens`` else. Padding counts.
         rotary_sin: ``(positions, R / 2)``.
         cache_seqlens: int32 ``(B,)`` or one number, keys that each row holds before the call;
             ``None``: all that the cache has room for.
@@ -210,8 +215,8 @@ def flash_attn_with_kvcache(
         )
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
-    if rotary_cos is not None:
-        _rotary(q, k, causal, window_size, cache_leftpad)
+    if rotary_cos is not None and k is None:
+        raise ValueError("k must be given where rotary_cos is: it is turned with the queries")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k: they say where it goes")
     if k is not None and v is not None:
@@ -224,10 +229,17 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     lens = room if cache_seqlens is None else cache_seqlens
     if not isinstance(lens, Tensor):
-        need_int("cache_seqlens", lens, "a Tensor or an int")
+        lens = need_int("cache_seqlens", lens, "a Tensor or an int")
         if not 0 <= lens <= room:
             raise ValueError(f"cache_seqlens must lie within the cache's {room} keys, got {lens}")
         lens = torch.full((q.shape[0],), lens, dtype=torch.int32, device=q.device)
+    if rotary_cos is not None:
+        local = any(side is not None and 0 <= side < room for side in _pair(window_size))
+        apart = causal or local
+        if q.shape[1] != k.shape[1] or (q.shape[1] > 1 and not apart):
+            tables = rotary_cos, rotary_sin, rotary_interleaved
+            q, k = _turned(q, k, *tables, lens, apart)
+            rotary_cos = rotary_sin = None
     result = attention_with_kv_cache(
         *(q.transpose(1, 2), k_cache, v_cache, lens, block_table, causal),
         key=None if k is None else k.transpose(1, 2),
@@ -248,18 +260,27 @@ def flash_attn_with_kvcache(
     return result[0].transpose(1, 2), result[1]
 
 
-def _rotary(q: Tensor, k: Tensor | None, causal: bool, window: Window, leftpad: object) -> None:
-    if k is None:
-        raise ValueError("k must be given where rotary_cos is: it is turned with the queries")
-    if leftpad is not None:
-        raise NotImplementedError(
-            "cache_leftpad must be None with rotary_cos: positions would begin behind the padding"
-        )
-    if q.shape[1] > 1 and not causal and _window(window) is None:
-        raise NotImplementedError(
-            f"causal must be True where rotary_cos turns several queries, got {q.shape[1]} of a "
-            "row: flash-attn turns all of them to one position otherwise"
-        )
+def _turned(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, lens: Tensor, apart: bool
+) -> tuple[Tensor, Tensor]:
+    """Queries and new keys where the operator, whose last query stands at the last key, would turn
+    them otherwise; as they are if they do not fit, which the operator refuses."""
+    cache_checks.rotary(q.transpose(1, 2), cos, sin)
+    (B, Sq, _, D), Sn = q.shape, k.shape[1]
+    if lens.shape != (B,) or k.shape[0] != B or k.shape[3] != D:
+        return q, k
+    needed = max(Sn, Sq if apart else 1)
+    if lens.device.type == "cpu" and not torch.compiler.is_compiling() and B:
+        last = int(lens.max()) + needed
+        if last > cos.shape[0]:
+            raise ValueError(f"rotary_cos has {cos.shape[0]} positions, but {last} are turned to")
+    results = []
+    for x, steps in ((q, Sq if apart else 1), (k, Sn)):
+        at = lens[:, None] + torch.arange(steps, device=lens.device)
+        at = at.clamp(0, cos.shape[0] - 1).expand(-1, x.shape[1])
+        x = rotary.turned(x.transpose(1, 2), cos, sin, interleaved, at)
+        results.append(x.transpose(1, 2))
+    return results[0], results[1]
 
 
 def _from(leftpad: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def ring_attention(
         raise NotImplementedError(
             "the reference backend has gradients of whole calls alone, got inputs that require grad"
         )
-    call = Call(is_causal, scale, softcap, deterministic, backend)
+    call = RingOptions(is_causal, scale, softcap, deterministic, backend)
     # what the operator or every backend refuses must be refused before anything is sent
     with torch.no_grad():
         on_meta = (t.to("meta") for t in (query, key, value))
@@ -93,7 +93,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-class Call(NamedTuple):
+class RingOptions(NamedTuple):
     """What all steps have in common."""
 
     is_causal: bool
@@ -156,7 +156,7 @@ def _reach(
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ring: Ring, zigzag: bool, call: Call):
+    def forward(ctx, q, k, v, ring: Ring, zigzag: bool, call: RingOptions):
         out = lse = None
         for source, (k_here, v_here) in ring.rounds(k, v):
             reach = _reach(ring, source, call.is_causal, zigzag, q.shape[2])

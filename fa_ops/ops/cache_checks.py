@@ -38,11 +38,11 @@ def cached(
         "key_cache must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
         q.dtype, k.dtype, error=TypeError,
     )  # fmt: skip
-    (B, Hq, _, D), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
+    (B, Hq, *_), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
     _cache_shapes(q, k, v, cache)
     _new(q, v, cache, B, Hkv)
     _scales(q, k, cache, B, Hkv)
-    _rotary(q, cache, D)
+    rotary(q, cache.rotary_cos, cache.rotary_sin)
     _unified_max(q, cache.unified_max, Hq)
     need(cache.num_splits >= 0, "num_splits must not be negative, got {}", cache.num_splits)
     both = cache.batch_invariant and cache.num_splits > 0
@@ -57,11 +57,21 @@ def cached(
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
         for name, t in (("key_cache", k), ("value_cache", v)):
-            shared = any(size > 1 and not stride for size, stride in zip(t.shape, t.stride()))
-            need(not shared, "{} is written to, so no two of its elements may share memory, got "
-                 "strides {}", name, t.stride())  # fmt: skip
+            message = "{} is written to, so no two of its elements may share memory, got strides {}"
+            need(not _overlaps(t), message, name, t.stride())
     small = {name: t.contiguous() for name in _SMALL if (t := getattr(cache, name)) is not None}
     return (cache._replace(**small) if small else cache), checks.compact(spec)
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether elements share memory, as in expanded and unfolded tensors."""
+    reach = 1  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
@@ -132,15 +142,15 @@ def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
         need(size == expected, message, B, ranges.shape)
 
 
-def _rotary(q: Tensor, cache: Cache, D) -> None:
-    cos, sin = cache.rotary_cos, cache.rotary_sin
+def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    """The tables of a rotary embedding, given the query (B, H, S, D)."""
     need((cos is None) == (sin is None), "rotary_cos and rotary_sin must be given together")
     if cos is None:
         return
     need(cos.dim() == 2, "rotary_cos must have shape (positions, R / 2), got {}", cos.shape)
     need(cos.shape[0] >= 1, "rotary_cos must have at least one position, got {}", cos.shape)
-    need(2 * cos.shape[1] <= D, "rotary_cos is for {} features, but query has {}",
-         2 * cos.shape[1], D)  # fmt: skip
+    R, D = 2 * cos.shape[1], q.shape[3]
+    need(R <= D, "rotary_cos is for {} features, but query has {}", R, D)
     checks.floats(q, "rotary_cos", cos)
     checks.floats(q, "rotary_sin", sin)
     need(sin.dtype == cos.dtype, "rotary_sin is {}, but rotary_cos is {}", sin.dtype, cos.dtype,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops.library import lse_dtype
-from fa_ops.types import Packing, Spec
+from fa_ops.types import Packing, Spec, bounded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _USUAL_DTYPES = frozenset(DTYPES[:3])
@@ -203,9 +203,11 @@ def _is_plain(spec: Spec) -> bool:
 
 
 def compact(spec: Spec) -> Spec:
-    """The spec with its small tensors contiguous: kernels index them flat."""
+    """The spec as kernels want it: small tensors contiguous, as they index them flat, and no side
+    of a window that leaves no key out."""
     small = (None if t is None else t.contiguous() for t in spec[7:12])
-    return Spec(*spec[:7], *small, *spec[12:])
+    sides = bounded(spec.window_left), bounded(spec.window_right)
+    return Spec(*spec[:4], *sides, spec[6], *small, *spec[12:])
 
 
 _NAMES = "float16, bfloat16, float32 or float64"

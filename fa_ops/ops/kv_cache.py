@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, library, prepared
-from fa_ops.types import Cache, Spec, longer, without_new
+from fa_ops.types import Cache, Spec, has_room, longer, without_new
 
 READ = torch.ops.fa.attention_with_kv_cache.default
 APPEND = torch.ops.fa.attention_with_kv_cache_append.default
@@ -69,7 +69,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
     if q.device.type == "cpu" or (DEBUG and not torch.cuda.is_current_stream_capturing()):
         cache_checks.values(q, k, cache, spec)
     nothing_new = cache.key is None or not cache.key.numel()
-    if not k.numel() or (nothing_new and not q.numel()):
+    if not has_room(k, cache) or (nothing_new and not q.numel()):
         out, lse = empty_outputs(q, v)
         lse.copy_(float("-inf") if spec.sinks is None else spec.sinks.view(-1, 1))
         return out.zero_(), lse
@@ -81,7 +81,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor,
         cache, spec = without_new(cache), longer(spec, cache)
     results = dispatch.select_cache(q, k, v, cache, spec).cache_forward(q, k, v, cache, spec)
     if call is not None and writer is None:
-        prepared.make_cached(call, q, k, v, given, asked)
+        sides = {"window_left": spec.window_left, "window_right": spec.window_right}
+        prepared.make_cached(call, q, k, v, given, asked._replace(**sides))
     return results
 
 

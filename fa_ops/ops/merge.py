@@ -14,16 +14,12 @@ MERGE = torch.ops.fa.merge_states.default
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.states(outs, lses)
     if outs.numel() == 0:
-        return _empty(outs, lses)
+        return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
     return dispatch.select_merge(outs).merge_states(outs.contiguous(), lses.contiguous())
 
 
 def _fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.states(outs, lses)
-    return _empty(outs, lses)
-
-
-def _empty(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, checks, library
-from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
+from fa_ops.types import Cache, Spec, has_room, is_decoding, is_long, rows_are_aligned
 
 _LIMIT = 1024
 _runs: dict[tuple, Callable[..., Tensor] | None] = {}
@@ -92,7 +92,8 @@ def _family(key: tuple, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple | 
     return (
         q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
         k_shape[2] == v_shape[2], is_decoding(q_shape[2], k_shape[2], spec),
-        k_strides[3], v_strides[3], k_strides == v_strides, rows_are_aligned(q, k, v), *rest,
+        is_long(q_shape[2], k_shape[2]), k_strides[3], v_strides[3], k_strides == v_strides,
+        rows_are_aligned(q, k, v), *rest,
     )  # fmt: skip
 
 
@@ -114,9 +115,11 @@ def make_cached(
 
     Raises what the operator would.
     """
-    if key in _runs or not (values_are_free(q) and q.numel() and k.numel()):
+    if key in _runs or not (values_are_free(q) and q.numel() and has_room(k, cache)):
         return None
-    family = key if cache.page_table is not None else _family(key, q, k, v, spec)
+    # of a cache that is written to, the checks ask every stride
+    by_itself = cache.page_table is not None or cache.key is not None
+    family = key if by_itself else _family(key, q, k, v, spec)
     way = _ways.get(family)
     if way is None:
         cache_checks.cached(q, k, v, cache, spec, real=True)

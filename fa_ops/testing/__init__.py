@@ -3,16 +3,20 @@
 Public: test your models with it.
 """
 
+from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
+from fa_ops.testing.check import assert_right
 from fa_ops.testing.inputs import Case, PackedCase, make_case, random_case
 
 __all__ = [
+    "Arena",
     "CacheCase",
     "Case",
     "PackedCase",
     "assert_cache_close",
     "assert_close_to_oracle",
+    "assert_right",
     "assert_within_budget",
     "make_case",
     "naive",

@@ -6,13 +6,17 @@ weights, gradients of scores and results are rounded, whichever is farther off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
+from fa_ops.testing.arena import Arena
 from fa_ops.testing.inputs import Case, PackedCase
+from fa_ops.testing.isolation import Poison, Ties
 from fa_ops.types import Spec, default_scale, keywords
 
 FLOOR = 1e-5
@@ -33,6 +37,8 @@ def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[T
     """Attention written out; `products` and `weights` say what becomes of those."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if spec.softcap > 0 and q.dtype != torch.float64:  # what float32 can divide and multiply by
+        spec = spec._replace(softcap=min(max(spec.softcap, 1e-30), 1e30))
     s = reference.modify_scores(products(q @ k.transpose(-1, -2)), spec, q.shape[-1])
     p, lse = reference.weights(s, spec.sinks)
     if spec.dropout_p > 0:
@@ -127,8 +133,13 @@ def _largest(x: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, x.abs(), 0.0).max()
 
 
-def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: bool = True) -> None:
+def assert_close_to_oracle(
+    case: Case | PackedCase, backend: str, gradients: bool = True, arena: Arena | None = None
+) -> None:
     """Run `fa_ops.attention` (or `attention_varlen`) on the case with the named backend.
+
+    Args:
+        arena: where inputs and results then lie; what is written beside them is an error.
 
     Raises:
         AssertionError: out, lse or a gradient is outside the budget; the message is the case's
@@ -139,23 +150,49 @@ def assert_close_to_oracle(case: Case | PackedCase, backend: str, gradients: boo
     if gradients:
         dtypes |= {"mirrored": inputs[0].dtype, "flash": torch.float64}
     others = {kind: _copies(*inputs, dtype) for kind, dtype in dtypes.items()}
-    actual = _Solution("actual", case, inputs, backend)
-    seeds = case.grad_outputs(actual.results["out"], actual.results["lse"]) if gradients else None
-    actual.differentiate(seeds)
+    plain = getattr(case, "features", case)
+    poison = Poison(case, *inputs) if plain.poison else None
+    judge = Ties(case, *inputs) if plain.integers else poison
+    if arena is not None:
+        *tensors, spec = inputs
+        inputs = *map(arena.placed, tensors), spec._replace(**_each(spec, arena.placed))
+    with contextlib.nullcontext() if arena is None else arena.outputs(backend):
+        actual = _Solution("actual", case, inputs, backend)
+        out, lse = actual.results.values()
+        clean = case.grad_outputs(out, lse) if gradients else None
+        seeds = clean
+        if gradients and poison is not None:
+            seeds = poison.seeds(*case.grad_outputs(out, lse))
+        if gradients and arena is not None:
+            seeds = tuple(map(arena.placed, seeds))
+        actual.differentiate(seeds)
+    if arena is not None:
+        arena.check()
     oracle, *baselines = (_Solution(kind, case, copies) for kind, copies in others.items())
     for solution in (oracle, *baselines):
-        solution.differentiate(seeds, oracle.results["out"].detach())
+        solution.differentiate(clean, oracle.results["out"].detach())
     for name, value in actual.results.items():
-        noise = None
-        if name in oracle.terms:
-            errors = [(b.terms[name] - oracle.terms[name]).double() for b in baselines]
-            if name == "grad_attn_mask" and value.shape[-1] == 1:
-                # a row's terms share the errors of its lse and of its sum of grad_out * out
-                errors = [error.sum(-1, keepdim=True) for error in errors]
-            noise = torch.stack([e.square().sum_to_size(value.shape).sqrt() for e in errors])
         expected = oracle.results[name]
+        if judge is not None:
+            value = judge.judged(name, value.detach(), expected.detach())
         known = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
+        noise = _noise(name, value, oracle, baselines)
         assert_within_budget(f"{case}: {name}", value, expected, known, noise)
+
+
+def _noise(name: str, value: Tensor, oracle: _Solution, baselines: list) -> Tensor | None:
+    """What the error of a sum over all scores would typically be."""
+    if name not in oracle.terms:
+        return None
+    errors = [(b.terms[name] - oracle.terms[name]).double() for b in baselines]
+    if name == "grad_attn_mask" and value.shape[-1] == 1:
+        # a row's terms share the errors of its lse and of its sum of grad_out * out
+        errors = [error.sum(-1, keepdim=True) for error in errors]
+    return torch.stack([e.square().sum_to_size(value.shape).sqrt() for e in errors])
+
+
+def _each(spec: Spec, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: function(x) for name, x in spec._asdict().items() if isinstance(x, Tensor)}
 
 
 def _farthest(expected: Tensor, *found: Tensor) -> Tensor:
@@ -175,7 +212,7 @@ def _copies(
         return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
     dtypes = {"attn_mask": dtype, "sinks": reference.lse_dtype(dtype)}
-    tensors = {name: x for name, x in spec._asdict().items() if isinstance(x, Tensor)}
+    tensors = _each(spec, lambda x: x)
     for name, x in tensors.items():
         tensors[name] = copy(x, dtypes.get(name, x.dtype) if x.is_floating_point() else x.dtype)
     return *(copy(x, dtype) for x in (q, k, v)), spec._replace(**tensors)
@@ -222,7 +259,9 @@ class _Solution:
             self.results["grad_attn_mask"] = grad
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-        packing = (self.case.packing(),) if isinstance(self.case, PackedCase) else ()
+        packing = ()
+        if isinstance(self.case, PackedCase):
+            packing = (self.case.packing() if self.kind == "actual" else self.case.meaning(),)
         if self.kind == "actual":
             options = keywords(spec._replace(backend=self.backend))
             if packing:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
+from fa_ops.testing import broken_caches
+from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_within_budget, naive
+from fa_ops.testing.inputs import INT_MAX, INT_MIN, anything
+from fa_ops.testing.isolation import CachePoison
 from fa_ops.types import Cache, Spec, default_scale, longer
 
 FP8 = torch.float8_e4m3fn
@@ -42,13 +48,15 @@ class CacheCase:
     softcap: float = 0.0
     scale: float | None = None
     alibi: str | None = None
-    sinks: bool = False
+    sinks: bool | str = False  # as of Case
     num_splits: int = 0
     batch_invariant: bool = False
     lens: tuple[int, ...] | None = None
     magnitude: float = 1.0  # of queries
     unified_max: float | None = None  # what every head's largest score is said to be
     ranges: bool = False  # a run of keys for each row; the others are unused
+    broken: bool = False  # kv_lens, ranges and pages hold numbers outside the cache too
+    poison: str | None = None  # NaN or Inf in one operand, such as "nan key"; see `isolation`
 
     def __repr__(self) -> str:
         changed = (
@@ -72,7 +80,7 @@ class CacheCase:
             pages = -(-self.S // self.page_size)
             table = torch.randperm(self.B * pages + 3, generator=g)[: self.B * pages]
             table = table.view(self.B, pages).int()
-            for b, length in enumerate(lens):  # entries that nobody needs point nowhere
+            for b, length in enumerate(lens):  # entries that are not needed point nowhere
                 table[b, -(-(length + self.new) // self.page_size) :] = 10**6 if b % 2 else -7
         ranges, used = None, [(0, length) for length in lens]
         if self.ranges:
@@ -103,17 +111,42 @@ class CacheCase:
         spec = Spec(
             is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
             window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens,
-            sinks=torch.randn(self.Hq, generator=g) if self.sinks else None,
+            sinks=self._sinks(g),
             alibi_slopes=self._slopes(g), key_ranges=ranges,
         )  # fmt: skip
         cache = Cache(
             page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
             batch_invariant=self.batch_invariant, unified_max=self._guesses(), **fields,
         )  # fmt: skip
+        if self.broken:
+            cache, spec = self._with_broken(cache, spec)
         on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
         k = on(k)
         v = k[..., : self.Dv] if self.shared else on(v)
         return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
+
+    def _with_broken(self, cache: Cache, spec: Spec) -> tuple[Cache, Spec]:
+        g = torch.Generator().manual_seed(self.seed + 2)
+        ranges, table = spec.key_ranges, cache.page_table
+        if torch.rand((), generator=g) < 0.6:
+            lens = anything(spec.kv_lens.long(), self.S, g).int()
+            spec = spec._replace(kv_lens=lens)
+        if ranges is not None:
+            spec = spec._replace(key_ranges=anything(ranges.long(), self.S, g).int())
+        if table is not None:
+            missing = torch.tensor([-1, INT_MIN, table.numel() + 3, INT_MAX], dtype=torch.int32)
+            missing = missing[torch.randint(4, table.shape, generator=g)]
+            keep = torch.rand(table.shape, generator=g) < 0.7
+            cache = cache._replace(page_table=torch.where(keep, table, missing))
+        return cache, spec
+
+    def _sinks(self, g: torch.Generator) -> Tensor | None:
+        if not self.sinks:
+            return None
+        sinks = torch.randn(self.Hq, generator=g)
+        if isinstance(self.sinks, str):
+            sinks[self.seed % 2 :: 2] = float(self.sinks)
+        return sinks
 
     def _guesses(self) -> Tensor | None:
         guess = self.unified_max
@@ -187,28 +220,76 @@ def call(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Ten
     return getattr(torch.ops.fa, name)(q, k, v, *args, **options)
 
 
-def assert_cache_close(case: CacheCase, backend: str) -> None:
-    """out, lse and the caches after the call, against the oracle within the error budget."""
+def assert_cache_close(
+    case: CacheCase, backend: str, arena: Arena | None = None, calls: int = 1
+) -> None:
+    """out, lse and the caches after the call, against the oracle within the error budget.
+
+    Args:
+        arena: where inputs and results then lie; what is written beside them is an error.
+        calls: how often to call; all results must have the same bits.
+    """
     q, k, v, cache, spec = case.fresh()
-    results = call(q, k, v, cache, spec._replace(backend=backend))
     q2, k2, v2, cache2, spec2 = case.fresh()
-    expected = reference.cached(q2, k2, v2, cache2, spec2)
+    # how the oracle attends is found from a clean cache, which it writes to as well
+    attend, other = reference.dense, _narrow(case)
+    if case.broken:
+        cache2, spec2, present = broken_caches.meaning(k2, v2, cache2, spec2)
+        k2, v2 = broken_caches.with_spare_page(k2, v2, cache2)
+        attend, other = (broken_caches.Present(present, one) for one in (attend, other))
+    expected = reference.cached(q2, k2, v2, cache2, spec2, attend)
+    poison = None
+    if case.poison:
+        poison = CachePoison(case, q2, k2, v2, cache2, spec2)
+        poison.write(q, k, v, cache)
+    if arena is not None:
+        q, k, v, cache, spec = _placed(arena, q, k, v, cache, spec, case.shared)
+    with contextlib.nullcontext() if arena is None else arena.outputs(backend):
+        runs = [call(q, k, v, cache, spec._replace(backend=backend)) for _ in range(calls)]
+    if arena is not None:
+        arena.check()
+    for again in runs[1:]:
+        for name, x, y in zip(("out", "lse"), runs[0], again):
+            same = (x == y) | (x.isnan() & y.isnan())
+            assert bool(same.all()), f"{case}: {name} differs when the call is repeated"
     # what was rotated may be rounded the other way
     loose = 0.13 if case.fp8 else torch.finfo(case.dtype).eps * 2
-    for name, x, y in (("key_cache", k, k2), ("value_cache", v, v2)):
-        x, y = x.float(), y.float()
+    for name, x, y in (("key_cache", k, k2), ("value_cache", v, v2)) if not poison else ():
+        x, y = x.float(), y[: len(x)].float()
         near = (x - y).abs() <= loose * (y.abs() + 0.5) if case.rotary else x == y
         assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
-
-    def narrow(q, k, v, spec):
-        return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
-
-    known = reference.cached(q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), narrow)
+    known = reference.cached(q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), other)
     noise = torch.tensor(
         max(loose * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
     )
-    for name, x, y, z in zip(("out", "lse"), results, expected, known):
+    for name, x, y, z in zip(("out", "lse"), runs[0], expected, known):
+        if poison is not None:
+            x = poison.judged(name, x, y)
         assert_within_budget(f"{case}: {name}", x, y, z, noise)
+
+
+def _narrow(case: CacheCase) -> Callable:
+    def attend(q, k, v, spec):
+        return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
+
+    return attend
+
+
+def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, shared: bool):
+    """The same call between margins; caches may be written to, all else may not."""
+    placed = {}
+
+    def put(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in placed:
+            placed[id(x)] = arena.placed(x)
+        return placed[id(x)]
+
+    writes = cache.key is not None
+    k2 = arena.placed(k, read_only=not writes)
+    v2 = k2[..., : v.shape[-1]] if shared else arena.placed(v, read_only=not writes)
+    return put(q), k2, v2, Cache(*map(put, cache)), Spec(*map(put, spec))
 
 
 def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fa_ops.testing import hazards
 from fa_ops.testing.caches import CacheCase
 from fa_ops.testing.inputs import Case, PackedCase
 
@@ -41,13 +42,16 @@ class Family:
     def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
         """One of its calls."""
         fields = self.fields | {"device": device, "seed": pick(range(2**16))}
-        fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
+        if "window" not in fields:
+            fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
         if self.kind == "cached":
             prefill = self.sizes == "prefill" and device == "cuda"
             return _prefill(pick, fields) if prefill else _cached(pick, fields)
         fields["layout"] = pick(("bhsd", "bshd", "packed", "expanded"))
+        if fields.pop("strides", False):
+            fields |= hazards.strides(pick)
         # much larger, rounding alone makes weights of one row or another wrong by chance
-        fields["magnitude"] = rarely(pick, (0.0, 8.0), 1.0, 5)
+        fields.setdefault("magnitude", rarely(pick, (0.0, 8.0), 1.0, 5))
         fields["Hkv"] = pick((2, 3) if self.sizes == "many" else (1, 2, 3))
         fields["Hq"] = fields["Hkv"] * pick((3, 4) if self.sizes == "many" else (1, 2, 3, 4))
         return (self._packed if self.kind == "packed" else self._dense)(pick, fields)
@@ -82,8 +86,13 @@ class Family:
         return PackedCase(lengths_q, lengths_k, margin, Case(**fields))
 
 
-def family(pick: Pick, kind: str, dtypes: Sequence[torch.dtype]) -> Family:
-    """What all calls of a kind have in common, drawn from the whole space of features."""
+def family(
+    pick: Pick, kind: str, dtypes: Sequence[torch.dtype], edges: bool | None = None
+) -> Family:
+    """What all calls of a kind have in common, drawn from the whole space of features.
+
+    `edges` chooses or excludes what `hazards` draws; None leaves it to chance.
+    """
     dtype = pick(dtypes)
     dims = CACHED_DIMS if kind == "cached" else HEAD_DIMS
     D = pick(dims)
@@ -98,8 +107,13 @@ def family(pick: Pick, kind: str, dtypes: Sequence[torch.dtype]) -> Family:
         "sinks": rarely(pick, (True,), False),
     }
     sides = rarely(pick, ((True, False), (False, True), (True, True)), (False, False))
+    edge = rarely(pick, (True,), False, 3) if edges is None else edges
     if kind == "cached":
         fields |= _cache_features(pick, dtype, D)
+        if edge:
+            fields |= hazards.drawn(pick, kind, fields)
+        if fields.get("broken"):
+            fields |= {"rotary": 0, "interleaved": False}  # whose positions would be outside too
         return Family(kind, fields, sides, rarely(pick, ("prefill",), "ordinary"))
     fields |= {
         "kv_lens": rarely(pick, (True,), False),
@@ -109,6 +123,8 @@ def family(pick: Pick, kind: str, dtypes: Sequence[torch.dtype]) -> Family:
     }
     if kind == "dense":
         fields |= _mask_features(pick)
+    if edge:
+        fields |= hazards.drawn(pick, kind, fields)
     sizes = ("many",) if kind == "packed" else ("decoding", "many")
     return Family(kind, fields, sides, rarely(pick, sizes, "ordinary", 4))
 
@@ -180,6 +196,11 @@ def features(case: AnyCase) -> list[str]:
         "scale given": plain.scale is not None,
         "ALiBi": plain.alibi is not None,
         "sinks": plain.sinks,
+        "sinks at the edge": isinstance(plain.sinks, str),
+        "window at the edge": max(plain.window) >= 2**29,
+        "softcap at the edge": plain.softcap in hazards.SOFTCAPS,
+        "broken lengths": plain.broken,
+        "NaN or Inf": plain.poison is not None,
     }
     if cached:
         words |= {
@@ -204,6 +225,9 @@ def features(case: AnyCase) -> list[str]:
             "deterministic": plain.deterministic,
             "gradient of lse": plain.lse_grad,
             "strided": plain.layout != "bhsd",
+            "overlapping": plain.layout in ("heads", "rows", "frames"),
+            "strided grad_out": plain.grad_layout != "bhsd",
+            "huge or tiny scores": plain.integers,
             "few queries, many keys": isinstance(case, Case) and case.Sq <= 16 and case.Sk >= 512,
         }
     return [word for word, there in words.items() if there]

@@ -9,7 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, arranged, base_shape, rearranged
 from fa_ops.types import Packing, Spec
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
-    layout: str = "bhsd"  # memory order: bhsd, bshd, packed (a slice of wider rows), expanded
+    layout: str = "bhsd"  # of `layouts.LAYOUTS`
     mask: str | None = None  # bool or float
     mask_shape: tuple[int, int, int, int] | None = None
     mask_grad: bool = False
@@ -39,7 +42,7 @@ class Case:
     softcap: float = 0.0
     scale: float | None = None
     alibi: str | None = None  # heads or batch_heads
-    sinks: bool = False
+    sinks: bool | str = False  # or a number that every second head's sink is, such as "-inf"
     kv_lens: bool = False
     key_ranges: tuple[int, int, int] | None = None
     dropout_p: float = 0.0
@@ -47,6 +50,10 @@ class Case:
     mask_holes: bool = False  # some rows of the mask, and some elements of a float mask, are -inf
     magnitude: float = 1.0  # of q: scores grow with it
     lse_grad: bool = True  # whether lse is differentiated too
+    grad_layout: str = "bhsd"  # of the gradient of out; of `layouts.GRAD_LAYOUTS`
+    integers: bool = False  # q and k are small integers times `magnitude`: their products are exact
+    broken: bool = False  # kv_lens, key_ranges and cu_seqlens hold numbers outside the tensors too
+    poison: str | None = None  # NaN or Inf in an operand, such as "nan key"; see `isolation`
 
     def __repr__(self) -> str:
         changed = (
@@ -57,21 +64,15 @@ class Case:
         return f"Case({', '.join(changed)})"
 
     def _tensor(
-        self, generator: torch.Generator, H: int, S: int, D: int, magnitude: float = 1.0
-    ) -> Tensor:
-        """(B, H, S, D) of the case's dtype, on the CPU, in the case's layout."""
-        order = (0, 1, 2, 3) if self.layout in ("bhsd", "expanded") else (0, 2, 1, 3)
-        sizes = [(self.B, H, S, D)[i] for i in order]
-        if self.layout == "packed":
-            sizes[2] *= 2
-        if self.layout == "expanded":
-            sizes[0] = 1
-        x = torch.randn(sizes, generator=generator, dtype=torch.float64)
-        x = (x * magnitude).to(self.dtype)
-        if self.layout == "packed":
-            x = x[:, :, :H]
-        # each of these permutations is its own inverse
-        return x.permute(order).expand(self.B, H, S, D)
+        self, g: torch.Generator, place: Callable, H: int, S: int, D: int, factor: float = 1.0,
+        integers: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """(B, H, S, D) of the case's dtype in the case's layout, where `place` puts it."""
+        shape = self.B, H, S, D
+        x = torch.randn(base_shape(self.layout, *shape), generator=g, dtype=torch.float64)
+        if integers:
+            x = x.round().clamp(-2, 2)
+        return arranged(self.layout, place((x * factor).to(self.dtype)), *shape)
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
@@ -82,15 +83,16 @@ class Case:
         g = torch.Generator().manual_seed(self.seed)
         cast = dtype or self.dtype
 
-        def place(x: Tensor, dtype: torch.dtype = cast, grad: bool = requires_grad) -> Tensor:
-            x = x.to(device=self.device, dtype=dtype)  # keeps strides
-            return x.requires_grad_(grad)
+        def place(x: Tensor, dtype: torch.dtype = cast, grad: bool = False) -> Tensor:
+            return x.to(device=self.device, dtype=dtype).requires_grad_(grad)
 
-        q = self._tensor(g, self.Hq, self.Sq, self.D, self.magnitude)
-        k = self._tensor(g, self.Hkv, self.Sk, self.D)
-        v = self._tensor(g, self.Hkv, self.Sk, self.Dv)
+        factor, exact = self.magnitude, self.integers
+        q = self._tensor(g, place, self.Hq, self.Sq, self.D, factor, exact)
+        k = self._tensor(g, place, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
+        v = self._tensor(g, place, self.Hkv, self.Sk, self.Dv)
         spec = self._spec(g, place, cast, requires_grad)
-        return place(q), place(k), place(v), spec
+        q, k, v = (x.requires_grad_(requires_grad) for x in (q, k, v))
+        return q, k, v, spec
 
     def _spec(
         self, g: torch.Generator, place: Callable, cast: torch.dtype, requires_grad: bool
@@ -115,13 +117,20 @@ class Case:
             slopes = torch.rand(shape, generator=g) * 0.5
             fields["alibi_slopes"] = place(slopes, torch.float32, False)
         if self.sinks:
-            fields["sinks"] = place(torch.randn(self.Hq, generator=g), wide)
+            sinks = torch.randn(self.Hq, generator=g)
+            if isinstance(self.sinks, str):
+                sinks[self.seed % 2 :: 2] = float(self.sinks)
+            fields["sinks"] = place(sinks, wide, requires_grad)
         if self.kv_lens:
             lens = torch.randint(0, self.Sk + 1, (self.B,), generator=g)
+            if self.broken:
+                lens = anything(lens, self.Sk, g)
             fields["kv_lens"] = place(lens, torch.int32, False)
         if self.key_ranges is not None:
             shape = [n if keep else 1 for n, keep in zip(full[:3], self.key_ranges)]
             ends = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
+            if self.broken:
+                ends = anything(ends, self.Sk, g)
             fields["key_ranges"] = place(ends, torch.int32, False)
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
@@ -142,7 +151,15 @@ class Case:
         g = torch.Generator().manual_seed(self.seed + 1)
         grad_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(self.dtype)
         grad_lse = torch.randn(lse.shape, generator=g, dtype=torch.float64).float()
-        return grad_out.to(out.device, out.dtype), grad_lse.to(lse.device, lse.dtype)
+        grad_out = rearranged(self.grad_layout, grad_out.to(out.device, out.dtype))
+        return grad_out, grad_lse.to(lse.device, lse.dtype)
+
+
+def anything(x: Tensor, end: int, g: torch.Generator) -> Tensor:
+    """int64 numbers, of which about half are others: negative, beyond `end`, or as far as int32."""
+    others = torch.tensor([INT_MIN, -end - 7, -1, 0, end, end + 1, 2 * end + 70, INT_MAX])
+    chosen = others[torch.randint(len(others), x.shape, generator=g)]
+    return torch.where(torch.rand(x.shape, generator=g) < 0.5, chosen, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,26 +177,66 @@ class PackedCase:
 
     def packing(self) -> Packing:
         """cu_seqlens on both sides, no maxima."""
+        return Packing(*(self._on_device(x) for x in self._borders()))
+
+    def meaning(self) -> Packing:
+        """What `packing` stands for where values are not checked: borders are clamped to the
+        tokens that exist, and one that is less than the one before it counts as equal to it.
+        """
+        sides = zip(self._borders(), self._tokens())
+        return Packing(*(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides))
+
+    def _on_device(self, borders: Tensor) -> Tensor:
+        return borders.to(self.features.device, torch.int32)
+
+    def _tokens(self) -> tuple[int, int]:
+        return tuple(sum(x) + 2 * self.margin for x in (self.lengths_q, self.lengths_k))
+
+    def _borders(self) -> list[Tensor]:
+        """int64, of queries and of keys. Broken ones are right up to some sequence."""
         sides = (self.lengths_q, self.lengths_k)
-        ends = (torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides)
-        return Packing(*(x.to(self.features.device, torch.int32) for x in ends))
+        ends = [torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides]
+        if not self.features.broken:
+            return ends
+        g = torch.Generator().manual_seed(self.features.seed + 2)
+        which = int(torch.randint(1, 4, (), generator=g))
+        for side, tokens in enumerate(self._tokens()):
+            if which & 1 << side:
+                ends[side] = broken_borders(ends[side], tokens, g)
+        return ends
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Spec]:
         """q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec: as `Case.fresh`."""
         plain = dataclasses.replace(self.features, mask=None, key_ranges=None)
-        Tq, Tk = (sum(x) + 2 * self.margin for x in (self.lengths_q, self.lengths_k))
+        Tq, Tk = self._tokens()
         tokens = dataclasses.replace(plain, B=1, Sq=Tq, Sk=Tk).fresh(dtype)[:3]
         q, k, v = (x[0].transpose(0, 1).requires_grad_(requires_grad) for x in tokens)
         batch = dataclasses.replace(plain, B=len(self.lengths_k), Sk=max(self.lengths_k))
         spec = batch.fresh(dtype, requires_grad)[3]
-        if spec.kv_lens is not None:
+        if spec.kv_lens is not None and not plain.broken:
             spec = spec._replace(kv_lens=spec.kv_lens.minimum(self.packing().cu_seqlens_k.diff()))
         return q, k, v, spec
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return self.features.grad_outputs(out, lse)
+
+
+def broken_borders(ends: Tensor, tokens: int, g: torch.Generator) -> Tensor:
+    """cu_seqlens that are negative at first, past the tokens at last, or decrease in between."""
+    n, ends = len(ends), ends.clone()
+    at = int(torch.randint(n, (), generator=g))
+    kind = int(torch.randint(5, (), generator=g))
+    if kind == 0:
+        ends[: at + 1] = -1 - int(torch.randint(2 * tokens + 9, (), generator=g))
+    elif kind in (1, 2):
+        ends[at:] = tokens + 1 + int(torch.randint(2 * tokens + 9, (), generator=g))
+    elif kind == 3:
+        ends[0], ends[-1] = INT_MIN, INT_MAX
+    else:
+        ends[at] = anything(ends[at], tokens, g)
+    return ends
 
 
 def make_case(**changes) -> Case:
@@ -226,5 +283,11 @@ def random_case(seed: int, **fixed) -> Case:
         "dropout_p": pick([0.1, 0.5]) if maybe(0.15) else 0.0,
         "deterministic": maybe(0.2),
         "lse_grad": maybe(0.5),
+        "grad_layout": pick(["bhsd", "bhsd", *GRAD_LAYOUTS]),
+        "broken": maybe(0.5),
     }
+    if maybe(0.15):
+        fields["layout"] = pick(LAYOUTS)
+    if fields["sinks"] and maybe(0.2):
+        fields["sinks"] = "-inf"
     return dataclasses.replace(Case(), **(fields | fixed))

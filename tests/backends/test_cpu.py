@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import fa_ops.ops.dense  # noqa: F401  defines the operators
+import fa_ops
 from fa_ops.backends import cpu, reference
 from fa_ops.backends.cpu import blockwise, flash
 from fa_ops.backends.cpu import scores as tiles
@@ -444,3 +444,58 @@ def test_support():
         "runs on CPU tensors, got meta"
     )
     assert "got torch.int32" in cpu.support_error(*(x.int() for x in (q, k, v)), spec)
+
+
+def frames(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, H, S, D) whose rows overlap: each begins one number after the row before it."""
+    B, H, S, D = shape
+    return torch.randn(B, H, S + D - 1, dtype=torch.float64).to(dtype).unfold(-1, D, 1)
+
+
+OVERLAPS = {
+    "unfolded": frames,
+    "unfolded by 3": lambda B, H, S, D, dtype: (
+        torch.randn(B, H, 3 * S + D).to(dtype).unfold(-1, D, 3)[:, :, :S]
+    ),
+    "heads unfolded": lambda B, H, S, D, dtype: frames(B, S, H, D, dtype=dtype).transpose(1, 2),
+    "one row": lambda B, H, S, D, dtype: torch.randn(D).to(dtype).expand(B, H, S, D),
+    "one head": lambda B, H, S, D, dtype: torch.randn(B, 1, S, D).to(dtype).expand(B, H, S, D),
+    "wide": lambda B, H, S, D, dtype: torch.randn(B, H, S, 2 * D).to(dtype)[..., D:],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("softcap", [0.0, 9.0], ids=["flash", "loop"])
+def test_rows_that_overlap(name, dtype, softcap):
+    """Each of query, key, value and grad_out, in every path."""
+    shape, make = (2, 4, 7, 16), OVERLAPS[name]
+    lens, ends = torch.tensor([5, 7]).int(), torch.tensor([0, 3, 7]).int()
+    plain = [torch.randn(shape).to(dtype) for _ in range(4)]
+    paths = {
+        "dense": dict(is_causal=True), "full": {}, "lens": dict(kv_lens=lens),
+    }  # fmt: skip
+    for at in range(4):
+        given = list(plain)
+        given[at] = make(*shape, dtype=dtype)
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in given]
+        for path, options in paths.items():
+            results = []
+            for *qkv, grad_out in (given, copies):
+                qkv = [x.detach().requires_grad_() for x in qkv]
+                out = fa_ops.attention(*qkv, softcap=softcap, **options)
+                results.append((out, *torch.autograd.grad(out, qkv, grad_out)))
+            torch.testing.assert_close(*results, msg=lambda text: f"{path} {at}: {text}")  # noqa: B023
+        results = []
+        for *qkv, grad_out in (given, copies):
+            tokens = [x[0].transpose(0, 1).detach().requires_grad_() for x in qkv]
+            out = fa_ops.attention_varlen(*tokens, ends, ends, softcap=softcap, is_causal=True)
+            grads = torch.autograd.grad(out, tokens, grad_out[0].transpose(0, 1))
+            with torch.no_grad():
+                cached = fa_ops.attention_with_kv_cache(*qkv, lens, softcap=softcap)
+                cache = [torch.zeros(2, 4, 14, 16, dtype=dtype) for _ in range(2)]
+                fa_ops.attention_with_kv_cache(
+                    qkv[0], *cache, lens, key=qkv[1], value=qkv[2], softcap=softcap
+                )
+            results.append((out, *grads, cached, *cache))
+        torch.testing.assert_close(*results)

@@ -3,14 +3,28 @@
 import ctypes
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fa_ops.backends.hopper import compiler, dense_backward
+from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
-SOURCE = "".join((compiler._SOURCES / name).read_text() for name in ("backward.cuh", "backward.cu"))
+SOURCE = (compiler._SOURCES / "backward.cuh").read_text()
+TENSORS = 7  # q, k, v, grad_out, dq, dk and dv
+
+# Of what is declared: size, alignment and struct format; a tensor map's first word is its address.
+KINDS = {
+    "TensorMap": (128, 64, "Q"), "Strides": (24, 8, "3q"), "Bits": (40, 8, "Q4q"),
+    "Dropout": (32, 8, "QiI2fI"), "Bias": (192, 64, "Q"), "long long": (8, 8, "q"),
+    "int": (4, 4, "i"), "float": (4, 4, "f"),
+}  # fmt: skip
+
+
+def kind_of(declared: str) -> tuple[int, int, str]:
+    return (8, 8, "Q") if "*" in declared else KINDS[declared]
 
 
 def declared(kernel: str) -> dict[str, tuple[int, str]]:
@@ -19,18 +33,45 @@ def declared(kernel: str) -> dict[str, tuple[int, str]]:
     text = re.search(rf"\b{kernel}\(((?:const )?\w+\*[^)]*)\)", SOURCE)[1]
     for parameter in text.split(","):
         kind, name = re.fullmatch(r"\s*(?:const )?(.*?)\s*(\w+)\s*", parameter).groups()
-        code = "Q" if "*" in kind else {"Strides": "3q", "int": "i", "float": "f"}[kind]
-        size = struct.calcsize("<" + code)
-        at += -at % min(size, 8)
+        size, alignment, code = kind_of(kind)
+        at += -at % alignment
         found[name], at = (at, code), at + size
     return found
+
+
+def fields() -> dict[str, tuple[int, str]]:
+    """Of struct Params, the parameter of all other kernels."""
+    found, at = {}, 0
+    text = re.search(r"struct Params \{(.*?)\n\};", SOURCE, re.S)[1]
+    for line in re.sub(r"//.*|#.*", "", text).replace("\n", " ").split(";")[:-1]:
+        kind, names = re.fullmatch(r"\s*(?:const )?(long long|\w+\*?) (.*)", line).groups()
+        size, alignment, code = kind_of(kind)
+        for name in names.split(", "):
+            name, count = (name[:-9], TENSORS) if name.endswith("[TENSORS]") else (name, 1)
+            at += -at % alignment
+            found[name.strip()], at = (at, code * count), at + size * count
+    return found
+
+
+def of_params(products: bytes) -> dict[str, tuple]:
+    """What a kernel reads."""
+    places = fields().items()
+    return {name: struct.unpack_from("<" + code, products, at) for name, (at, code) in places}
+
+
+def test_params_lie_where_the_source_declares_them():
+    at = {name: place for name, (place, _) in fields().items()}
+    assert at["B"] == dense_backward._PLACES.size
+    assert at["by_key"] == dense_backward._BITS_AT
+    assert at["dropout"] == dense_backward._DROPOUT_AT
+    assert at["bias"] == dense_backward._BIAS_AT
+    assert at["bias"] + KINDS["Bias"][0] == dense_backward._PARAMS_BYTES
 
 
 @pytest.mark.parametrize(
     "kernel, head, offsets",
     [
         ("prepare", dense_backward._PREPARE, dense_backward._PREPARE_OFFSETS),
-        ("finish", dense_backward._FINISH, dense_backward._FINISH_OFFSETS),
         ("keep_runs", dense_backward._RUNS, dense_backward._RUNS_OFFSETS),
     ],
 )
@@ -43,7 +84,7 @@ def test_parameters_lie_where_the_source_declares_them(kernel, head, offsets):
 
 
 def read(name, pointers):
-    if name not in ("prepare", "finish", "keep_runs"):
+    if name not in ("prepare", "keep_runs"):
         return ctypes.string_at(pointers[0], dense_backward._PARAMS_BYTES)
     found = {}
     for i, (parameter, (_, code)) in enumerate(declared(name).items()):
@@ -69,7 +110,7 @@ def tensors(B, Hq, Hkv, Sq, Sk, D):
 
 @pytest.mark.parametrize("D, block", [(64, 128), (128, 64)])
 def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
-    g, q, k, v, out, lse = tensors(2, 4, 2, 200, 300, D)
+    g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
     grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     assert [x.stride() for x in grads[:3]] == [x.stride() for x in (q, k, v)]
     grid, rows = driver.last("prepare")
@@ -79,21 +120,82 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
     )  # fmt: skip
     assert rows["o"] == out.stride()[:3] and rows["d"] == g.stride()[:3]
     assert (rows["Hq"], rows["Sq"], rows["Dv"]) == ((4,), (200,), (D,))
+    assert rows["zeros"] == (8 * 256 * D // 4,)
     grid, products = driver.last("backward")
-    assert grid == (4, 1)  # persistent, of 3 blocks of keys for each of 4 heads
-    maps = [struct.unpack_from("<Q", products, 128 * i)[0] for i in range(7)]
-    assert maps == [x.data_ptr() for x in (q, k, v, g, *grads[:3])]
-    places = struct.unpack_from("<8Q", products, 896)
-    assert places[:4] == (*rows["lse_log2"], *rows["delta"], *rows["sums"], *rows["counter"])
-    assert rows["counter"][0] - rows["sums"][0] == 8 * 256 * D * 4
-    numbers = struct.unpack_from("<14i4f", products, 960)
-    assert numbers[:6] == (2, 4, 2, 2, 200, 300) and numbers[8:10] == (256 // block, 3)
-    assert numbers[14] == pytest.approx(D**-0.5)
+    assert grid == (4, 1)  # persistent, of 3 blocks of keys for each of 8 heads
+    found, all_tensors = of_params(products), (q, k, v, g, *grads[:3])
+    maps = [found[name][0] for name in ("q", "k", "v", "grad_out", "dq", "dk", "dv")]
+    assert maps == [x.data_ptr() for x in all_tensors] == list(found["tensors"])
+    assert found["strides"] == tuple(n for x in all_tensors for n in x.stride()[:3])
+    assert (found["lse"], found["delta"]) == (rows["lse_log2"], rows["delta"])
+    assert (found["sums"], found["counter"]) == (rows["sums"], rows["counter"])
+    assert found["key_sums"][0] - found["sums"][0] == 8 * 256 * D * 4
+    assert found["counter"] == found["key_sums"]  # groups are whole
+    assert found["nonfinite"][0] == found["counter"][0] + 4
+    sizes = {"B": 2, "Hq": 4, "Hkv": 4, "group": 1, "Sq": 200, "Sk": 300, "D": D, "Dv": D}
+    sizes |= {"m_blocks": 256 // block, "n_blocks": 3, "parts": 1, "part_heads": 1}
+    assert {name: found[name][0] for name in sizes} == sizes
+    assert found["scale"] == (pytest.approx(D**-0.5),)
     grid, last = driver.last("finish")
-    assert grid == (256 // block * 8, 1)
-    assert (last["to"], last["sums"]) == ((grads[0].data_ptr(),), rows["sums"])
-    assert last["q"] == grads[0].stride()[:3] and last["m_blocks"] == (256 // block,)
-    assert last["scale"] == (pytest.approx(D**-0.5),)
+    assert grid == (256 // block * 8, 1) and last == products
+
+
+def test_overlapping_rows_have_gradients_that_can_be_written(driver):
+    """The copy engine writes rows whose last dimension is contiguous, and aligned to 16 bytes."""
+    g, _, k, v, out, lse = tensors(1, 2, 2, 40, 40, 64)
+    q = torch.zeros(1, 2, 103, dtype=torch.bfloat16).unfold(-1, 64, 1)
+    assert torch.empty_like(q).stride(-1) != 1
+    grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec())
+    assert [x.stride() for x in grads[:3]] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    _, products = driver.last("backward")
+    strides = of_params(products)["strides"]
+    assert not any(n % 8 for n in strides[12:15])  # dq's
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [128, 256])
+def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
+    g, q, k, v, out, lse = tensors(1, 12, 2, 200, 300, D)
+    spec = Spec(is_causal=True, deterministic=deterministic)
+    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    adds, blocks, block = D == 128 and not deterministic, -(-300 // 128), 128
+    if D == 256:
+        blocks, block = -(-300 // 64), 64
+    grid, products = driver.last("backward")
+    found = of_params(products)
+    # of 4 processors, each with 6 blocks of keys
+    parts = {128: 6, 256: 3}[D]
+    assert (found["parts"], found["part_heads"]) == ((parts,), (6 // parts,))
+    assert grid == ((4, 1) if D == 128 else (2 * blocks * parts, 1))
+    sums = 2 * blocks * block * 2 * D * (1 if adds else parts) * 4
+    assert found["counter"][0] - found["key_sums"][0] == sums
+    query_sums = 12 * 256 * D * 4 if adds else 0
+    assert found["key_sums"][0] - found["sums"][0] == query_sums
+    _, rows = driver.last("prepare")
+    assert rows["zeros"] == ((query_sums + sums) // 16 if adds else 0,)
+    grid, _ = driver.last("finish")
+    assert grid == (2 * 2 * blocks + (12 * 4 if adds else 0), 1)
+
+
+def test_kernels_note_in_memory_of_their_own(driver, monkeypatch):
+    """The workspace ends behind the last word that a kernel writes."""
+    made = []
+
+    def empty(size, stride, dtype):
+        made.append(torch.empty_strided(size, stride, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(dense_backward, "empty", empty)
+    for D, block, deterministic in ((64, 128, False), (64, 128, True), (256, 64, False)):
+        call = tensors(2, 4, 4, 200, 300, D)
+        g, *rest = call
+        dense_backward.backward(g, None, *rest, Spec(deterministic=deterministic))
+        found = of_params(driver.last("backward")[1])
+        workspace = next(t for t in made if t.data_ptr() == found["lse"][0])
+        of_keys = 2 * 8 * -(-300 // block) * block // 16
+        of_queries = 0 if D == 64 and not deterministic else 8 * 256 // 16
+        end = workspace.data_ptr() + workspace.numel() * 4
+        assert end - found["nonfinite"][0] == 4 * (of_keys + of_queries)
 
 
 def test_key_ranges_and_lengths(driver):
@@ -110,8 +212,9 @@ def test_key_ranges_and_lengths(driver):
         (300,),
         (7,),
     )
-    places = struct.unpack_from("<8Q", driver.last("backward")[1], 896)
-    assert places[4] == lens.data_ptr() and places[6:] == (*runs["runs"], *runs["bounds"])
+    found = of_params(driver.last("backward")[1])
+    assert found["kv_lens"] == (lens.data_ptr(),)
+    assert (found["runs"], found["bounds"]) == (runs["runs"], runs["bounds"])
     assert runs["bounds"][0] - runs["runs"][0] == 2 * 256 * 8
 
 
@@ -124,4 +227,39 @@ def test_a_later_call_has_its_own_mask(driver, monkeypatch):
     for mask in masks:
         dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=mask))
         _, products = driver.last("backward")
-        assert struct.unpack_from("<Q", products, 1032)[0] == mask.data_ptr()
+        assert of_params(products)["by_key"][0] == mask.data_ptr()
+
+
+def sink_gradient(sinks, lse, delta):
+    plan = SimpleNamespace(row_sums=lambda workspace: delta)
+    return dense_backward._sink_gradient(sinks, lse, plan, None)
+
+
+def test_a_sink_without_weight_has_no_gradient():
+    low = float("-inf")
+    lse = torch.tensor([[[0.0, low, 1.0], [0.5, float("inf"), float("inf")]]])
+    delta = torch.tensor([[[2.0, 5.0, 3.0], [4.0, 0.0, float("nan")]]])
+    found = sink_gradient(torch.tensor([low, 0.5]), lse, delta)
+    # of -inf also where a row has no keys; tokens of no sequence have an lse of inf
+    assert found.tolist() == [0.0, -4.0]
+
+
+def test_a_sink_of_a_row_that_is_nan_is_nan():
+    lse, delta = torch.zeros(1, 2, 2), torch.zeros(1, 2, 2)
+    delta[0, 1, 1] = lse[0, 0, 0] = float("nan")
+    assert sink_gradient(torch.zeros(2), lse, delta).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "group, items, expected", [(1, 1, 1), (8, 64, 8), (4, 512, 2), (4, 800, 1)]
+)
+def test_groups_are_cut_where_there_is_little_work(group, items, expected):
+    assert group_parts(group, items, 132) == expected
+
+
+def test_parts_are_of_equal_size():
+    for group in range(1, 40):
+        for items in (1, 30, 100, 300, 900):
+            parts = group_parts(group, items, 132)
+            assert group % parts == 0
+            assert parts == group or items * parts >= 132

@@ -15,11 +15,15 @@ from fa_ops.types import Packing, Spec
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 CUDA = """
+#include <algorithm>
+using std::min, std::max;
+constexpr int FAR = 1 << 29;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct Index { u32 x; };
 static Index blockIdx, threadIdx;
 #define DEVICE inline
+static bool __syncthreads_and(bool x) { return x; }  // threads come one by one: of sorted borders
 #define __global__
 #define __launch_bounds__(threads)
 """

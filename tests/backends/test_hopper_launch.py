@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fa_ops.backends.hopper import launch
+from fa_ops.backends.hopper import compiler, launch
+
+load = launch._load  # the `driver` fixture replaces it
 
 
 def start():
@@ -39,3 +41,42 @@ def test_tensor_maps_of_a_thread_without_a_context(driver):
     driver.answers["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(launch.DriverError, match=r"cuTensorMapEncodeTiled .*shape \(1, 2, 3, 64\)"):
         tensor_map.at(512)
+
+
+@pytest.fixture
+def recompiled(driver, monkeypatch):
+    """The sources that were compiled again, because the driver refused what was stored."""
+    sources = []
+    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(compiler, "compiled", lambda sources: [b"stored"] * len(sources))
+    monkeypatch.setattr(compiler, "recompiled", lambda source: sources.append(source) or b"new")
+    monkeypatch.setattr(compiler, "nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
+    return sources
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_a_module_that_the_driver_refuses_is_compiled_again(driver, recompiled, call):
+    driver.answers[call] = [200]
+    entries = [launch.Entry("first", 128), launch.Entry("second", 128)]
+    first, second = launch.kernels("packed", None, entries)
+    assert recompiled == ["first"]
+    assert driver.called.count("cuModuleLoadData") == 3
+    assert launch.kernels("packed", None, entries) == (first, second)
+    assert driver.called.count("cuModuleLoadData") == 3
+
+
+def test_a_driver_that_refuses_a_new_module_too(driver, recompiled):
+    driver.answers["cuModuleLoadData"] = [209, 209]
+    with pytest.raises(launch.DriverError, match=r"\(209\), of a kernel that NVRTC 13.0 has just"):
+        launch.kernels("packed", None, [launch.Entry("first", 128)])
+    assert recompiled == ["first"]
+    launch.kernels("packed", None, [launch.Entry("first", 128)])  # nothing was remembered
+
+
+@pytest.mark.parametrize("status", [2, 700])
+def test_failures_that_are_not_the_modules_compile_nothing(driver, recompiled, status):
+    driver.answers["cuModuleLoadData"] = [status]
+    with pytest.raises(launch.DriverError, match=rf"cuModuleLoadData failed: .*\({status}\)$"):
+        launch.kernels("packed", None, [launch.Entry("first", 128)])
+    assert recompiled == []

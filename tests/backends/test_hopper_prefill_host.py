@@ -16,7 +16,7 @@ LENS = torch.tensor([30, 500], dtype=torch.int32)
 
 @pytest.fixture
 def driver(driver):
-    driver.struct_bytes = 640
+    driver.struct_bytes = 704
     return driver
 
 
@@ -49,11 +49,14 @@ def test_the_kernel_finds_pages_and_their_table(driver, page):
         where, sizes, steps, box = told(params, at)
         assert where == (x.data_ptr(),) and sizes == (64, page, 4, 90)
         assert steps == (row, 128, page * row) and box == (64, min(page, 64), 1, 1)
-    words = struct.unpack_from("<11Q", params, 384)
+    words = struct.unpack_from("<14Q", params, 384)
     assert words[:3] == (out.data_ptr(), lse.data_ptr(), LENS.data_ptr())
-    B, Hq, group, Sq, Sk, Dv = struct.unpack_from("<6i", params, 472)
-    assert (B, Hq, group, Sq, Sk, Dv) == (2, 64, 16, 64, 40 * page, 64)
-    table = struct.unpack_from("<Q3i", params, 584)
+    assert words[11:] == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    steps = struct.unpack_from("<9q", params, 496)
+    assert steps[3:6] == (page * row // 2, 64, row // 2)
+    sizes = struct.unpack_from("<7i", params, 568)
+    assert sizes == (2, 64, 16, 64, 40 * page, 64, 64)
+    table = struct.unpack_from("<Q3i", params, 680)
     assert table == (cache.page_table.data_ptr(), 45, page, 90)
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
 
@@ -94,7 +97,7 @@ def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
 def test_a_table_without_pages_has_no_keys(driver):
     q, k, v, cache, spec = paged(row=0)
     out, _ = prefill.forward(q, k, v, cache, spec)
-    (Sk,) = struct.unpack_from("<i", driver.launched[-1].params, 472 + 16)
+    (Sk,) = struct.unpack_from("<i", driver.launched[-1].params, 568 + 16)
     assert Sk == 0 and out.shape == q.shape
     decode.forward(q[:, :8, :1], k, v, cache, spec)
     assert driver.launched[-1].name == "decode"

@@ -3,93 +3,14 @@ C++ on the CPU."""
 
 import ctypes
 import random
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fa_ops.backends import hopper
+from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
-SOURCES = Path(hopper.__file__).parent / "cuda"
-# What the source takes from CUDA. The lanes of a warp are coroutines; one that tells the others
-# something goes on when all have.
-CUDA = """
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <ucontext.h>
-using std::min, std::max;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct int4 { int x, y, z, w; };
-struct float2 { float x, y; };
-struct Index { int x; };
-static Index blockIdx, blockDim, gridDim, threadIdx;
-static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
-template <class T> static T __ldcg(const T* x) { return *x; }
-static float exp2_fast(float x) { return exp2f(x); }
-static void next_grid_may_start() {}
-static void wait_for_last_grid() {}
-static void store_shared(u32, int4) {}
-static void fence_async_smem() {}
-template <class T> static T load_shared(u32) { return {}; }
-
-static ucontext_t scheduler, lanes[32];
-static char stacks[32][1 << 16];
-static int said[32], heard[32];
-static bool ended[32];
-static void (*body)();
-static void lane_main() { body(), ended[threadIdx.x & 31] = true; }
-static const int* tell(int x) {
-  const int lane = threadIdx.x & 31;
-  said[lane] = x, swapcontext(&lanes[lane], &scheduler);
-  return heard;
-}
-static void run_warp(void (*f)(), int warp = 0) {
-  body = f;
-  for (int i = 0; i < 32; i++) {
-    ended[i] = false, getcontext(&lanes[i]);
-    lanes[i].uc_stack.ss_sp = stacks[i], lanes[i].uc_stack.ss_size = sizeof stacks[i];
-    lanes[i].uc_link = &scheduler, makecontext(&lanes[i], lane_main, 0);
-  }
-  while (!ended[31]) {
-    for (int i = 0; i < 32; i++)
-      if (threadIdx.x = warp * 32 + i; !ended[i]) swapcontext(&scheduler, &lanes[i]);
-    std::copy(said, said + 32, heard);
-  }
-}
-template <class T> static T heard_by(T x, int from) {
-  int bits;
-  T y;
-  std::memcpy(&bits, &x, 4), std::memcpy(&y, tell(bits) + (from & 31), 4);
-  return y;
-}
-template <class T> static T __shfl_sync(u32, T x, int from) { return heard_by(x, from); }
-static float __shfl_xor_sync(u32, float x, int by) { return heard_by(x, threadIdx.x ^ by); }
-static int __shfl_up_sync(u32, int x, int by) {
-  const int lane = threadIdx.x & 31;
-  return heard_by(x, lane < by ? lane : lane - by);
-}
-static int uniform(int x) { return heard_by(x, 0); }
-static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
-static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
-static u32 __ballot_sync(u32, bool x) {
-  const int* y = tell(x);
-  u32 bits = 0;
-  for (int i = 0; i < 32; i++) bits |= (u32)y[i] << i;
-  return bits;
-}
-static int __ffs(u32 x) { return __builtin_ffs(x); }
-#define DEVICE inline
-#define HAS_KV_LENS 1
-constexpr int FAR = 1 << 29;
-constexpr float NEVER = -1e30f;
-"""  # noqa: E501
 # Each of a CTA's tasks as (row, unit, first tile, tiles, first team, parts, flags).
 RUN = """
 static Params params;
@@ -128,6 +49,10 @@ static int close_row(const Params& p, const Task& t, int row, float m2, float n,
 static void put(const Params&, int place, int column, float2 x, float inverse) {
   merged[count++] = {blockIdx.x, place / 4096, place / 64 % 64, place % 64, column, x.x, x.y, inverse};
 }
+static bool is_finite(float2 x) { return std::isfinite(x.x) && std::isfinite(x.y); }
+static void replace_columns(const Params& p, const Task& t, int row, int column) {
+  put(p, (t.b * 64 + t.unit) * 64 + row, column, make_float2(-1.f, -1.f), 1.f);
+}
 static void slice() { merge(params); }
 extern "C" int run_merge(int ctas, int warps, Merged* to, Closed* rows, int* ended, Params* p) {
   gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, closed = rows, count = rows_closed = 0;
@@ -138,6 +63,7 @@ extern "C" int run_merge(int ctas, int warps, Merged* to, Closed* rows, int* end
 }
 """  # noqa: E501
 DECODE = """
+#define HAS_KV_LENS 1
 #define HAS_RANGES 1
 #define ROWS 8
 #define VALUE_DIM 192
@@ -150,6 +76,7 @@ struct Params {
 };
 """
 LATENT = """
+#define HAS_KV_LENS 1
 #define ROWS 64
 #define VALUE_DIM 128
 constexpr int BLOCK_N = 64;
@@ -183,14 +110,6 @@ MERGED = np.dtype(
 CLOSED = np.dtype(
     [(n, "i4") for n in ("b", "unit", "row", "side")] + [(n, "f4") for n in ("m2", "total")]
 )
-
-
-def built(folder, name, text):
-    (folder / f"{name}.cpp").write_text(CUDA + text)
-    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unused"]
-    library = folder / f"{name}.so"
-    subprocess.run([*command, folder / f"{name}.cpp", "-o", library], check=True)
-    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")

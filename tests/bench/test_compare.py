@@ -1,43 +1,78 @@
-"""Versions of a backend side by side."""
+"""Checkouts side by side."""
 
+import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from tests.gpu import compare
 
 ROOT = Path(__file__).parents[2]
+QUICK = ("--preset", "tiny", "--budget", "1", "--bursts", "10")
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    compare.main()
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(compare.main)
+    return CliRunner().invoke(app, [*map(str, arguments), *QUICK], env={"COLUMNS": "200"})
 
 
-def test_a_version_that_computes_something_else_is_seen(tmp_path, monkeypatch, capsys):
-    other = tmp_path / "other"
-    shutil.copytree(ROOT / "fa_ops", other / "fa_ops")
-    with (other / "fa_ops/backends/reference.py").open("a") as file:
-        file.write("\n\nexact = forward\n\n\ndef forward(*args):\n")
-        file.write("    out, lse = exact(*args)\n    return 1.25 * out, lse\n")
-    options = ("--preset", "tiny", "--backend", "reference", "--budget", 1)
-    run(monkeypatch, ROOT, ROOT, other, *options)
-    *problems, same, changed = capsys.readouterr().out.splitlines()
-    assert len(problems) == 2 and "geometric mean" in same and str(other) in changed
+@pytest.fixture
+def changed(tmp_path):
+    """A checkout whose attention is something else."""
+    tree = tmp_path / "changed"
+    shutil.copytree(ROOT / "fa_ops", tree / "fa_ops")
+    with (tree / "fa_ops/__init__.py").open("a") as file:
+        file.write("\n_exact = attention\n\n\ndef attention(*args, **options):\n")
+        file.write("    return 1.5 * _exact(*args, **options)\n")
+    return tree
+
+
+def test_a_checkout_that_computes_something_else_is_seen(changed):
+    result = run(ROOT, ROOT, changed, "--groups", "forward")
+    *problems, same, other = result.stdout.splitlines()
+    assert len(problems) == 2 and "geometric mean" in same and str(changed) in other
     for line in problems:
-        assert "(0e+00)" in line and "(2e-01)" in line
+        assert line.count("(0e+00)") == 2 and "(5e-01)" in line
 
 
-@pytest.mark.parametrize("tree, backend", [("/nowhere", "cpu"), (ROOT, "nothing")])
-def test_what_is_no_version_is_refused(tree, backend, monkeypatch):
-    with pytest.raises(SystemExit, match=f"has fa_ops/backends/{backend}, got {tree}"):
-        run(monkeypatch, tree, "--preset", "tiny", "--backend", backend)
+def test_every_group_runs_through_public_functions(tmp_path):
+    file = tmp_path / "rows.json"
+    result = run(ROOT, ROOT, "--json", file)
+    assert result.exit_code == 0, result.output
+    rows = [compare.Compared(*row) for row in json.loads(file.read_text())]
+    assert {row.group for row in rows} == {*compare.ALL}
+    assert all(len(row.ms) == 2 and min(row.ms) > 0 and row.off == [0, 0] for row in rows)
+    assert all((row.sdpa_ms is not None) == (row.group == "host") for row in rows)
+    assert result.stdout.count("geometric mean") == len(compare.ALL)
 
 
-def test_a_filter_that_finds_nothing_is_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, ROOT, "--preset", "tiny", "--only", "D64")
-    assert "--only must name problems of tiny, got 'D64'" in capsys.readouterr().err
+@pytest.mark.slow
+def test_processes_put_the_checkouts_in_turn_first(changed, tmp_path):
+    file = tmp_path / "rows.json"
+    options = ("--groups", "forward", "--only", "causal", "--processes", 2, "--json", file)
+    assert run(ROOT, changed, *options).exit_code == 0
+    (row,) = json.loads(file.read_text())
+    assert row[3][0] == 0 and 0.4 < row[3][1] < 0.6
+
+
+def test_what_was_left_out_and_why_is_printed():
+    result = run(ROOT, "--groups", "forward", "--backend", "hopper")
+    assert "left out:" in result.stdout and "geometric" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["/nowhere"], "/nowhere is no checkout"),
+        ([ROOT, "--groups", "forward", "--backend", "nothing"], "got 'nothing'"),
+        ([ROOT, "--only", "D64", "--groups", "forward"], "--only must name problems of tiny"),
+        ([ROOT, "--groups", "sideways"], "--groups must be of forward"),
+    ],
+)
+def test_refusals(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in result.output

@@ -6,19 +6,19 @@ from typer.testing import CliRunner
 
 from fa_ops.bench import decode
 from fa_ops.bench.cli import app
-from fa_ops.bench.decode import PRESETS, Problem, ratio
+from fa_ops.bench.decode import PRESETS, DecodeProblem, ratio
 
 
 def test_bytes_are_what_must_be_read():
-    assert Problem(2, 1024).bytes() == 2 * 1024 * 8 * 128 * 2 * 2
-    assert Problem(2, 1024, fp8=True).bytes() * 2 == Problem(2, 1024).bytes()
-    mla = Problem(3, 64, 128, 1, 576, 512, page=64)
-    assert Problem(8, 32768, padding=28672).bytes() == Problem(8, 4096).bytes()
+    assert DecodeProblem(2, 1024).bytes() == 2 * 1024 * 8 * 128 * 2 * 2
+    assert DecodeProblem(2, 1024, fp8=True).bytes() * 2 == DecodeProblem(2, 1024).bytes()
+    mla = DecodeProblem(3, 64, 128, 1, 576, 512, page=64)
+    assert DecodeProblem(8, 32768, padding=28672).bytes() == DecodeProblem(8, 4096).bytes()
     assert mla.shared and mla.bytes() == 3 * 64 * 576 * 2
 
 
 def test_ragged_lengths_reach_from_one_key_to_all():
-    lengths = Problem(64, 32768, ragged=True).lengths()
+    lengths = DecodeProblem(64, 32768, ragged=True).lengths()
     assert (lengths[0], lengths[-1], len(lengths)) == (1, 32768, 64)
 
 
@@ -43,7 +43,7 @@ def test_backends_stand_side_by_side():
 
 
 def test_means_are_of_each_kind_of_heads():
-    wide, narrow = Problem(1, 1024), Problem(1, 1024, 64, 8, 64)
+    wide, narrow = DecodeProblem(1, 1024), DecodeProblem(1, 1024, 64, 8, 64)
     rows = [
         (wide, {"fa_ops": 10.0, "a": 5.0}),
         (wide, {"fa_ops": 10.0, "a": 20.0}),
@@ -64,7 +64,7 @@ def test_no_cell_is_begun_behind_the_time(monkeypatch, capsys):
     clock = iter([0.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(decode.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(decode, "measure", lambda p, implementations, budget: {"fa_ops": 1.0})
-    problems = [Problem(1, 1024)] * 4
+    problems = [DecodeProblem(1, 1024)] * 4
     assert len(decode._rows(problems, [], 60.0, 5.0)) == 2
     assert "2 cells were not begun within 5 seconds" in capsys.readouterr().out
 
@@ -90,4 +90,4 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_every_preset_makes_problems():
-    assert all(isinstance(p, Problem) for make in PRESETS.values() for p in make())
+    assert all(isinstance(p, DecodeProblem) for make in PRESETS.values() for p in make())

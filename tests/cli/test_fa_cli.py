@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import subprocess
 import sys
@@ -67,7 +69,8 @@ backends
   reference  available
   in use     auto (the default)
 cache
-  /nowhere/fa_ops (from FA_OPS_CACHE_DIR)  does not exist yet; made when a kernel is first compiled
+  folder   /nowhere/fa_ops (from FA_OPS_CACHE_DIR)
+  verdict  does not exist yet; made when a kernel is first compiled
 """,
     )
 
@@ -91,16 +94,29 @@ def test_doctor_says_that_the_environment_chose_nothing_known(monkeypatch):
     assert "every call will fail: backend must be 'auto' or one of" in invoke("doctor").output
 
 
-def test_the_state_of_the_cache_folder(tmp_path):
-    assert doctor.state(tmp_path / "none").startswith("does not exist yet")
+def test_the_cache_folder_its_owner_mode_and_verdict(tmp_path):
+    assert [name for name, _ in doctor.cache(tmp_path / "none")] == ["folder", "verdict"]
     (tmp_path / "kernel.cubin").write_bytes(bytes(3 * 2**19))
-    assert doctor.state(tmp_path) == "writable, 1 files, 1.5 MiB"
-    assert doctor.state(tmp_path / "kernel.cubin").startswith("is not a folder")
+    me = f"{pwd.getpwuid(os.getuid()).pw_name} ({os.getuid()})"
+    for mode, verdict in {
+        0o700: "trusted, writable, 1 files, 1.5 MiB",
+        0o770: "not used, each process compiles its kernels again: its group or others may write",
+        0o707: "not used, each process compiles its kernels again: its group or others may write",
+    }.items():
+        tmp_path.chmod(mode)
+        rows = dict(doctor.cache(tmp_path))
+        assert (rows["folder"], rows["owner"], rows["mode"]) == (str(tmp_path), me, f"{mode:04o}")
+        assert rows["verdict"].startswith(verdict)
+    tmp_path.chmod(0o700)
+    assert "Not a directory" in doctor.verdict(tmp_path / "kernel.cubin")
+    assert "Not a directory" in dict(doctor.cache(tmp_path / "kernel.cubin" / "below"))["verdict"]
+    assert "name too long" in dict(doctor.cache(tmp_path / ("d" * 300)))["verdict"]
 
 
 def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert doctor.state(tmp_path).startswith("is not writable")
+    assert doctor.verdict(tmp_path).startswith("trusted, not writable")
+    assert f"and {tmp_path} is not writable" in doctor.verdict(tmp_path / "none" / "below")
 
 
 @pytest.mark.parametrize(

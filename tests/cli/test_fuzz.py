@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fa_ops.backends import cpu
 from fa_ops.cli import app, fuzz_cases, fuzz_workers
 from fa_ops.cli.fuzz import plan
-from fa_ops.cli.fuzz_cases import Run, Target, family_of, outcomes
+from fa_ops.cli.fuzz_cases import FuzzRun, Target, family_of, outcomes
 from fa_ops.testing import draws
 from fa_ops.types import is_prefill
 
@@ -70,14 +70,16 @@ def test_a_failure_is_found_and_its_line_runs_it_again(monkeypatch):
 
 
 def test_numbers_mean_the_same_cases_every_time():
-    first, second = ([(o.kind, o.features) for o in outcomes(Run(CPU, 3, 0, 4))] for _ in range(2))
+    first, second = (
+        [(o.kind, o.features) for o in outcomes(FuzzRun(CPU, 3, 0, 4))] for _ in range(2)
+    )
     assert first == second
     assert family_of(CPU, 3) == family_of(CPU, 3) != family_of(CPU, 8)
 
 
 def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
     monkeypatch.setattr(fuzz_cases, "TRIES", 20)
-    (outcome,) = outcomes(Run(CPU._replace(backend="hopper"), 0, 0, 4))
+    (outcome,) = outcomes(FuzzRun(CPU._replace(backend="hopper"), 0, 0, 4))
     assert outcome.error.startswith("LookupError: hopper took none of")
 
 
@@ -96,19 +98,19 @@ class Pause(str):
 
 
 def test_a_crash_and_a_silence_fail_the_case_and_the_rest_goes_on(monkeypatch):
-    runs = [Run(CPU._replace(backend=Bomb("cpu")), 0, 1, 3), Run(CPU, 1, 0, 2)]
+    runs = [FuzzRun(CPU._replace(backend=Bomb("cpu")), 0, 1, 3), FuzzRun(CPU, 1, 0, 2)]
     found = [(o.family, o.case, o.error) for o in fuzz_workers.fuzz(runs, 1, None)]
     crash = "the process ended with status 7"
     assert found == [(0, 1, crash), (0, 2, crash), (1, 0, None), (1, 1, None)]
     monkeypatch.setattr(fuzz_workers, "PATIENCE", 0.0)
-    silent = Run(CPU._replace(backend=Pause("cpu")), 1, 0, 1)
+    silent = FuzzRun(CPU._replace(backend=Pause("cpu")), 1, 0, 1)
     (silence,) = fuzz_workers.fuzz([silent], 1, None)
     assert silence.error == "no result after 0 s"
 
 
 def test_time_that_is_up_is_no_success(monkeypatch):
-    assert len(list(fuzz_workers.fuzz([Run(CPU, 0, 0, 3)], 0, 1e-9))) == 1
-    assert not list(fuzz_workers.fuzz([Run(CPU, 0, 0, 3)], 1, 1e-9))
+    assert len(list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 0, 1e-9))) == 1
+    assert not list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 1, 1e-9))
     monkeypatch.setattr("fa_ops.cli.fuzz.fuzz", lambda *_: iter(()))
     assert invoke("--device", "cpu", "--cases", "5").exit_code == 1
 

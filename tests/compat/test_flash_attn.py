@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -202,6 +203,62 @@ def test_rotary_embedding(interleaved):
         torch.testing.assert_close(out[b], expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (-1, 0)},
+     {"window_size": (24, 99)}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("Sq, Sn", [(1, 1), (1, 4), (4, 1), (3, 3), (2, 4), (4, 2)])
+@torch.no_grad()
+def test_rotary_positions(Sq, Sn, options, page_size, interleaved):
+    """Counted from what the cache holds, padding included; one for all where nothing is causal."""
+    k_cache, v_cache, table = caches(page_size)
+    held = [rows_of(cache, table).clone() for cache in (k_cache, v_cache)]
+    q, k, v = draw(2, Sq, 4, 8), draw(2, Sn, 2, 8), draw(2, Sn, 2, 8)
+    angle = torch.rand(24, 3) * 6
+    lens, pad = torch.tensor([5, 17], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    places = (slice(0, 6, 2), slice(1, 6, 2)) if interleaved else (slice(0, 3), slice(3, 6))
+
+    def turned(x, positions):
+        a, b = (x[..., place] for place in places)
+        c, s = (t[positions, None].double() for t in (angle.cos(), angle.sin()))
+        x = x.clone()
+        x[..., places[0]], x[..., places[1]] = a * c - b * s, a * s + b * c
+        return x
+
+    apart = options.get("causal") or options.get("window_size", (-1, -1)) in ((3, 2), (-1, 0))
+    for leftpad in (None, pad):
+        out = compat.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, angle.cos(), angle.sin(), lens, block_table=table,
+            cache_leftpad=leftpad, rotary_interleaved=interleaved, **options,
+        )  # fmt: skip
+        for b, n in enumerate(lens.tolist()):
+            rows = turned(q[b], n + (torch.arange(Sq) if apart else torch.zeros(Sq).long()))
+            held[0][b, n : n + Sn] = turned(k[b], n + torch.arange(Sn))
+            held[1][b, n : n + Sn] = v[b]
+            first = 0 if leftpad is None else int(leftpad[b])
+            keys, values = (x[b, first : n + Sn] for x in held)
+            torch.testing.assert_close(out[b], written_out(rows, keys, values, **options)[0])
+            for cache, wanted in zip((k_cache, v_cache), held):
+                stored = rows_of(cache, table)[b, : n + Sn]
+                torch.testing.assert_close(stored, wanted[b, : n + Sn])
+
+
+def test_lengths_and_windows_of_numpy():
+    k_cache, v_cache, _ = caches()
+    new = draw(2, 1, 4, 8, grad=False)
+    given = compat.flash_attn_with_kvcache(
+        new, k_cache, v_cache, cache_seqlens=np.int64(7), window_size=(np.int32(3), np.int64(0))
+    )
+    expected = compat.flash_attn_with_kvcache(
+        new, k_cache, v_cache, cache_seqlens=7, window_size=(3, 0)
+    )
+    assert torch.equal(given, expected)
+
+
 def test_values_of_another_width_and_sides_that_are_none():
     q, k, v = draw(1, 5, 2, 8), draw(1, 5, 2, 8), draw(1, 5, 2, 4)
     out = compat.flash_attn_func(q, k, v, window_size=(None, 0))
@@ -218,7 +275,8 @@ def test_it_compiles():
 
 q, packed, cache = torch.randn(1, 2, 2, 8), torch.randn(4, 2, 8), torch.randn(1, 8, 2, 8)
 ends = torch.tensor([0, 4], dtype=torch.int32)
-angles = torch.ones(8, 2)
+angles, wide = torch.ones(8, 2), torch.ones(8, 8)
+long = torch.randn(1, 12, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +305,12 @@ angles = torch.ones(8, 2)
         (ValueError, "k must be given where rotary_cos is",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, rotary_cos=angles,
                                                 rotary_sin=angles)),
-        (NotImplementedError, "causal must be True where rotary_cos turns several queries, got 2",
-         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q, angles, angles, 3)),
-        (NotImplementedError, "cache_leftpad must be None with rotary_cos",
-         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q, angles, angles, 3,
-                                                cache_leftpad=ends, causal=True)),
+        (ValueError, "rotary_cos has 8 positions, but 9 are turned to",
+         lambda: compat.flash_attn_with_kvcache(q, long, long, q, q, angles, angles, 7)),
+        (ValueError, "rotary_cos is for 16 features, but query has 8",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q, wide, wide, 3)),
+        (ValueError, "key must have shape",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, q[..., :4], q, angles, angles, 3)),
         (ValueError, "cache_seqlens must be given with k",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, q, q)),
         (TypeError, "cache_seqlens must be a Tensor or an int, got 2.5",

@@ -51,7 +51,13 @@ def _tool(name: str, cubin: bytes, folder: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+_WHOLE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+ )?\s*[A-Z].*?)\s*;", re.M)
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\S*)\s*(.*?);", re.M)
+
+
+def instructions(sass: str) -> list[str]:
+    """Each as a line, with its predicate and operands, without its address."""
+    return [" ".join(line.split()) for line in _WHOLE.findall(sass)]
 
 
 def innermost_loop(sass: str, instruction: str) -> list[str]:

@@ -34,6 +34,7 @@ OFF = dict.fromkeys(
         "HAS_SINKS",
         "HAS_MASK",
         "HAS_DROPOUT",
+        "SPLITS_GROUP",
     ),
     0,
 )
@@ -52,8 +53,11 @@ def compiled(kind, config, bf16=1, **features):
 
 def assert_clean(log, spilled_bytes=0):
     assert not [code for code in SERIALISED if code in log]
-    spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
-    assert spills and max(spills) <= spilled_bytes
+    spills = re.findall(r"Function properties for (\w+)\n.*?(\d+) bytes spill stores", log)
+    assert spills
+    for name, found in spills:
+        # what computes rows again calls a function, and keeps things aside meanwhile
+        assert int(found) <= (200 if name == "finish" else spilled_bytes), name
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
@@ -92,7 +96,11 @@ def test_forward_over_pages(dims, page, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-BACKWARD_FEATURES = pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
+BACKWARD_FEATURES = pytest.mark.parametrize(
+    "features",
+    (*FEATURES, {"IS_RAGGED": 1, "SPLITS_GROUP": 1}, {"IS_RAGGED": 1, "HAS_KV_LENS": 1}),
+    ids=[*FEATURE_IDS, "parts", "lengths"],
+)
 
 
 @BACKWARD_FEATURES
@@ -107,6 +115,7 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 48)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
+    assert_notes(sass, config, features)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It
     # comes a step later: the first step has none and a dK of its own, and the last dQ comes alone
     scores, grads, queries = head_dim // 16, config.block_m // 16, config.block_n // 16
@@ -124,6 +133,7 @@ def test_backward_in_two_passes(dims, features, tmp_path):
     assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 24)
     sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
+    assert_notes(sass, config, features)
     products = kernel_counts(sass, "HGMMA")
     scores = sum(dims) // 16  # S and dP
     assert products["backward"] == scores + 2 * (config.block_m // 16)
@@ -131,6 +141,18 @@ def test_backward_in_two_passes(dims, features, tmp_path):
     # of the consumers that own one gradient each, three; of those that own both
     waits = kernel_counts(sass, "WARPGROUP.DEPBAR")
     assert waits == {"backward": 6 if config.is_wide else 3, "backward_queries": 4}
+
+
+def assert_notes(sass, config, features):
+    """A product with 0 for each gradient of a thread, and none where sums are looked at later: no
+    compiler may think that it is 0."""
+    found = {
+        name: len(re.findall(r"FFMA\S* R\d+, RZ, R\d+, R", body))
+        for name, _, body in (part.partition("\n") for part in sass.split("Function : ")[1:])
+    }
+    gradients = (config.head_dim + config.value_dim) // 2
+    assert found["backward"] == (0 if features.get("SPLITS_GROUP") else gradients)
+    assert found.get("backward_queries", config.head_dim // 2) == config.head_dim // 2
 
 
 @pytest.mark.parametrize("kind", ["decode", "mla", "backward"])
@@ -300,12 +322,6 @@ class TestCache:
         assert self.code() == code
         assert calls and entry.read_bytes().startswith(code)
 
-    def test_a_folder_that_cannot_exist_costs_a_compilation(self, tmp_path, monkeypatch):
-        blocked = tmp_path / "file"
-        blocked.write_text("not a folder")
-        monkeypatch.setenv("FA_OPS_CACHE_DIR", str(blocked))
-        assert self.code().startswith(b"\x7fELF")
-
     def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
         names = ["pack_rows", "pack_words", "find_runs"]
         codes = compiler.cubins("mask", names, {})
@@ -325,7 +341,7 @@ class TestCache:
 
         def compile_source(source):
             together.wait()
-            return compiler._ELF + source.encode(), ""
+            return source.encode(), ""
 
         monkeypatch.setattr(compiler, "compile_source", compile_source)
         codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_runs"], {})
@@ -346,7 +362,7 @@ def test_a_missing_nvrtc_is_named(monkeypatch):
     monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
     compiler.nvrtc.cache_clear()
     try:
-        with pytest.raises(compiler.CompileError, match="NVRTC was not found"):
+        with pytest.raises(compiler.CompileError, match="NVRTC 12.1 or newer was not found"):
             compiler.nvrtc()
     finally:
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""What files of attention spellings are written with; `python -m compile_passes.corpus` runs them.
+"""Helpers for files of attention spellings; `python -m tests.evaluation.fusion_corpus` runs them.
 
 A case has a verdict, "fuse" or "no_fuse", and the number of attentions that it holds.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compile_passes import corpus
 from tests.compile_passes.spellings import CASES
+from tests.evaluation import fusion_corpus as corpus
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,8 +9,10 @@ from fa_ops.testing import draws
 
 
 @st.composite
-def cases(draw, kind: str, dtype: torch.dtype, device: str = "cpu") -> draws.AnyCase:
+def cases(
+    draw, kind: str, dtype: torch.dtype, device: str = "cpu", edges: bool | None = None
+) -> draws.AnyCase:
     def pick(options):
         return draw(st.sampled_from(options))
 
-    return draws.family(pick, kind, (dtype,)).case(pick, device)
+    return draws.family(pick, kind, (dtype,), edges).case(pick, device)

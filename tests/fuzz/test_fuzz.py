@@ -4,7 +4,7 @@ FA_OPS_FUZZ_CASES=20000 pytest tests/fuzz                       more cases
 FA_OPS_FUZZ_SEED=7 pytest tests/fuzz                            other cases
 FA_OPS_FUZZ_BACKEND=triton FA_OPS_FUZZ_DEVICE=cuda pytest tests/fuzz
 
-A failure prints the case: `assert_close_to_oracle(<it>, backend)` runs it again.
+A failure prints the case: `assert_right(<it>, backend)` runs it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa_ops import dispatch
-from fa_ops.testing import Case, PackedCase, assert_close_to_oracle
+from fa_ops.cli.fuzz_cases import Target, strict
+from fa_ops.testing import Arena, CacheCase, assert_right, draws
 from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
@@ -31,8 +32,11 @@ if DEVICE == "cpu":
     DTYPES.append(torch.float64)
 
 
-def fuzz(strategy: st.SearchStrategy, share: float) -> None:
-    """Try `share` of the cases; derandomized, so that a commit's result is not a matter of luck."""
+def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None:
+    """Try `share` of the cases; derandomized, so that a commit's result is not a matter of luck.
+
+    With `arena` calls are repeated, and margins around all tensors are checked.
+    """
 
     @settings(
         max_examples=max(1, round(CASES * share / len(DTYPES))),
@@ -42,25 +46,35 @@ def fuzz(strategy: st.SearchStrategy, share: float) -> None:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     @given(strategy)
-    def compare(case: Case | PackedCase) -> None:
-        reason = dispatch.refusal(BACKEND, *case.fresh())
-        hypothesis.assume(reason is None)
-        assert_close_to_oracle(case, BACKEND)
+    def compare(case: draws.AnyCase) -> None:
+        refusal = dispatch.cache_refusal if isinstance(case, CacheCase) else dispatch.refusal
+        hypothesis.assume(refusal(BACKEND, *case.fresh()) is None)
+        assert_right(case, BACKEND, Arena() if arena else None, repeated=arena)
 
     if SEED is not None:
         compare = hypothesis.seed(int(SEED))(compare)
-    compare()
+    with strict(Target(BACKEND, DEVICE, tuple(DTYPES))):
+        compare()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dense(dtype):
-    fuzz(cases("dense", dtype, DEVICE), share=0.8)
+    fuzz(cases("dense", dtype, DEVICE, edges=False), share=0.8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed(dtype):
-    fuzz(cases("packed", dtype, DEVICE), share=0.2)
+    fuzz(cases("packed", dtype, DEVICE, edges=False), share=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", draws.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_at_the_edges(kind, dtype):
+    """Extreme options, NaN and Inf, broken lengths, overlapping memory."""
+    fuzz(cases(kind, dtype, DEVICE, edges=True), share=0.02, arena=True)

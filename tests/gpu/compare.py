@@ -1,123 +1,207 @@
-"""One backend in several versions of its sources, by turns in one process:
+"""Checkouts of fa_ops by turns in one process, through its public functions:
 
-    python -m tests.gpu.compare ../before . [--preset lengths] [--only "D64 causal,S512"]
-                                            [--backward] [--backend hopper] [--budget 60]
+    python -m tests.gpu.compare ../before . --preset lengths --only "D64 causal,S512"
+    python -m tests.gpu.compare ../before . --groups host --processes 3
 
-A version is a checkout, as `git worktree add` makes one. Its backends are loaded under a name of
-their own. Prints milliseconds, how many times as fast as the first version each other one is, and
-how far its results are from the first one's: 0 where no bit changed.
+A checkout is a tree as `git worktree add` makes one. Prints milliseconds (of `host`, microseconds
+of host time, beside SDPA's), how many times as fast as the first checkout each other one is, and
+how far its results are from the first one's: 0 where no bit changed. At the end come the geometric
+means of every group. Several processes start with the checkouts in another order each, and medians
+over them count: where a process happens to place its objects moves a host time by some per cent.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import contextlib
+import json
 import math
-import re
-import shutil
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from torch import Tensor
 
-from fa_ops.bench.problems import PRESETS, Problem
-from fa_ops.bench.timing import Run, device_times
+from fa_ops.bench.problems import PRESETS
+from fa_ops.bench.timing import Run, device_times, host_times
+from fa_ops.cli.options import in_a_folder, one_of, words
+from tests.gpu import checkouts
+from tests.gpu.compared_calls import DEVICE, GROUPS, Call, host_sdpa, rows
 from tests.kernels import relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROOT = Path(__file__).parents[2]
+ALL = (*GROUPS, "host")
 
 
-class Version(NamedTuple):
+class Compared(NamedTuple):
+    """One row: milliseconds and relative differences in the checkouts' order; of `host` also
+    SDPA's milliseconds."""
+
+    group: str
     name: str
-    backend: ModuleType
-    spec: Callable  # its `Spec`
+    ms: list[float]
+    off: list[float]
+    sdpa_ms: float | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        return [self.ms[0] / x for x in self.ms]
+
+    def __str__(self) -> str:
+        unit, digits = (1e3, 2) if self.group == "host" else (1.0, 4)
+        text = f"{self.group:16}{self.name:36}"
+        for ms, ratio, off in zip(self.ms, self.ratios, self.off):
+            text += f"  {ms * unit:9.{digits}f} {ratio:6.3f}x ({off:.0e})"
+            text += f" {ms / self.sdpa_ms:5.2f} SDPA" if self.sdpa_ms else ""
+        return text
 
 
-def load(tree: Path, name: str, backend: str, folder: Path) -> Version:
-    """The backend of a checkout, copied to `folder` as part of a package of that name."""
-    if not any((tree / "fa_ops" / "backends").glob(f"{backend}*")):
-        sys.exit(f"a version must be a checkout that has fa_ops/backends/{backend}, got {tree}")
-    package = folder / name
-    shutil.copytree(tree / "fa_ops" / "backends", package / "backends")
-    shutil.copy(tree / "fa_ops" / "types.py", package)
-    (package / "__init__.py").touch()
-    for source in package.rglob("*.py"):
-        source.write_text(re.sub(r"\bfa_ops\b", name, source.read_text()))
-    module = importlib.import_module(f"{name}.backends.{backend}")
-    reason = module.available_error()
-    if reason is not None:
-        sys.exit(f"{backend} of {tree}: {reason}")
-    return Version(name, module, importlib.import_module(f"{name}.types").Spec)
+def compare(
+    versions: Sequence[ModuleType],
+    groups: Sequence[str],
+    preset: str,
+    only: str,
+    backend: str | None,
+    budget: float,
+    bursts: int,
+) -> Iterator[Compared | str]:
+    """Every row of the groups, or why a row is left out."""
+    sdpa = {f"{name} of torch": _run(call, None, None) for name, call in host_sdpa().items()}
+    for group in groups:
+        for name, make in rows(group, preset, only):
+            try:
+                calls = [_made(make, fa, backend) for fa in versions]
+                results = [_results(call, fa, backend) for call, fa in zip(calls, versions)]
+            except NotImplementedError as error:
+                yield f"{group:16}{name:36}  left out: {error}"
+                continue
+            runs = {
+                fa.__name__: _run(call, fa, backend)
+                for call, fa in zip(calls, versions)
+            }  # fmt: skip
+            if group == "host":
+                peer = [n for n in sdpa if ("backward" in n) == ("backward" in name)][0]
+                times = host_times(runs | {peer: sdpa[peer]}, DEVICE, bursts)
+            else:
+                peer, times = None, device_times(runs, DEVICE, budget)
+            ms = [times[fa.__name__].ms for fa in versions]
+            off = [_difference(found, results[0]) for found in results]
+            yield Compared(group, name, ms, off, times[peer].ms if peer else None)
 
 
-def run_of(version: Version, problem: Problem, backward: bool) -> tuple[Run, Sequence[Tensor]]:
-    """What is timed, and its results."""
-    backend, spec = version.backend, version.spec(is_causal=problem.causal)
-    q, k, v = problem.inputs(DEVICE, "bhsd")
-    if not backward:
-        prepare = getattr(backend, "prepare", lambda *_: None)
-        call = prepare(q, k, v, spec) or (lambda q, k, v: backend.forward(q, k, v, spec)[0])
-        return Run(lambda _: call(q, k, v)), [call(q, k, v)]
-    out, lse = backend.forward(q, k, v, spec)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator, device=DEVICE, dtype=out.dtype)
-    call = lambda: backend.backward(grad, None, q, k, v, out, lse, spec)  # noqa: E731
-    return Run(lambda _: call()), call()[:3]
+def _made(make, fa: ModuleType, backend: str | None) -> Call:
+    with _context(True, fa, backend):
+        return make(fa)
 
 
-def difference(results: Sequence[Tensor], first: Sequence[Tensor]) -> float:
+def _run(call: Call, fa: ModuleType | None, backend: str | None) -> Run:
+    return Run(call.run, call.prepare, lambda: _context(call.records, fa, backend))
+
+
+@contextlib.contextmanager
+def _context(records: bool, fa: ModuleType | None, backend: str | None) -> Iterator[None]:
+    chosen = contextlib.nullcontext() if backend is None or fa is None else fa.use_backend(backend)
+    with torch.set_grad_enabled(records), chosen:
+        yield
+
+
+def _results(call: Call, fa: ModuleType, backend: str | None) -> list[Tensor]:
+    with _context(call.records, fa, backend):
+        found = call.run(call.prepare())
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _difference(results: Sequence[Tensor], first: Sequence[Tensor]) -> float:
     """Relative, of the one that is farthest off."""
     return max(relative_error(a, b) for a, b in zip(results, first))
 
 
-def compare(
-    versions: Sequence[Version], problems: Sequence[Problem], backward: bool, budget: float
-) -> Iterator[tuple[Problem, list[float], list[float]]]:
-    """Of each problem milliseconds and differences, in the versions' order."""
-    for problem in problems:
-        runs, results = {}, []
-        for version in versions:
-            runs[version.name], found = run_of(version, problem, backward)
-            results.append(found)
-        times = device_times(runs, DEVICE, budget)
-        off = [difference(found, results[0]) for found in results]
-        yield problem, [times[version.name].ms for version in versions], off
+def in_processes(trees: Sequence[Path], count: int, options: Sequence[str]) -> list[Compared]:
+    """The medians over so many processes, the first with the checkouts in this order."""
+    each = []
+    for n in range(count):
+        shift = n % len(trees)
+        rotated = [*trees[shift:], *trees[:shift]]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows.json")
+            command = [sys.executable, "-m", "tests.gpu.compare", *map(str, rotated), *options]
+            subprocess.run([*command, "--json", str(file)], cwd=ROOT, check=True)
+            found = [Compared(*row) for row in json.loads(file.read_text())]
+        back = len(trees) - shift
+        each.append([row._replace(ms=[*row.ms[back:], *row.ms[:back]]) for row in found])
+    return [_median(rows) for rows in zip(*each)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", nargs="+", type=Path)
-    parser.add_argument("--preset", choices=PRESETS, default="lengths")
-    parser.add_argument("--only", default="", help="problems with all words of one of these")
-    parser.add_argument("--backward", action="store_true")
-    parser.add_argument("--backend", default="hopper" if DEVICE == "cuda" else "cpu")
-    parser.add_argument("--budget", type=float, default=60, help="timed milliseconds of each")
-    options = parser.parse_args()
-    wanted = [set(words.split()) for words in options.only.split(",")]
-    problems = [p for p in PRESETS[options.preset]() if any(w <= {*str(p).split()} for w in wanted)]
-    if not problems:
-        parser.error(f"--only must name problems of {options.preset}, got {options.only!r}")
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, folder)
-        trees = enumerate(options.trees)
-        versions = [load(t, f"version{i}", options.backend, Path(folder)) for i, t in trees]
-        ratios = []
-        for problem, ms, off in compare(versions, problems, options.backward, options.budget):
-            ratios.append([ms[0] / x for x in ms])
-            others = zip(ms[1:], ratios[-1][1:], off[1:])
-            cells = (f"{x:8.3f} {ratio:5.2f}x ({far:.0e})" for x, ratio, far in others)
-            print(f"{problem!s:28}{ms[0]:8.3f}", *cells, sep="  ", flush=True)
-        for tree, *column in list(zip(options.trees, *ratios))[1:]:
-            print(
-                f"{tree}: {math.exp(statistics.mean(map(math.log, column))):.3f}x, geometric mean"
-            )
+def _median(rows: Sequence[Compared]) -> Compared:
+    ms = [statistics.median(column) for column in zip(*(row.ms for row in rows))]
+    sdpa = [row.sdpa_ms for row in rows if row.sdpa_ms]
+    return rows[0]._replace(ms=ms, sdpa_ms=statistics.median(sdpa) if sdpa else None)
+
+
+def means(found: Sequence[Compared], trees: Sequence[Path]) -> Iterator[str]:
+    """The geometric mean of the ratios of every group and checkout but the first."""
+    for group in dict.fromkeys(row.group for row in found):
+        columns = zip(*(row.ratios for row in found if row.group == group))
+        for tree, column in list(zip(trees, columns))[1:]:
+            mean = math.exp(statistics.mean(map(math.log, column)))
+            yield f"{group}: {tree} is {mean:.3f}x as fast, geometric mean over {len(column)} rows"
+
+
+def main(
+    trees: Annotated[list[Path], typer.Argument(help="checkouts, the one to compare with first")],
+    groups: Annotated[str, typer.Option(help="comma separated")] = ",".join(ALL),
+    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = (
+        "lengths" if DEVICE == "cuda" else "tiny"
+    ),
+    only: Annotated[str, typer.Option(help="problems with all words of one of these")] = "",
+    backend: Annotated[str | None, typer.Option(help="the device's own unless told")] = None,
+    budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each")] = 60.0,
+    bursts: Annotated[int, typer.Option(min=10, help="samples of each host time")] = 300,
+    processes: Annotated[int, typer.Option(min=1, help="medians over as many count")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
+) -> None:
+    """Time checkouts by turns through the public functions, and compare their results."""
+    chosen = one_of("--groups", words(groups), ALL)
+    one_of("--preset", [preset], PRESETS)
+    if not any(True for group in chosen for _ in rows(group, preset, only)):
+        raise typer.BadParameter(f"--only must name problems of {preset}, got {only!r}")
+    trees = [tree.resolve() for tree in trees]
+    os.environ.setdefault("FA_OPS_CACHE_DIR", str(checkouts.CACHE))
+    if processes > 1:
+        options = ["--groups", ",".join(chosen), "--preset", preset, "--only", only]
+        options += ["--budget", str(budget), "--bursts", str(bursts)]
+        options += ["--backend", backend] if backend else []
+        found = in_processes(trees, processes, options)
+        print(f"medians over {processes} processes", *found, sep="\n")
+    else:
+        found = []
+        with tempfile.TemporaryDirectory() as folder:
+            versions = _load(trees, Path(folder), backend)
+            for row in compare(versions, chosen, preset, only, backend, budget, bursts):
+                print(row, flush=True)
+                found += [row] if isinstance(row, Compared) else []
+    for line in means(found, trees):
+        print(line)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found))
+
+
+def _load(trees: Sequence[Path], folder: Path, backend: str | None) -> list[ModuleType]:
+    try:
+        versions = [checkouts.load(tree, folder) for tree in trees]
+        for fa in versions if backend else ():
+            fa.use_backend(backend)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return versions
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

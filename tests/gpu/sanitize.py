@@ -2,23 +2,31 @@
 
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize triton
+    compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper broken
+    compute-sanitizer --tool initcheck python -m tests.gpu.sanitize hopper forward
 
-Prints how many calls ran; results are the other tests' business.
+`broken`: calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`: forward
+and decoding kernels alone, of inputs without memory that was never written: padding, unused cache.
+Prints how many calls ran. It does not look at their results, which other tests do.
 """
 
 import contextlib
 import importlib
 import itertools
+import random
 import sys
 
 import torch
 
-from fa_ops.testing import random_case
+from fa_ops.cli.fuzz_cases import refusal
+from fa_ops.testing import PackedCase, draws, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
-from fa_ops.types import Packing, Spec
+from fa_ops.testing.caches import call as call_cached
+from fa_ops.types import Packing, Spec, keywords
 from tests.gpu.cases import few_processors
 
 CASES = 24
+HALF = (torch.bfloat16, torch.float16)
 
 
 def run(backend: str) -> int:
@@ -98,7 +106,56 @@ def run_cached(module) -> None:
             module.cache_forward(*inputs)
 
 
+def run_broken(backend: str) -> int:
+    """Borders, lengths, pages and ranges outside the tensors, forward and backward."""
+    calls = 0
+    for number in range(400):
+        pick = random.Random(number).choice
+        kind = ("packed", "cached", "dense")[number % 3]
+        family = draws.family(pick, kind, HALF, edges=True)
+        case = family.case(pick, "cuda") if family.fields.get("broken") else None
+        if case is not None and refusal(backend, case) is None:
+            call(case, backend, backward=True)
+            calls += 1
+    return calls
+
+
+def run_forward(backend: str) -> int:
+    """Forward and decoding kernels of written memory."""
+    calls = 0
+    for number in range(150):
+        pick = random.Random(number).choice
+        family = draws.family(pick, ("dense", "cached", "packed")[number % 3], HALF, False)
+        case = family.case(pick, "cuda")
+        if refusal(backend, case) is None:
+            call(case, backend, backward=False)
+            calls += 1
+    return calls
+
+
+def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
+    """By the operators, so that what stands between them and the kernels runs too."""
+    if isinstance(case, CacheCase):
+        q, k, v, cache, spec = case.fresh()
+        call_cached(q, k, v, cache, spec._replace(backend=backend))
+        return
+    q, k, v, spec = case.fresh(requires_grad=backward)
+    options = keywords(spec._replace(backend=backend))
+    if isinstance(case, PackedCase):
+        packing = case.packing()
+        out, lse = torch.ops.fa.attention_varlen(q, k, v, *packing, *spec[1:3], **options)
+    else:
+        out, lse = torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **options)
+    if backward:
+        torch.autograd.grad(out, (q, k, v), case.grad_outputs(out, lse)[0])
+
+
+MODES = {"": run, "broken": run_broken, "forward": run_forward}
+
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("the kernels of GPU backends need a CUDA device, and torch sees none")
-    print(f"{run(sys.argv[1])} calls of the {sys.argv[1]} backend")
+    _, backend, *mode = sys.argv
+    calls = MODES["".join(mode)](backend)
+    torch.cuda.synchronize()
+    print(f"{calls} calls of the {backend} backend")

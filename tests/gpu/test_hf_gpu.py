@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from hf_integration import decoding
-from hf_integration.sweep import inputs, scenarios, tiny
+from tests.evaluation.hf_sweep import inputs, scenarios, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +71,7 @@ def test_a_step_of_decoding_waits_for_nothing(static, side):
 
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "siglip"])
 def test_gradients_are_those_of_eager_attention(model_type):
-    from hf_integration.sweep import run
+    from tests.evaluation.hf_sweep import run
 
     base = run.Base(model_type)
     given = {name: t.cuda() for name, t in base.inputs.items()}

@@ -253,6 +253,62 @@ def test_deterministic_gradients_repeat_their_bits(D):
         assert all(map(torch.equal, grads, first))
 
 
+GROUPS = pytest.mark.parametrize("heads", [(8, 1), (16, 2), (6, 2), (7, 1), (12, 4)], ids=str)
+
+
+@GROUPS
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_groups(dims, heads, deterministic):
+    """Of few processors some have whole groups, or parts of several heads."""
+    base = Case(
+        B=2, Hq=heads[0], Hkv=heads[1], Sq=300, Sk=420, D=dims[0], Dv=dims[1],
+        dtype=torch.bfloat16, device="cuda", deterministic=deterministic,
+    )  # fmt: skip
+    features = {}, {"is_causal": True}, {"kv_lens": True, "window": (150, 60)}, {"sinks": True}
+    for count, changes in zip((132, 3, 2, 132), features):
+        with few_processors(count):
+            check(dataclasses.replace(base, **changes))
+
+
+@GROUPS
+@pytest.mark.parametrize("changes", [{"mask": "bool"}, {"mask": "float"}, {"dropout_p": 0.2}])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_parts_of_groups_with_features(dims, changes, heads):
+    base = Case(
+        B=1, Hq=heads[0], Hkv=heads[1], Sq=200, Sk=333, D=dims[0], Dv=dims[1],
+        dtype=torch.float16, device="cuda", is_causal=True, alibi="heads",
+    )  # fmt: skip
+    for deterministic in (False, True):
+        check(dataclasses.replace(base, deterministic=deterministic, **changes))
+
+
+@GROUPS
+def test_packed_parts_of_groups(heads):
+    features = Case(
+        Hq=heads[0], Hkv=heads[1], D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
+        is_causal=True,
+    )  # fmt: skip
+    for deterministic in (False, True):
+        one = dataclasses.replace(features, deterministic=deterministic)
+        check(PackedCase((700, 3, 129), (700, 3, 129), 0, one))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_deterministic_parts_repeat_their_bits(D):
+    q, k, v = (
+        torch.randn(1, H, 3000, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for H in (8, 1, 1)
+    )
+    grad = torch.randn_like(q)
+    options = {"is_causal": True, "deterministic": True, "backend": "hopper"}
+    first, *others = (
+        torch.autograd.grad(fa_ops.attention(q, k, v, **options), (q, k, v), grad) for _ in range(5)
+    )
+    for grads in others:
+        assert all(map(torch.equal, grads, first))
+
+
 @pytest.mark.parametrize("seed", range(192))
 def test_dropout(seed):
     check(dropout_case(seed))

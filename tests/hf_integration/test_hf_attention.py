@@ -10,7 +10,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.testing import make_case
 from fa_ops.types import Packing, Spec
-from hf_integration import fa_ops_attention_forward, forms
+from hf_integration import encodings, fa_ops_attention_forward
 
 CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)
 CAUSAL = Spec(is_causal=True)
@@ -34,13 +34,20 @@ def random(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+SHAPE = (2, 1, 12, 12)
 RANGES = torch.tensor([[0, 5], [3, 12]], dtype=torch.int32).view(2, 1, 1, 2)
 BOOL = random(2, 1, 12, 12) > -0.5
 FLOAT = random(2, 1, 12, 12)
+
+
+def ranges(rows):
+    return encodings.ranges(SHAPE, RANGES[-rows:, 0, :, 0], RANGES[-rows:, 0, :, 1])
+
+
 MASKS = {
-    "full": (forms.full("cpu"), Spec()),
-    "causal": (forms.causal(12, "cpu"), CAUSAL),
-    "ranges": (RANGES, Spec(key_ranges=RANGES)),
+    "full": (encodings.full(SHAPE, "cpu"), Spec()),
+    "causal": (encodings.causal(SHAPE, 12, "cpu"), CAUSAL),
+    "ranges": (ranges(2), Spec(key_ranges=RANGES)),
     "bool": (BOOL, Spec(attn_mask=BOOL)),
     "float": (FLOAT, Spec(attn_mask=FLOAT)),
 }
@@ -145,7 +152,7 @@ def test_without_a_mask_a_longer_cache_is_cut():
 def test_causal_over_the_filled_part_of_a_cache():
     q, k, v = inputs(make_case(Sq=5, Sk=12))
     bias = random(1, 4, 5, 12)
-    out, _ = forward(q, k, v, forms.causal(9, "cpu"), position_bias=bias)
+    out, _ = forward(q, k, v, encodings.causal((2, 1, 5, 12), 9, "cpu"), position_bias=bias)
     spec = CAUSAL._replace(attn_mask=bias[..., :9])
     check(out, q, k[:, :, :9], v[:, :, :9], spec)
 
@@ -173,7 +180,7 @@ def test_cu_seq_lens_confine_what_a_mask_leaves(form, bias):
     """The mask of transformers may not know of the packing."""
     q, k, v, ends = packed()
     mask, spec = MASKS[form]
-    mask = mask[1:] if form == "ranges" else mask
+    mask = ranges(1) if form == "ranges" else mask
     extra = {"position_bias": random(1, 4, 12, 12)} if bias else {}
     out, _ = forward(q, k, v, mask, cu_seq_lens_q=ends, **extra)
     document = torch.bucketize(torch.arange(12), ends[1:], right=True)
@@ -253,7 +260,8 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
     )
     q, k, v = inputs(make_case(B=2, Hq=4, Hkv=1, Sq=1, Sk=9, D=D, Dv=16))
     lens = torch.tensor([5, 9]) if lengths else torch.tensor([9, 9])
-    mask = forms.lens(lens[:, None], len(lens)) if lengths else forms.full("cpu")
+    shape = (len(lens), 1, 1, 9)
+    mask = encodings.lengths(shape, lens[:, None]) if lengths else encodings.full(shape, "cpu")
     with torch.no_grad():
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
     assert len(calls) == cached
@@ -276,19 +284,23 @@ def test_a_step_with_padding_in_front_goes_to_the_cached_operator_on_a_gpu(rows,
     )
     q, k, v = inputs(make_case(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16))
     lo, hi = torch.tensor([[3], [0]])[:rows], torch.tensor([[7], [9]])[:rows]
-    mask, module, options = forms.ranges(lo, hi), torch.nn.Module(), dict(scale=None, softcap=0.0)
-    form = forms.read(mask, 9, module)
+    mask, module, options = (
+        encodings.ranges((2, 1, 1, 9), lo, hi),
+        torch.nn.Module(),
+        dict(scale=None, softcap=0.0),
+    )
+    form = encodings.arguments(mask)
     with torch.no_grad():
         assert attention._is_step(q, k, v, form, None, options | {"dropout_p": 0.0})
         outs = [attention._step(module, q, k, v, form, None, options) for _ in range(2)]
-    check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask))
+    check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask.ranges))
     assert given[0] is given[1] and given[0].is_contiguous()
     assert given[0].tolist() == [7, 9][:rows] * (2 // rows)
 
 
 def test_lengths_are_those_of_every_row_that_a_model_repeats():
     q, k, v = inputs(make_case(B=4, Hq=4, Hkv=1, Sq=1, Sk=9, D=16, Dv=16))
-    mask = forms.lens(torch.tensor([[5]]), 2)
+    mask = encodings.lengths((2, 1, 1, 9), torch.tensor([[5]]))
     with torch.no_grad():
         out, _ = forward(q, k, v, mask)
     check(out, q, k, v, Spec(kv_lens=torch.full((4,), 5, dtype=torch.int32)))

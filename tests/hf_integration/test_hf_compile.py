@@ -5,7 +5,13 @@ import torch
 from tiny_models import build, padding, switch, tokens
 from transformers import StaticCache
 
+from hf_integration.encodings import CompactMask
+
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt_oss", "bert"]
+
+
+def is_materialised(value) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, CompactMask)
 
 
 class Graphs:
@@ -19,7 +25,7 @@ class Graphs:
             [node for node in graph.graph.nodes if "fa.attention" in str(node.target)]
         )
         values = (node.meta.get("example_value") for node in graph.graph.nodes)
-        self.shapes += [tuple(v.shape) for v in values if isinstance(v, torch.Tensor)]
+        self.shapes += [tuple(v.shape) for v in values if is_materialised(v)]
         return graph.forward
 
     def square(self, Sq: int, Sk: int | None = None) -> list[tuple]:
@@ -175,4 +181,4 @@ def test_export(model_type, strict):
     calls = [n for n in program.graph.nodes if "fa.attention" in str(n.target)]
     assert len(calls) == model.config.num_hidden_layers
     values = [node.meta.get("val") for node in program.graph.nodes]
-    assert not [v for v in values if isinstance(v, torch.Tensor) and v.shape[-2:] == (S, S)]
+    assert not [v for v in values if is_materialised(v) and v.shape[-2:] == (S, S)]

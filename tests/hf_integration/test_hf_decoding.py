@@ -1,5 +1,9 @@
 """Decoding on a device whose values must not be read: here the CPU, told that reads cost."""
 
+import gc
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tiny_models import build, padding, switch, tokens
@@ -13,7 +17,7 @@ OPTIONS = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, disable_
 
 @pytest.fixture(autouse=True)
 def reads_cost(monkeypatch):
-    monkeypatch.setattr(masks, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(masks, "reads_are_free", lambda device: False)
     decoding.forget()
 
 
@@ -46,7 +50,7 @@ def test_right_padded_prompts_and_holes_get_exact_masks(cache):
     holes[1, 3:5] = 0
     for mask in (padding(side="right"), holes):
         ours = generate(model, "fa_ops", mask, cache_implementation=cache)
-        assert any("no prefill has shown" in name for name in hf_integration.mask_counts)
+        assert any("no prefill has read" in name for name in hf_integration.mask_counts)
         eager = generate(model, "eager", mask, cache_implementation=cache)
         assert torch.equal(ours, eager)
 
@@ -80,13 +84,76 @@ def test_another_mask_in_decoding_is_an_error_not_a_wrong_result():
         step(model, cache, holes)
 
 
-def test_models_do_not_share_what_was_shown():
+MASKS = {"left": padding(), "none": torch.ones_like(padding()), "holes": torch.ones(2, 12).long()}
+MASKS["holes"][1, 3:5] = 0
+
+
+def steps(model, seed: int, mask, count: int = NEW):
+    """A greedy request, one forward pass at a time; yields the logits of each."""
+    ids, cache = tokens(seed=seed), None
+    for _ in range(count):
+        with torch.no_grad():
+            out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        yield out.logits[:, -1]
+        ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(MASKS, 2)), ids="-".join)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_interleaved_requests_do_not_share_what_was_read(model_type, kinds):
+    """Two requests of one batch size and length on one model, a step of each in turn."""
+    model = build(model_type)
+    requests = [steps(model, seed, MASKS[kind]) for seed, kind in enumerate(kinds)]
+    interleaved = [list(pair) for pair in zip(*requests, strict=True)]
+    switch(model, "eager")
+    for seed, kind in enumerate(kinds):
+        for ours, expected in zip(interleaved, steps(model, seed, MASKS[kind]), strict=True):
+            torch.testing.assert_close(ours[seed], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_interleaved_requests_keep_small_masks():
+    model = build("llama")
+    hf_integration.mask_counts.clear()
+    for _ in zip(*(steps(model, 0, MASKS[kind]) for kind in ("left", "none")), strict=True):
+        pass
+    assert {name for name in hf_integration.mask_counts if ":" in name} == set()
+
+
+def test_threads_do_not_share_what_was_read():
+    model, kinds = build("llama"), list(MASKS) * 2
+
+    def generated(kind):
+        ids, mask = tokens(seed=kinds.index(kind)), MASKS[kind]
+        return model.generate(ids, attention_mask=mask, **OPTIONS)
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        ours = list(pool.map(generated, kinds))
+    switch(model, "eager")
+    for kind, found in zip(kinds, ours, strict=True):
+        assert torch.equal(found, generated(kind))
+
+
+def test_another_model_continues_what_the_cache_was_filled_with():
+    """As when one model's layers are split over two: the cache is the request."""
     one, other = build("llama"), build("llama")
     with torch.no_grad():
         cache = one(tokens(), attention_mask=padding(), use_cache=True).past_key_values
         hf_integration.mask_counts.clear()
         step(other, cache, torch.cat([padding(), torch.ones(2, 1).long()], 1))
-    assert [n for n in hf_integration.mask_counts if "no prefill has shown" in n]
+    assert set(hf_integration.mask_counts) == {"ranges"}
+
+
+def test_what_was_read_ends_with_its_cache():
+    model = build("llama")
+    with torch.no_grad():
+        out = model(tokens(), attention_mask=padding(), use_cache=True)
+        assert len(decoding._read) == 1
+        del out
+        gc.collect()
+    assert len(decoding._read) == 0
+    model(tokens(), attention_mask=padding(), use_cache=False)
+    assert len(decoding._read) == 0
 
 
 def test_encoder_masks_are_never_followed():

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import tiny_models
+import torch
 from tiny_models import build
 from transformers import AutoModel
 from typer.testing import CliRunner
@@ -54,11 +55,18 @@ def doctor(*arguments: str):
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
 
 
-def test_doctor_runs_a_tiny_model_against_eager():
-    out = doctor("--model", "doge").stdout
-    assert "nopad     the same; masks: dense: doge reads its mask x 1" in out
+def test_a_model_without_memory_is_explained():
+    with torch.device("meta"):
+        model = AutoModel.from_config(tiny_models.config("llama"), attn_implementation="fa_ops")
+    assert all(p.is_meta for p in model.parameters())
+    assert layers(model)["LlamaAttention"][:2] == (2, "fa_ops, backend cpu")
+
+
+def test_doctor_explains_a_model_type_at_its_full_size():
+    assert "DogeAttention  32 x fa_ops" in (out := doctor("--model", "doge").stdout)
+    assert "masks stay compact until the model computes with them" in out
     out = doctor("--model", "gemma3_text").stdout
-    assert "leftpad   the same; masks: ranges x" in out and "sliding_window" in out
+    assert "22 x fa_ops, backend cpu" in out and "sliding_window 4096" in out
 
 
 @pytest.mark.parametrize("model_type", ["mpt", "codegen"])
@@ -69,7 +77,13 @@ def test_doctor_says_what_is_refused(model_type):
 
 def test_doctor_reads_a_folder(tmp_path):
     tiny_models.config("llama").save_pretrained(tmp_path)
-    assert "model llama, tiny" in doctor("--model", str(tmp_path)).stdout
+    out = doctor("--model", str(tmp_path)).stdout
+    assert "model llama" in out and "LlamaAttention  2 x fa_ops" in out
+
+
+def test_doctor_refuses_a_config_that_builds_nothing():
+    result = doctor("--model", "encoder-decoder")
+    assert result.exit_code == 2 and "encoder-decoder" in result.output
 
 
 def test_doctor_refuses_a_folder_without_a_model(tmp_path):

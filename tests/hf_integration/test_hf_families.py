@@ -3,8 +3,8 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_integration.sweep import run
-from hf_integration.sweep.scenarios import SCENARIOS
+from tests.evaluation.hf_sweep import run
+from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
 # With what of it must apply; the decoders and encoders of test_hf_models.py are not repeated.
 FAMILIES = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, masking_utils
 from transformers.models.llama import modeling_llama  # noqa: F401  (makes the architecture known)
 
-from hf_integration import forms, mask_counts, masks, runs
+from hf_integration import encodings, key_ranges, mask_counts, masks
 
 S = 17
 POSITIONS = torch.cat([torch.arange(n) for n in (5, 7, 5)])[None].expand(3, -1).contiguous()
@@ -92,11 +92,12 @@ def flags(name: str) -> dict:
 
 
 def dense(mask: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
-    form = forms.read(mask, Sk, LAYER)
-    visible = Sk if form.visible is None else form.visible
-    keep = form.keep(Sq, visible, mask.device)
-    if form.attn_mask is not None and form.attn_mask.dtype.is_floating_point:
-        keep = keep & (form.attn_mask == 0)
+    """What attention makes of a mask."""
+    found = encodings.arguments(mask, LAYER)
+    visible = Sk if found.visible_keys is None else found.visible_keys
+    keep = found.keep(Sq, visible, mask.device)
+    if found.attn_mask is not None and found.attn_mask.dtype.is_floating_point:
+        keep = keep & (found.attn_mask == 0)
     return F.pad(keep, (0, Sk - visible)).expand(3, 1, Sq, Sk)
 
 
@@ -124,6 +125,7 @@ def test_masks_are_exact_and_compact(name, pad, on_device):
         mask, counted = made(fields | flags(name))
         assert counted in ("full", "causal", "ranges", "lengths"), kind
         assert torch.equal(dense(mask, *geometry[:2]), expected(fields)), kind
+        assert torch.equal(mask.clone() & True, expected(fields)), kind
 
 
 @pytest.mark.parametrize("tracing", [False, True], ids=["read", "traced"])
@@ -132,7 +134,7 @@ def test_padding_with_holes_is_exact_and_compact(name, tracing, monkeypatch):
     """Tracing does not know whether there are holes, and reads nothing."""
     pads = ("holes", "left", "ones", "empty row") if tracing else ("holes",)
     if tracing:
-        monkeypatch.setattr(masks, "is_hidden", lambda x: True)
+        monkeypatch.setattr(masks, "is_readable", lambda x: False)
     for kind, pad in itertools.product(GEOMETRIES, pads):
         if "decode" in kind or ("packed" in name and kind != "prefill"):
             continue
@@ -144,6 +146,7 @@ def test_padding_with_holes_is_exact_and_compact(name, tracing, monkeypatch):
         hole = tracing or kind != "sliding cache"  # whose keys come after it
         assert counted.endswith("keys") == hole, kind
         assert torch.equal(dense(mask, *GEOMETRIES[kind][:2]), expected(fields)), kind
+        assert torch.equal(mask & True, expected(fields)), kind
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "blocks" not in name])
@@ -151,10 +154,12 @@ def test_the_search_without_closures_agrees(name):
     for kind, (q_length, kv_length, q_offset, kv_offset) in GEOMETRIES.items():
         if "packed" in name and kind != "prefill":
             continue
-        at = runs.Query(torch.arange(3)[:, None], torch.arange(q_length)[None] + q_offset, [])
-        run = runs.search(FUNCTIONS[name], at, kv_offset, kv_length)
+        at = key_ranges.Queries(
+            torch.arange(3)[:, None], torch.arange(q_length)[None] + q_offset, []
+        )
+        found = key_ranges.search(FUNCTIONS[name], at, kv_offset, kv_length)
         j = torch.arange(kv_length) + kv_offset
-        keep = (j >= run.lo[..., None]) & (j < run.hi[..., None])
+        keep = (j >= found.lo[..., None]) & (j < found.hi[..., None])
         fields = request(FUNCTIONS[name], (q_length, kv_length, q_offset, kv_offset))
         assert torch.equal(keep[:, None].expand(3, -1, -1, -1), expected(fields)), kind
 
@@ -183,7 +188,7 @@ def test_masks_stay_linear_in_the_sequence_length():
         fields = request(BASES[name], (4096, 4096, 0, 0), torch.ones((3, 4096)).bool())
         fields["attention_mask"][0, :100] = False
         mask, _ = made(fields | flags(name))
-        assert mask.nbytes <= 3 * 4096 * 2 * 4
+        assert sum(tensor.nbytes for tensor in mask.tensors()) <= 3 * 4096 * 2 * 4
 
 
 def test_nothing_is_read_from_the_device_in_decoding():
@@ -197,7 +202,8 @@ def test_nothing_is_read_from_the_device_in_decoding():
                     chunked = masking_utils.chunked_causal_mask_function(4, start)
                     fields["mask_function"] = chunked
                 mask, counted = made(fields | {"q_offset": offset})
-                assert mask.numel() <= 3 * S
+                held = mask.tensors() if hasattr(mask, "tensors") else (mask,)
+                assert sum(tensor.numel() for tensor in held) <= 3 * S
                 assert counted.startswith("dense") == (pad is not None)
 
 
@@ -205,10 +211,10 @@ def test_lengths_are_contiguous_for_every_row():
     offset = torch.tensor(9)
     fields = request(BASES["causal"], GEOMETRIES["static decode"], q_offset=offset)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "_reads_are_free", lambda device: False)
+        patch.setattr(masks, "reads_are_free", lambda device: False)
         mask, counted = made(fields)
     assert counted == "lengths"
-    lens = forms.read(mask, S, LAYER).kv_lens
+    lens = encodings.arguments(mask).kv_lens
     assert lens.tolist() == [10, 10, 10] and lens.is_contiguous()
 
 
@@ -237,7 +243,6 @@ def custom(batch, head, q, k):
     [
         ("mask function custom", {"mask_function": custom}),
         ("a mask function of the model's own", {"use_vmap": True}),
-        ("the model asks for a materialised mask", {"allow_is_causal_skip": False}),
         ("an architecture that is not known", {"config": None}),
         ("keywords that are not known", {"a_later_release": 1}),
         (
@@ -271,12 +276,15 @@ def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
     assert made(fields)[1] == "full"
     valid[0, 12:] = False
     mask, _ = made(fields)
-    assert forms.read(mask, S, LAYER).key_ranges[:, 0, 0, 1].tolist() == [12, S, S]
+    assert mask.ranges[:, 0, 0, 1].tolist() == [12, S, S]
 
 
-def test_a_foreign_mask_tensor_is_refused():
-    with pytest.raises(ValueError, match="bool, floating point or a mask made by fa_ops, got"):
-        forms.read(torch.zeros((1, 1, 4, 4), dtype=torch.int64), 4, LAYER)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8])
+@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 1, 4, 2), (1, 1, 4, 1), (1, 1, 0, 0)])
+def test_integer_masks_of_a_user_are_refused(dtype, shape):
+    """SDPA refuses them, too. None of them is read as lengths or key ranges."""
+    with pytest.raises(ValueError, match="attention_mask must be bool or floating point, got"):
+        encodings.arguments(torch.zeros(shape, dtype=dtype))
 
 
 def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
@@ -285,14 +293,14 @@ def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
     keep[0, ..., 2:7] = True
     keep[1, ..., :] = True
     keep[2, ..., [1, 4]] = True
-    form = forms.bounded(keep, torch.float32, LAYER)
+    form = encodings.bounded(keep, torch.float32, LAYER)
     assert form.key_ranges[:, 0, 0].tolist() == [[2, 7], [0, 10], [1, 5], [0, 0]]
     assert torch.equal(form.attn_mask == 0, keep)
-    assert forms.bounded(keep, torch.float32, LAYER).key_ranges is form.key_ranges
-    assert forms.bounded(keep.clone(), torch.float32, LAYER).key_ranges is not form.key_ranges
-    assert forms.bounded(keep, torch.bfloat16, LAYER).attn_mask.dtype == torch.bfloat16
+    assert encodings.bounded(keep, torch.float32, LAYER).key_ranges is form.key_ranges
+    assert encodings.bounded(keep.clone(), torch.float32, LAYER).key_ranges is not form.key_ranges
+    assert encodings.bounded(keep, torch.bfloat16, LAYER).attn_mask.dtype == torch.bfloat16
     keep[0, ..., 8] = True
-    assert forms.bounded(keep, torch.bfloat16, LAYER).key_ranges[0, 0, 0].tolist() == [2, 9]
+    assert encodings.bounded(keep, torch.bfloat16, LAYER).key_ranges[0, 0, 0].tolist() == [2, 9]
 
 
 def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
@@ -304,8 +312,8 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
     keep = torch.rand(2, 1, 1, 10, generator=generator) > 0.5
     keep[..., 8:] = False
     expected, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
-    form = forms.bounded(keep, torch.float32, LAYER)
-    monkeypatch.setattr(forms, "read", lambda mask, Sk, layer: form)
+    form = encodings.bounded(keep, torch.float32, LAYER)
+    monkeypatch.setattr(encodings, "arguments", lambda mask, layer: form)
     k[:, :, 8:] = v[:, :, 8:] = float("nan")  # the unused end of a cache
     ours, _ = fa_ops_attention_forward(torch.nn.Module(), q, k, v, keep)
     torch.testing.assert_close(ours, expected)
@@ -316,13 +324,13 @@ def test_the_run_of_every_padding_mask(start):
     """All masks of five keys, the first of which the cache may have dropped."""
     valid = torch.tensor([[bool(n >> j & 1) for j in range(5)] for n in range(32)])
     fields = {"batch_size": 32, "q_length": 1, "kv_length": 5 - start, "kv_offset": start}
-    padding, is_run = masks._padding_runs(masks.Request(**fields, attention_mask=valid), False)
+    padding, is_run = masks._padding_ranges(masks.Request(**fields, attention_mask=valid), False)
     assert not is_run
     for row, lo, hi in zip(valid[:, start:], padding.lo, padding.hi, strict=True):
         own = masks.Request(**fields | {"batch_size": 1}, attention_mask=valid[:1])
         kept = row.nonzero()[:, 0].tolist()
         whole = torch.cat([torch.zeros(start).bool(), row])[None]
-        _, is_run = masks._padding_runs(own._replace(attention_mask=whole), False)
+        _, is_run = masks._padding_ranges(own._replace(attention_mask=whole), False)
         contiguous = kept == list(range(kept[0], kept[-1] + 1)) if kept else True
         assert bool(is_run) == contiguous
         if contiguous:
@@ -331,12 +339,12 @@ def test_the_run_of_every_padding_mask(start):
 
 @pytest.mark.parametrize("kv_offset", [0, 3])
 def test_the_newest_token_sees_all_that_the_cache_holds(kv_offset, monkeypatch):
-    monkeypatch.setattr(masks, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(masks, "reads_are_free", lambda device: False)
     fields = {"batch_size": 2, "q_length": 1, "kv_length": 8, "kv_offset": kv_offset}
     for offset in (5, 12):
         mask, counted = made(fields | {"q_offset": torch.tensor(offset), "config": LlamaConfig()})
         expected = min(offset + 1 - kv_offset, 8)
         assert counted == "lengths"
-        assert forms.shared_lens(mask).tolist() == mask.flatten().tolist() == [expected] * 2
+        assert mask.lengths.tolist() == [expected] * 2
         mask, counted = made(fields | {"q_offset": offset, "config": LlamaConfig()})
         assert counted == ("full" if expected == 8 else "causal")

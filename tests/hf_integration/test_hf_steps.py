@@ -8,15 +8,29 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.testing import make_case
 from fa_ops.types import Spec
-from hf_integration import fa_ops_attention_forward, forms, steps
+from hf_integration import encodings, fa_ops_attention_forward, steps
 
 LENS = torch.tensor([5, 9])
-RANGES = forms.ranges(torch.tensor([[3], [0]]), torch.tensor([[7], [9]]))
+SHAPE = (2, 1, 1, 9)
+
+
+def ranges():
+    return encodings.ranges(SHAPE, torch.tensor([[3], [0]]), torch.tensor([[7], [9]]))
+
+
+def lengths(values=LENS):
+    return encodings.lengths(SHAPE, values)
+
+
+def full():
+    return encodings.full(SHAPE, "cpu")
+
+
 SINKS = torch.linspace(-1, 1, 4)
 MASKS = {
-    "full": (lambda: forms.full("cpu"), Spec()),
-    "lengths": (lambda: forms.lens(LENS, 2), Spec(kv_lens=LENS.int())),
-    "ranges": (lambda: RANGES, Spec(key_ranges=RANGES)),
+    "full": (full, Spec()),
+    "lengths": (lengths, Spec(kv_lens=LENS.int())),
+    "ranges": (ranges, Spec(key_ranges=ranges().ranges)),
 }
 
 
@@ -67,36 +81,38 @@ def test_both_ways_agree(form, options, short, on_gpu, monkeypatch):
 
 def test_lengths_follow_their_mask(short):
     q, k, v = inputs()
-    mask = forms.lens(LENS, 2)
+    mask = lengths()
     forward(q, k, v, mask)
-    mask.fill_(2)
+    mask.lengths.fill_(2)
     out = forward(q, k, v, mask)
     assert short == [True, True]
-    assert torch.equal(out, forward(q, k, v, forms.lens(torch.tensor([2, 2]), 2)))
+    assert torch.equal(out, forward(q, k, v, lengths(torch.tensor([2, 2]))))
 
 
-def test_lengths_without_their_memory_go_the_long_way(short):
-    """A mask that was copied, as to another device, is only what it says."""
+def test_a_copied_mask_is_still_a_compact_one(short):
+    """As a mask is that was moved to another device, or saved by a checkpoint."""
     q, k, v = inputs()
-    out = forward(q, k, v, forms.lens(LENS, 2).clone())
-    assert short == [False] and torch.equal(out, forward(q, k, v, forms.lens(LENS, 2)))
+    copies = [lengths().clone(), lengths().detach(), lengths().to("cpu", copy=True)]
+    for copy in copies:
+        assert torch.equal(forward(q, k, v, copy), forward(q, k, v, lengths()))
+    assert short == [True] * 6
 
 
 def others():
     q, k, v = inputs()
-    lens, full, keep = forms.lens(LENS, 2), forms.full("cpu"), torch.ones(2, 1, 1, 9).bool()
+    lens, keep = lengths(), torch.ones(2, 1, 1, 9).bool()
     apart = torch.stack([k, k], -1)[..., 0]
     return {
-        "ranges on the CPU": (q, k, v, RANGES),
+        "ranges on the CPU": (q, k, v, ranges()),
         "a bool mask": (q, k, v, keep),
-        "several queries": (*inputs(Sq=2), full),
-        "a single key": (*inputs(Sk=1), full),
-        "wide heads": (*inputs(D=264), full),
-        "wide values": (*inputs(Dv=264), full),
+        "several queries": (*inputs(Sq=2), full()),
+        "a single key": (*inputs(Sk=1), full()),
+        "wide heads": (*inputs(D=264), full()),
+        "wide values": (*inputs(Dv=264), full()),
         "other dtypes": (q, k.double(), v, lens),
         "rows apart": (q, apart, v, lens),
         "queries of the batch": (q[:1], k, v, lens),
-        "a repeated batch": (*inputs(B=4), forms.lens(torch.tensor([5]), 2)),
+        "a repeated batch": (*inputs(B=4), encodings.lengths(SHAPE, torch.tensor([5]))),
     }
 
 
@@ -118,13 +134,13 @@ def test_what_is_not_plainly_a_step_goes_the_long_way(name, short):
     ids=lambda options: next(iter(options)),
 )
 def test_what_few_models_ask_for_is_no_step(options, short):
-    forward(*inputs(), forms.full("cpu"), **options)
+    forward(*inputs(), full(), **options)
     assert short == []
 
 
 def test_gradients_and_sinks_of_each_query_go_the_long_way(short):
     q, k, v = inputs()
-    mask = forms.lens(LENS, 2)
+    mask = lengths()
     q.requires_grad_()
     out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
     assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
@@ -133,8 +149,8 @@ def test_gradients_and_sinks_of_each_query_go_the_long_way(short):
 
 
 def test_a_compiler_sees_the_long_way(short):
-    def run(q, k, v, lengths):
-        return forward(q, k, v, forms.lens(lengths, 2))
+    def run(q, k, v, ends):
+        return forward(q, k, v, encodings.lengths(SHAPE, ends))
 
     q, k, v = inputs()
     compiled = torch.compile(run, backend="eager", fullgraph=True)
@@ -148,7 +164,7 @@ def test_the_operator_is_asked_with_the_lengths_themselves(monkeypatch):
     monkeypatch.setattr(
         fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
     )
-    mask = forms.lens(LENS, 2)
+    mask = lengths()
     for _ in range(2):
         forward(*inputs(), mask)
-    assert given[0] is given[1] and given[0].data_ptr() == mask.data_ptr()
+    assert given[0] is given[1] and given[0] is mask.lengths

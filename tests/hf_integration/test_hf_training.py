@@ -3,7 +3,12 @@
 import pytest
 import torch
 from tiny_models import VOCAB, build, padding, switch, tokens
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 
 import fa_ops
 from hf_integration import packing
@@ -68,11 +73,93 @@ def test_positions_are_looked_at_once_per_forward_pass(monkeypatch):
     assert len(looks) == 2
 
 
-def test_a_prompt_with_a_mask_is_not_looked_at_twice(monkeypatch):
-    """Reading the padding is the one synchronisation of a prefill."""
-    monkeypatch.setattr(packing, "_find", lambda p: pytest.fail("positions were read"))
+KEPT = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+CALLS = {
+    "no cache": {"use_cache": False},
+    "a cache": {"use_cache": True},
+    "a mask": {"attention_mask": KEPT, "use_cache": False},
+    "a mask and a cache": {"attention_mask": KEPT},
+    "a static cache": {"static": True},
+    "a mask and a static cache": {"attention_mask": KEPT, "static": True},
+}
+MODES = {
+    "grad": (lambda model: model, torch.enable_grad),
+    "no_grad": (lambda model: model, torch.no_grad),
+    "inference": (lambda model: model, torch.inference_mode),
+    "compiled": (
+        lambda model: torch.compile(model, backend="eager", fullgraph=True),
+        torch.no_grad,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_packing_is_the_same_in_every_mode(model_type, mode):
+    """One row of documents told apart by their positions, whatever else the call has."""
+    make, context = MODES[mode]
+    torch._dynamo.reset()
+    model = build(model_type)
+    expected = alone(model)
+    switch(model, "fa_ops")
+    batch = collate()
+    batch.pop("labels")
+    calls = ["a cache"] if mode == "compiled" and model_type != "llama" else CALLS
+    for name in calls:
+        options = dict(CALLS[name])
+        if options.pop("static", False):
+            options["past_key_values"] = StaticCache(config=model.config, max_cache_len=24)
+        with context():
+            ours = make(model)(**batch, **options).logits
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4, msg=f"{name}, {mode}")
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "compiled"])
+def test_packed_and_padded_documents_do_not_see_each_other(mode):
+    """Padding behind the documents, as to a multiple of some length."""
+    make, context = MODES[mode]
+    torch._dynamo.reset()
+    model = build("llama")
+    expected = alone(model)
+    switch(model, "fa_ops")
+    batch, S = collate(), sum(LENGTHS)
+    ids = torch.nn.functional.pad(batch["input_ids"], (0, 4))
+    positions = torch.nn.functional.pad(batch["position_ids"], (0, 4))
+    kept = torch.nn.functional.pad(KEPT, (0, 4))
+    with context():
+        ours = make(model)(ids, attention_mask=kept, position_ids=positions).logits
+    torch.testing.assert_close(ours[:, :S], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_exported_packing():
+    """The positions of the exported program decide, not those it was made with."""
+    model = build("mistral")
+    expected = alone(model)
+    switch(model, "fa_ops")
+    batch = collate()
+    plain = {"position_ids": torch.arange(sum(LENGTHS))[None], "use_cache": False}
     with torch.no_grad():
-        build("llama")(tokens(1), attention_mask=torch.ones(1, 12))
+        program = torch.export.export(model, (batch["input_ids"],), plain, strict=False)
+        packed = {"position_ids": batch["position_ids"], "use_cache": False}
+        ours = program.module()(batch["input_ids"], **packed).logits
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cu_seq_lens_hold_beside_a_mask(compiled):
+    make, context = MODES["compiled" if compiled else "no_grad"]
+    torch._dynamo.reset()
+    model = build("llama")
+    expected = alone(model)
+    switch(model, "fa_ops")
+    batch = collate(return_flash_attn_kwargs=True)
+    batch.pop("labels")
+    holes = KEPT.clone()
+    holes[0, 3] = 0
+    for kept in (KEPT, holes):
+        with context():
+            ours = make(model)(**batch, attention_mask=kept).logits
+        torch.testing.assert_close(ours[:, 5:], expected[:, 5:], atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_of_packed_documents_are_those_of_each_alone():

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_integration
-from hf_integration.sweep import inputs, tiny
+from tests.evaluation.hf_sweep import inputs, tiny
 
 assert hf_integration.NAME  # the import registers the implementation
 

@@ -56,6 +56,7 @@ def lens(*numbers, dtype=torch.int32):
 
 
 PAGED = CASES["paged"]
+ODD = dataclasses.replace(CASES["append"], D=5, Dv=5)  # no row starts at a multiple of 16 bytes
 FP8_PAGED = CASES["fp8, scales of pages"]
 WRONG = {
     "key_cache must have shape (B, Hkv, S, D), got (2, 20, 16)":
@@ -107,6 +108,10 @@ WRONG = {
         {"key_cache": torch.zeros(2, 2, 16, 20).transpose(2, 3)},
     "value_cache is written to, so no two of its elements may share memory, got strides (0, ":
         {"value_cache": torch.zeros(1, 2, 20, 16).expand(2, -1, -1, -1)},
+    "key_cache is written to, so no two of its elements may share memory, got strides (100, 0, ":
+        {"case": ODD, "key_cache": torch.zeros(2, 1, 20, 5).expand(-1, 2, -1, -1)},
+    "value_cache is written to, so no two of its elements may share memory, got strides (48, 24, 1":
+        {"case": ODD, "value_cache": torch.zeros(2, 2, 24).unfold(2, 5, 1)},
     "backend must be 'auto' or one of": {"backend": "magic"},
 }  # fmt: skip
 WRONG_TYPES = {

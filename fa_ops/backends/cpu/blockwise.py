@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_ops.backends.cpu import layout
 from fa_ops.backends.cpu.runs import Runs
 from fa_ops.backends.cpu.scores import Problem, Scores, cut, without_nan
-from fa_ops.types import Gradients, Spec, default_scale
+from fa_ops.types import Gradients, Spec
 
 
 def forward(
@@ -85,7 +85,7 @@ def backward(
                 delta -= slab.fold(grad_lse.unsqueeze(-1), rows, dtype)
             rows_dq = walk.rows(rows, do, slab.fold(lse, rows, dtype), delta)
             slab.spread(dq)[..., rows, :] = slab.unfold(rows_dq)
-        dk[slab.batches, slab.heads] = slab.unfold_keys(walk.dk.mul_(spec.softcap or 1.0))
+        dk[slab.batches, slab.heads] = slab.unfold_keys(walk.scores.unscaled(walk.dk))
         dv[slab.batches, slab.heads] = slab.unfold_keys(walk.dv)
     if dmask is not None:
         dmask = torch.empty_like(spec.attn_mask).copy_(dmask)
@@ -93,11 +93,14 @@ def backward(
 
 
 class _Backward:
-    """The gradients of one slab: dk, dv and dmask grow from one block of rows to the next."""
+    """The gradients of one slab: dk, dv and dmask grow from one block of rows to the next.
+
+    A row that holds a NaN or attends one has weights of NaN for the keys that it attends, and is 0
+    elsewhere: a product of its weights of 0 would spread the NaN to keys that it leaves out.
+    """
 
     def __init__(self, scores: Scores, v: Tensor, dmask: Tensor | None) -> None:
         self.scores = scores
-        # Rows that attend a NaN are NaN by their lse or delta; zeroed here, it spares the others.
         self.k = scores.clean_k
         self.v, _ = without_nan(scores.slab.keys(v, self.k.dtype))
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
@@ -107,10 +110,17 @@ class _Backward:
         """The dq of these rows."""
         scores, spec = self.scores, self.scores.spec
         q = scores.queries(rows)
+        bad = _bad_rows(q, do, lse, delta)
+        if bad is not None:
+            q, do, delta = (x.masked_fill(bad, 0.0) for x in (q, do, delta))
+            lse = lse.masked_fill(bad, math.inf)
         dq = torch.zeros_like(q)
         for tile in scores.tiles(rows):
             s, capped = scores.of(q, tile)
-            p = _exp_(s.sub_(lse))
+            attended = None if bad is None else s != -math.inf
+            p = _exp_(s.sub_(lse).clamp_(max=0.0))  # above 0 by rounding alone, of huge scores far
+            if bad is not None:
+                p.masked_fill_(attended & bad, math.nan)
             dp = scores.problem.products("gradients", do, self.v[:, tile.cols])
             dropped = p
             if spec.dropout_p > 0:
@@ -127,7 +137,18 @@ class _Backward:
                 ds.mul_(slope if scores.bad_keys is None else slope.nan_to_num_())
             dq.baddbmm_(ds, self.k[:, tile.cols])
             self.dk[:, tile.cols].baddbmm_(ds.transpose(1, 2), q)
-        return dq.mul_(default_scale(spec, q.shape[2]))
+        return dq.mul_(scores.scale)
+
+
+def _bad_rows(q: Tensor, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Bool (n, rows, 1): where a row of any of them is not finite; None: nowhere. A lse of Inf is a
+    row without keys."""
+    sums = q.sum() + do.sum() + delta.sum()
+    if math.isfinite(sums) and not lse.isnan().any():
+        return None
+    finite = torch.isfinite(q).all(-1, keepdim=True) & torch.isfinite(do).all(-1, keepdim=True)
+    bad = ~(finite & torch.isfinite(delta)) | lse.isnan()
+    return bad if bool(bad.any()) else None
 
 
 def _exp_(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def backward(
     out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
 ) -> Gradients:  # fmt: skip
     plain = grad_lse is None and not mask_grad
-    pieces = flash.plan(q, k, v, spec) if plain else None
+    pieces = flash.plan_backward(grad_out, q, k, v, lse, spec) if plain else None
     if pieces is not None:
         grads = flash.backward(grad_out, q, k, v, out, lse, spec, pieces)
     else:

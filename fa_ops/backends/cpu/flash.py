@@ -83,6 +83,28 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
     return pieces if clean else None
 
 
+def plan_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spec: Spec
+) -> list[Piece] | None:
+    """The same for the gradients.
+
+    The kernel takes exp(s - lse) as it is, which is no weight where scores are so large that they
+    are rounded by more than a little, and multiplies weights of 0 with what may be a NaN.
+    """
+    pieces = plan(q, k, v, spec)
+    largest = 0.01 / torch.finfo(lse.dtype).eps
+    for piece in pieces or ():
+        rows = piece.queries(lse)
+        longest = layout.longest_row(piece.queries(q)) * layout.longest_row(piece.memory(k))
+        highest = rows.masked_fill(rows == -math.inf, 0.0).abs().amax()
+        scores = default_scale(spec, q.shape[3]) * longest
+        if not (scores.item() <= largest and highest.item() <= largest):
+            return None
+        if (piece.causal or spec.attn_mask is not None) and not _finite(piece.queries(grad_out)):
+            return None
+    return pieces
+
+
 def _everything(q: Tensor, k: Tensor) -> Piece:
     return Piece(slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2]), False)
 
@@ -178,7 +200,8 @@ def _whole(pieces: list[Piece], q: Tensor) -> bool:
 def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[Tensor, Tensor]:
     """out and lse of a piece's own tensors, still in fp32 (fp64)."""
     wide = layout.accumulator(q.dtype)
-    q, k, v, bias = q.to(wide), k.to(wide), v.to(wide), _bias(spec.attn_mask, wide)
+    q, k, v = (layout.with_rows(x, wide) for x in (q, k, v))
+    bias = _bias(spec.attn_mask, wide)
     options = {"attn_mask": bias, "scale": default_scale(spec, q.shape[3])}
     (out, lse), *rest = (
         _forward(q, _cut(k, 2, keys), _cut(v, 2, keys), 0.0, causal, **options)
@@ -206,15 +229,15 @@ def backward(
     options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # dead: exp(s - lse) = 0
     if _whole(pieces, q) and pieces[0].parts() == [(slice(0, k.shape[2]), pieces[0].causal)]:
-        tensors = (x.to(wide) for x in (grad_out, q, k, v, out))
+        tensors = (layout.with_rows(x, wide) for x in (grad_out, q, k, v, out))
         grads = list(_backward(*tensors, lse, 0.0, pieces[0].causal, **options))
         return Gradients(*(_like(grads.pop(0), x) for x in (q, k, v)))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for piece in pieces:
-        do, qs, o = (piece.queries(x).to(wide) for x in (grad_out, q, out))
+        do, qs, o = (layout.with_rows(piece.queries(x), wide) for x in (grad_out, q, out))
         total = torch.zeros_like(qs)
         for keys, causal in piece.parts():
-            ks, vs = (_cut(piece.memory(x), 2, keys).to(wide) for x in (k, v))
+            ks, vs = (layout.with_rows(_cut(piece.memory(x), 2, keys), wide) for x in (k, v))
             grads = _backward(do, qs, ks, vs, o, piece.queries(lse), 0.0, causal, **options)
             total += grads[0]
             _cut(piece.memory(dk), 2, keys).copy_(grads[1])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.backends.cpu import dense
+from fa_ops.backends import rotary
+from fa_ops.backends.cpu import dense, layout
 from fa_ops.types import Cache, Spec
 
 _FP8 = torch.float8_e4m3fn
@@ -26,6 +27,9 @@ def cache_forward(
     if cache.key is not None:
         _append(k, v, cache, lens)
         lens = lens + cache.key.shape[2]
+    if not q.numel():  # which aten's kernel divides by
+        lse = torch.empty(q.shape[:3], dtype=layout.accumulator(q.dtype))
+        return layout.empty_out(q, v), lse
     if cache.rotary_cos is not None:
         steps = torch.arange(q.shape[2]) - q.shape[2]
         q = _rotated(q, cache, (lens[:, None] + steps).clamp_(min=0))
@@ -83,15 +87,5 @@ def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
-    """x (B, H, S, D) with its first R features turned by the angles of positions (B, S)."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = (t[positions].to(wide).unsqueeze(1) for t in (cache.rotary_cos, cache.rotary_sin))
-    R = 2 * cos.shape[-1]
-    turned, rest = x[..., :R].to(wide), x[..., R:]
-    if cache.rotary_interleaved:
-        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, -1)
-        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-    return torch.cat((turned.to(x.dtype), rest), -1)
+    cos, sin = cache.rotary_cos, cache.rotary_sin
+    return rotary.turned(x, cos, sin, cache.rotary_interleaved, positions)

@@ -11,6 +11,23 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def with_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, its rows contiguous and one behind the other, or the same row repeated.
+
+    Unfolded tensors have rows that overlap: what is made like them has another order of dimensions.
+    """
+    x = x.to(dtype)
+    *sizes, width = x.shape
+    *strides, last = x.stride()
+    apart = all(stride >= width or stride == 0 or size == 1 for size, stride in zip(sizes, strides))
+    return x if apart and (last == 1 or width == 1) else x.contiguous()
+
+
+def longest_row(x: Tensor) -> Tensor:
+    """The largest Euclidean norm of a row; NaN or Inf if there is one in x."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).amax()
+
+
 def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory; x itself if it already is so."""
     if x.dtype == dtype and x.transpose(1, 2).is_contiguous():

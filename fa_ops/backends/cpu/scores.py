@@ -112,6 +112,12 @@ class Scores:
         self.Hq, self.Sq, self.Sk = *problem.q.shape[1:3], problem.k.shape[2]
         self.k = slab.keys(problem.k, problem.dtype)
         self.clean_k, self.bad_keys = without_nan(self.k)
+        # no score is larger, before what is added; NaN or Inf where query or key hold one
+        self.scale = default_scale(self.spec, self.k.shape[2])
+        longest = layout.longest_row(slab.spread(problem.q)) * layout.longest_row(self.k)
+        self.bound = abs(self.scale) * longest.item()
+        self.cap = _cap_that_matters(self.spec.softcap, self.bound, problem.dtype)
+        self.factor = _factor(self.scale, self.cap, problem.dtype)
         self.runs = self.keep = self.bias = self.slopes = None
         if problem.runs is not None:
             self.runs = Runs(*(slab.spread(x) for x in problem.runs))
@@ -125,12 +131,15 @@ class Scores:
             self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
         # in some columns of a row and not in others
         added = (x for x in (self.bias, self.slopes) if x is not None)
-        self.may_be_nan = self.bad_keys is not None or not all(_finite_or_low(x) for x in added)
+        self.may_be_nan = not (math.isfinite(self.bound) and all(map(_finite_or_low, added)))
 
     def queries(self, rows: slice) -> Tensor:
-        """Scaled so that their products are the scores (with softcap: the arguments of tanh)."""
-        scale = default_scale(self.spec, self.k.shape[2]) / (self.spec.softcap or 1.0)
-        return self.slab.fold(self.problem.q, rows, self.problem.dtype) * scale
+        """Scaled so that their products are the scores (with a cap: the arguments of tanh)."""
+        return self.slab.fold(self.problem.q, rows, self.problem.dtype) * self.factor
+
+    def unscaled(self, dk: Tensor) -> Tensor:
+        """The gradients of keys, given sums over scaled queries; in place."""
+        return dk.mul_(self.scale / self.factor) if self.cap and self.factor else dk
 
     def tiles(self, rows: slice) -> Iterator[Tile]:
         """The tiles of these rows that may hold a score to keep."""
@@ -156,16 +165,19 @@ class Scores:
         """Scores (n, group * rows, cols), -inf where masked, and softcap's tanh if there is one."""
         s = self.problem.products("scores", q, self.k[:, tile.cols])
         capped = None
-        if self.spec.softcap > 0:
+        if self.cap:
             capped = torch.tanh(s, out=self.problem.buffer("capped", *s.shape))
-            torch.mul(capped, self.spec.softcap, out=s)
+            torch.mul(capped, self.cap, out=s)
         heads = self.slab.unfold(s)
         if self.slopes is not None:
             i, j = self._indices(tile)
             distance = (i + self.offset - j).abs()
             heads.addcmul_(self.slopes, distance.to(s.dtype), value=-1)
         if self.bias is not None:
-            heads.add_(cut(self.bias, tile.rows, tile.cols))
+            bias = cut(self.bias, tile.rows, tile.cols)
+            heads.add_(bias)
+            if self.may_be_nan:
+                heads.masked_fill_(bias == -math.inf, -math.inf)
         if tile.keep is not None:
             self._mask(heads[..., tile.edge], tile.keep)
         return s, capped
@@ -189,6 +201,21 @@ class Scores:
     def _indices(tile: Tile) -> tuple[Tensor, Tensor]:
         i = torch.arange(tile.rows.start, tile.rows.stop, dtype=torch.int32)
         return i.view(-1, 1), torch.arange(tile.cols.start, tile.cols.stop, dtype=torch.int32)
+
+
+def _cap_that_matters(cap: float, bound: float, dtype: torch.dtype) -> float:
+    """The softcap; 0 where tanh would leave every score as it is, to the last bit."""
+    info = torch.finfo(dtype)
+    return 0.0 if bound <= cap * info.eps**0.5 or cap > info.max else cap
+
+
+def _factor(scale: float, cap: float, dtype: torch.dtype) -> float:
+    """What products of query and key are multiplied by. With a tiny cap, any that is large enough
+    for tanh to be 1 will do, and what would overflow is none."""
+    if not cap:
+        return scale
+    largest = torch.finfo(dtype).max ** 0.5
+    return max(-largest, min(scale / cap, largest))
 
 
 def without_nan(x: Tensor) -> tuple[Tensor, Tensor | None]:

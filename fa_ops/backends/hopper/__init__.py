@@ -15,19 +15,31 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper.problem import limit_error
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 _ELSEWHERE = "the triton backend can run it"
 
 
-@functools.cache
-def available_error() -> str | None:
-    """Why this machine cannot run the tier at all, or None."""
+def is_for_this_gpu() -> bool:
+    """Whether the tier would run on this machine's GPU if all it needs were installed."""
+    return _gpu_error() is None
+
+
+def _gpu_error() -> str | None:
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         return f"needs a Hopper GPU (sm_90), this one is sm_{major}{minor}"
+    return None
+
+
+@functools.cache
+def available_error() -> str | None:
+    """Why this machine cannot run the tier at all, or None."""
+    if reason := _gpu_error():
+        return reason
     from fa_ops.backends.hopper import compiler
 
     try:
@@ -62,9 +74,8 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    if default_scale(spec, D) <= 0:
-        return f"needs a positive scale, got {spec.scale}"
-    return None
+    tokens = 0 if q.dim() == 3 else -2
+    return limit_error(default_scale(spec, D), q.shape[tokens], v.shape[tokens])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

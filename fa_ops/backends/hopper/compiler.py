@@ -3,33 +3,30 @@
 Each entry point is a program of its own: those that a call needs are compiled side by side, in
 threads, as NVRTC gives Python's lock back.
 
-Cubins are cached on disk. An entry's name is the hash of its whole source, the flags and NVRTC's
-version, so it is never stale. It is written to a private temporary file and renamed: two processes
-may compile the same kernel at once, and a reader sees a whole file or none. A folder that cannot be
-written (read-only, full) costs a compilation per process, never a failure; an entry that is not
-whole is compiled again.
+Cubins are kept on disk (`cubin_cache`). An entry's name is the hash of its whole source, the flags
+and NVRTC's version, so it is never stale.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import platformdirs
+import torch
+
+from fa_ops.backends.hopper import cubin_cache
 
 ARCH = "sm_90a"
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
 _SOURCES = Path(__file__).parent / "cuda"
-_ELF = b"\x7fELF"
+_OLDEST = (12, 1)  # 12.0 refuses kernels of the backward pass
 _ENTRY = re.compile(r'extern "C" (__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\()')
 
 
@@ -103,19 +100,20 @@ def assemble(kind: str, defines: dict[str, int]) -> str:
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     if kind == "forward":
         products = _forward(defines, dtype)
-        parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "forward.cu")
-        if defines.get("BIAS_BITS"):
-            parts = ("elements.cuh", "bias.cuh", *parts)
+        parts = ("dropout.cuh", "scheduler.cuh", "softmax.cuh", "exact_row.cuh", "forward.cu")
+        parts = ("elements.cuh", *(["bias.cuh"] if defines.get("BIAS_BITS") else []), *parts)
     elif kind == "backward":
         products, parts = _backward(defines, dtype)
     elif kind == "mask_gradient":
         products, parts = _backward(defines | {"ADDS_DQ": 0}, dtype)
-        parts = (*parts[:-2], "backward_queries.cu", "backward_mask.cu")
+        parts = (*parts[:-3], "backward_queries.cu", "backward_mask.cu")
     elif kind == "decode":
-        parts = ("elements.cuh", "softmax.cuh", "stretches.cuh", "merge.cuh", "decode.cu")
+        parts = ("elements.cuh", "softmax.cuh", "exact_row.cuh")
+        parts = (*parts, "stretches.cuh", "merge.cuh", "decode.cu")
     elif kind == "mla":
         products = _mla(defines, dtype)
-        parts = ("softmax.cuh", "stretches.cuh", "merge.cuh", "mla.cu")
+        parts = ("elements.cuh", "softmax.cuh", "exact_row.cuh")
+        parts = (*parts, "stretches.cuh", "merge.cuh", "mla.cu")
     else:  # what other kernels need, written before they run
         parts = {
             "dropout": ("dropout.cuh", "sequences.cuh", "dropout.cu"),
@@ -171,17 +169,21 @@ def _backward(defines: dict[str, int], dtype: str) -> tuple[str, tuple[str, ...]
     own = "backward_keys.cu" if defines["IS_WIDE"] else "backward.cu"
     parts = ("elements.cuh", "dropout.cuh", "bias.cuh", "backward.cuh", own)
     if defines["ADDS_DQ"]:
-        return products, parts
+        return products, (*parts, "backward_finish.cu")
     N = defines["QUERY_BLOCK_N"]
     for name, features in (("wgmma_row_scores", D), ("wgmma_row_value_scores", Dv)):
         products += wgmma(name, N, dtype, "rows", "rows", _features(features, 64, N))
     products += wgmma("wgmma_query_grads", D, dtype, "registers", "columns", _rows(N))
-    return products, (*parts, "backward_queries.cu")
+    return products, (*parts, "backward_queries.cu", "backward_finish.cu")
 
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    """The NVRTC that torch's CUDA build brought, or the one FA_OPS_NVRTC names."""
+    """The NVRTC that torch's CUDA build brought, or the one FA_OPS_NVRTC names.
+
+    Raises:
+        CompileError: there is none, or only older ones than the kernels need.
+    """
     chosen = os.environ.get("FA_OPS_NVRTC")
     names = (
         [chosen] if chosen else ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", *_installed()]
@@ -191,10 +193,28 @@ def nvrtc() -> ctypes.CDLL:
         try:
             for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
                 ctypes.CDLL(str(builtins))  # NVRTC looks for it by bare name
-            return ctypes.CDLL(name)
-        except OSError as error:
+            lib = ctypes.CDLL(name)
+            found = version(lib)
+        except (OSError, AttributeError) as error:
             reasons.append(str(error))
-    raise CompileError(f"NVRTC was not found: {'; '.join(reasons)}; pip install nvidia-cuda-nvrtc")
+            continue
+        if found >= _OLDEST:
+            return lib
+        reasons.append(f"{name} is {found[0]}.{found[1]}")
+    package = "nvidia-cuda-nvrtc"
+    if (torch.version.cuda or "").startswith("12."):
+        package += "-cu12"  # the driver may be too old for what a newer one compiles
+    oldest = f"{_OLDEST[0]}.{_OLDEST[1]}"
+    raise CompileError(
+        f"NVRTC {oldest} or newer was not found: {'; '.join(reasons)}; pip install {package}"
+    )
+
+
+def version(lib: ctypes.CDLL) -> tuple[int, int]:
+    """NVRTC's version."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
 
 
 def _installed() -> list[str]:
@@ -210,7 +230,7 @@ def _installed() -> list[str]:
 
 def cache_dir() -> Path:
     """Where cubins are kept: FA_OPS_CACHE_DIR, or the user's cache folder."""
-    return Path(os.environ.get("FA_OPS_CACHE_DIR") or platformdirs.user_cache_dir("fa_ops"))
+    return cubin_cache.folder()
 
 
 def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[bytes]:
@@ -224,7 +244,7 @@ def compiled(sources: Sequence[str]) -> list[bytes]:
     Raises:
         CompileError: NVRTC is missing, or its log says what it refused.
     """
-    found = {source: _stored(_path(source)) for source in sources}
+    found = {source: cubin_cache.load(_path(source)) for source in sources}
     missing = [source for source, code in found.items() if code is None]
     if len(missing) == 1:
         found[missing[0]] = _compiled(missing[0])
@@ -237,41 +257,27 @@ def compiled(sources: Sequence[str]) -> list[bytes]:
 def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:
     """The entry points that `cubins` would compile."""
     programs = {entry: program(kind, entry, defines) for entry in entries}
-    return [entry for entry, source in programs.items() if _stored(_path(source)) is None]
+    return [entry for entry, source in programs.items() if cubin_cache.load(_path(source)) is None]
 
 
 def _compiled(source: str) -> bytes:
+    path = _path(source)
+    code = cubin_cache.unsaved.get(path) or compile_source(source)[0]
+    cubin_cache.store(path, code)
+    return code
+
+
+def recompiled(source: str) -> bytes:
+    """The machine code, made now in place of what is stored, which the driver refuses."""
     code, _ = compile_source(source)
-    _store(_path(source), code + _ELF)  # the trailer tells a whole file from a truncated one
+    cubin_cache.store(_path(source), code)
     return code
 
 
 def _path(source: str) -> Path:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-    key = "\0".join((source, *FLAGS, f"{major.value}.{minor.value}"))
+    major, minor = version(nvrtc())
+    key = "\0".join((source, *FLAGS, f"{major}.{minor}"))
     return cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{ARCH}.cubin"
-
-
-def _stored(path: Path) -> bytes | None:
-    with contextlib.suppress(OSError):
-        found = path.read_bytes()
-        if found.startswith(_ELF) and found.endswith(_ELF):
-            return found[: -len(_ELF)]
-    return None
-
-
-def _store(path: Path, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
 
 
 def compile_source(source: str, *extra: str) -> tuple[bytes, str]:

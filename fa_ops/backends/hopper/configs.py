@@ -205,6 +205,7 @@ class MlaConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
             "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
+            "SCALES_DIFFERENCES": 1,
         }  # fmt: skip
 
 
@@ -277,6 +278,20 @@ def _backward_config(head_dim: int, value_dim: int, deterministic: bool) -> Back
     return BackwardConfig(
         head_dim, value_dim, is_wide=True, adds_dq=False, block_n=64, query_stages=slots
     )
+
+
+# Work items that a processor should have, so that the longest of a causal call end evenly.
+_WAVES = 6
+
+
+def group_parts(group: int, items: int, processors: int) -> int:
+    """Into how many parts the backward cuts a group of query heads: the fewest, of equal size, that
+    make enough work of `items` blocks of keys. Where there are several, dK and dV are added in
+    memory."""
+    for parts in range(1, group):
+        if group % parts == 0 and items * parts >= _WAVES * processors:
+            return parts
+    return group
 
 
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:

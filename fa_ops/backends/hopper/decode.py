@@ -29,11 +29,19 @@ from fa_ops.backends.hopper.launch import (
     empty,
     launch_early,
 )
-from fa_ops.backends.hopper.problem import FAR, LOG2E, ScoreUnits, copyable, window
-from fa_ops.types import Cache, Spec, is_decoding, rows_are_aligned
+from fa_ops.backends.hopper.problem import (
+    FAR,
+    ScoreUnits,
+    copyable,
+    limit_error,
+    softcap_kind,
+    window,
+)
+from fa_ops.types import Cache, Spec, default_scale, is_decoding, rows_are_aligned
 
-# struct Params: maps and addresses, then what all calls of a plan share
-_PARAMS, _SCALARS = struct.Struct("<128s128s128s9Q120s"), struct.Struct("<15i3f48x")
+# struct Params: maps and addresses, scalars, addresses and steps of rows; 640 bytes
+_PARAMS, _SCALARS = struct.Struct("<128s128s128s9Q76s4x3Q72s8x"), struct.Struct("<15i3fi")
+_STEPS = struct.Struct("<9q")
 MAX_ROWS = 16
 
 
@@ -66,9 +74,11 @@ def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> s
         return "has no unified maximum"
     if cache.page_table is not None and (k.shape[1] % 16 or (k.shape[1] % 64 and 64 % k.shape[1])):
         return f"needs pages of 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
-    scale = spec.scale
-    if scale is not None and scale <= 0:
-        return f"needs a positive scale, got {scale}"
+    table = cache.page_table
+    *_, keys = cache_sizes(by_head(k.shape, table is not None), pages_of_row(table))
+    reason = limit_error(default_scale(spec, D), q.shape[2], keys)
+    if reason:
+        return reason
     for name, t in (("query", q), ("key_cache", k), ("value_cache", v)):
         if not rows_are_aligned(t):
             return f"needs rows at multiples of 16 bytes, {name} has strides {t.stride()}"
@@ -134,7 +144,7 @@ class Family:
             paged=table is not None,
             kv_lens=has_lens,
             ranges=ranges is not None,
-            softcap=softcap > 0,
+            softcap=softcap_kind(softcap),
             alibi=slopes is not None,
             sinks=has_sinks,
         )
@@ -162,7 +172,7 @@ class Family:
             *(Dv, self.idle, left, right, page, pages, 0 if table is None else table[1]),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
-            *(units.inside_tanh, units.accumulator * LOG2E, 1.0 / units.accumulator),
+            *(units.inside_tanh, units.log2, 1.0 / units.accumulator, D),
         )
 
     def scalars(self, capacity: int) -> bytes:
@@ -183,7 +193,7 @@ class Plan:
         q_strides, k_strides, v_strides = strides
         paged = options[1] is not None
         k_shape, k_strides = by_head(key_shape, paged), by_head(k_strides, paged)
-        pages, page, capacity = cache_sizes(k_shape, options[1])
+        pages, page, capacity = cache_sizes(k_shape, options[1] and options[1][0])
         B, Hkv = q_shape[0], k_shape[1]
         if B * Hkv * capacity >= 2**37:
             raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
@@ -194,6 +204,8 @@ class Plan:
         self.of_k = family.cached(k_shape, k_strides)
         self.of_v = family.cached((*k_shape[:3], Dv), by_head(v_strides, paged))
         self.scalars = family.scalars(capacity)
+        steps = q_strides, k_strides, by_head(v_strides, paged)
+        self.steps = _STEPS.pack(*(stride for of_one in steps for stride in of_one[:3]))
 
     def run(
         self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
@@ -223,7 +235,7 @@ class Plan:
             family.of_q.at(q_at), self.of_k.at(k_at), self.of_v.at(v_at), out.data_ptr(),
             at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
             address(kv_lens), address(ranges), address(table), address(sinks), address(slopes),
-            self.scalars,
+            self.scalars, q_at, k_at, v_at, self.steps,
         )  # fmt: skip
         launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
         family.params.give_back(params)
@@ -235,9 +247,15 @@ def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
     return (x[0], x[2], x[1], x[3]) if paged else x
 
 
-def cache_sizes(shape: tuple[int, ...], table: tuple[int, int] | None) -> tuple[int, int, int]:
-    """Pages, tokens of a page, and of a row of the batch; `table`: its length and its stride."""
-    return (0, 0, shape[2]) if table is None else (shape[0], shape[2], shape[2] * table[0])
+def pages_of_row(table: Tensor | None) -> int | None:
+    return None if table is None else table.shape[1]
+
+
+def cache_sizes(shape: tuple[int, ...], table_length: int | None) -> tuple[int, int, int]:
+    """Pages, tokens of a page, and of a row of the batch; `table_length`: pages of a row."""
+    if table_length is None:
+        return 0, 0, shape[2]
+    return shape[0], shape[2], shape[2] * table_length
 
 
 def kernels(
@@ -258,7 +276,7 @@ def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, En
 
 def kernel_defines(
     config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
-    ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for."""
     return config.defines() | {

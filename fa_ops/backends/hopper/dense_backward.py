@@ -1,6 +1,6 @@
-"""Dense backward on sm_90a in three launches: row sums, the products, and dQ: its sums to the input
-type, or, for wide heads and where its bits must repeat, its products as well. A plan per family of
-calls."""
+"""Dense backward on sm_90a: row sums; the products, those of dQ in a kernel of their own for wide
+heads and where bits must repeat; and a last kernel for sums and for rows that are not finite. A
+plan per family of calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import BackwardConfig, backward_config
+from fa_ops.backends.hopper.configs import BackwardConfig, backward_config, group_parts
 from fa_ops.backends.hopper.launch import (
     Entry,
     Params,
@@ -34,25 +34,27 @@ from fa_ops.backends.hopper.problem import (
     key_section,
     section_of,
     shared_strides,
+    softcap_kind,
     window,
 )
 from fa_ops.types import Gradients, Packing, Spec, with_tensors
 
-# struct Params in cuda/backward.cuh: maps and addresses, scalars, a mask's bits, dropout, a bias
-_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "8Q"), struct.Struct("<14i4f")
+# struct Params in cuda/backward.cuh: maps and addresses; scalars and strides; a mask's bits,
+# dropout, a bias
+_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "17Q"), struct.Struct("<18i4f21q")
 _BITS, _BITS_AT = struct.Struct("<10Qi4x"), _PLACES.size + _SCALARS.size
 _DROPOUT_AT = _BITS_AT + _BITS.size
-_BIAS_AT, _PARAMS_BYTES = 1152, 1344
+_BIAS_AT, _PARAMS_BYTES = 1408, 1600
 
-# What the kernels around the products take: addresses, then what calls share.
-_PREPARE, _PREPARE_OFFSETS = struct.Struct("<8Q"), (*range(0, 65, 8), 88, *range(112, 125, 4))
-_FINISH, _FINISH_OFFSETS = struct.Struct("<2Q"), (0, 8, 16, *range(40, 57, 4))
+# What the kernels before the products take: addresses, then what calls share.
+_PREPARE, _PREPARE_OFFSETS = struct.Struct("<8Q"), (*range(0, 65, 8), 88, *range(112, 129, 4))
 _RUNS, _RUNS_OFFSETS = struct.Struct("<4Q"), (0, 8, 16, 24, 32, *range(56, 73, 4))
 
 _ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
 # Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
 # them are fast where they stay in the L2.
 _SECTION_BYTES = 8 << 20
+_NOTED_ROWS = 16  # that a word of the kernels' notes stands for
 
 
 def backward(
@@ -67,7 +69,8 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    of_grads = q.stride(), k.stride(), v.stride()
+    like = q, k, v
+    of_grads = tuple(map(_written_strides, like))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
     ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
@@ -79,6 +82,8 @@ def backward(
     *grads, dmask, workspace = plan.run(
         grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_keys, mask_grad
     )
+    pairs = zip(like, of_grads, grads)
+    grads = [g if t.stride() == s else torch.empty_like(t).copy_(g) for t, s, g in pairs]
     return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
 
 
@@ -149,61 +154,74 @@ class Plan:
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         *of_inputs, of_out = strides[:5]
         self.grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
-        causal, scale, left, right, softcap = statics
+        causal, scale, left, right, cap = statics
         left, right, ragged = window(causal, left, right)
+        softcap = softcap_kind(cap)
         crowded = has_mask or dropout_p > 0 or softcap > 0
         bits = bias.dtype.itemsize * 8 if bias else 0
         self.config = config = backward_config(D, Dv, deterministic, bits, crowded)
         self.device, self.dropout_p = device, dropout_p
+        n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        parts = group_parts(group, n_blocks * B * Hkv, processors)
         self.kernels = _kernels_for(
             config, dtype, device, ragged=ragged, kv_lens=has_lens, ranges=ranges is not None,
-            softcap=softcap > 0, alibi=slopes_dim is not None, mask=has_mask, dropout=dropout_p > 0,
+            softcap=softcap, alibi=slopes_dim is not None, mask=has_mask, dropout=dropout_p > 0,
+            split=parts > 1,
         )  # fmt: skip
-        units = ScoreUnits.of(D, scale, softcap)
+        units = ScoreUnits.of(D, scale, cap)
         self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
-        self.row_blocks, n_blocks = m_blocks * config.block_m // _ROWS, -(-Sk // config.block_n)
-        self.heads, self.ctas = B * Hq, n_blocks * B * Hkv
+        self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
+        self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
+        self.ctas = key_blocks * parts
         if not config.is_wide:  # CTAs are persistent
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.ctas = min(self.ctas, processors)
-        self._allocate(0 if ranges is None else B * ranges[0])
+        self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
+        finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
+        self.finish_ctas = finished or processors
         out = B, Hq, Sq, Dv
         layouts = (*zip((*shapes, out), of_inputs), *(of[:2] for of in self.grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
         # the kernels leave out what dropout multiplies weights with
         gradient = units.gradient * dropout.scale(dropout_p)
-        per_query = Sq * 2 * (D + Dv) * (Hq // Hkv)
+        per_query = Sq * 2 * (D + Dv) * (group // parts)
         scalars = _SCALARS.pack(
-            *(B, Hq, Hkv, Hq // Hkv, Sq, Sk, left, right, m_blocks, n_blocks),
-            section_of(B * Hkv, per_query, _SECTION_BYTES),
-            key_section(B * Hkv, Sk, D + Dv) * (Hq // Hkv),
+            *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
+            section_of(B * Hkv * parts, per_query, _SECTION_BYTES),
+            key_section(B * Hkv, Sk, D + Dv) * group,
             Hq if slopes_dim == 2 else 0,
             1 if ranges is None else ranges[0],
+            *(parts, group // parts, D, Dv),
             *(gradient, units.inside_tanh),
-            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            LOG2E if bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
+            *(stride for of in (*of_inputs, *(of[1] for of in self.grads)) for stride in of[:3]),
         )
         self.params = Params(_PLACES, scalars.ljust(_PARAMS_BYTES - _PLACES.size, b"\0"))
-        rows = struct.pack("<6q4i", *of_out[:3], *of_inputs[3][:3], Hq, Sq, Dv, self.rows)
-        self.prepare = Params(_PREPARE, rows, _PREPARE_OFFSETS)
-        rows = struct.pack("<3q4if", *self.grads[0][1][:3], m_blocks, Hq, Sq, D, gradient)
-        self.finish = Params(_FINISH, rows, _FINISH_OFFSETS)
+        rows = *of_out[:3], *of_inputs[3][:3], Hq, Sq, Dv, self.rows, self.zeros
+        self.prepare = Params(_PREPARE, struct.pack("<6q4iq", *rows), _PREPARE_OFFSETS)
         if ranges is not None:
             rows = struct.pack("<3q5i", *ranges[1:], ranges[0], Sq, Sk, left, right)
             self.keep_runs = Params(_RUNS, rows, _RUNS_OFFSETS)
 
-    def _allocate(self, run_heads: int) -> None:
+    def _allocate(self, key_blocks: int, parts: int, run_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
-        log-sum-exps, row sums, in one pass the sums of dQ, and the counter of tiles."""
-        self.rows = self.row_blocks * _ROWS
-        rows = self.heads * self.rows
-        floats = 2 * rows + (rows * self.config.head_dim if self.config.adds_dq else 0)
-        self.counter_at = 4 * floats
+        log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
+        dV, the counter of tiles, and the notes."""
+        config, rows = self.config, self.heads * self.rows
+        sums = rows * config.head_dim if config.adds_dq else 0
+        keys, dims = key_blocks * config.block_n, config.head_dim + config.value_dim
+        key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
+        # those that are added to, by 16 bytes
+        self.zeros = (sums + key_sums) // 4 if config.adds_dq else 0
+        notes = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
         self.row_bytes = 4 * rows
-        self.workspace = (floats + 1,), (1,), torch.float32
+        self.key_sums_at = 2 * self.row_bytes + 4 * sums
+        self.counter_at = self.key_sums_at + 4 * key_sums
+        self.workspace = (self.counter_at // 4 + 1 + notes // _NOTED_ROWS,), (1,), torch.float32
         self.run_bytes = 8 * run_heads * self.rows
         self.runs = (run_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
         self.run_grid = run_heads, self.m_blocks
@@ -232,13 +250,15 @@ class Plan:
             dq, dk, dv = grads = [empty(*of) for of in self.grads]
             workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
-            delta, sums = at + self.row_bytes, at + 2 * self.row_bytes if config.adds_dq else 0
-            counter = 0 if config.is_wide else at + self.counter_at
+            delta, sums = at + self.row_bytes, at + 2 * self.row_bytes
+            counter = at + self.counter_at
             places = [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
             params = self.params.take(
                 *map(TensorMap.at, self.maps, places),
+                *places,
                 *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(runs)),
                 0 if runs is None else runs.data_ptr() + self.run_bytes,
+                *(at + self.key_sums_at, counter + 4),
             )
             bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
             rows = self.prepare.take(
@@ -248,13 +268,10 @@ class Plan:
             kernels.prepare.launch((self.heads, self.row_blocks), stream, rows[1])
             self.prepare.give_back(rows)
             launch_early((kernels.products,), self.ctas, stream, params[1])
-            if config.adds_dq:
-                rows = self.finish.take(sums, places[4])
-                launch_early((kernels.finish,), self.m_blocks * self.heads, stream, rows[1])
-                self.finish.give_back(rows)
-            else:
+            if kernels.queries is not None:
                 ctas = -(-self.m_blocks // 2) * self.heads
                 kernels.queries.launch((ctas, 1), stream, params[1])
+            launch_early((kernels.finish,), self.finish_ctas, stream, params[1])
             if mask_grad:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
@@ -304,6 +321,12 @@ def _as_read(bits: Tensor | None) -> tuple[int, ...]:
     return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
 
 
+def _written_strides(t: Tensor) -> tuple[int, ...]:
+    """Those of `t`, or of a contiguous tensor where the kernels cannot write what is like `t`."""
+    like = torch.empty_like(t, device="meta")
+    return t.stride() if copyable(like) is like else like.contiguous().stride()
+
+
 def _like(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -318,9 +341,12 @@ def _sink_gradient(
     """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
     if sinks is None:
         return None
-    (B, Hq, Sq), delta = lse.shape, plan.row_sums(workspace)
-    weight = torch.exp(sinks.float().view(1, Hq, 1) - lse)
-    return -(weight * delta.view(B, Hq, -1)[..., :Sq]).sum((0, 2)).to(sinks.dtype)
+    B, Hq, Sq = lse.shape
+    delta = plan.row_sums(workspace).view(B, Hq, -1)[..., :Sq]
+    # a sink of -inf has no weight, in a row without keys either, whose lse is -inf
+    least = torch.finfo(torch.float32).min
+    weight = torch.exp(sinks.float().view(1, Hq, 1) - lse.clamp(min=least))
+    return -(weight * delta).masked_fill(weight == 0, 0).sum((0, 2)).to(sinks.dtype)
 
 
 class _Kernels:
@@ -330,7 +356,7 @@ class _Kernels:
         names = (entry.name for entry in entries)
         found = dict(zip(names, kernels("backward", device, entries, defines)))
         self.prepare, self.products = found["prepare"], found["backward"]
-        self.finish, self.queries = found.get("finish"), found.get("backward_queries")
+        self.queries, self.finish = found.get("backward_queries"), found["finish"]
         self.keep_runs = found.get("keep_runs")
 
 
@@ -339,10 +365,10 @@ def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
     entries = [
         Entry("prepare", 256),
         Entry("backward", config.threads, config.shared_bytes),
-        Entry("finish", 256)
-        if config.adds_dq
-        else Entry("backward_queries", config.threads, config.query_shared_bytes),
+        Entry("finish", 256),
     ]
+    if not config.adds_dq:
+        entries.append(Entry("backward_queries", config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:
         entries.append(Entry("keep_runs", config.block_m))
     return entries
@@ -352,17 +378,18 @@ _kernels = functools.cache(_Kernels)
 
 
 def _kernels_for(
-    config: BackwardConfig, dtype: torch.dtype, device: int, **features: bool
+    config: BackwardConfig, dtype: torch.dtype, device: int, **features: int
 ) -> _Kernels:
     return _kernels(tuple(kernel_defines(config, dtype, **features).items()), config, device)
 
 
 def kernel_defines(
     config: BackwardConfig, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: bool = False, alibi: bool = False, mask: bool = False,
-    dropout: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: bool = False, mask: bool = False,
+    dropout: bool = False, split: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What the kernels are compiled for; `ragged` has a window or is causal."""
+    """What the kernels are compiled for; `ragged` has a window or is causal, `softcap` as
+    `softcap_kind` has it, `split`: a group of query heads has several parts."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "IS_RAGGED": int(ragged),
@@ -372,4 +399,5 @@ def kernel_defines(
         "HAS_ALIBI": int(alibi),
         "HAS_MASK": int(mask),
         "HAS_DROPOUT": int(dropout),
+        "SPLITS_GROUP": int(split),
     }

@@ -30,14 +30,15 @@ from fa_ops.backends.hopper.problem import (
     copyable,
     key_section,
     shared_strides,
+    softcap_kind,
     window,
 )
 from fa_ops.types import Packing, Spec, tensors_of, with_tensors
 
-# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, scalars, dropout, pages; 640
-# bytes
-_WORDS, _SCALARS = struct.Struct("<11Q"), struct.Struct("<15i3fi4x")
-_PAGES, _PADDING = struct.Struct("<Q3i4x"), bytes(32)
+# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, steps and scalars, dropout,
+# pages; 704 bytes
+_WORDS, _SCALARS = struct.Struct("<14Q"), struct.Struct("<9q16i3fi")
+_PAGES = struct.Struct("<Q3i4x")
 _NO_PAGES = bytes(_PAGES.size)
 _NONE = (None,) * 5
 _COUNTER = (1,), (1,), torch.int32
@@ -171,7 +172,7 @@ class Plan:
                 left=left < FAR,
                 kv_lens=has_lens,
                 ranges=ranges is not None,
-                softcap=softcap > 0,
+                softcap=softcap_kind(softcap),
                 alibi=slopes is not None,
                 sinks=has_sinks,
                 mask=mask is not None,
@@ -191,11 +192,13 @@ class Plan:
         section = group * key_section(B * Hkv, Sk, D + Dv)
         *self.mask, mask_run = mask or (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
-            *(B, Hq, group, Sq, Sk, Dv, left, right, -(-Sq // config.block_m), tiles, section),
+            *(stride for of_one in strides for stride in of_one[:3]),
+            *(B, Hq, group, Sq, Sk, D, Dv),
+            *(left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
             units.inside_tanh,
-            LOG2E if bias else units.accumulator * LOG2E,  # with a bias, scores are in its units
+            LOG2E if bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
             mask_run,
         )
@@ -228,11 +231,12 @@ class Plan:
             stream, out = current_stream(self.device), empty(*self.out)
             lse = empty(*self.lse) if with_lse else None
             counter = empty(*_COUNTER) if self.dynamic else None
+            rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            words = *map(address, (out, lse, *optional)), *self.mask, address(counter), *rows
             params = (
-                of_q.at(q.data_ptr()), of_k.at(k.data_ptr()), of_v.at(v.data_ptr()),
-                _WORDS.pack(*map(address, (out, lse, *optional)), *self.mask, address(counter)),
+                of_q.at(rows[0]), of_k.at(rows[1]), of_v.at(rows[2]), _WORDS.pack(*words),
                 self.scalars, dropout.parameters(row_keys, self.dropout_p),
-                _NO_PAGES if table is None else _PAGES.pack(address(table), *self.pages), _PADDING,
+                _NO_PAGES if table is None else _PAGES.pack(address(table), *self.pages),
                 b"" if bias is None else self.bias(address(bias)),
             )  # fmt: skip
             if counter is not None:
@@ -243,7 +247,7 @@ class Plan:
 
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
-    ranges: bool = False, softcap: bool = False, alibi: bool = False, sinks: bool = False,
+    ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
     left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""

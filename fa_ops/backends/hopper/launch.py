@@ -49,7 +49,11 @@ _SAME = nullcontext()
 
 
 class DriverError(RuntimeError):
-    """A CUDA driver call failed."""
+    """A CUDA driver call failed, with this status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @functools.cache
@@ -66,7 +70,8 @@ def check(status: int, what: str) -> None:
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))
-        raise DriverError(f"{what} failed: {(text.value or b'unknown error').decode()} ({status})")
+        reason = (text.value or b"unknown error").decode()
+        raise DriverError(f"{what} failed: {reason} ({status})", status)
 
 
 _NO_CONTEXT = 101, 201  # CUDA_ERROR_INVALID_DEVICE, as tensor maps say it, and _INVALID_CONTEXT
@@ -122,12 +127,35 @@ def kernels(
     missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
     if missing:
         together = [dict(defines) | dict(entry.defines) for entry in missing]
-        programs = (compiler.program(source, e.name, d) for e, d in zip(missing, together))
-        codes = compiler.compiled(list(programs))
+        programs = [compiler.program(source, e.name, d) for e, d in zip(missing, together)]
+        codes = compiler.compiled(programs)
         with on_device(device):
-            for entry, code in zip(missing, codes):
-                _loaded[source, device, entry, defines] = _load(code, entry)
+            for entry, program, code in zip(missing, programs, codes):
+                _loaded[source, device, entry, defines] = _load_or_replace(code, program, entry)
     return tuple(_loaded[source, device, entry, defines] for entry in entries)
+
+
+# What the driver answers where a module is damaged, or made for another GPU or a newer driver:
+# invalid value, image, PTX or source, no binary for this GPU, unsupported, symbol not found.
+_REFUSED = 1, 200, 209, 218, 222, 223, 300, 302, 303, 500
+
+
+def _load_or_replace(code: bytes, program: str, entry: Entry) -> Kernel:
+    """An entry point; code that the driver refuses is compiled again, once."""
+    try:
+        return _load(code, entry)
+    except DriverError as error:
+        if error.status not in _REFUSED:
+            raise
+    try:
+        return _load(compiler.recompiled(program), entry)
+    except DriverError as error:
+        major, minor = compiler.version(compiler.nvrtc())
+        raise DriverError(
+            f"{error}, of a kernel that NVRTC {major}.{minor} has just compiled: a driver older "
+            "than that cannot load it; FA_OPS_NVRTC names the library to compile with",
+            error.status,
+        ) from None
 
 
 def _load(code: bytes, entry: Entry) -> Kernel:
@@ -312,7 +340,7 @@ class TensorMap:
             _after_failure(status, "cuTensorMapEncodeTiled", *arguments)
         except DriverError as error:
             about = f"shape {tuple(self._shape)}, strides {self._strides}"
-            raise DriverError(f"{error} for {about}") from None
+            raise DriverError(f"{error} for {about}", error.status) from None
 
 
 # Memory that a map is written to, where in it, that as an address, and the address that the map is

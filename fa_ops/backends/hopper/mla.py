@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
-from fa_ops.backends.hopper.decode import by_head, cache_sizes, kernels
+from fa_ops.backends.hopper.decode import by_head, cache_sizes, kernels, pages_of_row
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Params,
@@ -24,12 +24,13 @@ from fa_ops.backends.hopper.launch import (
     empty,
     launch_early,
 )
-from fa_ops.backends.hopper.problem import FAR, LOG2E, copyable
+from fa_ops.backends.hopper.problem import FAR, ScoreUnits, copyable, limit_error
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
-# struct Params: maps and addresses, then what all calls of a plan share
-_PARAMS, _SCALARS = struct.Struct("<128s128s6Q80s"), struct.Struct("<13if24x")
+# struct Params: maps and addresses, scalars, addresses and steps of rows; 448 bytes
+_PARAMS, _SCALARS = struct.Struct("<128s128s6Q56s2Q48s24x"), struct.Struct("<13if")
+_STEPS = struct.Struct("<6q")
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
@@ -57,8 +58,13 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return "has no mask, ALiBi, sinks or key_ranges for latent caches"
     if page % 16 or (page % 64 and 64 % page):
         return f"needs pages of 16, 32 or a multiple of 64 keys, got {page}"
-    if spec.dropout_p > 0 or default_scale(spec, HEAD_DIM) <= 0:
-        return f"needs a positive scale and no dropout, got {spec.scale} and {spec.dropout_p}"
+    if spec.dropout_p > 0:
+        return f"has no dropout for latent caches, got {spec.dropout_p}"
+    table = cache.page_table
+    *_, keys = cache_sizes(by_head(k.shape, table is not None), pages_of_row(table))
+    reason = limit_error(default_scale(spec, HEAD_DIM), q.shape[2], keys)
+    if reason:
+        return reason
     for name, t in (("query", q), ("key_cache", k)):
         if not rows_are_aligned(t):
             return f"needs rows at multiples of 16 bytes, {name} has strides {t.stride()}"
@@ -130,7 +136,7 @@ class Family:
         self._behind = (
             *(tokens, heads, head_blocks, width, self.units, 0 if is_causal and Sq > 1 else FAR),
             *(page, pages, 0 if table is None else table[1]),
-            (D**-0.5 if scale is None else scale) * LOG2E,
+            ScoreUnits.of(D, scale, 0.0).log2,
         )
 
     def scalars(self, capacity: int) -> bytes:
@@ -145,7 +151,7 @@ class Plan:
         q_strides, k_strides = strides
         paged = options[1] is not None
         k_shape = by_head(key_shape, paged)
-        pages, page, capacity = cache_sizes(k_shape, options[1])
+        pages, page, capacity = cache_sizes(k_shape, options[1] and options[1][0])
         self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
         B, units = q_shape[0], family.units
         if B * units * capacity >= 2**37:
@@ -153,7 +159,9 @@ class Plan:
                 f"counts tiles in 32 bits, got {B} x {units} x {capacity} keys"
             )
         self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
-        self.of_k = family.cached(k_shape, by_head(k_strides, paged))
+        k_strides = by_head(k_strides, paged)
+        self.of_k = family.cached(k_shape, k_strides)
+        self.steps = _STEPS.pack(*q_strides[:3], *k_strides[:3])
         self.scalars = family.scalars(capacity)
 
     def run(
@@ -175,7 +183,7 @@ class Plan:
         params = family.params.take(
             family.of_q.at(q_at), self.of_k.at(k_at), out.data_ptr(),
             at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
-            address(kv_lens), address(table), self.scalars,
+            address(kv_lens), address(table), self.scalars, q_at, k_at, self.steps,
         )  # fmt: skip
         launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
         family.params.give_back(params)

@@ -81,4 +81,4 @@ def _with_runs(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
 def _of_no_sequence(tokens: int, ends: Tensor) -> Tensor:
     """bool (tokens,): before the first sequence or after the last."""
     at = torch.arange(tokens, device=ends.device)
-    return (at < ends[0]) | (at >= ends[-1])
+    return (at < ends[0]) | (at >= ends.max())

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
-FAR = 1 << 29  # an unbounded side of a window
+FAR = 1 << 29  # an unbounded side of a window; no tensor has more queries or keys
+_LARGE_SOFTCAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
+_NO_SOFTCAP = 2.0**64  # from here on no score that float32 resolves is capped
+_LARGEST_SCALE = 2.0**24  # times NEVER of cuda/softmax.cuh, a float32
+_LEAST, _MOST = 2.0**-120, 2.0**120  # factors that float32 holds, and their products with scores
 
 
 class ScoreUnits(NamedTuple):
@@ -20,16 +24,41 @@ class ScoreUnits(NamedTuple):
 
     @classmethod
     def of(cls, head_dim: int, scale: float | None, softcap: float) -> ScoreUnits:
-        scale = head_dim**-0.5 if scale is None else scale
-        if softcap > 0:
-            return cls(scale, scale / softcap, softcap)
+        scale = max(head_dim**-0.5 if scale is None else scale, _LEAST)
+        if softcap_kind(softcap):
+            softcap = max(softcap, _LEAST)
+            return cls(scale, min(scale / softcap, _MOST), softcap)
         return cls(scale, 1.0, scale)
+
+    @property
+    def log2(self) -> float:
+        """From accumulator units to powers of two."""
+        return self.accumulator * LOG2E
+
+
+def limit_error(scale: float, queries: int, keys: int) -> str | None:
+    """Why numbers that every kernel computes with do not fit its registers, or None."""
+    if scale <= 0:
+        return f"needs a positive scale, got {scale}"
+    if not scale <= _LARGEST_SCALE:
+        return f"needs a scale of at most {_LARGEST_SCALE:.0f}, got {scale}"
+    if max(queries, keys) > FAR:
+        return f"attends {FAR} queries and keys at most, got {queries} and {keys}"
+    return None
+
+
+def softcap_kind(softcap: float) -> int:
+    """What kernels are compiled for: 0 without a softcap, 2 where it is so large that tanh must be
+    precise relative to its result, else 1."""
+    if not 0 < softcap < _NO_SOFTCAP:
+        return 0
+    return 2 if softcap > _LARGE_SOFTCAP else 1
 
 
 def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
     """Keys visible on either side of the diagonal, and whether any side is bounded."""
     right = min(0 if is_causal else FAR, right if right >= 0 else FAR)
-    left = left if left >= 0 else FAR
+    left = min(left, FAR) if left >= 0 else FAR
     return left, right, min(left, right) < FAR
 
 

@@ -22,7 +22,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, and with key ranges
 _FORWARDS = ({}, {"ragged": True}, {"ragged": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
-_BACKWARDS = ({}, {"ragged": True}, {"ranges": True})
+# with groups of query heads that are whole, or cut into parts
+_BACKWARDS = tuple(
+    features | {"split": split}
+    for features in ({}, {"ragged": True}, {"ranges": True})
+    for split in (False, True)
+)
 
 
 class Variant(NamedTuple):

@@ -18,7 +18,7 @@ DEVICE u32 kv_empty(const Smem& sm) { return sm.own; }
 
 // With the phase of `kv_full` for the tile after.
 DEVICE void publish(const Smem& sm, const Tile& t, u32 phase) {
-  store_shared(sm.tile, make_int4(t.n0, t.h, t.b, t.keys));
+  store_shared(sm.tile, make_int4(t.n0, t.part, t.b, t.keys));
   store_shared(sm.tile + 16, make_int4(t.first, t.last, phase, 0));
 }
 
@@ -65,12 +65,7 @@ struct Consumer : KeyRows {
 
   // To the sums of a block of queries.
   DEVICE void add_query_gradients(long long block) {
-    float* const to = p.sums + block * (BLOCK_M * HEAD_DIM) + base_of(c * 128 * QUERY_GRADS + tid * 4);
-#pragma unroll
-    for (int i = 0; i < QUERY_GRADS; i += 4)
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 128), "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]),
-                   "f"(dq[i + 3])
-                   : "memory");
+    add_fragments(p.sums + block * (BLOCK_M * HEAD_DIM) + base_of(c * 128 * QUERY_GRADS + tid * 4), dq);
   }
 
   // dQ of the last step, once the other consumer has stored its gradients of scores.
@@ -111,7 +106,7 @@ struct Consumer : KeyRows {
 #if HAS_SOFTCAP
     float slack[SCORES];
 #pragma unroll
-    for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
+    for (int e = 0; e < SCORES; e++) s[e] = capped(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     pack_kept(w, s);
@@ -169,12 +164,22 @@ struct Consumer : KeyRows {
     } else {
       mbar_arrive(kv_empty(sm));
     }
+#elif SPLITS_GROUP
+    mbar_arrive(kv_empty(sm));
+#endif
+#if SPLITS_GROUP
+    float* const sums = key_sums_of(p, t) + base_of(c * 128 * GRADS + tid * 4);
+    leave_fragments(sums, dk);
+    leave_fragments(sums + BLOCK_N * HEAD_DIM, dv);
+#elif ADDS_DQ
     named_sync(ALL_BARRIER, 128 * CONSUMERS);  // every consumer has read all gradients of scores
-    store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + first * 128, BLOCK_N * 128, p.dv);
-    store(dk, p.scale, sm.exchange + first * 128, BLOCK_N * 128, p.dk);
+    store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + first * 128, BLOCK_N * 128, DV, p.dv);
+    store(dk, p.scale, sm.exchange + first * 128, BLOCK_N * 128, DK, p.dk);
+    if (tid == 0) tma_store_wait_read();
+    named_sync(OWN_BARRIER + c, 128);
 #else
-    store(dv, value_factor(), sm.v + first * 128, BLOCK_N * 128, p.dv);
-    store(dk, p.scale, sm.k + first * 128, BLOCK_N * 128, p.dk);
+    store(dv, value_factor(), sm.v + first * 128, BLOCK_N * 128, DV, p.dv);
+    store(dk, p.scale, sm.k + first * 128, BLOCK_N * 128, DK, p.dk);
     if (tid == 0) tma_store_wait_read();
     mbar_arrive(kv_empty(sm));
 #endif
@@ -188,25 +193,32 @@ struct Consumer : KeyRows {
       if (t.n0 < 0) break;
 #pragma unroll
       for (int i = 0; i < GRADS; i++) dk[i] = dv[i] = 0.f;
+#if HAS_KV_LENS
+      if (t.keys < t.n0 + BLOCK_N) clear_keys();
+#endif
       meet_queries(*this);
       phase = end_tile();
-#if ADDS_DQ
-      if (tid == 0) tma_store_wait_read();
-      named_sync(OWN_BARRIER + c, 128);
-#endif
     }
     if (tid == 0) tma_store_wait();
   }
 
-  DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, u32 column_bytes, const TensorMap& map) {
-    store_gradients(grads, factor, at, column_bytes, OWN_BARRIER + c, map, t.n0 + first, t.h, t.b);
+  // Of this consumer's rows; the other's are cleared before its gradients of scores are there.
+  DEVICE void clear_keys() {
+    const int from = max(first, t.keys - t.n0);
+    clear_rows<BLOCK_N, HEAD_DIM>(sm.k, from, first + 64, OWN_BARRIER + c);
+    clear_rows<BLOCK_N, VALUE_DIM>(sm.v, from, first + 64, OWN_BARRIER + c);
+  }
+
+  DEVICE void store(const float (&grads)[GRADS], float factor, u32 at, u32 column_bytes, int tensor, const TensorMap& map) {
+    u32* const note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
+    store_gradients(grads, factor, at, column_bytes, OWN_BARRIER + c, map, t.n0 + first, t.part, t.b, note);
   }
 };
 
 // One warp. What it publishes about a tile stands as long as the tile's keys do.
 DEVICE void produce(const Params& p, const Smem& sm) {
   const bool leader = elected();
-  const int tiles = p.n_blocks * p.B * p.Hkv;
+  const int tiles = p.n_blocks * p.B * p.Hkv * p.parts;
   Ring<STAGES> ring;
   Ring<1> bias;
   u32 phase = 1;
@@ -249,30 +261,3 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward(
     consumer.work();
   }
 }
-
-#if ADDS_DQ
-// After: dQ from accumulator order and fp32 to rows of the input type, scaled. One CTA a block of queries; of two rows a thread has eight columns,
-// which four lanes held side by side.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, Element* to, Strides q, int m_blocks, int Hq, int Sq, int D, float scale) {
-  constexpr int COLUMNS = QUERY_GRADS / 4;  // of eight, that a consumer has
-  const int bh = blockIdx.x / m_blocks, m = blockIdx.x - bh * m_blocks, b = bh / Hq, h = bh - b * Hq;
-  const float4* const block = (const float4*)(sums + (long long)blockIdx.x * (BLOCK_M * HEAD_DIM));
-  Element* const at = to + b * q.b + h * q.h;
-  wait_for_last_grid();
-#pragma unroll
-  for (int first = 0; first < CONSUMERS * COLUMNS * 32; first += 256) {
-    const int e = first + threadIdx.x, c = e / (COLUMNS * 32), i = e % COLUMNS, four = e / COLUMNS % 32;
-    float4 x[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = block[(c * COLUMNS + i) * 128 + four * 4 + j];
-    const int row = m * BLOCK_M + (SPLITS_ROWS ? c * 64 : 0) + four / 8 * 16 + four % 8, column = ((SPLITS_ROWS ? 0 : c * COLUMNS) + i) * 8;
-    uint4 low, high;
-    low.x = pack(x[0].x * scale, x[0].y * scale), low.y = pack(x[1].x * scale, x[1].y * scale);
-    low.z = pack(x[2].x * scale, x[2].y * scale), low.w = pack(x[3].x * scale, x[3].y * scale);
-    high.x = pack(x[0].z * scale, x[0].w * scale), high.y = pack(x[1].z * scale, x[1].w * scale);
-    high.z = pack(x[2].z * scale, x[2].w * scale), high.w = pack(x[3].z * scale, x[3].w * scale);
-    if (column < D && row < Sq) *(uint4*)(at + row * q.s + column) = low;
-    if (column < D && row + 8 < Sq) *(uint4*)(at + (row + 8) * q.s + column) = high;
-  }
-}
-#endif

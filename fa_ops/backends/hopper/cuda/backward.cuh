@@ -1,7 +1,10 @@
 // What the kernels of the backward pass share: their parameters, which blocks of queries a block of keys meets, how a warp brings those, and the
 // weights of scores that are transposed, a row a key. Every copy is a box of 64 tokens by 64 features.
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_WIDE IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES IS_WIDE ADDS_DQ SPLITS_GROUP IS_RAGGED HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK
 // HAS_DROPOUT BIAS_BITS
+//
+// What is NaN or infinite in a token may reach only what attends it, or is attended by it. Products spread it further: a weight of 0 does not hide it. So
+// kernels note which 16 rows of a gradient hold any, and backward_finish.cu computes those rows again. Keys from a row's length on are cleared at once.
 
 constexpr int SCORES = BLOCK_M / 2;
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
@@ -14,8 +17,12 @@ static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK), "swizzle atoms of 
 // A mask's bits from mask.cu: the steps between batches, heads and rows in bytes, 0 where they share bits, and where in a row its run stands.
 struct Bits { const unsigned char* at; long long b, h, row, run; };
 
+// The tensors of a call, in the order of their maps.
+enum { Q, K, V, GRAD_OUT, DQ, DK, DV, TENSORS };
+
 struct Params {
   TensorMap q, k, v, grad_out, dq, dk, dv;
+  Element* tensors[TENSORS];  // the same, for what reads and writes single rows
   const float* lse;      // (B * Hq, padded Sq), in units of log2 (with a bias, of 1), +inf where a row has no keys or does not exist
   const float* delta;    // the same shape
   float* sums;           // of dQ in one pass: (B * Hq, blocks of queries, BLOCK_M * HEAD_DIM), each block in accumulator order; or null
@@ -24,13 +31,18 @@ struct Params {
   const float* alibi;    // (B|1, Hq) or null
   const int2* runs;      // with key ranges: (B, Hq|1, padded Sq), the keys that each query attends after every mask
   const int4* bounds;    // with key ranges: (B, Hq|1, blocks of queries), see `keep_runs`
+  float* key_sums;       // of dK and dV where SPLITS_GROUP, see `key_sums_of`; or null
+  u32* nonfinite;        // whether some of 16 rows is not finite: those of dK and of dV unless SPLITS_GROUP, and unless ADDS_DQ of dQ
   int B, Hq, Hkv, group, Sq, Sk;
   int window_left, window_right;
   int m_blocks, n_blocks, section, query_section, alibi_b, run_heads;
+  int parts, part_heads; // of a group of query heads, and the heads of a part: one CTA has a block of keys and the queries of one part
+  int D, Dv;
   float scale;           // of the gradients of q and k
   float score_scale;     // with a softcap: scale / softcap, inside the tanh
   float scale_log2;      // from score units to log2 units
   float alibi_unit;
+  Strides strides[TENSORS];
   Bits by_key, by_query; // with a mask: each key's queries; in two passes, each query's keys too
   int mask_block;        // bytes from a block of queries to the next in `by_key`, 0 where they share bits
   Dropout dropout;
@@ -60,8 +72,11 @@ struct Smem {
   }
 };
 
-// A block of keys of one key head, and the blocks of queries [first, last) that attend some of it.
-struct Tile { int n0, h, b, keys, first, last; };
+// A block of keys and one part of a group of query heads, counted over all groups, and the blocks of queries [first, last) that attend some of it.
+struct Tile { int n0, part, b, keys, first, last; };
+
+DEVICE int key_head(const Params& p, const Tile& t) { return SPLITS_GROUP ? t.part / p.parts : t.part; }
+DEVICE int first_head(const Params& p, const Tile& t) { return t.part * p.part_heads; }
 
 DEVICE int keys_of(const Params& p, int b) {
 #if HAS_KV_LENS
@@ -72,14 +87,14 @@ DEVICE int keys_of(const Params& p, int b) {
 }
 
 DEVICE Tile tile_at(const Params& p, int i) {
-  const int heads = p.B * p.Hkv, per = p.section * p.n_blocks;
+  const int parts = p.Hkv * p.parts, all = p.B * parts, per = p.section * p.n_blocks;
   const int sec = i / per, r = i - sec * per;
-  const int inside = min(p.section, heads - sec * p.section);
-  const int head = sec * p.section + r % inside;
+  const int inside = min(p.section, all - sec * p.section);
+  const int part = sec * p.section + r % inside;
   Tile t;
   t.n0 = (r / inside) * BLOCK_N;
-  t.b = head / p.Hkv;
-  t.h = head - t.b * p.Hkv;
+  t.b = part / parts;
+  t.part = part - t.b * parts;
   t.keys = keys_of(p, t.b);
   int lo = 0, hi = p.Sq;
 #if IS_RAGGED
@@ -176,13 +191,24 @@ DEVICE float exponent(const Params& p, float s, float lse) {
 
 DEVICE void load_keys(const Params& p, const Smem& sm, const Tile& t) {
   mbar_expect(sm.kv_full, K_BYTES + V_BYTES);
-  load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, t.h, t.b);
-  load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, t.h, t.b);
+  const int h = key_head(p, t);
+  load_tile(sm.k, p.k, sm.kv_full, HEAD_DIM, BLOCK_N, t.n0, h, t.b);
+  load_tile(sm.v, p.v, sm.kv_full, VALUE_DIM, BLOCK_N, t.n0, h, t.b);
+}
+
+// Zeros in rows [from, to) of a tile of ROWS rows, by a warpgroup, before its own products: keys from a row's length on may hold anything.
+template <int ROWS, int FEATURES> DEVICE void clear_rows(u32 tile, int from, int to, u32 barrier) {
+#pragma unroll 1
+  for (int i = from * 8 + (threadIdx.x & 127); i < to * 8; i += 128)
+#pragma unroll
+    for (int x = 0; x < FEATURES / 64; x++) store_shared(tile + x * ROWS * 128 + i * 16, make_int4(0, 0, 0, 0));
+  fence_async_smem();
+  named_sync(barrier, 128);
 }
 
 // One warp, whose leader issues the copies of all queries that a tile meets.
 DEVICE void produce_queries(const Params& p, const Smem& sm, const Tile& t, bool leader, Ring<STAGES>& ring, [[maybe_unused]] Ring<1>& bias) {
-  for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++)
+  for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++)
     for (int base = t.first; base < t.last; base += 32) {
       Visits n = visits(p, t, h, base);
       for (; n.some; n.some &= n.some - 1, ring.next())
@@ -244,10 +270,31 @@ template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], 
   }
 }
 
+constexpr int NOTED_ROWS = 16;  // that a word of `nonfinite` stands for: those of a warp
+
+// How many words there are of dK, and as many of dV.
+DEVICE int key_notes(const Params& p) { return SPLITS_GROUP ? 0 : p.B * p.Hkv * p.n_blocks * (BLOCK_N / NOTED_ROWS); }
+
+// The word of 64 rows' first 16: `h` counts over all batches, `rows` are a head's, padded.
+DEVICE u32* note_at(const Params& p, int tensor, int h, int rows, int row) {
+  const int before = tensor == DK ? 0 : tensor == DV ? key_notes(p) : 2 * key_notes(p);
+  return p.nonfinite + before + (h * (rows / NOTED_ROWS) + row / NOTED_ROWS);
+}
+
+// 0 where all are finite, or else NaN.
+template <int COUNT> DEVICE float probe(const float (&x)[COUNT]) {
+  float found[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) found[i % 4] = fmaf(x[i], 0.f, found[i % 4]);
+  return (found[0] + found[1]) + (found[2] + found[3]);
+}
+
 // A warpgroup's gradients of 64 tokens, through shared memory to the tensor.
 template <int COUNT>
 DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u32 column_bytes, u32 barrier, const TensorMap& map, int row, int h,
-                            int b) {
+                            int b, u32* note) {
+  const bool is_nonfinite = __any_sync(~0u, probe(grads) != 0.f);
+  if ((threadIdx.x & 31) == 0) note[threadIdx.x >> 5 & 3] = is_nonfinite;
   u32 x[COUNT / 2];
 #pragma unroll
   for (int i = 0; i < COUNT / 2; i++) x[i] = pack(grads[2 * i] * factor, grads[2 * i + 1] * factor);
@@ -257,6 +304,33 @@ DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u
   if ((threadIdx.x & 127) == 0) {
     for (int x = 0; x < COUNT / 32; x++) tma_store(map, at + x * column_bytes, x * 64, row, h, b);
     tma_store_commit();
+  }
+}
+
+constexpr int KEY_SUMS = BLOCK_N * (HEAD_DIM + VALUE_DIM);
+
+// The sums of a block of keys, each consumer's in accumulator order: of dK, and behind them of dV. With ADDS_DQ all parts of a group add to the same
+// ones, in no fixed order; else each has its own.
+DEVICE float* key_sums_of(const Params& p, const Tile& t) {
+  const int of = ADDS_DQ ? t.b * p.Hkv + key_head(p, t) : t.b * p.Hkv * p.parts + t.part;
+  return p.key_sums + ((long long)of * p.n_blocks + t.n0 / BLOCK_N) * KEY_SUMS;
+}
+
+// A thread's accumulator, to sums in which `to` is its own first element.
+template <int COUNT> DEVICE void add_fragments(float* to, const float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 128), "f"(x[i]), "f"(x[i + 1]), "f"(x[i + 2]), "f"(x[i + 3])
+                 : "memory");
+}
+
+// The same to a part's own sums.
+template <int COUNT> DEVICE void leave_fragments(float* to, const float (&x)[COUNT]) {
+  if (ADDS_DQ) {
+    add_fragments(to, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) *(float4*)(to + i * 128) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
   }
 }
 
@@ -343,13 +417,14 @@ struct KeyRows {
     if (edge) {
 #if !HAS_RANGES
       // Of each of this thread's keys: how far this thread's first query stands behind the first that sees it, and how many see it.
-      int behind[2] = {0, 0}, seen[2];
+      int behind[2] = {0, 0};
+      u32 seen[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int j = t.n0 + key + 8 * r;
-        seen[r] = j < t.keys ? 2 * FAR : 0;
+        seen[r] = j < t.keys ? ~0u : 0;
 #if IS_RAGGED
-        behind[r] = i0 + t.keys - p.Sq - j + p.window_right, seen[r] = min(seen[r], p.window_left + p.window_right + 1);
+        behind[r] = i0 + t.keys - p.Sq - j + p.window_right, seen[r] = min(seen[r], (u32)p.window_left + (u32)p.window_right + 1);
 #endif
       }
 #endif
@@ -361,7 +436,7 @@ struct KeyRows {
         const bool keep = j >= run.x && j < run.y;
 #else
         const int r = i >> 1 & 1;
-        const bool keep = (u32)(behind[r] + (i >> 2) * 8 + (i & 1)) < (u32)seen[r];
+        const bool keep = (u32)(behind[r] + (i >> 2) * 8 + (i & 1)) < seen[r];
 #endif
         if (!keep) s[i] = -INFINITE;
       }
@@ -391,7 +466,7 @@ struct KeyRows {
 
   // Calls `self.step` for every block of queries that attends some key, in the order in which `produce` brings them.
   template <class Self> DEVICE void meet_queries(Self& self) {
-    for (int h = t.h * p.group; h < (t.h + 1) * p.group; h++) {
+    for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++) {
 #if HAS_ALIBI
       slope = p.alibi[t.b * p.alibi_b + h] * p.alibi_unit;
 #endif
@@ -407,22 +482,34 @@ struct KeyRows {
   }
 };
 
-// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, dQ's sums and the counter, if any, at zero. A CTA
-// has 64 rows.
+// From here on float32 does not resolve a score to the unit of an exponential.
+constexpr float UNRESOLVED = 1 << 24;
+
+// A row's LSE as kernels take it. Of scores that are not resolved, rounding could make weights that overflow: those rows' weights vanish instead.
+DEVICE float lse_of(float lse) {
+  if (lse == -INFINITE) return INFINITE;
+#if BIAS_BITS  // differences are exact
+  return lse;
+#else
+  const float x = lse * LOG2E;
+  return fabsf(x) < UNRESOLVED ? x : x + fabsf(x) * (1.f / (1 << 21));
+#endif
+}
+
+// Before: delta = rowsum(dO * O) - dlse, LSE in log2 units with the dead and the missing rows at +inf, and at zero the counter and all sums, if any:
+// `zeros` times 16 bytes. A CTA has 64 rows.
 constexpr int LANES = VALUE_DIM == 64 ? 8 : VALUE_DIM == 128 ? 16 : 32;  // of a row
 
 extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, const Element* grad_out, const float* lse, const float* grad_lse,
                                                          float* lse_log2, float* delta, float* sums, int* counter, Strides o, Strides d, int Hq,
-                                                         int Sq, int Dv, int rows) {
+                                                         int Sq, int Dv, int rows, long long zeros) {
   next_grid_may_start();
   if (counter && blockIdx.x + blockIdx.y + threadIdx.x == 0) *counter = 0;
   const int bh = blockIdx.x, b = bh / Hq, h = bh - b * Hq, feature = threadIdx.x % LANES * 8, there = feature < Dv ? feature : 0;
-  const long long base = (long long)bh * rows;
-  if (sums) {
-    float4* block = (float4*)(sums + (base + blockIdx.y * 64) * HEAD_DIM);
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; i++) block[i * 256 + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  const long long base = (long long)bh * rows, threads = (long long)gridDim.x * gridDim.y * 256;
+#pragma unroll 4
+  for (long long i = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < zeros; i += threads)
+    ((float4*)sums)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   const Element* x = out + b * o.b + h * o.h + there;
   const Element* y = grad_out + b * d.b + h * d.h + there;
   float sum[LANES / 4];  // of each row that these lanes have
@@ -438,9 +525,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const Element* out, co
 #pragma unroll
     for (int w = LANES / 2; w; w >>= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], w);
     if (feature == 0) {
-      const float l = row < Sq ? lse[(long long)bh * Sq + row] : -INFINITE;
-      lse_log2[base + row] = l == -INFINITE ? INFINITE : l * (BIAS_BITS ? 1.f : LOG2E);
-      delta[base + row] = row < Sq ? sum[i] - (grad_lse ? grad_lse[(long long)bh * Sq + row] : 0.f) : 0.f;
+      const long long at = (long long)bh * Sq + row;
+      const float l = row < Sq ? lse[at] : -INFINITE;
+      lse_log2[base + row] = lse_of(l);
+      delta[base + row] = l == -INFINITE ? 0.f : sum[i] - (grad_lse ? grad_lse[at] : 0.f);
     }
   }
 }

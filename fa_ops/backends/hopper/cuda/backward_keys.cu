@@ -36,7 +36,7 @@ struct ValueConsumer : KeyRows {
 #if HAS_SOFTCAP
     float slack[SCORES];
 #pragma unroll
-    for (int e = 0; e < SCORES; e++) s[e] = tanh_exact(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
+    for (int e = 0; e < SCORES; e++) s[e] = capped(s[e] * p.score_scale), slack[e] = 1.f - s[e] * s[e];
 #endif
     weights(s, m, edge, sm.lse + i * ROW_BYTES, sm.runs + i * RUN_BYTES);
     fence_async_smem();  // as in forward.cu
@@ -71,10 +71,15 @@ struct ValueConsumer : KeyRows {
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dv);
+#if SPLITS_GROUP
+    leave_fragments(key_sums_of(p, t) + BLOCK_N * HEAD_DIM + tid * 4, dv);
+#else
     named_arrive(K_READ_BARRIER, 128 * CONSUMERS);
     named_sync(V_READ_BARRIER, 128 * CONSUMERS);
-    store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.h, t.b);
+    u32* const note = note_at(p, DV, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
+    store_gradients(dv, value_factor(), sm.v, BLOCK_N * 128, OWN_BARRIER, p.dv, t.n0, t.part, t.b, note);
     if (tid == 0) tma_store_wait();
+#endif
   }
 };
 
@@ -119,13 +124,21 @@ struct KeyConsumer : KeyRows {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
+#if HAS_KV_LENS  // of K the scores alone are made here, and those of such keys are masked
+    if (t.keys < t.n0 + BLOCK_N) clear_rows<BLOCK_N, VALUE_DIM>(sm.v, max(0, t.keys - t.n0), BLOCK_N, OWN_BARRIER + 1);
+#endif
     meet_queries(*this);
     wgmma_wait<0>();
     pin(dk);
+#if SPLITS_GROUP
+    leave_fragments(key_sums_of(p, t) + tid * 4, dk);
+#else
     named_arrive(V_READ_BARRIER, 128 * CONSUMERS);
     named_sync(K_READ_BARRIER, 128 * CONSUMERS);
-    store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, OWN_BARRIER + 1, p.dk, t.n0, t.h, t.b);
+    u32* const note = note_at(p, DK, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0);
+    store_gradients(dk, p.scale, sm.k, BLOCK_N * 128, OWN_BARRIER + 1, p.dk, t.n0, t.part, t.b, note);
     if (tid == 0) tma_store_wait();
+#endif
   }
 };
 

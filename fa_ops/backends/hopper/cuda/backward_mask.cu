@@ -98,11 +98,7 @@ DEVICE void add_scores(const Params& p, const MaskSmem& sm, const QueryBlock& t,
   ring.next();
   rows.score_gradients<true, false>(n0);
 #pragma unroll
-  for (int e = 0; e < ROW_SCORES; e++) {
-    const int2 run = rows.run[e >> 1 & 1];
-    const int j = n0 + (e >> 2) * 8 + (rows.lane & 3) * 2 + (e & 1);
-    if (j >= run.x && j < run.y) sum[e] += rows.dp[e];  // values past the keys may be NaN
-  }
+  for (int e = 0; e < ROW_SCORES; e++) sum[e] += rows.dp[e];
 }
 
 DEVICE void store_sums(const Params& p, const MaskParams& m, const ScoreBlock& x, int split, int c, const float (&sum)[ROW_SCORES]) {

@@ -224,7 +224,7 @@ struct QueryConsumer {
       const int r = i >> 1 & 1, j = n0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
       float x = s[i];
 #if HAS_SOFTCAP
-      x = tanh_exact(x * p.score_scale);
+      x = capped(x * p.score_scale);
       const float slack = 1.f - x * x;
 #endif
 #if HAS_ALIBI
@@ -245,6 +245,7 @@ struct QueryConsumer {
 #if HAS_SOFTCAP
       if (OF_PRODUCTS) dp[i] *= slack;
 #endif
+      if (EDGE && x == -INFINITE) dp[i] = 0.f;  // values that are not attended may be NaN
     }
   }
 
@@ -274,6 +275,9 @@ struct QueryConsumer {
     if (n0 < span.all_lo || n0 + QUERY_BLOCK_N > span.all_hi) score_gradients<true>(n0); else score_gradients<false>(n0);
 #pragma unroll
     for (int i = 0; i < ROW_SCORES / 2; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
+#if HAS_KV_LENS
+    if (n0 + QUERY_BLOCK_N > t.keys) clear_rows<QUERY_BLOCK_N, HEAD_DIM>(keys, t.keys - n0, QUERY_BLOCK_N, OWN_BARRIER + c);
+#endif
     wgmma_fence();
     wgmma_query_grads(dq, ds, descriptor_base(keys, QUERY_BLOCK_N * 128));
     wgmma_commit();
@@ -302,7 +306,8 @@ struct QueryConsumer {
     pass(all.end - n.end);
     if (t.m >= p.m_blocks) return;
     named_sync(OWN_BARRIER + c, 128);  // every warp has read its rows of Q
-    store_gradients(dq, p.scale, sm.q + c * OWN_Q_BYTES, ROWS * 128, OWN_BARRIER + c, p.dq, t.m * ROWS, t.h, t.b);
+    u32* const note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
+    store_gradients(dq, p.scale, sm.q + c * OWN_Q_BYTES, ROWS * 128, OWN_BARRIER + c, p.dq, t.m * ROWS, t.h, t.b, note);
     if (tid == 0) tma_store_wait();
   }
 };
@@ -310,6 +315,7 @@ struct QueryConsumer {
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1) backward_queries(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const QuerySmem sm(smem_address(shared));
+  next_grid_may_start();
   if (threadIdx.x == 0) {
     for (int c = 0; c < CONSUMERS; c++) mbar_init(sm.own_full + 8 * c, 1);
     for (int i = 0; i < QUERY_STAGES; i++) mbar_init(sm.full + 8 * i, 1), mbar_init(sm.empty + 8 * i, 128 * CONSUMERS);

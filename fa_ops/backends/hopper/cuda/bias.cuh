@@ -83,6 +83,8 @@ typedef uint2 BiasPair;
 DEVICE float2 floats(BiasPair x) { return make_float2(__int_as_float(x.x), __int_as_float(x.y)); }
 #endif
 
+DEVICE const char* bias_row(const Bias& bias, int b, int h, int row) { return bias.at + b * bias.b + h * bias.h + row * bias.row; }
+
 DEVICE BiasPair bias_pair(const char* row, const Bias& bias, int column, int inside) {
   return *(const BiasPair*)(row + (long long)min(column * bias.of_column + inside, bias.last_column) * (BIAS_BITS / 8));
 }

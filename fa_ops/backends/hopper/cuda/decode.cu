@@ -26,6 +26,9 @@ struct Params {
   int idle;              // CTAs without a unit in the last round, if each takes whole ones
   int window_left, window_right, page, pages, table_stride, alibi_b, ranges_b;
   float score_scale, scale_log2, alibi_unit;
+  int D;
+  const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_step, k_step, v_step;
 };
 
 // A unit's part in this CTA's stretch, with the keys that its row attends.
@@ -46,9 +49,9 @@ DEVICE Row row_of(const Params& p, int b) {
   Row r;
   r.keys = keys_of(p, b), r.lo = max(0, r.keys - p.Sq - p.window_left), r.hi = r.keys;
 #if HAS_RANGES
-  r.lo = max(r.lo, p.ranges[b * p.ranges_b]), r.hi = min(r.hi, p.ranges[b * p.ranges_b + 1]);
+  r.lo = max(r.lo, p.ranges[b * p.ranges_b]), r.hi = max(min(r.hi, p.ranges[b * p.ranges_b + 1]), 0);
 #endif
-  r.lo = min(r.lo, max(r.hi, 0)), r.first = r.lo / BLOCK_N;
+  r.lo = min(r.lo, r.hi), r.first = r.lo / BLOCK_N;
   r.count = max(1, (r.hi + BLOCK_N - 1) / BLOCK_N - r.first);
   return r;
 }
@@ -168,6 +171,62 @@ DEVICE void put(const Params& p, int place, int column, float2 x, float inverse)
   if (column < p.Dv) *(u32*)(p.out + (long long)place * p.Dv + column) = pack(x.x * inverse, x.y * inverse);
 }
 
+// A row of a unit that is attended exactly.
+struct ExactRow {
+  const Params& p;
+  const int b, unit, head, s, diagonal;
+  int first, last;
+  float scale_log2;
+  const Element* query;
+
+  DEVICE ExactRow(const Params& p, const Task& t, int row)
+      : p(p), b(t.b), unit(t.unit), head(t.unit * p.group + (u32)row / (u32)p.Sq), s((u32)row % (u32)p.Sq), diagonal(s + t.keys - p.Sq),
+        scale_log2(p.scale_log2), query(row_at(p.q_rows, p.q_step, b, head, s)) {
+    const Row own = row_of(p, b);
+    first = uniform(max(own.lo, diagonal - p.window_left)), last = uniform(min(own.hi, diagonal + p.window_right + 1));
+  }
+
+  // The row of a key in `x`; in a page that does not exist, some other one.
+  DEVICE const Element* at(const Element* x, const Strides& step, int key) const {
+    int from = b;
+#if IS_PAGED
+    from = min(max(page_of(key), 0), p.pages - 1), key %= p.page;
+#endif
+    return row_at(x, step, from, unit, key);
+  }
+
+#if IS_PAGED
+  DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
+  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.pages; }
+#else
+  DEVICE bool attends(int) const { return true; }
+#endif
+
+  DEVICE float score(int key) const {
+    float y = dot(query, at(p.k_rows, p.k_step, key), p.D);
+#if HAS_SOFTCAP
+    y = capped(y * p.score_scale);
+#endif
+#if HAS_ALIBI
+    y -= p.alibi[b * p.alibi_b + head] * p.alibi_unit * fabsf((float)(diagonal - key));
+#endif
+    return y;
+  }
+
+  DEVICE float weight(int, float x) const { return x; }
+  DEVICE const Element* value(int key) const { return at(p.v_rows, p.v_step, key); }
+};
+
+// Executed by one warp: two columns of a row for each lane.
+DEVICE void replace_columns(const Params& p, const Task& t, int row, int column) {
+  ExactColumns found;
+  if (attend_exactly(ExactRow(p, t, row), column, p.Dv, found)) {
+    float inverse;
+    const int place = close_row(p, t, row, found.top * p.scale_log2, found.sum, column == 0, inverse);
+    put(p, place, column, found.x, inverse);
+  }
+}
+
 struct Consumer {
   const Params& p;
   const Smem& sm;
@@ -212,10 +271,9 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
       }
-      const float n = -top[r] * p.scale_log2;
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast(fmaf(x[j][2 * r], p.scale_log2, n)), b = exp2_fast(fmaf(x[j][2 * r + 1], p.scale_log2, n));
+        const float a = exp2_fast((x[j][2 * r] - top[r]) * p.scale_log2), b = exp2_fast((x[j][2 * r + 1] - top[r]) * p.scale_log2);
         sum[r] += a + b;
         w[2 * j + r] = pack(a, b);
       }
@@ -252,7 +310,7 @@ struct Consumer {
         if (r >= ROWS / 8) continue;
         float y = s[j][0][i] + s[j][1][i];
 #if HAS_SOFTCAP
-        y = tanh_exact(y * p.score_scale);
+        y = capped(y * p.score_scale);
 #endif
 #if HAS_ALIBI
         y -= slope[r] * fabsf((float)(diagonal[r] - column));
@@ -305,6 +363,7 @@ struct Consumer {
   DEVICE void finish(const Task& t) {
     meet();
     const int slot = own_slot(t);
+    bool is_unusable = false;
     for (int i = tid; i < rows_of(p) * (VALUE_DIM / 2); i += 32 * WARPS) {
       const int row = i / (VALUE_DIM / 2), column = i % (VALUE_DIM / 2) * 2;
       float2 stats[WARPS], x = make_float2(0.f, 0.f);
@@ -324,11 +383,15 @@ struct Consumer {
         float inverse;
         const int place = close_row(p, t, row, m2, total, column == 0, inverse);
         put(p, place, column, x, inverse);
+        is_unusable = is_unusable || !is_finite(x);
       } else {
         *(float2*)(p.partial + (slot * ROWS + row) * VALUE_DIM + column) = x;
         if (column == 0) p.partial_stats[slot * ROWS + row] = make_float2(m2, total);
       }
     }
+    if (__any_sync(~0u, is_unusable))
+#pragma unroll 1
+      for (int i = tid; i < rows_of(p) * (VALUE_DIM / 2); i += 32 * WARPS) replace_columns(p, t, i / (VALUE_DIM / 2), i % (VALUE_DIM / 2) * 2);
     named_sync(ALL_BARRIER, 32 * WARPS);  // what met has been read
   }
 

@@ -2,6 +2,7 @@
 typedef unsigned short Element;
 
 struct Strides { long long b, h, s; };
+DEVICE const Element* row_at(const Element* x, const Strides& step, int b, int h, int s) { return x + b * step.b + h * step.h + s * step.s; }
 
 DEVICE float2 unpack(u32 x) {
 #if IS_BF16
@@ -22,4 +23,12 @@ DEVICE float dot2(u32 x, u32 y) {
 DEVICE float dot8(const Element* x, const Element* y) {
   const uint4 a = *(const uint4*)x, b = *(const uint4*)y;
   return dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
+}
+
+// A whole row with another; `count` is a multiple of 8.
+DEVICE float dot(const Element* x, const Element* y, int count) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < count; i += 8) sum += dot8(x + i, y + i);
+  return sum;
 }

@@ -19,6 +19,7 @@ constexpr int READERS = 128 * CONSUMERS + (HAS_MASK || BIAS_BITS ? 32 * CONSUMER
 constexpr bool IS_BOLD = HEAD_DIM <= 128 && !(HAS_MASK || BIAS_BITS || HAS_DROPOUT);
 constexpr float MOST = 16384.f;  // of a thread's share of a row's sum: more than scores make that were looked at
 constexpr float HUGE = 1e30f;    // a share that has an inverse
+constexpr float HUGE_SCORE = 1 << 20;  // in log2 units: its difference from another, scaled before it is taken, errs by a sixteenth
 
 // Of a tile's blocks a consumer visits what its own rows attend, but where a warp beside it brings something for each block.
 constexpr bool HAS_OWN_BLOCKS = !(HAS_MASK || BIAS_BITS);
@@ -212,6 +213,110 @@ DEVICE void load_bias(const Params& p, const Smem& sm, int c) {
 }
 #endif
 
+// A row of the output that is attended exactly.
+struct ExactRow {
+  const Params& p;
+  const Tile& tile;
+  const int row, keys;
+  int first, last;
+  float scale_log2;
+  const Element* query;
+
+  DEVICE ExactRow(const Params& p, const Tile& tile, int row)
+      : p(p), tile(tile), row(row), keys(keys_of(p, tile.b)), scale_log2(p.scale_log2), query(row_at(p.q_rows, p.q_step, tile.b, tile.h, row)) {
+    const Run run = row_run(p, tile, row, keys);
+    first = uniform(run.lo), last = uniform(run.hi);
+  }
+
+  // The row of a key in `x`; in a page that does not exist, some other one.
+  DEVICE const Element* at(const Element* x, const Strides& step, int key) const {
+    int b = tile.b;
+#if IS_PAGED
+    b = min(max(page_of(key), 0), p.pages.count - 1), key %= p.pages.size;
+#endif
+    return row_at(x, step, b, tile.h / p.group, key);
+  }
+
+#if IS_PAGED
+  DEVICE int page_of(int key) const { return p.pages.table[(long long)tile.b * p.pages.stride + key / p.pages.size]; }
+#endif
+
+  DEVICE bool attends([[maybe_unused]] int key) const {
+#if HAS_MASK
+    return p.mask[tile.b * p.mask_b + tile.h * p.mask_h + row * p.mask_q + key / 8] >> (key & 7) & 1;
+#elif IS_PAGED
+    return (u32)page_of(key) < (u32)p.pages.count;
+#else
+    return true;
+#endif
+  }
+
+  DEVICE float score(int key) const {
+    float s = dot(query, at(p.k_rows, p.k_step, key), p.D);
+#if HAS_SOFTCAP
+    s = capped(s * p.score_scale);
+#endif
+#if HAS_ALIBI
+    s -= p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit * fabsf((float)(row + keys - p.Sq - key));
+#endif
+#if BIAS_BITS
+    const float2 pair = floats(bias_pair(bias_row(p.bias, tile.b, tile.h, row), p.bias, key & ~1, 0));
+    s = s * p.bias.unit + (key & 1 ? pair.y : pair.x);
+#endif
+    return s;
+  }
+
+  DEVICE float weight([[maybe_unused]] int key, float x) const {
+#if HAS_DROPOUT
+    const u32 own = p.dropout.row_keys[(long long)(tile.b * p.Hq + tile.h) * p.dropout.rows + row] + key * COLUMN_KEY;
+    if (compared(own, p.dropout.threshold) < p.dropout.threshold) return 0.f;
+#endif
+    return x;
+  }
+
+  DEVICE const Element* value(int key) const { return at(p.v_rows, p.v_step, key); }
+};
+
+// A row's LSE, and what its output must be multiplied with.
+DEVICE float close_row(const Params& p, const Tile& tile, float row_max, float sum, float& inverse) {
+#if HAS_SINKS
+  const float lse = finish_row(row_max, sum, p.scale_log2, true, p.sinks[tile.h], inverse);
+#else
+  const float lse = finish_row(row_max, sum, p.scale_log2, false, 0.f, inverse);
+#endif
+#if HAS_DROPOUT
+  inverse *= p.dropout.scale;
+#endif
+  return lse;
+}
+
+DEVICE Element* output_row(const Params& p, const Tile& tile, int row) { return p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv; }
+DEVICE void write_lse(const Params& p, const Tile& tile, int row, float lse) { p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse; }
+
+// Executed by one warp: rows `first + i` of a tile, which have been written, for each bit i of `unusable`; `lost` are those of which nothing is right.
+DEVICE void replace_rows(const Params& p, const Tile& tile, int first, u32 unusable, u32 lost) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+#pragma unroll 1
+  for (; unusable; unusable &= unusable - 1) {
+    const int i = __ffs(unusable) - 1, row = first + i;
+    const ExactRow exact(p, tile, row);
+    u32* const to = (u32*)output_row(p, tile, row);
+#pragma unroll 1
+    for (int x = 0; x < VALUE_DIM; x += 64) {
+      const int column = x + lane * 2;
+      const bool exists = column < p.Dv;
+      ExactColumns found;
+      if (attend_exactly(exact, column, p.Dv, found, lost >> i & 1)) {
+        float inverse;
+        const float lse = close_row(p, tile, found.top, found.sum, inverse);
+        if (exists) to[column / 2] = pack(found.x.x * inverse, found.x.y * inverse);
+        if (p.lse && column == 0) write_lse(p, tile, row, lse);
+      }
+    }
+  }
+}
+
 // What a consumer warpgroup holds: one tile's running state, in registers.
 struct Consumer {
   const Params& p;
@@ -306,7 +411,7 @@ struct Consumer {
   DEVICE void modify_scores(int block, const Blocks& n) {
 #if HAS_SOFTCAP
 #pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] = tanh_exact(s[i] * p.score_scale);
+    for (int i = 0; i < SCORES; i++) s[i] = capped(s[i] * p.score_scale);
 #endif
 #if HAS_ALIBI
 #pragma unroll
@@ -542,37 +647,51 @@ struct Consumer {
     release(sm.v_empty, v);
   }
 
+  // Whether the row's scores are so large that their scaled differences may have rounded to too much: weights overflow, or vanish beside smaller ones.
+  DEVICE bool is_lost(float row_max, float sum) const {
+    const bool is_huge = !BIAS_BITS && fabsf(row_max) * p.scale_log2 > HUGE_SCORE;
+    return row_max != NEVER && is_finite(row_max) && (is_huge || sum == 0.f || sum == INFINITE);
+  }
+
+  // By a warp, whose first row is `top`: rows that are lost, and those with values that are not finite, computed exactly. A probe is not 0 where a value
+  // of this thread's row is not finite.
+  DEVICE void replace_unusable(const Tile& tile, int top, const u32 (&probes)[2]) const {
+    const bool lost0 = is_lost(softmax.max0, softmax.sum0), lost1 = is_lost(softmax.max1, softmax.sum1);
+    const u32 unusable = rows_of_lanes(lost0 || probes[0], lost1 || probes[1]);
+    const u32 existing = (1u << uniform(max(0, min(16, p.Sq - top)))) - 1;
+    if (unusable & existing) replace_rows(p, tile, top, unusable & existing, rows_of_lanes(lost0, lost1));
+  }
+
   // Normalised, with LSE, to where it belongs.
   DEVICE void finish() {
     const Tile tile = published_tile(sm.task + tasks.stage * TASK_BYTES);  // again: it takes no registers until here
     mbar_arrive(sm.task_empty + 8 * tasks.stage);
     softmax.reduce();
-#if HAS_SINKS
-    const float sink = p.sinks[tile.h];
-#else
-    const float sink = 0.f;
-#endif
     const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    u32 probes[2] = {0, 0};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first + 8 * r;
       float inverse;
-      const float lse = finish_row(r ? softmax.max1 : softmax.max0, r ? softmax.sum1 : softmax.sum0, p.scale_log2, HAS_SINKS, sink, inverse);
-#if HAS_DROPOUT
-      inverse *= p.dropout.scale;
-#endif
-      if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
-      unsigned short* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
+      const float lse = close_row(p, tile, r ? softmax.max1 : softmax.max0, r ? softmax.sum1 : softmax.sum0, inverse);
+      if ((lane & 3) == 0 && p.lse && row < p.Sq) write_lse(p, tile, row, lse);
+      Element* to = output_row(p, tile, row);
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+        for (int j = 0; j < 4; j++) {
+          x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+          add_times_zero(probes[r], x[j]);
+        }
         gather(x);
         const int column = (i / 4 + (lane & 3)) * 8;
         if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
+    bool is_usual = fminf(softmax.sum0, softmax.sum1) > 0.f && fmaxf(softmax.sum0, softmax.sum1) < INFINITE;
+    if (!BIAS_BITS) is_usual = is_usual && fmaxf(fabsf(softmax.max0), fabsf(softmax.max1)) * p.scale_log2 <= HUGE_SCORE;
+    if (__any_sync(~0u, (probes[0] | probes[1]) != 0 || !is_usual)) replace_unusable(tile, first - (lane >> 2), probes);
   }
 
   DEVICE void work() {

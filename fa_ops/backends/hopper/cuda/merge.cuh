@@ -2,7 +2,8 @@
 // inside of a unit has a CTA there that merges a slice of it: all of them the same share, and none more than two parts' numbers. It is on its way when
 // the first kernel ends, no CTA of which waits for others or counts them.
 // A kernel says: ROWS and VALUE_DIM; rows_of(p), how many of the rows exist; close_row(p, t, row, m2, total, writes_lse, inverse), the row's place in the
-// output, and what its sums must be multiplied with; put(p, place, column, x, inverse), two columns of it.
+// output, and what its sums must be multiplied with; put(p, place, column, x, inverse), two columns of it; replace_columns(p, t, row, column), the same
+// computed exactly, where a sum of values is not finite.
 // Its Params have: partial (2 * CTAs, ROWS, VALUE_DIM), sums of weighted values, relative to partial_stats (2 * CTAs, ROWS): maximum in log2 units, sum
 // of weights.
 
@@ -12,10 +13,14 @@ template <class Params> DEVICE int slot_of(const Params& p, const Task& t, int p
 }
 DEVICE int own_slot(const Task& t) { return blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0); }
 
+constexpr int RUNS = VALUE_DIM / 64;  // of 64 columns, of a row
+
 // A warp merges 64 columns of one row after the other: of the unit's 64 columns of a row, number `first` and each `step`th after it. It reads PARTS parts
-// of 32 / PARTS of them at once, a lane the statistics of one. Always in the same order, whoever does it.
-template <int PARTS, class Params> DEVICE void merge_by(const Params& p, const Task& t, int first, int step) {
-  constexpr int ITEMS = 32 / PARTS, RUNS = VALUE_DIM / 64;
+// of 32 / PARTS of them at once, a lane the statistics of one. Always in the same order, whoever does it. Returns whether this lane has met a sum that
+// is not finite.
+template <int PARTS, class Params> DEVICE bool merge_by(const Params& p, const Task& t, int first, int step) {
+  constexpr int ITEMS = 32 / PARTS;
+  bool is_unusable = false;
   const int lane = threadIdx.x & 31, runs = rows_of(p) * RUNS;
 #pragma unroll 1
   for (int i = first; i < runs; i += step * ITEMS) {
@@ -63,8 +68,10 @@ template <int PARTS, class Params> DEVICE void merge_by(const Params& p, const T
       const int run = i + k * step, to = __shfl_sync(~0u, place, k * PARTS);
       const float factor = __shfl_sync(~0u, inverse, k * PARTS);
       if (run < runs) put(p, to, run % RUNS * 64 + lane * 2, x[k], factor);
+      is_unusable = is_unusable || (run < runs && !is_finite(x[k]));
     }
   }
+  return is_unusable;
 }
 
 template <class Params> DEVICE void merge(const Params& p) {
@@ -76,7 +83,13 @@ template <class Params> DEVICE void merge(const Params& p) {
   wait_for_last_grid();  // whoever shares nothing too: who comes next takes this kernel's end for the first one's
   if (!shared) return;
   const int slices = t.parts - 1, warps = blockDim.x / 32, first = walk.team - t.first_team - 1 + uniform(threadIdx.x / 32) * slices, step = warps * slices;
-  if (t.parts <= 2) merge_by<2>(p, t, first, step);
-  else if (t.parts <= 8) merge_by<8>(p, t, first, step);
-  else merge_by<32>(p, t, first, step);
+  bool is_unusable;
+  if (t.parts <= 2) is_unusable = merge_by<2>(p, t, first, step);
+  else if (t.parts <= 8) is_unusable = merge_by<8>(p, t, first, step);
+  else is_unusable = merge_by<32>(p, t, first, step);
+  if (__any_sync(~0u, is_unusable)) {
+    t = Walk<Params>(p).task();  // again: it takes no registers until here
+#pragma unroll 1
+    for (int run = first; run < rows_of(p) * RUNS; run += step) replace_columns(p, t, run / RUNS, run % RUNS * 64 + (threadIdx.x & 31) * 2);
+  }
 }

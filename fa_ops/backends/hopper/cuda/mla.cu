@@ -14,7 +14,7 @@ static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column 
 
 struct Params {
   TensorMap q, k;
-  unsigned short* out;   // (B, Sq, Hq, VALUE_DIM)
+  Element* out;          // (B, Sq, Hq, VALUE_DIM)
   float* lse;            // (B, Hq, Sq)
   float* partial;        // as merge.cuh has them
   float2* partial_stats;
@@ -24,6 +24,8 @@ struct Params {
   int tokens, heads, head_blocks, width, units;  // blocks of rows: width * units or a few less
   int window_right, page, pages, table_stride;
   float scale_log2;
+  const Element *q_rows, *k_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_step, k_step;
 };
 
 DEVICE Row row_of(const Params& p, int b) {
@@ -77,6 +79,51 @@ DEVICE int close_row(const Params& p, const Task& t, int row, float m2, float to
 // Two columns of it, normalised.
 DEVICE void put(const Params& p, int place, int column, float2 x, float inverse) {
   if (place >= 0) *(u32*)(p.out + (long long)place * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
+}
+
+// A row of a unit that is attended exactly.
+struct ExactRow {
+  const Params& p;
+  const int b, first = 0;
+  int last;
+  float scale_log2;
+  const Element* query;
+
+  DEVICE ExactRow(const Params& p, const Task& t, int row) : p(p), b(t.b), scale_log2(p.scale_log2) {
+    const Block block = block_of(p, t);
+    const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
+    query = row_at(p.q_rows, p.q_step, b, min(head, p.Hq - 1), min(token, p.Sq - 1));
+    last = uniform(min(t.keys, t.keys - p.Sq + token + p.window_right + 1));
+  }
+
+  // The row of a key; in a page that does not exist, some other one.
+  DEVICE const Element* value(int key) const {
+    int from = b;
+#if IS_PAGED
+    from = min(max(page_of(key), 0), p.pages - 1), key %= p.page;
+#endif
+    return row_at(p.k_rows, p.k_step, from, 0, key);
+  }
+
+#if IS_PAGED
+  DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
+  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.pages; }
+#else
+  DEVICE bool attends(int) const { return true; }
+#endif
+
+  DEVICE float score(int key) const { return dot(query, value(key), HEAD_DIM); }
+  DEVICE float weight(int, float x) const { return x; }
+};
+
+// Executed by one warp: two columns of a row for each lane.
+DEVICE void replace_columns(const Params& p, const Task& t, int row, int column) {
+  ExactColumns found;
+  if (attend_exactly(ExactRow(p, t, row), column, VALUE_DIM, found)) {
+    float inverse;
+    const int place = close_row(p, t, row, found.top * p.scale_log2, found.sum, column == 0, inverse);
+    put(p, place, column, found.x, inverse);
+  }
 }
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
@@ -344,6 +391,26 @@ struct Consumer {
     }
   }
 
+  // Rows of this warp, a bit for each, with a finite sum and values that are not.
+  DEVICE u32 unusable_rows(const float (&sums)[2]) const {
+    float probe0 = 0.f, probe1 = 0.f;  // NaN where a value is not finite
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 4) {
+      probe0 += 0.f * o[i] + 0.f * o[i + 1];
+      probe1 += 0.f * o[i + 2] + 0.f * o[i + 3];
+    }
+    return rows_of_lanes(probe0 != 0.f && is_finite(sums[0]), probe1 != 0.f && is_finite(sums[1]));
+  }
+
+  // Executed by one warp, after these rows have been written: its half of their columns.
+  DEVICE void replace_rows(const Task& t, u32 unusable) const {
+#pragma unroll 1
+    for (; unusable; unusable &= unusable - 1)
+#pragma unroll 1
+      for (int x = 0; x < VALUE_DIM / 2; x += 64)
+        replace_columns(p, t, warp * 16 + __ffs(unusable) - 1, w * (VALUE_DIM / 2) + x + lane * 2);
+  }
+
   DEVICE void finish(const Task& t, int parity) {
     softmax.reduce();
     const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4, other = of_rows + (1 - w) * ROWS * 4;
@@ -353,7 +420,9 @@ struct Consumer {
     const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
     const float sums[2] = {softmax.sum0 + load_shared<float>(other), softmax.sum1 + load_shared<float>(other + 32)};
     if (t.parts == 1) {
+      const u32 unusable = unusable_rows(sums);
       write(t, maxima, sums);
+      if (unusable) replace_rows(t, unusable);
       return;
     }
     if (warp * 16 >= rows_of(p)) return;  // nobody's rows

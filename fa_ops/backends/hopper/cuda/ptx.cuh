@@ -133,6 +133,14 @@ DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=
 DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // tanh.approx errs by 5e-4, which a softcap of 50 turns into 0.02 of a score; this form errs by 1e-7.
 DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
+// The same with an error relative to the result, for softcaps so large that 1e-7 of them is noticeable.
+DEVICE float tanh_precise(float x) {
+  const float y = x * x, series = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f + y * (-17.f / 315.f))));
+  return fabsf(x) < 0.1f ? series : tanh_exact(x);
+}
+#if HAS_SOFTCAP
+DEVICE float capped(float x) { return HAS_SOFTCAP == 2 ? tanh_precise(x) : tanh_exact(x); }
+#endif
 
 // Two floats rounded to the 16-bit input type, the first in the low half.
 DEVICE u32 pack(float low, float high) {
@@ -154,6 +162,15 @@ DEVICE u32 pack_positive(float low, float high) {
   asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
+}
+
+// Two numbers in each word: `sum` stays 0 while all that is added is finite.
+DEVICE void add_times_zero(u32& sum, u32 x) {
+#if IS_BF16
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+#else
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+#endif
 }
 
 DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {

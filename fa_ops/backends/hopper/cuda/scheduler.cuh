@@ -8,7 +8,7 @@ struct Pages {
 
 struct Params {
   TensorMap q, k, v;
-  unsigned short* out;    // (B, Sq, Hq, Dv), of 16-bit elements
+  Element* out;           // (B, Sq, Hq, Dv)
   float* lse;             // (B, Hq, Sq) or null
   const int* kv_lens;     // (B,) or null
   const int* key_ranges;  // (B|1, Hq|1, Sq|1, 2) or null, with the strides below
@@ -17,7 +17,9 @@ struct Params {
   const unsigned char* mask;            // bits of each query's keys, from mask.cu, with the strides below; or null
   long long mask_b, mask_h, mask_q;     // in bytes, 0 where it is the same for all
   int* counter;           // tiles handed out beyond the first of each CTA, zero at launch; or null
-  int B, Hq, group, Sq, Sk, Dv;
+  const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_step, k_step, v_step;
+  int B, Hq, group, Sq, Sk, D, Dv;
   int window_left, window_right;  // FAR: unbounded; causal is window_right = 0
   int m_blocks, tiles, section;   // heads per L2 section
   int ranges_b, ranges_h, ranges_q, alibi_b;
@@ -75,8 +77,8 @@ DEVICE Run row_run(const Params& p, const Tile& t, int row, int keys) {
 #if HAS_RANGES
   const int i = min(row, p.Sq - 1);
   const int* range = p.key_ranges + (long long)t.b * p.ranges_b + (long long)t.h * p.ranges_h + (long long)i * p.ranges_q;
-  r.lo = max(r.lo, range[0]);
-  r.hi = min(r.hi, range[1]);
+  r.lo = min(max(r.lo, range[0]), FAR);  // a range may hold anything: column differences must not overflow
+  r.hi = max(min(r.hi, range[1]), 0);
 #endif
   return r;
 }

@@ -42,7 +42,7 @@ template <int R> struct Softmax {
     float t = 0.f;
 #pragma unroll
     for (int i = 2 * ROW; i < R; i += 4) {
-#if BIAS_BITS  // exact where scores are so far from 0 that a product with them is not
+#if BIAS_BITS || SCALES_DIFFERENCES  // exact where scores are so far from 0 that a product with them is not
       s[i] = exp2_fast((s[i] - (ROW ? max1 : max0)) * scale_log2), s[i + 1] = exp2_fast((s[i + 1] - (ROW ? max1 : max0)) * scale_log2);
 #else
       s[i] = exp2_fast(fmaf(s[i], scale_log2, n)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, n));
@@ -83,20 +83,23 @@ template <int R> struct Softmax {
 DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink, float& inverse) {
 #if BIAS_BITS
   const float m2 = fmaxf(row_max * scale_log2, NEVER);
+  const float lse = sum == 0.f ? -INFINITE : row_max + log2_fast(sum) * LN2;
 #else
   const float m2 = row_max * scale_log2;
+  const float lse = sum == 0.f ? -INFINITE : (m2 + log2_fast(sum)) * LN2;
 #endif
-  if (has_sink) {
-    const float sink2 = sink * LOG2E, top = sum > 0.f ? fmaxf(m2, sink2) : sink2;
-    const float total = (sum > 0.f ? sum * exp2_fast(m2 - top) : 0.f) + exp2_fast(sink2 - top);
-    inverse = sum > 0.f ? exp2_fast(m2 - top) / total : 0.f;
-    return (top + log2_fast(total)) * LN2;
-  }
   inverse = sum == 0.f ? 0.f : 1.f / sum;
-#if BIAS_BITS
-  if (sum != 0.f) return row_max + log2_fast(sum) * LN2;
-#endif
-  return sum == 0.f ? -INFINITE : (m2 + log2_fast(sum)) * LN2;
+  if (!has_sink || sink == -INFINITE) return lse;
+  const float sink2 = sink * LOG2E;  // may be infinite: then the keys have no weight
+  if (sum == 0.f) return sink;
+  if (sink2 > m2) {
+    const float factor = exp2_fast(m2 - sink2), total = 1.f + sum * factor;
+    inverse = factor / total;
+    return sink + log2_fast(total) * LN2;
+  }
+  const float total = sum + exp2_fast(sink2 - m2);
+  inverse = 1.f / total;
+  return (m2 + log2_fast(total)) * LN2;
 }
 
 // Of four lanes with a word each of four runs of 8 columns, each gets one run.

@@ -1,0 +1,81 @@
+"""What a call over a cache means whose lengths and pages are partly outside the cache.
+
+Where the host does not look at them (docs/decode.md): a length is cut to the cache's, a new key
+without a place is not written, and keys in pages that do not exist are absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import reference
+from fa_ops.types import Cache, Spec
+
+
+def error(k: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """The argument that a backend which looks at lengths and pages must name, if there is one."""
+    new = 0 if cache.key is None else cache.key.shape[2]
+    table, size = cache.page_table, k.shape[1]
+    for b, length in enumerate(spec.kv_lens.tolist()):
+        if length < 0 or length + new > _capacity(k, cache):
+            return f"kv_lens[{b}] is {length}, which"
+        if table is not None:
+            used = table[b, : -(-(length + new) // size)].tolist()
+            for at, page in enumerate(used):
+                if not 0 <= page < len(k):
+                    return f"page_table[{b}, {at}] is {page}, but"
+    return None
+
+
+def _capacity(k: Tensor, cache: Cache) -> int:
+    return k.shape[2] if cache.page_table is None else cache.page_table.shape[1] * k.shape[1]
+
+
+def meaning(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec, list[Tensor]]:
+    """The call that is meant, once new keys that have a place are written to k and v, and which
+    keys of each row are there. Pages that do not exist become page len(k), see `with_spare_page`.
+    """
+    new = 0 if cache.key is None else cache.key.shape[2]
+    capacity, table, size = _capacity(k, cache), cache.page_table, k.shape[1]
+    exists = None if table is None else (table >= 0) & (table < len(k))
+    for b, length in enumerate(spec.kv_lens.tolist()):
+        for n in range(new):
+            at = length + n
+            if 0 <= at < capacity and (exists is None or exists[b, at // size]):
+                _write(k, cache.key, cache.k_scale, cache, b, n, at)
+                _write(v, cache.value, cache.v_scale, cache, b, n, at)
+    lens = (spec.kv_lens.long() + new).clamp(0, capacity)
+    present = [torch.ones(n, dtype=torch.bool, device=k.device) for n in lens.tolist()]
+    if exists is not None:
+        present = [row.repeat_interleave(size)[: len(p)] for row, p in zip(exists, present)]
+        cache = cache._replace(page_table=table.where(exists, len(k)))
+    return cache._replace(key=None, value=None), spec._replace(kv_lens=lens.int()), present
+
+
+def _write(
+    memory: Tensor, new: Tensor, scale: Tensor | None, cache: Cache, b: int, n: int, at: int
+):
+    factor = reference.scales(scale, cache, b, range(at, at + 1), memory.shape[1])
+    x = reference.quantised(new[b, :, n : n + 1].double(), factor.to(new.device), memory.dtype)
+    view, index = reference.slots(memory, cache, b, at, at + 1)
+    view[index] = x.transpose(0, 1).view(view.dtype)
+
+
+def with_spare_page(k: Tensor, v: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+    """Paged caches with another page of zeros behind them."""
+    if cache.page_table is None:
+        return k, v
+    return tuple(torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
+
+
+class Present:
+    """`attend` for `reference.cached`, to the keys alone that are there."""
+
+    def __init__(self, present: Sequence[Tensor], attend: Callable) -> None:
+        self.present, self.attend = iter(present), attend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+        return self.attend(q, k, v, spec._replace(attn_mask=next(self.present).view(1, 1, 1, -1)))

@@ -1,0 +1,130 @@
+"""Any call held against what it means: results, isolation, memory around it, repeated calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.testing import broken_caches
+from fa_ops.testing.arena import Arena
+from fa_ops.testing.budget import assert_close_to_oracle
+from fa_ops.testing.caches import CacheCase, assert_cache_close, call
+from fa_ops.testing.inputs import Case, PackedCase
+
+CALLS = 3  # of each case: what is prepared by the first or second serves the third
+
+
+def assert_right(
+    case: Case | PackedCase | CacheCase,
+    backend: str,
+    arena: Arena | None = None,
+    repeated: bool = True,
+) -> bool:
+    """Hold a call against the oracle, or against the refusal that is due.
+
+    Values that the CPU backends check must be refused there; elsewhere broken ones mean what
+    docs/semantics.md has. Returns whether gradients were compared.
+
+    Args:
+        arena: where inputs and results then lie; what is written beside them is an error.
+        repeated: whether to call several times by the typed functions too.
+
+    Raises:
+        AssertionError: the message begins with the case's repr.
+    """
+    checked = backend in ("cpu", "reference")
+    if isinstance(case, CacheCase):
+        q, k, v, cache, spec = case.fresh()
+        argument = broken_caches.error(k, cache, spec) if case.broken and checked else None
+        if argument is not None:
+            spec = spec._replace(backend=backend)
+            _assert_refused(case, argument, lambda: call(q, k, v, cache, spec))
+        else:
+            assert_cache_close(case, backend, arena, CALLS if repeated else 1)
+        return False
+    plain = getattr(case, "features", case)
+    # where scores are as large, gradients of weights that round to 0 or 1 are rounding alone
+    gradients = not plain.integers
+    if isinstance(case, PackedCase):
+        argument = _broken_border(case)
+        if argument is not None and checked:
+            run = _function(case, backend, gradients=False)
+            _assert_refused(case, argument, run)
+            return False
+    assert_close_to_oracle(case, backend, gradients, arena)
+    if repeated and not plain.poison:
+        _assert_repeats(case, backend, gradients, arena)
+    return gradients
+
+
+def _broken_border(case: PackedCase) -> str | None:
+    tokens = (sum(x) + 2 * case.margin for x in (case.lengths_q, case.lengths_k))
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    for name, ends, count in zip(names, case.packing()[:2], tokens):
+        before = 0
+        for b, end in enumerate(ends.tolist()):
+            if not before <= end <= count:
+                return f"{name}[{b}] is {end}, but"
+            before = end
+    return None
+
+
+def _assert_refused(case: object, argument: str, run) -> None:
+    for _ in range(CALLS):
+        try:
+            run()
+        except ValueError as error:
+            assert argument in str(error), f"{case}: {argument!r} is not in {error}"
+        else:
+            raise AssertionError(f"{case}: accepted, although {argument} is wrong")
+
+
+def _function(case: Case | PackedCase, backend: str, gradients: bool, place=lambda x: x):
+    """The case by the typed function: () -> (out, *gradients of q, k, v)."""
+    import fa_ops  # which does not depend on what tests it
+
+    q, k, v, spec = case.fresh(requires_grad=gradients)
+    q, k, v = map(place, (q, k, v))
+    spec = spec._replace(**{n: place(x) for n, x in spec._asdict().items() if torch.is_tensor(x)})
+    options = {
+        "dropout_p": spec.dropout_p, "is_causal": spec.is_causal, "scale": spec.scale,
+        "window": (spec.window_left, spec.window_right), "softcap": spec.softcap,
+        "alibi_slopes": spec.alibi_slopes, "sinks": spec.sinks, "kv_lens": spec.kv_lens,
+        "deterministic": spec.deterministic, "backend": backend,
+    }  # fmt: skip
+    function, args = fa_ops.attention, ()
+    if isinstance(case, PackedCase):
+        function, args = fa_ops.attention_varlen, tuple(map(place, case.packing()[:2]))
+    else:
+        options |= {"attn_mask": spec.attn_mask, "key_ranges": spec.key_ranges}
+
+    def run() -> tuple[Tensor, ...]:
+        torch.manual_seed(0)  # of dropout
+        out = function(q, k, v, *args, **options)
+        if not gradients:
+            return (out,)
+        grad_out = case.grad_outputs(out.detach(), out.detach())[0]
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
+
+    return run
+
+
+def _assert_repeats(case: Case | PackedCase, backend: str, gradients: bool, arena: Arena | None):
+    """The typed function three times: what is prepared for repeated calls gives the same bits.
+
+    Gradients may be added up in another order: they are compared to within rounding.
+    """
+    arena = arena or Arena()
+    for recorded in (False, True) if gradients else (False,):
+        run = _function(case, backend, recorded, arena.placed)
+        with arena.outputs(backend):
+            first, *others = (run() for _ in range(CALLS))
+        arena.check()
+        for again in others:
+            for name, x, y in zip(("out", "grad_q", "grad_k", "grad_v"), first, again):
+                text = f"{case}: {name} differs when the call is repeated"
+                if name == "out":
+                    assert torch.equal(x, y), text
+                    continue
+                loose = 64 * torch.finfo(x.dtype).eps * max(1.0, float(x.abs().max()))
+                assert float((x.double() - y.double()).abs().max()) <= loose, text

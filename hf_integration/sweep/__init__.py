@@ -1,1 +1,0 @@
-"""`python -m hf_integration.sweep`: every architecture against eager attention, by scenario."""

@@ -1,0 +1,98 @@
+"""CUDA sources as C++ on the CPU: one warp at a time, whose lanes are coroutines."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fa_ops.backends import hopper
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+SOURCES = Path(hopper.__file__).parent / "cuda"
+# What the source takes from CUDA. The lanes of a warp are coroutines; one that tells the others
+# something goes on when all have.
+CUDA = """
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <ucontext.h>
+using std::min, std::max;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct int4 { int x, y, z, w; };
+struct float2 { float x, y; };
+struct Index { int x; };
+static Index blockIdx, blockDim, gridDim, threadIdx;
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+template <class T> static T __ldcg(const T* x) { return *x; }
+static float exp2_fast(float x) { return exp2f(x); }
+static void next_grid_may_start() {}
+static void wait_for_last_grid() {}
+static void store_shared(u32, int4) {}
+static void fence_async_smem() {}
+template <class T> static T load_shared(u32) { return {}; }
+
+static ucontext_t scheduler, lanes[32];
+static char stacks[32][1 << 16];
+static int said[32], heard[32];
+static bool ended[32];
+static void (*body)();
+static void lane_main() { body(), ended[threadIdx.x & 31] = true; }
+static const int* tell(int x) {
+  const int lane = threadIdx.x & 31;
+  said[lane] = x, swapcontext(&lanes[lane], &scheduler);
+  return heard;
+}
+static void run_warp(void (*f)(), int warp = 0) {
+  body = f;
+  for (int i = 0; i < 32; i++) {
+    ended[i] = false, getcontext(&lanes[i]);
+    lanes[i].uc_stack.ss_sp = stacks[i], lanes[i].uc_stack.ss_size = sizeof stacks[i];
+    lanes[i].uc_link = &scheduler, makecontext(&lanes[i], lane_main, 0);
+  }
+  while (!ended[31]) {
+    for (int i = 0; i < 32; i++)
+      if (threadIdx.x = warp * 32 + i; !ended[i]) swapcontext(&scheduler, &lanes[i]);
+    std::copy(said, said + 32, heard);
+  }
+}
+template <class T> static T heard_by(T x, int from) {
+  int bits;
+  T y;
+  std::memcpy(&bits, &x, 4), std::memcpy(&y, tell(bits) + (from & 31), 4);
+  return y;
+}
+template <class T> static T __shfl_sync(u32, T x, int from) { return heard_by(x, from); }
+static float __shfl_xor_sync(u32, float x, int by) { return heard_by(x, threadIdx.x ^ by); }
+static int __shfl_up_sync(u32, int x, int by) {
+  const int lane = threadIdx.x & 31;
+  return heard_by(x, lane < by ? lane : lane - by);
+}
+static int uniform(int x) { return heard_by(x, 0); }
+static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
+static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
+static u32 __ballot_sync(u32, bool x) {
+  const int* y = tell(x);
+  u32 bits = 0;
+  for (int i = 0; i < 32; i++) bits |= (u32)y[i] << i;
+  return bits;
+}
+static int __ffs(u32 x) { return __builtin_ffs(x); }
+#define DEVICE inline
+static bool __any_sync(u32 lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
+static bool __all_sync(u32 lanes, bool x) { return __ballot_sync(lanes, !x) == 0; }
+constexpr int FAR = 1 << 29;
+constexpr float NEVER = -1e30f, INFINITE = INFINITY;
+"""  # noqa: E501
+
+
+def built(folder: Path, name: str, text: str) -> ctypes.CDLL:
+    """A library of these sources."""
+    (folder / f"{name}.cpp").write_text(CUDA + text)
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unused"]
+    library = folder / f"{name}.so"
+    subprocess.run([*command, folder / f"{name}.cpp", "-o", library], check=True)
+    return ctypes.CDLL(str(library))

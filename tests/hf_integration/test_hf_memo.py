@@ -1,0 +1,62 @@
+"""What all layers of a forward pass share."""
+
+import torch
+from tiny_models import build, padding, tokens
+
+from hf_integration import memo
+from hf_integration.memo import PerTensorMemo
+
+FIRST, SECOND = torch.nn.Module(), torch.nn.Module()
+
+
+def test_layers_share_until_the_tensor_is_another_or_changed():
+    made, known = [], PerTensorMemo()
+
+    def of(tensor, layer):
+        return known.get(tensor, layer, lambda: made.append(tensor.tolist()) or len(made))
+
+    x = torch.zeros(2)
+    assert [of(x, layer) for layer in (FIRST, SECOND, FIRST)] == [1, 1, 1]
+    x += 1
+    assert [of(x, layer) for layer in (SECOND, FIRST)] == [2, 2]
+    other = x.clone()
+    assert [of(other, FIRST), of(x, SECOND), of(other, SECOND)] == [3, 2, 3]
+    assert made == [[0, 0], [1, 1], [1, 1]]
+    for _ in range(PerTensorMemo.KEPT):
+        of(torch.ones(1), FIRST)
+    assert of(x, FIRST) == 4 + PerTensorMemo.KEPT
+
+
+def test_inference_tensors_are_looked_at_once_in_a_forward_pass():
+    """They don't say whether they were changed in place."""
+    made, known = [], PerTensorMemo()
+    with torch.inference_mode():
+        x = torch.zeros(1)
+        for value in (3, 4):
+            x.fill_(value)
+            for layer in (FIRST, SECOND):
+                known.get(x, layer, lambda: made.append(x.item()))
+    assert made == [3, 4]
+
+
+def test_a_graph_takes_nothing_from_outside_and_holds_it_once(monkeypatch):
+    made, capturing, x = [], [False], torch.zeros(1)
+    version = memo._version
+    monkeypatch.setattr(memo, "_version", lambda t: "capturing" if capturing[0] else version(t))
+    known = memo.PerTensorMemo()
+    for capturing[0] in (False, True, True, False):
+        for layer in (FIRST, SECOND):
+            known.get(x, layer, lambda: made.append(capturing[0]))
+    assert made == [False, True, True, False]
+
+
+def test_inference_mode():
+    """One row, whose positions are looked at, and several, padded, with each cache."""
+    model = build("llama")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    for ids, mask in ((tokens(1), None), (tokens(), padding())):
+        for cache in (None, "static"):
+            call = options | {"attention_mask": mask, "cache_implementation": cache}
+            with torch.inference_mode():
+                ours = model.generate(ids.clone(), **call)
+            assert torch.equal(ours, model.generate(ids, **call))

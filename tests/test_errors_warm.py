@@ -1,0 +1,109 @@
+"""What a first call refuses is refused, in the same words, once like calls are remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch.overrides import BaseTorchFunctionMode
+
+import fa_ops
+from fa_ops.backends import cpu
+from fa_ops.ops import prepared
+from tests.ops import test_kv_cache as caches
+from tests.test_errors import DENSE, DOOR_ONLY, ids, ints, legal, rand
+
+GOOD = {
+    "attn_mask": [rand(5, 7), torch.ones(5, 7, dtype=torch.bool)],
+    "is_causal": [True],
+    "scale": [1.0, 0.5],
+    "window": [(1, 2), (0, None), (None, 0)],
+    "softcap": [1.0],
+    "alibi_slopes": [rand(4), rand(2, 4)],
+    "sinks": [rand(4)],
+    "kv_lens": [ints(2)],
+    "key_ranges": [ints(1, 1, 5, 2), ints(1, 1, 1, 2)],
+    "deterministic": [True],
+    "backend": ["cpu", "auto"],
+    "dropout_p": [0.5],
+}
+LIKE = [{}] + [{name: value} for name, values in GOOD.items() for value in values]
+OFTEN = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True}]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_remembered(monkeypatch):
+    """CPU calls are prepared, those over caches too, as CUDA's are."""
+    monkeypatch.setattr(prepared, "_runs", {})
+    monkeypatch.setattr(prepared, "_ways", {})
+    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
+    result = torch.zeros(1)
+    monkeypatch.setattr(cpu, "prepare", lambda *call: lambda *args: result, raising=False)
+    made = lambda *call: lambda *args: (result, result)  # noqa: E731
+    monkeypatch.setattr(cpu, "prepare_cached", made, raising=False)
+
+
+def error_of(call, arguments: dict) -> Exception | None:
+    try:
+        call(**arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def compact(change: dict) -> dict:
+    """The change with tensors as they lie in memory by default."""
+    return {n: x.detach().clone(memory_format=torch.contiguous_format) if torch.is_tensor(x) else x
+            for n, x in change.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("bad", **ids(DENSE | DOOR_ONLY))
+def test_attention(bad, grad):
+    def call(**arguments):
+        for name in ("query", "key", "value"):
+            x = arguments[name]
+            if torch.is_tensor(x) and x.is_floating_point() and x.dtype.itemsize > 1:
+                arguments[name] = x.detach().requires_grad_(grad)
+        return fa_ops.attention(**arguments)
+
+    first = error_of(call, legal() | bad.change)
+    assert first is not None and not prepared._runs
+    for like in (*LIKE, *OFTEN, compact(bad.change)) * 2:
+        error_of(call, legal() | like)
+    assert any(prepared._runs.values())
+    again = error_of(call, legal() | bad.change)
+    assert type(again) is type(first) and str(again) == str(first)
+    for like in (*LIKE, *OFTEN):
+        assert error_of(call, legal() | like | bad.change) is not None
+
+
+VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not seen on a GPU
+REFUSED = {
+    message: change
+    for message, change in (caches.WRONG | caches.WRONG_TYPES).items()
+    if not message.startswith(VALUES)
+}
+GOOD_FOR_CACHES = [
+    {}, {"is_causal": True}, {"scale": 1.0}, {"window": (1, 2)}, {"softcap": 1.0},
+    {"sinks": rand(4)}, {"alibi_slopes": rand(4)}, {"num_splits": 2}, {"batch_invariant": True},
+    {"key": None, "value": None}, {"unified_max": torch.zeros(4)}, {"backend": "cpu"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["function", "operator"])
+@pytest.mark.parametrize("message", REFUSED)
+def test_attention_with_kv_cache(message, way):
+    change = REFUSED[message]
+    seen = BaseTorchFunctionMode if way == "operator" else contextlib.nullcontext
+    with seen():
+        first = error_of(caches.door, change)
+        assert message in str(first) and not prepared._runs
+        case = {"case": change["case"]} if "case" in change else {}
+        for like, _ in itertools.product((*GOOD_FOR_CACHES, compact(change)), range(2)):
+            error_of(caches.door, case | like)
+        assert any(prepared._runs.values())
+        again = error_of(caches.door, change)
+    assert type(again) is type(first) and str(again) == str(first)

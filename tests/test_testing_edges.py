@@ -1,0 +1,212 @@
+"""The checks at the edges find what they look for: each is shown a backend with that defect."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops.backends import cpu, reference
+from fa_ops.ops import cache_checks, checks
+from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, broken_caches, make_case
+from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, rearranged
+
+CASE = make_case(is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 5, 8), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
+def test_an_arena_places_tensors_as_they_are(shape, dtype):
+    arena, x = Arena(), torch.randint(2, shape).to(dtype)
+    x = x.transpose(0, -1)
+    y = arena.placed(x)
+    assert torch.equal(x, y) and x.stride() == y.stride() and y._base is None
+    assert y.data_ptr() % 16 == 0
+    arena.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_arena_keeps_overlapping_strides(layout):
+    q = make_case(layout=layout).fresh()[0]
+    placed = Arena().placed(q)
+    assert torch.equal(q, placed) and q.stride() == placed.stride()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_without_tokens(layout):
+    q, k, _, _ = make_case(layout=layout, Sq=0).fresh()
+    assert q.shape == (2, 4, 0, 16) and k.shape == (2, 2, 47, 16)
+
+
+@pytest.mark.parametrize("layout", GRAD_LAYOUTS)
+def test_layouts_of_gradients(layout):
+    x = torch.randn(2, 3, 4, 5)
+    y = rearranged(layout, x)
+    assert y.shape == x.shape and y.flatten()[0] == x.flatten()[0]
+    assert y.is_contiguous() == (layout == "bhsd")
+    repeated = {"ones": (0, 0), "rows": (0, 1), "frames": (1, 1)}
+    assert layout not in repeated or y.stride()[2:] == repeated[layout]
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "inside"])
+def test_an_arena_finds_what_was_overwritten(where):
+    arena = Arena()
+    x = arena.placed(torch.zeros(4, 4))
+    flat = torch.as_strided(x, (18,), (1,), x.storage_offset() - 1)
+    flat[{"before": 0, "inside": 5, "behind": 17}[where]] = 1.0
+    words = {"inside": "of a tensor"}.get(where, f"{where} a tensor")
+    with pytest.raises(AssertionError, match=rf"bytes {words} .* were overwritten"):
+        arena.check()
+    arena.check()  # which has forgotten them
+
+
+def test_an_arena_finds_a_result_that_is_written_too_far(monkeypatch):
+    right = cpu.forward
+
+    def forward(q, k, v, spec):
+        out, lse = right(q, k, v, spec)
+        placed = torch.empty_like(out).copy_(out)
+        torch.as_strided(placed, (1,), (1,), placed.storage_offset() + placed.numel()).fill_(1.0)
+        return placed, lse
+
+    monkeypatch.setattr(cpu, "forward", forward)
+    with pytest.raises(AssertionError, match="4 bytes behind a tensor of .* were overwritten"):
+        assert_right(CASE, "cpu", Arena())
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton", "cpu"])
+def test_every_way_to_allocate_is_replaced(backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    arena = Arena()
+    with arena.outputs(backend):
+        if backend == "hopper":
+            from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla
+
+            for module in (decode, dense_backward, dense_forward, mla):
+                assert module.empty.__wrapped__ is not None
+        if backend == "triton":
+            from fa_ops.backends.triton.launch import empty
+
+            empty((2, 3), (3, 1), torch.float32, -1)
+        x = torch.zeros(3)
+        made = torch.empty(2), torch.empty_like(x), x.new_empty(4), torch.empty_strided((2,), (1,))
+        for y in made:
+            assert y.storage_offset() > 0
+    assert len(arena._buffers) == 4 + (backend == "triton")
+    assert torch.empty(2).storage_offset() == 0
+
+
+POISONED = [
+    dataclasses.replace(CASE, poison=f"{number} {operand}", **more)
+    for number in ("nan", "inf")
+    for operand, more in {
+        "query": {}, "key": {}, "value": {}, "grad_out": {}, "sinks": {"sinks": True},
+        "alibi_slopes": {"alibi": "heads"}, "attn_mask": {"mask": "float"},
+    }.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", POISONED, ids=lambda case: case.poison)
+def test_nan_and_inf_stay_with_the_rows_that_attend_them(case):
+    assert_right(case, "cpu")
+    packed = dataclasses.replace(case, mask=None, seed=4)
+    if "mask" not in case.poison:
+        assert_right(PackedCase((5, 0, 17, 9), (9, 4, 0, 20), 2, packed), "cpu")
+
+
+@pytest.mark.parametrize("operand", ["query", "key", "value"])
+@pytest.mark.parametrize("page_size", [0, 8])
+def test_nan_and_inf_stay_with_their_rows_of_a_cache(operand, page_size):
+    fields = {"page_size": page_size, "is_causal": True, "new": 2, "Sq": 3}
+    assert_right(CacheCase(**fields, poison=f"nan {operand}"), "cpu")
+
+
+def test_a_leak_is_found(monkeypatch):
+    def leaking(q, k, v, spec):
+        products = q.double() @ k.double().repeat_interleave(2, 1).mT
+        p, lse = reference.weights(reference.modify_scores(products, spec, 16), None)
+        return (p @ v.double().repeat_interleave(2, 1)).to(q.dtype), lse.to(q.dtype)
+
+    monkeypatch.setattr(cpu, "forward", leaking)
+    case = make_case(Sq=40, Sk=40, window=(3, 0), poison="nan value")
+    with pytest.raises(AssertionError, match="out: isnan differs"):
+        assert_right(case, "cpu")
+
+
+def test_a_nan_that_is_hidden_is_found(monkeypatch):
+    right = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *call: [x.nan_to_num() for x in right(*call)])
+    case = dataclasses.replace(CASE, poison="nan query")
+    with pytest.raises(AssertionError, match="attends a NaN, but has none"):
+        assert_right(case, "cpu")
+
+
+PACKED = [
+    PackedCase((5, 0, 17, 9), (9, 4, 0, 20), 2, make_case(broken=True, seed=seed))
+    for seed in range(12)
+]
+CACHED = [
+    CacheCase(broken=True, seed=seed, page_size=8 * (seed % 2), new=seed % 3) for seed in range(12)
+]
+
+
+def is_wrong(case) -> bool:
+    """Whether what was drawn does not happen to be right."""
+    if isinstance(case, PackedCase):
+        pairs = zip(case.packing()[:2], case.meaning()[:2])
+        return any(not torch.equal(x, y) for x, y in pairs)
+    _, k, _, cache, spec = case.fresh()
+    return broken_caches.error(k, cache, spec) is not None
+
+
+BROKEN = [case for case in (*PACKED, *CACHED) if is_wrong(case)]
+
+
+def test_most_draws_are_wrong():
+    assert len(BROKEN) > 12
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=str)
+def test_broken_lengths_are_refused_on_the_cpu(case, monkeypatch):
+    assert_right(case, "cpu")
+    monkeypatch.setattr(checks, "_borders", lambda *_: None)
+    monkeypatch.setattr(cache_checks, "values", lambda *_: None)
+    monkeypatch.setattr(cpu, "varlen_forward", lambda q, *_: (q, q))
+    monkeypatch.setattr(cpu, "cache_forward", lambda q, *_: (q, q))
+    with pytest.raises(AssertionError, match="accepted, although .* is wrong"):
+        assert_right(case, "cpu")
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_what_broken_borders_mean(case):
+    meant = case.meaning()
+    for x, tokens in zip(meant[:2], (35, 37)):
+        assert (x.diff() >= 0).all() and x[0] >= 0 and x[-1] <= tokens
+    fa_ops.attention_varlen(*case.fresh()[:3], *meant[:2])
+
+
+@pytest.mark.parametrize("mask", [None, "float"])
+def test_a_result_that_differs_when_repeated_is_found(mask, monkeypatch):
+    from fa_ops.ops import prepared
+
+    case, kept, calls = make_case(mask=mask), prepared.remember, []
+
+    def wrong(key, run):
+        def later(*call):
+            calls.append(call)
+            return run(*call) + (len(calls) > 2)
+
+        return kept(key, run and later)
+
+    assert_right(case, "cpu")
+    prepared._runs.clear()
+    monkeypatch.setattr(prepared, "remember", wrong)
+    case = dataclasses.replace(case, Sq=34)
+    with pytest.raises(AssertionError, match="differs when the call is repeated"):
+        try:
+            assert_right(case, "cpu")
+        finally:
+            prepared._runs.clear()
