@@ -175,16 +175,7 @@ def key_value_grad_block(
     dv_acc = tl.where(inside_limit, dv_acc, 0.0)
     store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
     store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
-    keys = n0 + tl.arange(0, BLOCK_N)
-    redo = keys < 0
-    if (
-        window_left is not None
-        or window_right is not None
-        or mask is not None
-        or ranges is not None
-    ):
-        redo = (has_holes(dk_acc) | has_holes(dv_acc)) & (keys < Sk)
-    return tl.max(redo.to(tl.int32), 0) > 0
+    return has_holes(dk_acc) | has_holes(dv_acc)
 
 
 @triton.jit(

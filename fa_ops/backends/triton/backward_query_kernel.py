@@ -160,15 +160,7 @@ def query_grad_block(
     if EXACT:
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
     store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
-    redo = rows_m < 0
-    if (
-        window_left is not None
-        or window_right is not None
-        or mask is not None
-        or ranges is not None
-    ):
-        redo = has_holes(acc) & (rows_m < Sq)
-    return tl.max(redo.to(tl.int32), 0) > 0
+    return has_holes(acc)
 
 
 @triton.jit(

@@ -201,9 +201,10 @@ def attend_block(
     redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
         redo = redo & (m != float("-inf"))
+    redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
     if is_masked(window_left, window_right, mask, ranges):
         redo = redo | has_holes(acc)
-    return tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+    return redo
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
