@@ -1,4 +1,4 @@
-"""The backward pass: what the kernels of `backward_kernels` are given, and in which order."""
+"""The backward pass: what its kernels are given, and in which order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from fa_ops.backends.triton.alignment import aligned, needs_copies, restored, scaled
 from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
-from fa_ops.backends.triton.backward_kernels import (
-    ROW_UNIT,
-    key_value_grad_kernel,
-    query_grad_kernel,
-)
+from fa_ops.backends.triton.backward_kernels import ROW_UNIT
+from fa_ops.backends.triton.backward_key_kernel import key_value_grad_kernel
+from fa_ops.backends.triton.backward_query_kernel import query_grad_kernel
 from fa_ops.backends.triton.configs import Tile
 from fa_ops.backends.triton.configs_backward import backward_tiles, mask_tile
 from fa_ops.backends.triton.launch import Launch, architecture, bind
@@ -212,9 +210,8 @@ def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
 
 def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
     """-sum over rows of (the sink's weight) * delta."""
-    weight = torch.exp2(
-        (sinks.float() * LOG2E).view(-1, 1) - row_lse.view(-1, len(sinks), row_lse.shape[-1])
-    )
+    logits = (sinks.float() * LOG2E).clamp(max=torch.finfo(torch.float32).max).view(-1, 1)
+    weight = torch.exp2(logits - row_lse.view(-1, len(sinks), row_lse.shape[-1]))
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 

@@ -17,11 +17,13 @@ from fa_ops.backends.triton.primitives import (
     dropout_rows,
     find_sequence,
     has_holes,
+    is_masked,
     key_bounds,
     load_ranges,
     load_rows,
     load_tile,
     natural,
+    positions,
     scores,
     store_tile,
     unrelated,
@@ -104,7 +106,7 @@ def attend_block(
         ranges += b * ranges_stride_b + h * ranges_stride_h
     if sinks is not None:
         sink = tl.where(inside, tl.load(sinks + h).to(tl.float32), float("-inf"))
-    rows_m = m0 + tl.arange(0, BLOCK_M)
+    rows_m = m0 + positions(BLOCK_M, EXACT)
     i = rows_m[:, None]
     first, last, low, rows = None, None, None, None
     if ranges is not None:
@@ -134,7 +136,7 @@ def attend_block(
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        j = n0 + positions(BLOCK_N, EXACT)[None, :]
         begin = low
         if low is not None:
             begin = low - n0
@@ -143,7 +145,7 @@ def attend_block(
         if not FOLD:
             s, _ = scores(
                 s, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-                None, None, None, None, mask is not None, EXTREME, EXACT,
+                None, None, None, None, mask is not None, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
             )  # fmt: skip
         if (n0 < full_lo) | (n0 >= full_hi):
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
@@ -199,9 +201,10 @@ def attend_block(
     redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
         redo = redo & (m != float("-inf"))
-    if window_left is not None or window_right is not None or mask is not None or first is not None:
+    redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+    if is_masked(window_left, window_right, mask, ranges):
         redo = redo | has_holes(acc)
-    return tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+    return redo
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
@@ -250,10 +253,11 @@ def forward_kernel(
         b, h, m0, q_start, rows, k_start, keys = locate(
             unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
         )
-        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             attend_block(
                 q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
-                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m, q_start,
+                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
+                q_start,
                 rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
                 mask_stride_q, mask_stride_k, slopes, slopes_stride_b, sinks, kv_lens, ranges,
                 ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
