@@ -124,12 +124,27 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _written_like(x: Tensor) -> Tensor:
+    """What the kernels write a gradient to: `torch.empty_like(x)`, or contiguous rows where
+    those of x overlap, as torch gives the result another order of dimensions then."""
+    like = torch.empty_like(x)
+    return like if _rows_contiguous(like) is like else like.contiguous()
+
+
+def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient in the memory layout of `torch.empty_like(x)`."""
+    if x.stride() == grad.stride() or x.is_contiguous():
+        return grad
+    like = torch.empty_like(x)
+    return grad if like.stride() == grad.stride() else like.copy_(grad)
+
+
 def _query_key_value(
     problem: Problem, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and the rows' lse and delta that `query_grad_kernel` leaves."""
     q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = map(_written_like, (q, k, v))
     row_lse, row_delta = _row_buffers(problem, q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -149,6 +164,7 @@ def _query_key_value(
         key_value_grad_kernel, _key_value_tile, problem, named, tensors, problem.wave(Hkv)
     )
     launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
+    dq, dk, dv = (_laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
     return dq, dk, dv, row_lse, row_delta
 
 
