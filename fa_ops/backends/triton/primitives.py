@@ -88,6 +88,16 @@ def positions(SIZE: tl.constexpr, UNRELATED: tl.constexpr):
     return unrelated(tl.arange(0, SIZE)) if UNRELATED else tl.arange(0, SIZE)
 
 
+@triton.jit
+def first_row(block, rows, window_right, BLOCK: tl.constexpr):
+    """Where a block of rows begins; those of which the last attend the most keys, last ones first.
+
+    For blocks that exist: after a select between these and others, Triton 3.7 no longer finds that
+    keys are aligned, and does not load them ahead.
+    """
+    return (block if window_right is None else tl.cdiv(rows, BLOCK) - 1 - block) * BLOCK
+
+
 # Tiles
 
 
