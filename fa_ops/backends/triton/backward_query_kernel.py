@@ -207,10 +207,9 @@ def query_grad_kernel(
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         # in small blocks, and from `pid` on: see `forward_kernel`
-        b, h, block, q_start, rows, k_start, keys = locate_queries(
-            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_M
-        )
-        m0 = first_row(block, rows, window_right, BLOCK_M)
+        b, h, m0 = unrelated(b), unrelated(h), unrelated(m0)
+        q_start, rows = unrelated(q_start), unrelated(rows)
+        k_start, keys = unrelated(k_start), unrelated(keys)
         for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             query_grad_block(
                 q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
