@@ -16,6 +16,7 @@ from fa_ops.backends.triton.backward_kernels import (
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
+    first_row,
     has_holes,
     is_masked,
     key_bounds,
@@ -28,24 +29,18 @@ from fa_ops.backends.triton.primitives import (
 
 
 @triton.jit
-def locate_queries(
-    pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right, BLOCK: tl.constexpr
-):
+def locate_queries(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
     """What a program of `query_grad_kernel` has to do, as `forward_kernel.locate` says it."""
     if cu_seqlens_q is not None:
         tile, h = schedule(pid, Sq // BLOCK + batch + 2, Hq, wave)
         b, block, q_start, rows, k_start, keys = find_sequence(
             cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK
         )
-        blocks = tl.cdiv(rows, BLOCK)
     else:
-        blocks = tl.cdiv(Sq, BLOCK)
-        block, head = schedule(pid, blocks, batch * Hq, wave)
+        block, head = schedule(pid, tl.cdiv(Sq, BLOCK), batch * Hq, wave)
         b, h = head // Hq, head % Hq
         q_start, rows, k_start, keys = 0, Sq, 0, Sk
-    if window_right is not None:  # the longest rows first
-        block = tl.where(block < blocks, blocks - 1 - block, block)
-    return b, h, block * BLOCK, q_start, rows, k_start, keys
+    return b, h, block, q_start, rows, k_start, keys
 
 
 @triton.jit
@@ -193,12 +188,13 @@ def query_grad_kernel(
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
-    b, h, m0, q_start, rows, k_start, keys = locate_queries(
-        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right, BLOCK_M
+    b, h, block, q_start, rows, k_start, keys = locate_queries(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_M
     )
     if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
-        if m0 >= rows:
+        if block >= tl.cdiv(rows, BLOCK_M):
             return
+    m0 = first_row(block, rows, window_right, BLOCK_M)
     redo = query_grad_block(
         q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
         q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
@@ -211,10 +207,9 @@ def query_grad_kernel(
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         # in small blocks, and from `pid` on: see `forward_kernel`
-        b, h, m0, q_start, rows, k_start, keys = locate_queries(
-            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, window_right,
-            BLOCK_M,
-        )  # fmt: skip
+        b, h, m0 = unrelated(b), unrelated(h), unrelated(m0)
+        q_start, rows = unrelated(q_start), unrelated(rows)
+        k_start, keys = unrelated(k_start), unrelated(keys)
         for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             query_grad_block(
                 q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,

@@ -16,6 +16,7 @@ from fa_ops.backends.triton.primitives import (
     dropout_keep,
     dropout_rows,
     find_sequence,
+    first_row,
     has_holes,
     is_masked,
     key_bounds,
@@ -35,10 +36,10 @@ EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
 
 
 @triton.jit
-def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK: tl.constexpr):
-    """What a program has to do: (b, h, first row, its tokens' (start, number), keys' likewise).
+def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK: tl.constexpr):
+    """What a program has to do: (b, h, block of rows, its tokens' start and number, its keys').
 
-    Tokens start at 0 but in packed tensors. A first row beyond the last: nothing.
+    Both start at 0 but in packed tensors. A block beyond the last: nothing.
     """
     if cu_seqlens_q is not None:
         programs = Sq // BLOCK + batch + 2
@@ -46,18 +47,13 @@ def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLO
         b, block, q_start, rows, k_start, keys = find_sequence(
             cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, pid % programs, BLOCK
         )
-        blocks = tl.cdiv(rows, BLOCK)
-        if window_right is not None:  # the longest rows of a head first
-            block = tl.where(block < blocks, blocks - 1 - block, block)
     else:
         blocks = tl.cdiv(Sq, BLOCK)
         block = pid % blocks
         h = pid // blocks % Hq
         b = pid // blocks // Hq
         q_start, rows, k_start, keys = 0, Sq, 0, Sk
-        if window_right is not None:
-            block = blocks - 1 - block
-    return b, h, block * BLOCK, q_start, rows, k_start, keys
+    return b, h, block, q_start, rows, k_start, keys
 
 
 @triton.jit
@@ -234,12 +230,13 @@ def forward_kernel(
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
-    b, h, m0, q_start, rows, k_start, keys = locate(
-        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+    b, h, block, q_start, rows, k_start, keys = locate(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
     )
     if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
-        if m0 >= rows:
+        if block >= tl.cdiv(rows, BLOCK_M):
             return
+    m0 = first_row(block, rows, window_right, BLOCK_M)
     redo = attend_block(
         q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
         v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, rows, k_start,
@@ -250,9 +247,10 @@ def forward_kernel(
     )  # fmt: skip
     if redo:
         # in small blocks, and from `pid` on, so that the loop above has the registers to itself
-        b, h, m0, q_start, rows, k_start, keys = locate(
-            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+        b, h, block, q_start, rows, k_start, keys = locate(
+            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
         )
+        m0 = first_row(block, rows, window_right, BLOCK_M)
         for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             attend_block(
                 q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,

@@ -88,6 +88,16 @@ def positions(SIZE: tl.constexpr, UNRELATED: tl.constexpr):
     return unrelated(tl.arange(0, SIZE)) if UNRELATED else tl.arange(0, SIZE)
 
 
+@triton.jit
+def first_row(block, rows, window_right, BLOCK: tl.constexpr):
+    """Where a block of rows begins; those of which the last attend the most keys, last ones first.
+
+    For blocks that exist: after a select between these and others, Triton 3.7 no longer finds that
+    keys are aligned, and does not load them ahead.
+    """
+    return (block if window_right is None else tl.cdiv(rows, BLOCK) - 1 - block) * BLOCK
+
+
 # Tiles
 
 
@@ -106,10 +116,14 @@ def load_rows(
     """ROWS rows of a matrix with `width` columns, which EXACT says are COLS; `at` is their first.
 
     Beyond `width` it is 0, and with EDGE outside rows [first, last) too; None is no bound.
+    Offsets of 32 bits are taken for unsigned, of which a loop keeps one register and not two.
     """
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    tile = at + (rows * stride + cols)
+    offsets = rows * stride + cols
+    if offsets.dtype.primitive_bitwidth == 32:
+        offsets = offsets.to(tl.uint32)
+    tile = at + offsets
     if EDGE:
         keep = rows < last
         if first is not None:
