@@ -1,6 +1,6 @@
 """What conditions and choices make of one another."""
 
-from compile_passes.expressions import Affine, AtMost, Choice, at_most, choose, negate
+from compile_passes.masks.affine import Affine, AtMost, Choice, at_most, choose, negate
 
 
 def variable(name: str) -> Affine:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from compile_passes import layout
-from compile_passes.axes import Axis, Dims, broadcast_dims, resolve_dims
-from compile_passes.constants import number
-from compile_passes.elements import Reader, as_number, coordinates
-from compile_passes.expressions import (
+from compile_passes.graph import layout
+from compile_passes.graph.axes import Axis, Dims, broadcast_dims, resolve_dims
+from compile_passes.graph.constants import number
+from compile_passes.graph.ir import Value
+from compile_passes.masks.affine import (
     All,
     AtMost,
     Choice,
@@ -26,15 +26,23 @@ from compile_passes.expressions import (
     negate,
     symbolic,
 )
-from compile_passes.ir import Value
-from compile_passes.plan import Plan, Refused
-from compile_passes.states import FAR, Bias, Fill, Floor, Leaf, vanishes_beside
+from compile_passes.masks.symbolic_eval import SymbolicEvaluator, as_number, coordinates
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import (
+    FAR,
+    BiasTerm,
+    FillTerm,
+    FloorTerm,
+    Leaf,
+    vanishes_beside,
+)
+from compile_passes.report import Refused
 
-Term = Bias | Fill
+Term = BiasTerm | FillTerm
 Window = tuple[int | None, int | None]
 
 
-class Meaning(NamedTuple):
+class MaskEffect(NamedTuple):
     """Which scores stay, and what the others become or get added: at most `fill`, and just that
     if `level`.
     """
@@ -44,70 +52,70 @@ class Meaning(NamedTuple):
     level: bool = True
 
 
-_NOTHING = Meaning(True, 0.0)
+_NOTHING = MaskEffect(True, 0.0)
 
 
-def terms_of(plan: Plan, reader: Reader) -> list[Term]:
+def terms_of(site: AttentionSite, evaluator: SymbolicEvaluator) -> list[Term]:
     """The terms that tell rows or keys apart."""
-    return [part for t in _without_constants(plan) for part in _parted(t, plan, reader)]
+    return [part for t in _without_constants(site) for part in _parted(t, site, evaluator)]
 
 
-def _without_constants(plan: Plan) -> list[Term]:
+def _without_constants(site: AttentionSite) -> list[Term]:
     """A number added to all scores changes nothing but the fills before it, and softmax ignores
     what is common to a row.
     """
     result, shift = [], 0.0
-    for term in plan.scores.terms:
-        if isinstance(term, Bias) and isinstance(term.leaf.value, float):
+    for term in site.scores.terms:
+        if isinstance(term, BiasTerm) and isinstance(term.leaf.value, float):
             number = term.coefficient * term.leaf.value
             if vanishes_beside(number, term.dtype):
                 raise Refused(f"{number:g} is added to the scores, which vanish beside it")
             shift += number
-        elif isinstance(term, Floor):
+        elif isinstance(term, FloorTerm):
             bound = term.value - shift
             if bound > FAR:
                 raise Refused("a lower bound on the scores is within their reach")
             result = [
-                dataclasses.replace(t, value=max(t.value, bound)) if isinstance(t, Fill) else t
+                dataclasses.replace(t, value=max(t.value, bound)) if isinstance(t, FillTerm) else t
                 for t in result
             ]
-        elif isinstance(term, Fill):
+        elif isinstance(term, FillTerm):
             result.append(dataclasses.replace(term, value=term.value - shift))
         else:
             result.append(term)
-    if shift and plan.sunk:
+    if shift and site.sunk:
         raise Refused("a number is added to the scores but not to their sink")
     return result
 
 
-def _parted(term: Term, plan: Plan, reader: Reader) -> list[Term]:
+def _parted(term: Term, site: AttentionSite, evaluator: SymbolicEvaluator) -> list[Term]:
     """A sum in its parts where that tells more: a gradient reaches one of them, or one hides keys
     with -inf, whatever is added there.
     """
-    parts = _summands(term, plan)
-    meanings = [read(part, reader) for part in parts] if not plan.trains else []
-    return parts if plan.trains or any(m and m.fill == -math.inf for m in meanings) else [term]
+    parts = _summands(term, site)
+    effects = [read(part, evaluator) for part in parts] if not site.trains else []
+    return parts if site.trains or any(m and m.fill == -math.inf for m in effects) else [term]
 
 
-def _summands(term: Term, plan: Plan) -> list[Term]:
+def _summands(term: Term, site: AttentionSite) -> list[Term]:
     """A bias that is a sum, in its parts: a learned one and a mask."""
-    x, dims = _behind_views(term.leaf, plan) if isinstance(term, Bias) else (None, ())
+    x, dims = _behind_views(term.leaf, site) if isinstance(term, BiasTerm) else (None, ())
     if not isinstance(x, Value) or x.op != "add" or x.writes or number(x.args.get("alpha", 1)) != 1:
         return [term]
     parts = [x.args.get(name) for name in ("input", "other")]
     if not all(isinstance(p, Value) and isinstance(p.tensor, torch.Tensor) for p in parts):
         return [term]
-    if x.grad != plan.core.out.grad or any(p.dtype != x.dtype for p in parts):
+    if x.grad != site.core.out.grad or any(p.dtype != x.dtype for p in parts):
         return [term]
     peeled = [layout.peel(p, broadcast_dims(p.shape, dims), p.dtype, x) for p in parts]
     whole = [dataclasses.replace(term, leaf=Leaf(*p)) for p in peeled]
-    return [part for w in whole for part in _summands(w, plan)]
+    return [part for w in whole for part in _summands(w, site)]
 
 
-def _behind_views(leaf: Leaf, plan: Plan) -> tuple[object, Dims]:
+def _behind_views(leaf: Leaf, site: AttentionSite) -> tuple[object, Dims]:
     """What a bias was before views that were made under the attention's gradient mode."""
     x, dims = leaf.value, leaf.dims
-    while isinstance(x, Value) and x.grad == plan.core.out.grad:
+    while isinstance(x, Value) and x.grad == site.core.out.grad:
         step = layout.backward(x, resolve_dims(dims)) if x.op in layout.LAYOUT else None
         if step is None:
             break
@@ -115,24 +123,26 @@ def _behind_views(leaf: Leaf, plan: Plan) -> tuple[object, Dims]:
     return x, dims
 
 
-def read(term: Term, reader: Reader) -> Meaning | None:
+def read(term: Term, evaluator: SymbolicEvaluator) -> MaskEffect | None:
     """(which scores are kept, what the others are filled with or get added)."""
-    leaf = term.leaf if isinstance(term, Bias) else term.mask
-    element = _element(leaf, reader)
+    leaf = term.leaf if isinstance(term, BiasTerm) else term.mask
+    element = _element(leaf, evaluator)
     if element is None:
         return None
-    if isinstance(term, Fill):
+    if isinstance(term, FillTerm):
         keep = negate(element) if term.where else element
-        return Meaning(keep, term.value) if term.value <= FAR else None
+        return MaskEffect(keep, term.value) if term.value <= FAR else None
     return _keep(element, term.coefficient)
 
 
-def _element(leaf: Leaf, reader: Reader) -> Element | None:
+def _element(leaf: Leaf, evaluator: SymbolicEvaluator) -> Element | None:
     at = coordinates(resolve_dims(leaf.dims))
-    return None if at is None or isinstance(leaf.value, float) else reader.element(leaf.value, at)
+    return (
+        None if at is None or isinstance(leaf.value, float) else evaluator.element(leaf.value, at)
+    )
 
 
-def _keep(x: Element, coefficient: float) -> Meaning | None:
+def _keep(x: Element, coefficient: float) -> MaskEffect | None:
     """An additive mask: 0 where kept, one far negative number (or several) elsewhere."""
     if isinstance(x, Choice):
         yes, no = _keep(x.yes, coefficient), _keep(x.no, coefficient)
@@ -140,24 +150,24 @@ def _keep(x: Element, coefficient: float) -> Meaning | None:
             return None
         keep = any_of(all_of(x.condition, yes.keep), all_of(negate(x.condition), no.keep))
         fills = {m.fill for m in (yes, no) if m.keep is not True}
-        return Meaning(keep, max(fills, default=0.0), yes.level and no.level and len(fills) < 2)
+        return MaskEffect(keep, max(fills, default=0.0), yes.level and no.level and len(fills) < 2)
     value = as_number(x)
     if value is None:
         return None
     if value == 0:
         return _NOTHING
-    return Meaning(False, value * coefficient) if value * coefficient <= FAR else None
+    return MaskEffect(False, value * coefficient) if value * coefficient <= FAR else None
 
 
-def window_of(meanings: list[Meaning], plan: Plan) -> Window | None:
+def window_of(effects: list[MaskEffect], site: AttentionSite) -> Window | None:
     """(left, right) if the scores kept are a band around the diagonal; None if they are anything
     else.
     """
-    keep = all_of(*(m.keep for m in meanings))
+    keep = all_of(*(m.keep for m in effects))
     if keep is True:
         return None, None
     literals = keep.conditions if isinstance(keep, All) else {keep}
-    i, j = (only(g) for g in (plan.queries, plan.keys))
+    i, j = (only(g) for g in (site.queries, site.keys))
     if i is None or j is None:
         return None
     diagonal = symbolic(j.size) - symbolic(i.size)
@@ -190,11 +200,11 @@ def only(group: tuple[Axis, ...]) -> Axis | None:
     return group[0] if len(group) == 1 else None
 
 
-def every_row_attends(window: Window, plan: Plan) -> bool:
+def every_row_attends(window: Window, site: AttentionSite) -> bool:
     """A band holds the diagonal, whose key exists for every query if there are as many keys as
     queries.
     """
-    i, j = only(plan.queries), only(plan.keys)
+    i, j = only(site.queries), only(site.keys)
     if window == (None, None):
         return True
     surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))

@@ -14,8 +14,8 @@ import torch
 from torch import SymInt
 from torch.utils._sympy.functions import FloorDiv
 
-from compile_passes.axes import Axis, Size
-from compile_passes.ir import Value
+from compile_passes.graph.axes import Axis, Size
+from compile_passes.graph.ir import Value
 
 
 def symbolic(n: Size) -> sympy.Expr:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from compile_passes.ir import Value
+from compile_passes.graph.ir import Value
 
 FILLED = {
     "zeros": 0.0,

@@ -15,8 +15,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 
-from compile_passes import vocabulary
-from compile_passes.ir import View, example
+from compile_passes.graph import vocabulary
+from compile_passes.graph.ir import View, example
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 ROUGH = 5e-2
@@ -100,11 +100,11 @@ def _compare(
 ) -> str:
     inputs = {n: _random(example(n), dtype, n in leaves) for n, given in nodes if given}
     results = [_run(nodes, inputs, node) for node in (old, new)]
-    learns = example(old).requires_grad
+    requires_grad = example(old).requires_grad
     for i, (a, b) in enumerate(itertools.zip_longest(*results)):
         if a is None or b is None:
             one = b if a is None else a
-            if one is not None and one.any() and learns:
+            if one is not None and one.any() and requires_grad:
                 return "a gradient is missing"
             continue
         known = torch.isfinite(a)
@@ -112,7 +112,7 @@ def _compare(
         error = (a - b).abs().max().item() if a.numel() else 0.0
         scale = max(1.0, a.abs().max().item()) if a.numel() else 1.0
         bound = scale * TOLERANCE.get(results[0][0].dtype, ROUGH)
-        if not error <= bound and (i == 0 or learns):
+        if not error <= bound and (i == 0 or requires_grad):
             name = "the result" if i == 0 else f"gradient {i}"
             return f"{name} differs by {error:.2g} where {bound:.2g} is allowed"
     return ""

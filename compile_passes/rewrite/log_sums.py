@@ -9,33 +9,36 @@ import operator
 import torch
 from torch import fx
 
-from compile_passes import operands
-from compile_passes.axes import Dims
-from compile_passes.emit import Emitter
-from compile_passes.ir import View, example, is_drawn
-from compile_passes.mask_nodes import Written
-from compile_passes.masks import Dead, Masks
-from compile_passes.plan import Plan, Refused
-from compile_passes.states import Bias, Floor
-from compile_passes.vocabulary import raw_name
+from compile_passes.graph.axes import Dims
+from compile_passes.graph.ir import View, example, is_drawn
+from compile_passes.graph.vocabulary import raw_name
+from compile_passes.masks.classify import Dead, Masks
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import BiasTerm, FloorTerm
+from compile_passes.report import Refused
+from compile_passes.rewrite import operands
+from compile_passes.rewrite.emitter import Emitter
+from compile_passes.rewrite.mask_nodes import MaskNodes
 
 
-def check(plan: Plan, masks: Masks) -> None:
+def check(site: AttentionSite, masks: Masks) -> None:
     """Raises Refused where the operator's log-sum-exp is not the model's."""
-    terms = plan.scores.terms
-    shifted = any(isinstance(t, Bias) and isinstance(t.leaf.value, float) for t in terms)
-    shifted |= any(isinstance(t, Floor) for t in terms)
-    if shifted or plan.sunk or masks.added or masks.zeroed or masks.dead is Dead.ADDED:
+    terms = site.scores.terms
+    shifted = any(isinstance(t, BiasTerm) and isinstance(t.leaf.value, float) for t in terms)
+    shifted |= any(isinstance(t, FloorTerm) for t in terms)
+    if shifted or site.sunk or masks.added or masks.zeroed or masks.dead is Dead.ADDED:
         raise Refused("the scores are also read by logsumexp, which is not the operator's")
 
 
-def of_rows(plan: Plan, emitter: Emitter, masks: Masks, written: Written, lse: fx.Node) -> fx.Node:
+def of_rows(
+    site: AttentionSite, emitter: Emitter, masks: Masks, written: MaskNodes, lse: fx.Node
+) -> fx.Node:
     """As eager mode has it. A row without keys has its fill, beside which the number of its keys
     vanishes; to another row comes back what its masks were reduced by.
     """
     if masks.dead is Dead.ZERO:
         return lse
-    if plan.sums and written.replaced is not None:
+    if site.sums and written.replaced is not None:
         raise Refused("the scores are also read by logsumexp, and several masks fill them")
     dead = emitter.method("squeeze", written.dead, -1)
     if written.top is None:
@@ -45,11 +48,11 @@ def of_rows(plan: Plan, emitter: Emitter, masks: Masks, written: Written, lse: f
     return emitter.function(torch.where, dead, operands.cast(emitter, top, example(lse).dtype), lse)
 
 
-def write(plan: Plan, emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
+def write(site: AttentionSite, emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
     """By each node that the model computes, the one that replaces it."""
-    dims: Dims = (plan.batch, plan.heads, plan.queries)
+    dims: Dims = (site.batch, site.heads, site.queries)
     made = {}
-    for row in plan.sums:
+    for row in site.sums:
         value = row.path[-1]
         made[value.node] = emitter.arrange(operands.cast(emitter, lse, value.dtype), dims, row.dims)
     return made
@@ -64,12 +67,14 @@ def scale_by_sink(
     return operands.cast(emitter, emitter.function(operator.mul, result, left), dtype)
 
 
-def readers(plan: Plan, view: View, emitter: Emitter, doomed: set[fx.Node]) -> list[fx.Node]:
+def readers(
+    site: AttentionSite, view: View, emitter: Emitter, doomed: set[fx.Node]
+) -> list[fx.Node]:
     """What is computed from the log-sum-exps before the value product, and so has to move behind
     it.
     """
-    out = plan.core.out
-    late = {row.path[-1].node for row in plan.sums}
+    out = site.core.out
+    late = {row.path[-1].node for row in site.sums}
     if not late:
         return []
     first = min((view.values[node] for node in late), key=lambda value: value.index)

@@ -11,9 +11,9 @@ from torch._dynamo.source import TensorPropertySource
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from compile_passes.axes import Axis
-from compile_passes.expressions import Affine
-from compile_passes.ir import example, meta_key
+from compile_passes.graph.axes import Axis
+from compile_passes.graph.ir import example, meta_key
+from compile_passes.masks.affine import Affine
 
 LARGEST_SIZE = 2**48  # of a tensor's dimension: no memory holds more
 UNBOUNDED = 2**62  # a range that goes further is torch's default

@@ -9,9 +9,8 @@ import math
 import sympy
 import torch
 
-from compile_passes.constants import held, rounded
-from compile_passes.exactness import Exactness
-from compile_passes.expressions import (
+from compile_passes.graph.constants import held, rounded
+from compile_passes.masks.affine import (
     Affine,
     Choice,
     Condition,
@@ -24,6 +23,7 @@ from compile_passes.expressions import (
     choose,
     negate,
 )
+from compile_passes.masks.exactness import Exactness
 
 ZERO, ONE = Affine.of(0), Affine.of(1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from compile_passes import vocabulary
+from compile_passes.graph import vocabulary
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ def example(node: fx.Node) -> object:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
-def learns(x: object) -> bool:
+def requires_grad(x: object) -> bool:
     """Whether it is a tensor with a gradient."""
     return isinstance(x, Value) and isinstance(x.tensor, Tensor) and x.tensor.requires_grad
 

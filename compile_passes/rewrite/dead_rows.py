@@ -17,30 +17,30 @@ import operator
 import torch
 from torch import fx
 
-from compile_passes.axes import is_one
-from compile_passes.emit import Emitter
-from compile_passes.ir import example, learns
-from compile_passes.mask_nodes import Written
-from compile_passes.masks import Masks
-from compile_passes.operands import cast, filled, inverted
-from compile_passes.plan import Plan
-from compile_passes.states import Bias
+from compile_passes.graph.axes import is_one
+from compile_passes.graph.ir import example, requires_grad
+from compile_passes.masks.classify import Masks
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import BiasTerm
+from compile_passes.rewrite.emitter import Emitter
+from compile_passes.rewrite.mask_nodes import MaskNodes
+from compile_passes.rewrite.operands import cast, filled, inverted
 
 TEMPERATURE = 2.0**-30  # exact in float32 and bfloat16; what is neglected is T times the scores
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
-def learn(plan: Plan, masks: Masks) -> bool:
+def scores_require_grad(site: AttentionSite, masks: Masks) -> bool:
     """Whether anything that the scores are made of has a gradient."""
-    return learns(plan.q.value) or learns(plan.k.value) or _biases_learn(masks)
+    return requires_grad(site.q.value) or requires_grad(site.k.value) or _biases_require_grad(masks)
 
 
-def _biases_learn(masks: Masks) -> bool:
-    return any(learns(t.leaf.value) for t in masks.levels if isinstance(t, Bias))
+def _biases_require_grad(masks: Masks) -> bool:
+    return any(requires_grad(t.leaf.value) for t in masks.levels if isinstance(t, BiasTerm))
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class EmittedCall:
     """The nodes and options of the call whose rows these are, with the query as it was."""
 
     q: fx.Node
@@ -51,7 +51,12 @@ class Call:
 
 
 def pass_on(
-    masks: Masks, written: Written, emitter: Emitter, call: Call, result: fx.Node, with_lse: bool
+    masks: Masks,
+    written: MaskNodes,
+    emitter: Emitter,
+    call: EmittedCall,
+    result: fx.Node,
+    with_lse: bool,
 ) -> tuple[fx.Node, fx.Node | None]:
     """What to add to the result and to its lse: nothing forward, the rows' gradients backward."""
     q, k, v = call.q, call.k, emitter.method("detach", call.v)
@@ -79,7 +84,7 @@ def pass_on(
     return out, lse
 
 
-def _count(written: Written, emitter: Emitter, k: fx.Node) -> fx.Node:
+def _count(written: MaskNodes, emitter: Emitter, k: fx.Node) -> fx.Node:
     """The keys that a dead row averages."""
     if written.best is None or is_one(example(written.best).shape[-1]):
         return emitter.method("size", k, 2)
@@ -98,16 +103,16 @@ def _all_keys(emitter: Emitter, dead: fx.Node, k: fx.Node) -> fx.Node:
     return emitter.function(torch.stack, (low, high), -1)
 
 
-def _mask(masks: Masks, written: Written, emitter: Emitter) -> fx.Node | None:
-    """The keys that a dead row averages and whose scores are the model's; what learns among the
-    masks stands there as 0 with its gradient.
+def _mask(masks: Masks, written: MaskNodes, emitter: Emitter) -> fx.Node | None:
+    """The keys that a dead row averages and whose scores are the model's; a mask that requires grad
+    stands there as 0 with its gradient.
     """
     keys = written.best
     if keys is None:
         return None
     if written.replaced is not None:
         keys = emitter.function(operator.and_, keys, inverted(emitter, written.replaced))
-    if not _biases_learn(masks):  # float, as key_ranges stand beside it
+    if not _biases_require_grad(masks):  # float, as key_ranges stand beside it
         return filled(emitter, keys, None, -math.inf, torch.float32)
     nothing = cast(emitter, _only_backward(emitter, written.total), torch.float32)
     nothing = emitter.function(operator.mul, nothing, TEMPERATURE)
@@ -115,7 +120,7 @@ def _mask(masks: Masks, written: Written, emitter: Emitter) -> fx.Node | None:
 
 
 def _beside_replaced(
-    written: Written, emitter: Emitter, out: fx.Node, lse: fx.Node, result: fx.Node
+    written: MaskNodes, emitter: Emitter, out: fx.Node, lse: fx.Node, result: fx.Node
 ) -> fx.Node:
     """`out` is over the keys that kept their scores; the average is over them and those that a fill
     replaced: with w the former's share of it,

@@ -9,21 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from compile_passes import layout
-from compile_passes.arithmetic import (
-    ONE,
-    ZERO,
-    as_number,
-    combined,
-    compared,
-    converted,
-    is_condition,
-    plain,
-)
-from compile_passes.axes import Axis, Dims, is_one, same
-from compile_passes.constants import number, specialised
-from compile_passes.exactness import Exactness
-from compile_passes.expressions import (
+from compile_passes.graph import layout
+from compile_passes.graph.axes import Axis, Dims, is_one, same
+from compile_passes.graph.constants import number, specialised
+from compile_passes.graph.ir import Value
+from compile_passes.masks.affine import (
     Affine,
     Distance,
     Element,
@@ -35,7 +25,17 @@ from compile_passes.expressions import (
     choose,
     negate,
 )
-from compile_passes.ir import Value
+from compile_passes.masks.arithmetic import (
+    ONE,
+    ZERO,
+    as_number,
+    combined,
+    compared,
+    converted,
+    is_condition,
+    plain,
+)
+from compile_passes.masks.exactness import Exactness
 
 Coordinates = tuple[Affine, ...]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -57,7 +57,7 @@ def coordinates(dims: Dims) -> Coordinates | None:
     return tuple(result)
 
 
-class Reader:
+class SymbolicEvaluator:
     """Memoises elements: masks share their parts.
 
     An element is what the tensor holds, in its own dtype: where an operation could round an integer
@@ -141,18 +141,18 @@ def _opaque(value: Value, at: Coordinates) -> Element:
     return Affine.variable(read) if integer else read
 
 
-def _arange(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _arange(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     args = value.args
     bounds = args.get("bounds", ())
     if len(bounds) > 1 or "end" in args:  # a single one is the end
         args = dict(zip(("start", "end", "step"), bounds)) | args
-    first, step = reader.element(args.get("start", 0), ()), args.get("step", 1)
+    first, step = evaluator.element(args.get("start", 0), ()), args.get("step", 1)
     if not isinstance(first, Affine) or type(step) is not int:
         return None
-    return reader.converted(first.plus(at[0].times(step)), value.dtype)
+    return evaluator.converted(first.plus(at[0].times(step)), value.dtype)
 
 
-def _reshape(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _reshape(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Views that only insert or remove dimensions of size 1."""
     x = layout.source(value)
     kept = [(n, c) for n, c in zip(value.shape, at, strict=True) if not is_one(n)]
@@ -160,42 +160,42 @@ def _reshape(reader: Reader, value: Value, at: Coordinates) -> Element | None:
     if len(kept) != len(sizes) or not all(same(n, m) for (n, _), m in zip(kept, sizes)):
         return None
     rest = iter([c for _, c in kept])
-    return reader.element(x, tuple(ZERO if is_one(n) else next(rest) for n in x.shape))
+    return evaluator.element(x, tuple(ZERO if is_one(n) else next(rest) for n in x.shape))
 
 
-def _permute(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _permute(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     order = layout.permutation(value)
     if order is None:
         return None
-    return reader.element(
+    return evaluator.element(
         layout.source(value), tuple(at[order.index(i)] for i in range(len(order)))
     )
 
 
-def _expand(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    return None if value.writes else reader.argument(value, "input", at)
+def _expand(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    return None if value.writes else evaluator.argument(value, "input", at)
 
 
-def _repeat(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _repeat(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Repeated along dimensions that it lacks or has once."""
     shape = layout.source(value).shape
     pairs = zip(shape, value.shape[len(value.shape) - len(shape) :], strict=True)
-    return _expand(reader, value, at) if all(is_one(n) or same(n, m) for n, m in pairs) else None
+    return _expand(evaluator, value, at) if all(is_one(n) or same(n, m) for n, m in pairs) else None
 
 
-def _cast(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    return reader.converted(reader.argument(value, "input", at), value.dtype)
+def _cast(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    return evaluator.converted(evaluator.argument(value, "input", at), value.dtype)
 
 
-def _getitem(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _getitem(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     if layout.only_inserts(value):
-        return _reshape(reader, value, at)
+        return _reshape(evaluator, value, at)
     x, index = layout.source(value), value.args["index"]
     index = index if isinstance(index, tuple) else (index,)
     if x is None:
         return None
     if all(isinstance(i, Value) and isinstance(i.tensor, Tensor) for i in index):
-        return _gather(reader, x, index, at)
+        return _gather(evaluator, x, index, at)
     if Ellipsis in [i for i in index if not isinstance(i, Value)]:
         cut = [i is Ellipsis for i in index].index(True)
         fill = len(x.shape) - sum(i is not None and i is not Ellipsis for i in index)
@@ -213,18 +213,20 @@ def _getitem(reader: Reader, value: Value, at: Coordinates) -> Element | None:
             result.append(Affine.of(i))
         else:
             return None
-    return reader.element(x, (*result, *place))
+    return evaluator.element(x, (*result, *place))
 
 
-def _gather(reader: Reader, x: Value, index: Sequence[Value], at: Coordinates) -> Element | None:
+def _gather(
+    evaluator: SymbolicEvaluator, x: Value, index: Sequence[Value], at: Coordinates
+) -> Element | None:
     """x[tensor, tensor, ...]: integer tensors that broadcast against each other."""
     if any(i.dtype.is_floating_point or i.dtype in (torch.bool, torch.uint8) for i in index):
         return None  # the last two are masks
     rank = max(len(i.shape) for i in index)
-    found = [reader.element(i, broadcast(i, at[:rank])) for i in index]
+    found = [evaluator.element(i, broadcast(i, at[:rank])) for i in index]
     if not all(isinstance(f, Affine) and _nonnegative(f) for f in found):
         return None
-    return reader.element(x, (*found, *at[rank:]))
+    return evaluator.element(x, (*found, *at[rank:]))
 
 
 def _nonnegative(a: Affine) -> bool:
@@ -233,55 +235,55 @@ def _nonnegative(a: Affine) -> bool:
     return lowest is not None and bool(lowest.is_nonnegative)
 
 
-def _add(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _add(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     if number(value.args.get("alpha", 1)) != 1:
         return None
     if value.dtype == torch.bool:
-        a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+        a, b = (evaluator.argument(value, name, at) for name in ("input", "other"))
         return any_of(a, b) if value.op == "add" else None
-    return _arithmetic(reader, value, at)
+    return _arithmetic(evaluator, value, at)
 
 
-def _mul(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _mul(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     if value.dtype == torch.bool:
-        return all_of(*(reader.argument(value, name, at) for name in ("input", "other")))
-    return _arithmetic(reader, value, at)
+        return all_of(*(evaluator.argument(value, name, at) for name in ("input", "other")))
+    return _arithmetic(evaluator, value, at)
 
 
-def _arithmetic(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    a, b = (reader.operand(value, name, at, value.dtype) for name in ("input", "other"))
-    return reader.converted(combined(value.op, a, b), value.dtype)
+def _arithmetic(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    a, b = (evaluator.operand(value, name, at, value.dtype) for name in ("input", "other"))
+    return evaluator.converted(combined(value.op, a, b), value.dtype)
 
 
-def _neg(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    negative = combined("sub", ZERO, reader.operand(value, "input", at, value.dtype))
-    return reader.converted(negative, value.dtype)
+def _neg(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    negative = combined("sub", ZERO, evaluator.operand(value, "input", at, value.dtype))
+    return evaluator.converted(negative, value.dtype)
 
 
-def _abs(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    x = reader.argument(value, "input", at)
-    return reader.converted(Distance(x), value.dtype) if isinstance(x, Affine) else None
+def _abs(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    x = evaluator.argument(value, "input", at)
+    return evaluator.converted(Distance(x), value.dtype) if isinstance(x, Affine) else None
 
 
-def _quotient(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _quotient(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Division rounded down."""
     if value.op == "div" and value.args.get("rounding_mode") != "floor":
         return None
-    a, n = (reader.operand(value, name, at, value.dtype, False) for name in ("input", "other"))
+    a, n = (evaluator.operand(value, name, at, value.dtype, False) for name in ("input", "other"))
     n = as_number(n)
     if not isinstance(a, Affine) or type(n) is not int or n < 1:
         return None
     return a if n == 1 else Affine.variable(Quotient(a, n))
 
 
-def _comparison(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _comparison(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """In the dtype that both sides are promoted to."""
     dtype = _promoted(value.args.get("input"), value.args.get("other"))
     if dtype is None:
         return None
     if dtype == torch.bool:  # ordered as 0 and 1
         dtype = torch.int64
-    a, b = (reader.operand(value, name, at, dtype, False) for name in ("input", "other"))
+    a, b = (evaluator.operand(value, name, at, dtype, False) for name in ("input", "other"))
     return None if a is None or b is None else compared(value.op, a, b)
 
 
@@ -296,33 +298,33 @@ def _example(x: object) -> object:
     return 0 if isinstance(x, SymInt) else 0.0 if isinstance(x, SymFloat) else x
 
 
-def _logic(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    a, b = (reader.argument(value, name, at) for name in ("input", "other"))
+def _logic(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    a, b = (evaluator.argument(value, name, at) for name in ("input", "other"))
     if value.dtype != torch.bool:
         return None
-    a, b = (reader.converted(x, torch.bool) for x in (a, b))
+    a, b = (evaluator.converted(x, torch.bool) for x in (a, b))
     if a is None or b is None:
         return None
     return (all_of if value.op == "and" else any_of)(a, b)
 
 
-def _not(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    x = reader.converted(reader.argument(value, "input", at), torch.bool)
+def _not(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    x = evaluator.converted(evaluator.argument(value, "input", at), torch.bool)
     return negate(x) if value.dtype == torch.bool and x is not None else None
 
 
-def _where(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    condition = reader.argument(value, "condition", at)
-    yes, no = (reader.operand(value, name, at, value.dtype) for name in ("input", "other"))
+def _where(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    condition = evaluator.argument(value, "condition", at)
+    yes, no = (evaluator.operand(value, name, at, value.dtype) for name in ("input", "other"))
     return _choice(value, condition, yes, no)
 
 
-def _masked_fill(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    mask = reader.argument(value, "mask", at)
+def _masked_fill(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    mask = evaluator.argument(value, "mask", at)
     fill = specialised(value.args.get("value"))
-    yes = reader.argument(value, "value", at) if fill is None else plain(fill)
-    no = reader.argument(value, "input", at)
-    return _choice(value, mask, *(reader.converted(x, value.dtype) for x in (yes, no)))
+    yes = evaluator.argument(value, "value", at) if fill is None else plain(fill)
+    no = evaluator.argument(value, "input", at)
+    return _choice(value, mask, *(evaluator.converted(x, value.dtype) for x in (yes, no)))
 
 
 def _choice(value: Value, condition: Element, yes: Element | None, no: Element | None):
@@ -333,17 +335,17 @@ def _choice(value: Value, condition: Element, yes: Element | None, no: Element |
     return choose(condition, yes, no)
 
 
-def _triangle(reader: Reader, value: Value, at: Coordinates) -> Element | None:
-    diagonal = reader.element(value.args.get("diagonal", 0), ())
+def _triangle(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    diagonal = evaluator.element(value.args.get("diagonal", 0), ())
     if not isinstance(diagonal, Affine):
         return None
     distance = at[-1].plus(at[-2], -1).plus(diagonal, -1)
     inside = at_most(distance if value.op == "tril" else ZERO.plus(distance, -1))
-    x = reader.argument(value, "input", at)
+    x = evaluator.argument(value, "input", at)
     return all_of(inside, x) if value.dtype == torch.bool else choose(inside, x, ZERO)
 
 
-def _diff(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _diff(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """First differences along the last dimension, with one element put in front."""
     x, first = value.args.get("input"), value.args.get("prepend")
     plain = value.args.get("n", 1) == 1 and value.args.get("append") is None
@@ -353,24 +355,24 @@ def _diff(reader: Reader, value: Value, at: Coordinates) -> Element | None:
         return None
     before = (*at[:-1], at[-1].plus(ONE, -1))
     start = (*at[:-1], ZERO)
-    steps = combined("sub", reader.element(x, at), reader.element(x, before))
-    opening = combined("sub", reader.element(x, start), reader.element(first, start))
-    steps, opening = (reader.converted(x, value.dtype) for x in (steps, opening))
+    steps = combined("sub", evaluator.element(x, at), evaluator.element(x, before))
+    opening = combined("sub", evaluator.element(x, start), evaluator.element(first, start))
+    steps, opening = (evaluator.converted(x, value.dtype) for x in (steps, opening))
     return steps if steps is not None and steps == opening else None
 
 
-def _cumsum(reader: Reader, value: Value, at: Coordinates) -> Element | None:
+def _cumsum(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
     """Sums of nothing but zeros."""
     dim = value.args.get("dim")
     if type(dim) is not int:
         return None
     anywhere = list(at)
     anywhere[dim] = Affine.variable(Axis(value.shape[dim], "any"))
-    x = reader.argument(value, "input", tuple(anywhere))
+    x = evaluator.argument(value, "input", tuple(anywhere))
     return ZERO if x is False or x == ZERO else None
 
 
-HANDLERS: dict[str, Callable[[Reader, Value, Coordinates], Element | None]] = {
+HANDLERS: dict[str, Callable[[SymbolicEvaluator, Value, Coordinates], Element | None]] = {
     "arange": _arange,
     "reshape": _reshape,
     "permute": _permute,

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_passes.axes import flat, same
-from compile_passes.constants import number, specialised
-from compile_passes.ir import Value
-from compile_passes.joining import join, other, uninverted
-from compile_passes.states import Fill, State, Weights
+from compile_passes.graph.axes import flat, same
+from compile_passes.graph.constants import number, specialised
+from compile_passes.graph.ir import Value
+from compile_passes.match.joining import join, other, uninverted
+from compile_passes.match.match_state import FillTerm, MatchedWeights, State
 
 
-def dropout(value: Value, w: Weights, name: str) -> State | str:
+def dropout(value: Value, w: MatchedWeights, name: str) -> State | str:
     p, training = specialised(value.args.get("p", 0.5)), number(value.args.get("training", True))
     if training in (False, 0) or p == 0:
         return w.then(value)
@@ -22,7 +22,7 @@ def dropout(value: Value, w: Weights, name: str) -> State | str:
     return _dropped(value, w, float(p), 1.0, ())
 
 
-def _dropped(value: Value, w: Weights, p: float, gain: float, mask: tuple) -> State | str:
+def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State | str:
     if w.dropout_p:
         return "dropout is applied twice"
     if not 0.0 < p < 1.0:
@@ -30,7 +30,7 @@ def _dropped(value: Value, w: Weights, p: float, gain: float, mask: tuple) -> St
     return w.then(value, dropout_p=p, gain=w.gain * gain, path=(*w.path, *mask, value))
 
 
-def mul(value: Value, w: Weights, name: str) -> State | str:
+def mul(value: Value, w: MatchedWeights, name: str) -> State | str:
     x = other(value, name)
     if value.op == "div" and (name != "input" or number(x) in (None, 0)):
         return "they are divided by something"
@@ -50,7 +50,7 @@ def mul(value: Value, w: Weights, name: str) -> State | str:
     return w.then(value, factors=(*w.factors, leaf))
 
 
-def _drop_mask(x: Value, w: Weights) -> tuple[float, float, tuple[Value, ...]] | None:
+def _drop_mask(x: Value, w: MatchedWeights) -> tuple[float, float, tuple[Value, ...]] | None:
     """(probability to keep, what kept weights are multiplied by, its nodes) of a dropout mask made
     by hand.
     """
@@ -82,7 +82,7 @@ def _keep_probability(x: Value) -> float | None:
     return {"lt": bound, "le": bound, "gt": 1 - bound, "ge": 1 - bound}.get(x.op)
 
 
-def without_sink(value: Value, w: Weights, name: str) -> State | str:
+def without_sink(value: Value, w: MatchedWeights, name: str) -> State | str:
     """weights[..., :-1] or [..., 1:]: the column of the sink is dropped."""
     index = value.args.get("index")
     s = w.scores
@@ -100,14 +100,14 @@ def without_sink(value: Value, w: Weights, name: str) -> State | str:
     return w.then(value, dims=(*w.dims[:-1], s.keys_before), keys=s.keys_before)
 
 
-def nan_to_num(value: Value, w: Weights, name: str) -> State | str:
+def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State | str:
     """Rows without keys are NaN in a softmax over -inf, and 0 in ours."""
     if set(value.args) - {"input", "nan"} or number(value.args.get("nan", 0.0)) != 0:
         return "nan_to_num replaces them by something else than 0"
     return w.then(value)
 
 
-def masked_fill(value: Value, w: Weights, name: str) -> State | str:
+def masked_fill(value: Value, w: MatchedWeights, name: str) -> State | str:
     """Masked weights set to 0 again: rows without keys give 0. Whether it is the scores' mask is
     checked with the masks.
     """
@@ -119,7 +119,7 @@ def masked_fill(value: Value, w: Weights, name: str) -> State | str:
     joined = join(value, w, mask)
     if isinstance(joined, str) or not isinstance(joined[0].value, Value):
         return "they are masked"
-    return w.then(value, zeroed=Fill(joined[0], when, 0.0))
+    return w.then(value, zeroed=FillTerm(joined[0], when, 0.0))
 
 
 RULES = {

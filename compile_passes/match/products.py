@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from compile_passes.axes import Size, is_one
-from compile_passes.ir import Value
+from compile_passes.graph.axes import Size, is_one
+from compile_passes.graph.ir import Value
 
 Labels = tuple[str | None, ...]
 

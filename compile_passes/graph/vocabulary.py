@@ -1,5 +1,5 @@
 """One vocabulary for what Dynamo captures: functions, methods, operators and aten overloads of the
-same meaning share a name.
+same effect share a name.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ MAYBE_VIEWS = frozenset("permute reshape expand copy cast getitem detach".split(
 
 def call(node: fx.Node) -> tuple[str, str, bool]:
     """(name, parameters, whether it writes to its first argument); the name is empty where the
-    meaning is not known.
+    effect is not known.
     """
     target = node.target
     if node.op == "call_method":

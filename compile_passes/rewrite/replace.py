@@ -1,4 +1,4 @@
-"""Writing a plan into the graph as one call of torch.ops.fa.attention."""
+"""Writing an attention into the graph as one call of torch.ops.fa.attention."""
 
 from __future__ import annotations
 
@@ -12,30 +12,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 import fa_ops  # noqa: F401  defines torch.ops.fa
-from compile_passes import (
-    constants,
-    dead_rows,
-    elements,
-    layout,
-    log_sums,
-    mask_nodes,
-    vocabulary,
-)
-from compile_passes.axes import Size, is_one, same
-from compile_passes.emit import Emitter
-from compile_passes.ir import Value, View, example
-from compile_passes.masks import Dead, Masks
-from compile_passes.operands import aligned, cast, operand, with_rows
-from compile_passes.plan import Plan, Refused
-from compile_passes.ranges import limits
-from compile_passes.report import log
-from compile_passes.states import Bias, Fill, Leaf
-from compile_passes.verify import Unverified, difference
+from compile_passes.graph import constants, layout, vocabulary
+from compile_passes.graph.axes import Size, is_one, same
+from compile_passes.graph.ir import Value, View, example
+from compile_passes.masks import symbolic_eval
+from compile_passes.masks.classify import Dead, Masks
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
+from compile_passes.report import Refused, log
+from compile_passes.rewrite import dead_rows, log_sums, mask_nodes
+from compile_passes.rewrite.emitter import Emitter
+from compile_passes.rewrite.key_range_nodes import limits
+from compile_passes.rewrite.operands import aligned, cast, operand, with_rows
+from compile_passes.rewrite.verify import Unverified, difference
 
 # Operations without effect besides their result.
 PURE = (
     layout.LAYOUT
-    | elements.HANDLERS.keys()
+    | symbolic_eval.HANDLERS.keys()
     | constants.FILLED.keys()
     | {"repeat_interleave", "div", "full", "bernoulli", "rand", "rand_like", "size"}
 )
@@ -43,31 +37,31 @@ ATTENTION = torch.ops.fa.attention.default
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
-def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.Node:
+def rewrite(site: AttentionSite, masks: Masks, view: View, verify: bool = False) -> fx.Node:
     """Replace the core's nodes. Raises Refused, with the graph unchanged, where that can't be
     done, or where with `verify` the numbers differ.
     """
-    out = plan.core.out.node
-    leaves = [plan.q, plan.k, plan.v, *_outside(plan)]
-    joined = [t.mask if isinstance(t, Fill) else t.leaf for t in masks.terms]
+    out = site.core.out.node
+    leaves = [site.q, site.k, site.v, *_outside(site)]
+    joined = [t.mask if isinstance(t, FillTerm) else t.leaf for t in masks.terms]
     leaves += [leaf for leaf in joined if leaf not in leaves]
     for leaf in leaves:
         tensor = leaf.value.tensor
         if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
             raise Refused(f"{leaf.value.node.name} is not a plain tensor: {type(tensor).__name__}")
-        if not view.intact(leaf.value, plan.core.out):
+        if not view.intact(leaf.value, site.core.out):
             raise Refused(f"{leaf.value.node.name} is written to before the value product")
     emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
     try:
-        call, replaced = _emit(plan, masks, emitter, view)
+        call, replaced = _emit(site, masks, emitter, view)
         for old, new in replaced.items():
             _check_result(example(new), example(old))
-        doomed = _doomed(plan)
+        doomed = _doomed(site)
         if doomed & {n for made in emitter.made for n in made.all_input_nodes}:
             raise Refused("what joins the scores is made with their shape")
-        late = log_sums.readers(plan, view, emitter, doomed)
+        late = log_sums.readers(site, view, emitter, doomed)
         for old, new in replaced.items() if verify else ():
-            _verify(plan, view, emitter, old, new)
+            _verify(site, view, emitter, old, new)
     except BaseException:
         emitter.undo()
         raise
@@ -75,15 +69,15 @@ def rewrite(plan: Plan, masks: Masks, view: View, verify: bool = False) -> fx.No
     for old, new in replaced.items():
         old.replace_all_uses_with(new, lambda user: user not in doomed)
     _erase({*doomed, out}, view)
-    for value in (plan.core.out, *(row.path[-1] for row in plan.sums)):
+    for value in (site.core.out, *(row.path[-1] for row in site.sums)):
         value.node = replaced[value.node]  # other cores may read it
     return call
 
 
-def _verify(plan: Plan, view: View, emitter: Emitter, old: fx.Node, new: fx.Node) -> None:
-    if plan.core.weights.dropout_p:
+def _verify(site: AttentionSite, view: View, emitter: Emitter, old: fx.Node, new: fx.Node) -> None:
+    if site.core.weights.dropout_p:
         return  # two draws differ
-    inputs = {leaf.value.node for leaf in (plan.q, plan.k, plan.v)}
+    inputs = {leaf.value.node for leaf in (site.q, site.k, site.v)}
     made = set(emitter.made)
 
     def runs(node: fx.Node) -> bool:
@@ -101,115 +95,115 @@ def _verify(plan: Plan, view: View, emitter: Emitter, old: fx.Node, new: fx.Node
     counters["fa_ops"]["verified"] += 1
 
 
-def _outside(plan: Plan) -> list[Leaf]:
+def _outside(site: AttentionSite) -> list[Leaf]:
     """Every leaf besides query, key and value."""
-    scores = plan.scores
-    found = [*scores.factors, *scores.divisors, *plan.core.weights.factors]
-    found += [t.leaf for t in scores.terms if isinstance(t, Bias)]
-    found += [t.mask for t in scores.terms if isinstance(t, Fill)]
+    scores = site.scores
+    found = [*scores.factors, *scores.divisors, *site.core.weights.factors]
+    found += [t.leaf for t in scores.terms if isinstance(t, BiasTerm)]
+    found += [t.mask for t in scores.terms if isinstance(t, FillTerm)]
     found += [scores.column] if scores.column else []
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
 
 def _emit(
-    plan: Plan, masks: Masks, emitter: Emitter, view: View
+    site: AttentionSite, masks: Masks, emitter: Emitter, view: View
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """(the call, by each node to replace the one that does)"""
-    if plan.sums:
-        log_sums.check(plan, masks)
-    rows = (plan.batch, plan.heads, plan.queries)
-    columns = (plan.batch, plan.kv_heads, plan.keys)
-    q = operand(emitter, plan.q, (*rows, plan.head_dim), plan.dtype)
-    k = operand(emitter, plan.k, (*columns, plan.head_dim), plan.dtype)
-    v = operand(emitter, plan.v, (*columns, plan.features), plan.dtype)
-    q, k, scale = _scale(plan, emitter, q, k)
+    if site.sums:
+        log_sums.check(site, masks)
+    rows = (site.batch, site.heads, site.queries)
+    columns = (site.batch, site.kv_heads, site.keys)
+    q = operand(emitter, site.q, (*rows, site.head_dim), site.dtype)
+    k = operand(emitter, site.k, (*columns, site.head_dim), site.dtype)
+    v = operand(emitter, site.v, (*columns, site.features), site.dtype)
+    q, k, scale = _scale(site, emitter, q, k)
     if scale is not None and scale < 0:  # kernels may take the maximum before they scale
         q, scale = emitter.function(operator.neg, q), -scale
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     dead = None
     if masks.run:
-        found, dead = limits(plan, masks.run, view, emitter, q, masks.dead is not Dead.ZERO)
+        found, dead = limits(site, masks.run, view, emitter, q, masks.dead is not Dead.ZERO)
         options |= found
-    written = mask_nodes.write(plan, masks, emitter, q, dead)
+    written = mask_nodes.write(site, masks, emitter, q, dead)
     mask = written.mask
     if masks.zeroed:
-        k, mask = mask_nodes.zeroed_keys(plan, masks.zeroed, emitter, k)
-    if plan.scores.softcap:
-        options["softcap"] = plan.scores.softcap
+        k, mask = mask_nodes.zeroed_keys(site, masks.zeroed, emitter, k)
+    if site.scores.softcap:
+        options["softcap"] = site.scores.softcap
     causal = masks.right == 0
     if masks.left is not None:
         options["window_left"] = masks.left
     if masks.right is not None and not causal:
         options["window_right"] = masks.right
-    beside = plan.sunk and mask_nodes.sinks_beside(plan, masks)
-    sink = mask_nodes.sink(plan, emitter, q, beside) if plan.sunk else None
-    if plan.sunk and not beside:
+    beside = site.sunk and mask_nodes.sinks_beside(site, masks)
+    sink = mask_nodes.sink(site, emitter, q, beside) if site.sunk else None
+    if site.sunk and not beside:
         options["sinks"] = sink
-    p = plan.core.weights.dropout_p
+    p = site.core.weights.dropout_p
     if p:
         device = example(q).device
         options["dropout_seed"] = emitter.function(
             torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device
         )
     given, k, v = (with_rows(emitter, x) for x in (written.query, k, v))
-    target = WITH_LSE if plan.sums or beside else ATTENTION
+    target = WITH_LSE if site.sums or beside else ATTENTION
     call = result = emitter.function(target, given, k, v, mask, p, causal, **options)
     lse = None
     if target is WITH_LSE:
         result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
     if target is WITH_LSE:
-        lse = log_sums.of_rows(plan, emitter, masks, written, lse)
-    if masks.dead is Dead.ABSORBED and dead_rows.learn(plan, masks):
-        cold = dead_rows.Call(with_rows(emitter, q), k, v, p, options)
-        more = dead_rows.pass_on(masks, written, emitter, cold, result, bool(plan.sums))
-        result = cast(emitter, emitter.function(operator.add, result, more[0]), plan.dtype)
-        lse = emitter.function(operator.add, lse, more[1]) if plan.sums else lse
+        lse = log_sums.of_rows(site, emitter, masks, written, lse)
+    if masks.dead is Dead.ABSORBED and dead_rows.scores_require_grad(site, masks):
+        cold = dead_rows.EmittedCall(with_rows(emitter, q), k, v, p, options)
+        more = dead_rows.pass_on(masks, written, emitter, cold, result, bool(site.sums))
+        result = cast(emitter, emitter.function(operator.add, result, more[0]), site.dtype)
+        lse = emitter.function(operator.add, lse, more[1]) if site.sums else lse
     if beside:
-        result = log_sums.scale_by_sink(emitter, result, lse, sink, plan.dtype)
-    gain = plan.core.weights.gain
+        result = log_sums.scale_by_sink(emitter, result, lse, sink, site.dtype)
+    gain = site.core.weights.gain
     if not math.isclose(gain, 1.0, rel_tol=1e-9):
         result = emitter.function(operator.mul, result, gain)
-    for leaf in plan.core.weights.factors:
+    for leaf in site.core.weights.factors:
         factor = aligned(emitter, leaf, (*rows, ()))
         result = emitter.function(operator.mul, result, factor)
-    result = cast(emitter, result, plan.dtype)
-    result = emitter.arrange(result, plan.out_dims, plan.core.dims)
-    replaced = {plan.core.out.node: _restride(emitter, result, plan.core.out.node)}
-    for old, new in log_sums.write(plan, emitter, lse).items():
+    result = cast(emitter, result, site.dtype)
+    result = emitter.arrange(result, site.out_dims, site.core.dims)
+    replaced = {site.core.out.node: _restride(emitter, result, site.core.out.node)}
+    for old, new in log_sums.write(site, emitter, lse).items():
         replaced[old] = _restride(emitter, new, old)
     return call, replaced
 
 
-def _scale(plan: Plan, emitter: Emitter, q: fx.Node, k: fx.Node):
+def _scale(site: AttentionSite, emitter: Emitter, q: fx.Node, k: fx.Node):
     """Constant factors become the operator's scale; tensors and symbolic numbers multiply the
     query, or the key.
     """
-    scores = plan.scores
+    scores = site.scores
     factors = [(x, operator.mul) for x in scores.factors]
     factors += [(x, operator.truediv) for x in scores.divisors]
     plain = len(factors) == 1 and scores.scale == 1.0 and not scores.softcap
-    if plain and _is_default_scale(plan, *factors[0]):
+    if plain and _is_default_scale(site, *factors[0]):
         return q, k, None
-    keys, queries = set(plan.keys), set(plan.queries)
-    kv = {*plan.batch, *plan.kv_heads, *plan.keys}
+    keys, queries = set(site.keys), set(site.queries)
+    kv = {*site.batch, *site.kv_heads, *site.keys}
     for leaf, apply in factors:
         if not leaf.axes() & keys:
-            factor = aligned(emitter, leaf, (plan.batch, plan.heads, plan.queries, ()))
-            q = cast(emitter, emitter.function(apply, q, factor), plan.dtype)
+            factor = aligned(emitter, leaf, (site.batch, site.heads, site.queries, ()))
+            q = cast(emitter, emitter.function(apply, q, factor), site.dtype)
         elif leaf.axes() <= kv and not leaf.axes() & queries:
-            factor = aligned(emitter, leaf, (plan.batch, plan.kv_heads, plan.keys, ()))
-            k = cast(emitter, emitter.function(apply, k, factor), plan.dtype)
+            factor = aligned(emitter, leaf, (site.batch, site.kv_heads, site.keys, ()))
+            k = cast(emitter, emitter.function(apply, k, factor), site.dtype)
         else:
             raise Refused("the scores are multiplied by a tensor that varies over queries and keys")
     return q, k, scores.scale
 
 
-def _is_default_scale(plan: Plan, leaf: Leaf, apply) -> bool:
+def _is_default_scale(site: AttentionSite, leaf: Leaf, apply) -> bool:
     """Whether a symbolic factor is 1/sqrt(head_dim), head_dim being a symbol."""
     x = leaf.value.tensor if isinstance(leaf.value, Value) else None
-    if not isinstance(x, torch.SymFloat) or len(plan.head_dim) != 1:
+    if not isinstance(x, torch.SymFloat) or len(site.head_dim) != 1:
         return False
-    size = plan.head_dim[0].size
+    size = site.head_dim[0].size
     root = torch.sym_sqrt(size)
     wanted = root if apply is operator.truediv else 1.0 / root
     power = size**0.5 if apply is operator.truediv else size**-0.5
@@ -284,15 +278,15 @@ def _check_result(made: Tensor, wanted: Tensor) -> None:
         )
 
 
-def _doomed(plan: Plan) -> set[fx.Node]:
+def _doomed(site: AttentionSite) -> set[fx.Node]:
     """The path, and what hangs on it besides the result: readers of a shape."""
     doomed: set[fx.Node] = set()
-    path = {value.node for value in plan.core.path}
-    sums = {row.path[-1].node for row in plan.sums}
+    path = {value.node for value in site.core.path}
+    sums = {row.path[-1].node for row in site.sums}
     pending = [*path, *sums]
     while pending:
         node = pending.pop()
-        if node not in doomed and node is not plan.core.out.node:
+        if node not in doomed and node is not site.core.out.node:
             doomed.add(node)
             pending += (n for n in node.users if node not in sums or n in path)
     return doomed

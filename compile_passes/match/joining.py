@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_passes import layout
-from compile_passes.axes import Axis, Dims, broadcast_dims, is_one
-from compile_passes.constants import number
-from compile_passes.ir import Value
-from compile_passes.states import Followed, Leaf
+from compile_passes.graph import layout
+from compile_passes.graph.axes import Axis, Dims, broadcast_dims, is_one
+from compile_passes.graph.constants import number
+from compile_passes.graph.ir import Value
+from compile_passes.match.match_state import Followed, Leaf
 
 
 def other(value: Value, name: str) -> object:

@@ -8,8 +8,8 @@ import dataclasses
 
 import torch
 
-from compile_passes.axes import Axis, Dims, Group, flat, resolve
-from compile_passes.ir import Value
+from compile_passes.graph.axes import Axis, Dims, Group, flat, resolve
+from compile_passes.graph.ir import Value
 
 # A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
 FAR = -1e4
@@ -37,7 +37,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bias:
+class BiasTerm:
     """scores + coefficient * leaf, in `dtype`"""
 
     leaf: Leaf
@@ -46,8 +46,8 @@ class Bias:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fill:
-    """Scores become `value` where the mask is `where`."""
+class FillTerm:
+    """MatchedScores become `value` where the mask is `where`."""
 
     mask: Leaf
     where: bool
@@ -55,8 +55,8 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
-    """Scores below `value` become it; those at it pass on this share of their gradient."""
+class FloorTerm:
+    """MatchedScores below `value` become it; those at it pass on this share of their gradient."""
 
     value: float
     share: float
@@ -74,7 +74,7 @@ class _Followed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores(_Followed):
+class MatchedScores(_Followed):
     """softcap * tanh(scale * factors * (a . b) / softcap), then the terms in order.
 
     `column`: a sink logit was concatenated to the keys, which were `keys_before`; it stands `ahead`
@@ -90,27 +90,27 @@ class Scores(_Followed):
     factors: tuple[Leaf, ...] = ()  # multiply
     divisors: tuple[Leaf, ...] = ()
     softcap: float = 0.0
-    terms: tuple[Bias | Fill | Floor, ...] = ()
-    shift: Row | None = None  # subtracted: the same number in a whole row
+    terms: tuple[BiasTerm | FillTerm | FloorTerm, ...] = ()
+    shift: RowStatistic | None = None  # subtracted: the same number in a whole row
     column: Leaf | None = None
     ahead: bool = False
     keys_before: Group = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights(_Followed):
+class MatchedWeights(_Followed):
     """softmax(scores) over the axes `keys`, perhaps dropped out, times gain and factors (constant
     along the keys).
     """
 
-    scores: Scores
+    scores: MatchedScores
     softmax: Value
     keys: Group
     dropout_p: float = 0.0
     gain: float = 1.0
     factors: tuple[Leaf, ...] = ()
     zero_sink: bool = False  # 1 + sum(exp(scores)) was the denominator
-    zeroed: Fill | None = None  # masked again after the softmax, with 0
+    zeroed: FillTerm | None = None  # masked again after the softmax, with 0
 
     def key_axes(self) -> set[Axis]:
         return set(resolve(self.keys))
@@ -120,16 +120,16 @@ class Weights(_Followed):
 class LogWeights(_Followed):
     """log(weights)"""
 
-    weights: Weights
+    weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(_Followed):
+class RowStatistic(_Followed):
     """One number per row of the scores: their maximum, or something made of it; `lse`: their
     log-sum-exp.
     """
 
-    scores: Scores
+    scores: MatchedScores
     keys: Group
     lse: bool = False
     negative: bool = False
@@ -139,14 +139,14 @@ class Row(_Followed):
 class Exps(_Followed):
     """exp(scores - shift)"""
 
-    scores: Scores
+    scores: MatchedScores
 
 
 @dataclasses.dataclass(frozen=True)
 class ShiftExp(_Followed):
     """exp(-shift), a sink of 0 beside shifted scores"""
 
-    row: Row
+    row: RowStatistic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Lost:
 class Core:
     """One whole attention: weights times `v`, laid out as `dims`."""
 
-    weights: Weights
+    weights: MatchedWeights
     v: Leaf
     features: Group
     dims: Dims
@@ -193,5 +193,7 @@ class Core:
         return self.weights.path
 
 
-Followed = Scores | Weights | LogWeights | Row | Exps | ShiftExp | Total | Late
+Followed = (
+    MatchedScores | MatchedWeights | LogWeights | RowStatistic | Exps | ShiftExp | Total | Late
+)
 State = Followed | Lost

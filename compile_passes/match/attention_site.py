@@ -11,19 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from compile_passes import layout
-from compile_passes.axes import Axis, Dims, Group, flat, resolve, same
-from compile_passes.ir import Value
-from compile_passes.states import Core, Leaf, Row, Scores
-from compile_passes.vocabulary import raw_name
-
-
-class Refused(Exception):
-    """The core stays as it was written; the message says why."""
+from compile_passes.graph import layout
+from compile_passes.graph.axes import Axis, Dims, Group, flat, resolve, same
+from compile_passes.graph.ir import Value
+from compile_passes.graph.vocabulary import raw_name
+from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
+from compile_passes.report import Refused
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionSite:
     """One call. Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`,
     a leading run of `heads`.
     """
@@ -40,10 +37,10 @@ class Plan:
     head_dim: Group
     features: Group
     dtype: torch.dtype  # what q, k, v are computed in
-    sums: tuple[Row, ...] = ()  # log-sum-exps of the scores that something else reads
+    sums: tuple[RowStatistic, ...] = ()  # log-sum-exps of the scores that something else reads
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> MatchedScores:
         return self.core.weights.scores
 
     @property
@@ -65,7 +62,7 @@ class Plan:
         return (self.batch, self.heads, self.queries, self.keys)
 
 
-def plan(core: Core, sums: Sequence[Row] = ()) -> Plan:
+def attention_site(core: Core, sums: Sequence[RowStatistic] = ()) -> AttentionSite:
     """Raises Refused where the core can't be one call that changes nothing. `sums`: every
     log-sum-exp of the graph.
     """
@@ -86,7 +83,7 @@ def plan(core: Core, sums: Sequence[Row] = ()) -> Plan:
     shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
     sink = scores.column.axes() if scores.column else set()
     batch_group, heads, kv_heads = _split(batch, shared, sink, core.weights.dims)
-    made = Plan(
+    made = AttentionSite(
         core, q, k, v, batch_group, heads, kv_heads, rows, keys,
         resolve(scores.summed), resolve(core.features), dtype, sums,
     )  # fmt: skip
@@ -94,7 +91,7 @@ def plan(core: Core, sums: Sequence[Row] = ()) -> Plan:
     return made
 
 
-def _rows(scores: Scores, q: Leaf, k: Leaf) -> Group:
+def _rows(scores: MatchedScores, q: Leaf, k: Leaf) -> Group:
     """The query axis: the last of the product's axes that the key lacks. Others are heads that
     share a key.
     """
@@ -122,7 +119,7 @@ def _split(
 _SAME = ("a", "b", "scale", "factors", "divisors", "softcap", "terms", "summed")
 
 
-def _is_its_sum(row: Row, core: Core) -> bool:
+def _is_its_sum(row: RowStatistic, core: Core) -> bool:
     """Whether a log-sum-exp that is read outside the core is that of its scores."""
     mine, theirs = core.weights.scores, row.scores
     shifted = theirs.shift or theirs.column or mine.column
@@ -134,7 +131,7 @@ def _is_its_sum(row: Row, core: Core) -> bool:
     return not inside.issuperset(row.path[-1].node.users)
 
 
-def _check_uses(core: Core, sums: tuple[Row, ...]) -> None:
+def _check_uses(core: Core, sums: tuple[RowStatistic, ...]) -> None:
     apart = {row.path[-1].node for row in sums}
     inside = {value.node for value in core.path} | {core.out.node} | apart
     for value in core.path:
@@ -187,20 +184,20 @@ def _check_modes(core: Core) -> None:
 MAX_HEAD_DIM = 256  # of the GPU kernels
 
 
-def _check_supported(plan: Plan) -> None:
+def _check_supported(site: AttentionSite) -> None:
     """What would make the call itself raise."""
-    for name, leaf in (("query", plan.q), ("key", plan.k), ("value", plan.v)):
+    for name, leaf in (("query", site.q), ("key", site.k), ("value", site.v)):
         tensor = leaf.value.tensor
         if tensor.device.type not in ("cpu", "cuda"):
             raise Refused(f"{name} is on {tensor.device.type}")
-    if any(same(a.size, 0) for a in (*plan.head_dim, *plan.features)):
+    if any(same(a.size, 0) for a in (*site.head_dim, *site.features)):
         raise Refused("a head dimension is 0")
-    if plan.q.value.tensor.device.type == "cuda":
-        for group in (plan.head_dim, plan.features):
+    if site.q.value.tensor.device.type == "cuda":
+        for group in (site.head_dim, site.features):
             size = math.prod(a.size for a in group)
             if type(size) is not int or size > MAX_HEAD_DIM:
                 raise Refused(f"the head dimension is {size}, the kernels go to {MAX_HEAD_DIM}")
-        if plan.dtype == torch.float64:
+        if site.dtype == torch.float64:
             raise Refused("float64 is supported on CPU only")
 
 

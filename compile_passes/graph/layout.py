@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from compile_passes.axes import Axis, Dims, is_one, regroup, resolve_dims, same
-from compile_passes.ir import Value, learns
-from compile_passes.vocabulary import raw_name
+from compile_passes.graph.axes import Axis, Dims, is_one, regroup, resolve_dims, same
+from compile_passes.graph.ir import Value, requires_grad
+from compile_passes.graph.vocabulary import raw_name
 
 LAYOUT = frozenset({"permute", "reshape", "expand", "copy", "cast", "getitem"})
 
@@ -136,7 +136,7 @@ def peel(value: Value, dims: Dims, dtype: torch.dtype, reader: Value) -> tuple[V
         dims = resolve_dims(dims)
         cast_up = value.op == "cast" and value.dtype != dtype and source(value).dtype == dtype
         step = (dims, True) if cast_up and _stays(value) else backward(value, dims)
-        if step is None or (value.grad != reader.grad and learns(source(value))):
+        if step is None or (value.grad != reader.grad and requires_grad(source(value))):
             return best
         (before, gained), free = step, value.op == "permute" or _parts(step[0]) == _parts(dims)
         gained = gained or (free and value is best[0] and value.op != "copy")

@@ -1,8 +1,4 @@
-"""Masks that let each query attend one run of keys: `key_ranges`, or `kv_lens` for one query.
-
-A condition on the key j is a run if it bounds j from below and above by what does not depend on j:
-causal with an offset that is only known at run time, windows, chunks (i // c == j // c), prefixes.
-"""
+"""Key intervals as tensors: `key_ranges`, or `kv_lens` for one query."""
 
 from __future__ import annotations
 
@@ -10,134 +6,27 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import sympy
 import torch
 from torch import fx
 
-from compile_passes.axes import Axis, Dims, is_one, same
-from compile_passes.emit import Emitter
-from compile_passes.exactness import LARGEST_SIZE
-from compile_passes.expressions import (
+from compile_passes.graph.axes import Axis, Dims, is_one, same
+from compile_passes.graph.ir import Value, View, example
+from compile_passes.masks.affine import (
     Affine,
-    All,
-    Any,
-    AtMost,
-    Condition,
     Opaque,
     Quotient,
-    all_of,
-    any_of,
-    at_most,
     order,
     symbolic,
 )
-from compile_passes.ir import Value, View, example
-from compile_passes.plan import Plan, Refused
-from compile_passes.states import Leaf
+from compile_passes.masks.exactness import LARGEST_SIZE
+from compile_passes.masks.key_intervals import Bound, Extreme, KeyInterval
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.report import Refused
+from compile_passes.rewrite.emitter import Emitter
 
-OUT_OF_REACH = 2**61  # so far off every key that a sum with what is within half of it is too
-
-
-class Extreme(NamedTuple):
-    """The greatest or the least of several bounds."""
-
-    greatest: bool
-    bounds: tuple
-
-
-Bound = Affine | Extreme
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """low <= j < high; None: the first or the last key. `leaf` is the mask that says so."""
-
-    low: Bound | None
-    high: Bound | None
-    leaf: Leaf | None = None
-
-
-def run(keep: Condition, j: Axis) -> Run | None:
-    """The run of keys that a condition keeps; None if it is not one, or not known to be."""
-    if keep is True:
-        return Run(None, None)
-    if isinstance(keep, AtMost):
-        return _literal(keep.a, j)
-    if not isinstance(keep, (All, Any)):
-        return None
-    runs = [run(c, j) for c in sorted(keep.conditions, key=order)]
-    if None in runs:
-        return None
-    lows = [r.low for r in runs if r.low is not None]
-    highs = [r.high for r in runs if r.high is not None]
-    if isinstance(keep, All):
-        return Run(_extreme(True, lows), _extreme(False, highs))
-    if lows and highs:
-        return None
-    return Run(_extreme(False, lows), _extreme(True, highs))  # of runs that end alike
-
-
-def _extreme(greatest: bool, bounds: list[Bound]) -> Bound | None:
-    if len(bounds) < 2:
-        return bounds[0] if bounds else None
-    return Extreme(greatest, tuple(bounds))
-
-
-def _literal(a: Affine, j: Axis) -> Run | None:
-    """c * j + rest <= 0, or c * (j // n) + rest <= 0, for c = 1 and -1."""
-    ours = [(x, c) for x, c in a.terms if _depends(x, j)]
-    if len(ours) != 1 or abs(ours[0][1]) != 1:
-        return None
-    ((x, c),) = ours
-    rest = a.plus(Affine.variable(x).times(c), -1)
-    shift, n = Affine.of(0), 1
-    if isinstance(x, Quotient):
-        shift, n = x.a.plus(Affine.variable(j), -1), x.n
-        if any(_depends(y, j) for y, _ in shift.terms):
-            return None
-    elif x is not j:
-        return None
-    if c > 0:  # (j + shift) // n <= -rest
-        return Run(None, Affine.of(1).plus(rest, -1).times(n).plus(shift, -1))
-    return Run(rest.times(n).plus(shift, -1), None)
-
-
-def _depends(x: object, j: Axis) -> bool:
-    if isinstance(x, Quotient):
-        return any(_depends(y, j) for y, _ in x.a.terms)
-    if isinstance(x, Opaque):
-        return any(_depends(y, j) for at in x.coordinates for y, _ in at.terms)
-    return x is j
-
-
-def attends_itself(keep: Condition, i: Axis | None, j: Axis) -> bool:
-    """Whether each query keeps the key on its own place, of which there is one."""
-    if i is None:
-        return False
-    surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))
-    place = Affine.variable(i).plus(Affine.of(surplus))
-    return bool(surplus.is_nonnegative) and _at(keep, j, place) is True
-
-
-def _at(c: Condition, j: Axis, place: Affine) -> Condition:
-    """The condition where the key is `place`."""
-    if isinstance(c, (All, Any)):
-        join = all_of if isinstance(c, All) else any_of
-        return join(*(_at(x, j, place) for x in c.conditions))
-    return at_most(_put(c.a, j, place)) if isinstance(c, AtMost) else c
-
-
-def _put(a: Affine, j: Axis, place: Affine) -> Affine:
-    result = Affine.of(a.constant)
-    for x, c in a.terms:
-        if isinstance(x, Quotient):
-            x = Affine.variable(Quotient(_put(x.a, j, place), x.n))
-        else:
-            x = place if x is j else Affine.variable(x)
-        result = result.plus(x.times(c))
-    return result
+OUT_OF_REACH = 2**60  # so far off every key that a sum with what is within half of it is too
 
 
 def _reads(x: object) -> Iterator[Value]:
@@ -157,7 +46,7 @@ def _reads(x: object) -> Iterator[Value]:
 
 
 @dataclasses.dataclass
-class Written:
+class IntervalNodes:
     """Nodes of a run: (B or 1, Hq or 1, Sq or 1) each; None where there is no bound."""
 
     low: fx.Node | None
@@ -169,20 +58,22 @@ class Writer:
     they read is written to later.
     """
 
-    def __init__(self, plan: Plan, view: View, emitter: Emitter, made: Run) -> None:
-        self._plan, self._view, self._emitter = plan, view, emitter
-        self._run, self._mask = made, made.leaf.value
-        self._dims: Dims = (plan.batch, plan.heads, plan.queries)
+    def __init__(
+        self, site: AttentionSite, view: View, emitter: Emitter, made: KeyInterval
+    ) -> None:
+        self._site, self._view, self._emitter = site, view, emitter
+        self._interval, self._mask = made, made.leaf.value
+        self._dims: Dims = (site.batch, site.heads, site.queries)
 
-    def write(self) -> Written:
-        made = (self._run.low, self._run.high)
+    def write(self) -> IntervalNodes:
+        made = (self._interval.low, self._interval.high)
         reads = [x for b in made if b is not None for x in _reads(b)]
-        late = all(self._view.intact(x, self._plan.core.out) for x in reads)
+        late = all(self._view.intact(x, self._site.core.out) for x in reads)
         place = contextlib.nullcontext() if late else self._emitter.before(self._mask.node)
         if not all(self._view.intact(x, self._mask) for x in reads):
             raise Refused("a bound of the mask is written to")
         with place:
-            return Written(*(None if b is None else self._bound(b) for b in made))
+            return IntervalNodes(*(None if b is None else self._bound(b) for b in made))
 
     def _bound(self, bound: Bound) -> fx.Node:
         if isinstance(bound, Extreme):
@@ -228,7 +119,7 @@ class Writer:
         return self._emitter.function(operator.mul, value, c)
 
     def _size(self, symbol: sympy.Expr) -> int | fx.Node:
-        for axis in (*self._plan.queries, *self._plan.keys):
+        for axis in (*self._site.queries, *self._site.keys):
             if symbolic(axis.size) == symbol:
                 return self._emitter.size(axis)
         raise Refused(f"no tensor shows {symbol}, a bound of the mask")
@@ -288,11 +179,16 @@ def _within(dtype: torch.dtype, reach: int) -> bool:
 
 
 def limits(
-    plan: Plan, made: Run, view: View, emitter: Emitter, q: fx.Node, fill_dead: bool
+    site: AttentionSite,
+    made: KeyInterval,
+    view: View,
+    emitter: Emitter,
+    q: fx.Node,
+    fill_dead: bool,
 ) -> tuple[dict[str, fx.Node], fx.Node | None]:
     """(kv_lens or key_ranges, rows without keys); if `fill_dead`, such rows are given all keys."""
-    written = Writer(plan, view, emitter, made).write()
-    count, dead = emitter.size(plan.keys[0]), None
+    written = Writer(site, view, emitter, made).write()
+    count, dead = emitter.size(site.keys[0]), None
     low, high = (x and emitter.method("clamp", x, 0, count) for x in (written.low, written.high))
     if fill_dead:
         alive = emitter.function(operator.gt, high or count, low or 0)
@@ -300,7 +196,7 @@ def limits(
         low = low and emitter.method("masked_fill", low, dead, 0)
         high = high and emitter.method("masked_fill", high, dead, count)
         dead = emitter.method("unsqueeze", dead, -1)
-    if low is None and not plan.queries and is_one(example(high).shape[1]):
+    if low is None and not site.queries and is_one(example(high).shape[1]):
         lens = emitter.method("reshape", high, -1)
         lens = emitter.method("expand", lens, emitter.method("size", q, 0))
         return {"kv_lens": emitter.method("to", lens, torch.int32)}, dead

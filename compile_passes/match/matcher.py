@@ -11,14 +11,15 @@ import dataclasses
 
 from torch import Tensor
 
-from compile_passes import layout, score_rules, softmaxes, weight_rules
-from compile_passes.axes import Axis, Dims, Group, resolve
-from compile_passes.constants import number
-from compile_passes.ir import Value, View
-from compile_passes.joining import join, other
-from compile_passes.products import Contraction, contraction
-from compile_passes.states import (
-    Bias,
+from compile_passes.graph import layout
+from compile_passes.graph.axes import Axis, Dims, Group, resolve
+from compile_passes.graph.constants import number
+from compile_passes.graph.ir import Value, View
+from compile_passes.graph.vocabulary import raw_name
+from compile_passes.match import score_rules, softmaxes, weight_rules
+from compile_passes.match.joining import join, other
+from compile_passes.match.match_state import (
+    BiasTerm,
     Core,
     Exps,
     Followed,
@@ -26,14 +27,14 @@ from compile_passes.states import (
     Leaf,
     LogWeights,
     Lost,
-    Row,
-    Scores,
+    MatchedScores,
+    MatchedWeights,
+    RowStatistic,
     ShiftExp,
     State,
     Total,
-    Weights,
 )
-from compile_passes.vocabulary import raw_name
+from compile_passes.match.products import Contraction, contraction
 
 NO_SCORES = "its input is not the product of a query and a key"
 ONE_KEY = "the softmax runs over a dimension of size 1"
@@ -49,13 +50,13 @@ class Matcher:
         self.cores: list[Core] = []
         self.softmaxes: list[Value] = []
         self.misses: dict[Value, str] = {}
-        self.sums: list[Row] = []
+        self.sums: list[RowStatistic] = []
         for value in view.values.values():
             if value.op and (isinstance(value.tensor, Tensor) or value.op == "max"):
                 state = self._transfer(value)
                 if state is not None:
                     self.states[value] = state
-                if isinstance(state, Row) and value.op == "logsumexp":
+                if isinstance(state, RowStatistic) and value.op == "logsumexp":
                     self.sums.append(state)
                 if isinstance(state, Lost) and state.softmax:
                     self.misses.setdefault(state.softmax, state.reason)
@@ -78,16 +79,16 @@ class Matcher:
         return _lost(value, state, result) if isinstance(result, str) else result
 
     def _apply(self, value: Value, state: Followed, name: str) -> State | str | None:
-        if isinstance(state, Row) and value.op == "getitem" and state.path[-1].op == "max":
+        if isinstance(state, RowStatistic) and value.op == "getitem" and state.path[-1].op == "max":
             first = value.args.get("index") == 0
             return state.then(value) if first else "the place of their maximum is used"
         if value.op in layout.LAYOUT and not (value.op == "getitem" and _slices(value, state)):
             return _rearranged(value, state)
         x = other(value, name)
         beside = self.states.get(x) if isinstance(x, Value) else None
-        if isinstance(state, Scores):
+        if isinstance(state, MatchedScores):
             return _scores(value, state, name, beside)
-        if isinstance(state, Weights):
+        if isinstance(state, MatchedWeights):
             rule = weight_rules.RULES.get(value.op)
             return (
                 rule(value, state, name) if rule else f"{raw_name(value.node)} is applied to them"
@@ -96,7 +97,7 @@ class Matcher:
             found = dataclasses.replace(state.weights, softmax=value, path=(*state.path, value))
             self.softmaxes.append(value)
             return dataclasses.replace(found, dims=state.dims)
-        if isinstance(state, Row):
+        if isinstance(state, RowStatistic):
             return softmaxes.row_rule(value, state, name)
         return self._exponentials(value, state, name, x, beside)
 
@@ -137,7 +138,7 @@ class Matcher:
         for state in (a, b):
             if isinstance(state, Lost) and state.single:
                 self.misses.setdefault(state.single, state.reason)
-        ours = (Weights, Exps)
+        ours = (MatchedWeights, Exps)
         if isinstance(a, ours) and isinstance(b, ours):
             return _lost(value, a, "two sets of weights are multiplied")
         if isinstance(a, ours) or isinstance(b, ours):
@@ -150,7 +151,7 @@ class Matcher:
 
     def _softmax(self, value: Value, state: State | None) -> State | None:
         self.softmaxes.append(value)
-        if not isinstance(state, Scores):
+        if not isinstance(state, MatchedScores):
             self.misses[value] = state.reason if isinstance(state, Lost) else NO_SCORES
             return None
         dim = value.args.get("dim")
@@ -163,7 +164,7 @@ class Matcher:
         elif wrong := softmaxes.objection(state, keys):
             self.misses[value] = wrong
         else:
-            weights = Weights(state.dims, (*state.path, value), state, value, keys)
+            weights = MatchedWeights(state.dims, (*state.path, value), state, value, keys)
             if value.op == "softmax":
                 return weights
             self.softmaxes.pop()  # its exp will be the anchor
@@ -171,13 +172,13 @@ class Matcher:
         return None
 
     def _value_product(
-        self, value: Value, c: Contraction, state: Weights | Exps, right: bool
+        self, value: Value, c: Contraction, state: MatchedWeights | Exps, right: bool
     ) -> State | str | None:
         lw, lv = (c.lb, c.la) if right else (c.la, c.lb)
         v = c.a if right else c.b
         axes = {x: resolve(g) for x, g in zip(lw, state.dims, strict=True) if x is not None}
         keys = [a for x in c.summed for a in axes.get(x, ())]
-        if isinstance(state, Weights) and set(keys) != state.key_axes():
+        if isinstance(state, MatchedWeights) and set(keys) != state.key_axes():
             return "they are multiplied along another dimension than the keys"
         new = [x for x in c.lo if x is not None and x not in axes]
         if len(new) > 1:
@@ -195,14 +196,14 @@ class Matcher:
 
 
 def _lost(value: Value, state: Followed, what: str) -> Lost:
-    if isinstance(state, Weights):
+    if isinstance(state, MatchedWeights):
         reason = f"the attention weights are not used as they are: {what}"
         return Lost(reason, value, state.softmax)
     return Lost(f"the scores are not scale, bias and mask alone: {what}", value)
 
 
 def _slices(value: Value, state: Followed) -> bool:
-    return isinstance(state, Weights) and not layout.only_inserts(value)
+    return isinstance(state, MatchedWeights) and not layout.only_inserts(value)
 
 
 def _rearranged(value: Value, state: Followed) -> State | str:
@@ -214,8 +215,8 @@ def _rearranged(value: Value, state: Followed) -> State | str:
     return state.then(value, dims=dims)
 
 
-def _scores(value: Value, s: Scores, name: str, beside: State | None) -> State | str:
-    if value.op == "sub" and name == "input" and isinstance(beside, Row):
+def _scores(value: Value, s: MatchedScores, name: str, beside: State | None) -> State | str:
+    if value.op == "sub" and name == "input" and isinstance(beside, RowStatistic):
         return softmaxes.shift(value, s, beside)
     if value.op == "exp":
         return softmaxes.exp_of_scores(value, s)
@@ -225,7 +226,7 @@ def _scores(value: Value, s: Scores, name: str, beside: State | None) -> State |
     return rule(value, s, name) if rule else f"{raw_name(value.node)} is applied to them"
 
 
-def _begin(value: Value, c: Contraction) -> Scores | None:
+def _begin(value: Value, c: Contraction) -> MatchedScores | None:
     if not value.dtype.is_floating_point:
         return None
     axes = {x: Axis(n, x) for x, n in c.sizes.items()}
@@ -235,10 +236,12 @@ def _begin(value: Value, c: Contraction) -> Scores | None:
 
     summed: Group = tuple(axes[x] for x in c.summed)
     out = dims(c.lo)
-    return Scores(out, (value,), Leaf(c.a, dims(c.la)), Leaf(c.b, dims(c.lb)), summed, value, out)
+    return MatchedScores(
+        out, (value,), Leaf(c.a, dims(c.la)), Leaf(c.b, dims(c.lb)), summed, value, out
+    )
 
 
-def _baddbmm(value: Value, scores: Scores) -> State | None:
+def _baddbmm(value: Value, scores: MatchedScores) -> State | None:
     """beta * input + alpha * product"""
     alpha, beta = (number(value.args.get(x, 1)) for x in ("alpha", "beta"))
     if alpha is None or beta is None:
@@ -250,4 +253,4 @@ def _baddbmm(value: Value, scores: Scores) -> State | None:
     if isinstance(joined, str):
         return None
     leaf, dims = joined
-    return dataclasses.replace(scores, dims=dims, terms=(Bias(leaf, value.dtype, float(beta)),))
+    return dataclasses.replace(scores, dims=dims, terms=(BiasTerm(leaf, value.dtype, float(beta)),))

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from compile_passes.axes import Group, Size, is_one, resolve, resolve_dims
-from compile_passes.constants import number
-from compile_passes.ir import Value
-from compile_passes.states import (
+from compile_passes.graph.axes import Group, Size, is_one, resolve, resolve_dims
+from compile_passes.graph.constants import number
+from compile_passes.graph.ir import Value
+from compile_passes.match.match_state import (
     Core,
     Exps,
     Late,
     LogWeights,
-    Row,
-    Scores,
+    MatchedScores,
+    MatchedWeights,
+    RowStatistic,
     ShiftExp,
     State,
     Total,
-    Weights,
 )
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
 
 
-def objection(s: Scores, keys: Group) -> str | None:
+def objection(s: MatchedScores, keys: Group) -> str | None:
     """Why a softmax of these scores over the axes `keys` is none over keys: they have to belong to
     one of the product's operands alone, and what was subtracted to be one number along them.
     """
@@ -42,7 +42,7 @@ def objection(s: Scores, keys: Group) -> str | None:
     return None if real and (real <= a - b or real <= b - a) else NOT_KEYS
 
 
-def shift(value: Value, s: Scores, r: Row) -> State | str:
+def shift(value: Value, s: MatchedScores, r: RowStatistic) -> State | str:
     """scores - row"""
     aligned = resolve_dims(tuple(() if g == r.keys else g for g in resolve_dims(s.dims)))
     if r.scores is not s or r.negative or resolve_dims(r.dims) != aligned:
@@ -51,14 +51,14 @@ def shift(value: Value, s: Scores, r: Row) -> State | str:
     if r.lse:
         if wrong := objection(s, r.keys):
             return wrong
-        weights = Weights(s.dims, path, s, value, r.keys)
+        weights = MatchedWeights(s.dims, path, s, value, r.keys)
         return LogWeights(s.dims, path, weights)
     if s.shift:
         return "they are shifted twice"
     return dataclasses.replace(s, shift=r, path=path)
 
 
-def row_rule(value: Value, r: Row, name: str) -> State | str:
+def row_rule(value: Value, r: RowStatistic, name: str) -> State | str:
     if value.op == "neg":
         return r.then(value, negative=not r.negative)
     if value.op in ("clamp", "detach", "maximum"):
@@ -75,7 +75,7 @@ def _has_size(group: Group, n: Size) -> bool:
     return bool(group) or is_one(n)
 
 
-def exp_of_scores(value: Value, s: Scores) -> State:
+def exp_of_scores(value: Value, s: MatchedScores) -> State:
     return Exps(s.dims, (*s.path, value), s)
 
 
@@ -106,7 +106,7 @@ def add_sink(value: Value, t: Total, x: object) -> State | str:
     return "something is added to their sum"
 
 
-def _undone(negated: Row, shifted: Row) -> bool:
+def _undone(negated: RowStatistic, shifted: RowStatistic) -> bool:
     """Whether one is minus the other: the same node, negated once."""
     return negated.path[: len(shifted.path)] == shifted.path and len(negated.path) == (
         len(shifted.path) + 1
@@ -122,7 +122,7 @@ def divide(value: Value, e: Exps, t: Total) -> State | str:
     if wrong := objection(e.scores, t.keys):
         return wrong
     path = tuple(dict.fromkeys((*e.path, *t.path, value)))
-    return Weights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
+    return MatchedWeights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
 
 
 def divide_late(value: Value, late: Late, t: Total) -> Core | str:
@@ -137,5 +137,7 @@ def divide_late(value: Value, late: Late, t: Total) -> Core | str:
     if wrong := objection(late.exps.scores, t.keys):
         return wrong
     path = tuple(dict.fromkeys((*late.path, *t.path)))
-    weights = Weights(late.exps.dims, path, late.exps.scores, value, t.keys, zero_sink=t.zero_sink)
+    weights = MatchedWeights(
+        late.exps.dims, path, late.exps.scores, value, t.keys, zero_sink=t.zero_sink
+    )
     return Core(weights, late.v, late.features, late.dims, value)

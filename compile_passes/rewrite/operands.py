@@ -7,11 +7,12 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from compile_passes.axes import Dims
-from compile_passes.emit import Emitter, rows_are_contiguous
-from compile_passes.ir import Value, example
-from compile_passes.plan import Plan, Refused
-from compile_passes.states import Bias, Leaf
+from compile_passes.graph.axes import Dims
+from compile_passes.graph.ir import Value, example
+from compile_passes.match.attention_site import AttentionSite
+from compile_passes.match.match_state import BiasTerm, Leaf
+from compile_passes.report import Refused
+from compile_passes.rewrite.emitter import Emitter, rows_are_contiguous
 
 
 def operand(emitter: Emitter, leaf: Leaf, dims: Dims, dtype: torch.dtype) -> fx.Node:
@@ -38,11 +39,11 @@ def aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
     return emitter.arrange(leaf.value.node, leaf.dims, dims)
 
 
-def bias(plan: Plan, emitter: Emitter, term: Bias) -> fx.Node:
+def bias(site: AttentionSite, emitter: Emitter, term: BiasTerm) -> fx.Node:
     """A bias times its coefficient, floating point, (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
     if not isinstance(term.leaf.value.tensor, Tensor):
         raise Refused("a symbolic number is added to the scores")
-    node = emitter.arrange(term.leaf.value.node, term.leaf.dims, plan.mask_dims)
+    node = emitter.arrange(term.leaf.value.node, term.leaf.dims, site.mask_dims)
     if not example(node).dtype.is_floating_point:
         node = emitter.method("to", node, torch.float32)
     if term.coefficient != 1.0:

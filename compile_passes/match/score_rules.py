@@ -8,14 +8,23 @@ import math
 import torch
 from torch import Tensor
 
-from compile_passes.axes import Axis, resolve
-from compile_passes.constants import held, number, specialised
-from compile_passes.ir import Value
-from compile_passes.joining import join, other, uninverted
-from compile_passes.states import FAR, Bias, Fill, Floor, Leaf, Row, Scores, State
+from compile_passes.graph.axes import Axis, resolve
+from compile_passes.graph.constants import held, number, specialised
+from compile_passes.graph.ir import Value
+from compile_passes.match.joining import join, other, uninverted
+from compile_passes.match.match_state import (
+    FAR,
+    BiasTerm,
+    FillTerm,
+    FloorTerm,
+    Leaf,
+    MatchedScores,
+    RowStatistic,
+    State,
+)
 
 
-def add(value: Value, s: Scores, name: str) -> State | str:
+def add(value: Value, s: MatchedScores, name: str) -> State | str:
     alpha = number(value.args.get("alpha", 1))
     joined = join(value, s, other(value, name))
     if isinstance(joined, str) or alpha is None:
@@ -26,10 +35,10 @@ def add(value: Value, s: Scores, name: str) -> State | str:
         if sign * alpha != 1.0:
             return "they are subtracted from something"
         alpha = 1.0
-    return s.then(value, dims=dims, terms=(*s.terms, Bias(leaf, value.dtype, sign * alpha)))
+    return s.then(value, dims=dims, terms=(*s.terms, BiasTerm(leaf, value.dtype, sign * alpha)))
 
 
-def mul(value: Value, s: Scores, name: str) -> State | str:
+def mul(value: Value, s: MatchedScores, name: str) -> State | str:
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
         return "they are a divisor, or rounded"
     if s.shift:
@@ -48,44 +57,44 @@ def mul(value: Value, s: Scores, name: str) -> State | str:
     return _scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
 
 
-def _scaled(value: Value, s: Scores, c: float) -> State | str:
-    if c < 0 and (s.softcap or any(isinstance(t, Fill) for t in s.terms)):
+def _scaled(value: Value, s: MatchedScores, c: float) -> State | str:
+    if c < 0 and (s.softcap or any(isinstance(t, FillTerm) for t in s.terms)):
         return "they are negated after a mask or a softcap"
-    if c < 0 and any(isinstance(t, Floor) for t in s.terms):
+    if c < 0 and any(isinstance(t, FloorTerm) for t in s.terms):
         return "they are negated after a lower bound"
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c)
-        if isinstance(t, Bias)
+        if isinstance(t, BiasTerm)
         else dataclasses.replace(t, value=held(t.value * c, value.dtype))
         for t in s.terms
     )
     return s.then(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
 
 
-def neg(value: Value, s: Scores, name: str) -> State | str:
+def neg(value: Value, s: MatchedScores, name: str) -> State | str:
     return "they are negated after a shift" if s.shift else _scaled(value, s, -1.0)
 
 
-def tanh(value: Value, s: Scores, name: str) -> State | str:
+def tanh(value: Value, s: MatchedScores, name: str) -> State | str:
     """tanh(u) is a softcap of 1; a later multiplication makes it the user's."""
     if s.softcap or s.terms or s.shift:
         return "tanh follows a bias, a mask or another tanh"
     return s.then(value, softcap=1.0)
 
 
-def masked_fill(value: Value, s: Scores, name: str) -> State | str:
+def masked_fill(value: Value, s: MatchedScores, name: str) -> State | str:
     if name != "input":
         return "they are used as a mask"
     return _filled(value, s, value.args.get("mask"), True, value.args.get("value"))
 
 
-def where(value: Value, s: Scores, name: str) -> State | str:
+def where(value: Value, s: MatchedScores, name: str) -> State | str:
     if name == "condition":
         return "they are used as a mask"
     return _filled(value, s, value.args.get("condition"), name != "input", other(value, name))
 
 
-def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> State | str:
+def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: object) -> State | str:
     constant = specialised(fill)
     if constant is None:
         return "they are replaced by something that is not one number"
@@ -102,17 +111,17 @@ def _filled(value: Value, s: Scores, mask: object, when: bool, fill: object) -> 
     if isinstance(joined, str):
         return joined
     leaf, dims = joined
-    term = Fill(leaf, when, held(float(constant), value.dtype))
+    term = FillTerm(leaf, when, held(float(constant), value.dtype))
     return s.then(value, dims=dims, terms=(*s.terms, term))
 
 
-def dropout(value: Value, s: Scores, name: str) -> State | str:
+def dropout(value: Value, s: MatchedScores, name: str) -> State | str:
     p, training = number(value.args.get("p", 0.5)), number(value.args.get("training", True))
     idle = training in (False, 0) or p == 0
     return s.then(value) if idle else "dropout is applied to them"
 
 
-def row(value: Value, s: Scores, name: str) -> State | str:
+def row(value: Value, s: MatchedScores, name: str) -> State | str:
     """Their maximum or log-sum-exp over one dimension."""
     dim = value.args.get("dim", value.args.get("other"))
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
@@ -123,10 +132,10 @@ def row(value: Value, s: Scores, name: str) -> State | str:
     dims[dim] = ()
     if not value.args.get("keepdim"):
         del dims[dim]
-    return Row(tuple(dims), (*s.path, value), s, keys, lse=value.op == "logsumexp")
+    return RowStatistic(tuple(dims), (*s.path, value), s, keys, lse=value.op == "logsumexp")
 
 
-def concatenate(value: Value, s: Scores, name: str) -> State | str:
+def concatenate(value: Value, s: MatchedScores, name: str) -> State | str:
     """A sink: one more logit per row, behind the keys or before them."""
     parts, dim = value.args.get("tensors"), value.args.get("dim", 0)
     rank = len(s.dims)
@@ -142,7 +151,7 @@ def concatenate(value: Value, s: Scores, name: str) -> State | str:
     return joined if isinstance(joined, str) else _sunk(value, s, joined[0], ahead)
 
 
-def pad(value: Value, s: Scores, name: str) -> State | str:
+def pad(value: Value, s: MatchedScores, name: str) -> State | str:
     """A sink that is one number."""
     width, mode = value.args.get("pad"), value.args.get("mode", "constant")
     fill = value.args.get("value")
@@ -152,23 +161,23 @@ def pad(value: Value, s: Scores, name: str) -> State | str:
     return _sunk(value, s, Leaf(float(logit)), width[0] == 1)
 
 
-def _sunk(value: Value, s: Scores, column: Leaf, ahead: bool) -> Scores:
+def _sunk(value: Value, s: MatchedScores, column: Leaf, ahead: bool) -> MatchedScores:
     keys = (Axis(value.shape[-1], "keys and sink"),)
     changes = {"column": column, "ahead": ahead, "keys_before": s.dims[-1]}
     return s.then(value, dims=(*s.dims[:-1], keys), **changes)
 
 
-def floor(value: Value, s: Scores, name: str) -> State | str:
+def floor(value: Value, s: MatchedScores, name: str) -> State | str:
     """A lower bound on them that is out of reach, against sums of masks that overflow."""
     bound = specialised(_bound(value, name))
     if value.op == "clamp" and value.args.get("max") is not None:
         return "clamp is applied to them"
     if bound is None or not -math.inf < bound <= FAR or s.shift or s.column:
         return f"{value.op} is applied to them"
-    return s.then(value, terms=(*s.terms, Floor(bound, 1.0 if "clamp" in value.op else 0.5)))
+    return s.then(value, terms=(*s.terms, FloorTerm(bound, 1.0 if "clamp" in value.op else 0.5)))
 
 
-def largest(value: Value, s: Scores, name: str) -> State | str:
+def largest(value: Value, s: MatchedScores, name: str) -> State | str:
     """torch.max is a row's maximum, or that of two tensors."""
     x = _bound(value, name)
     pair = isinstance(x, Value) and isinstance(x.tensor, Tensor)
