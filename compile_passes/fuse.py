@@ -87,9 +87,9 @@ def _try(
         try:
             return rewrite(site, masks, view, verify), masks
         except Refused:
-            if not masks.run:
+            if not masks.interval:
                 raise
-            masks = classify_masks(site, evaluator, runs=False)
+            masks = classify_masks(site, evaluator, intervals=False)
             return rewrite(site, masks, view, verify), masks
     except Refused as refusal:
         return str(refusal)

@@ -54,8 +54,8 @@ class FusionPass(CustomGraphPass):
 
 
 class Chain(CustomGraphPass):
-    """Other passes first, then ours. Without a uuid where one of them has none: then nothing is
-    cached, as without us.
+    """Other passes first, then ours. It has no uuid where one of them has none: then nothing is
+    cached, as without this pass.
     """
 
     def __init__(self, others: tuple, ours: FusionPass) -> None:

@@ -17,7 +17,7 @@ Size = int | SymInt
 
 
 class Axis:
-    """One independent index. `parts` is set once a view has split it; a part knows its `whole`."""
+    """One independent index. `parts` is set once a view has split it, `whole` on such a part."""
 
     __slots__ = ("name", "size", "parts", "whole")
 

@@ -13,6 +13,8 @@ from torch.fx.node import map_arg
 
 from compile_passes.graph import vocabulary
 
+PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")  # metadata: where a node comes from
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
@@ -57,7 +59,7 @@ _DRAWN = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential"
 
 
 def alike(a: object, b: object, depth: int = 8) -> bool:
-    """Whether two arguments hold the same: one value, or the same operation on values alike."""
+    """Whether two arguments have the same contents: one value, or one operation on such values."""
     if not (isinstance(a, Value) and isinstance(b, Value)):
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
             return all(alike(x, y, depth) for x, y in zip(a, b, strict=True))
@@ -76,7 +78,7 @@ def is_drawn(value: Value) -> bool:
 
 
 def meta_key(graph: fx.Graph) -> str:
-    """Dynamo's graphs say example_value, exported ones val."""
+    """Where nodes keep their example: Dynamo's graphs in example_value, exported ones in val."""
     return "example_value" if any("example_value" in n.meta for n in graph.nodes) else "val"
 
 
@@ -135,7 +137,7 @@ class View:
             return -1 - index
 
     def _alias(self, value: Value, name: str) -> None:
-        """Where fake tensors do not show it, believe that a view shares its input's memory."""
+        """Record that a view shares its input's memory where fake tensors do not show it."""
         node = value.node
         told = value.storage >= 0 and "example_value" in node.meta
         view = name in vocabulary.MAYBE_VIEWS or getattr(node.target, "is_view", False)
@@ -176,7 +178,7 @@ class View:
 
 
 def _is_more(node: fx.Node, name: str) -> bool:
-    """Whether a node does something else than its name says: it writes its result to another
+    """Whether a node does more than its name implies: it writes its result to another
     tensor, or reads its input's bits as numbers of another dtype.
     """
     if node.kwargs.get("out") is not None:
@@ -188,7 +190,7 @@ def _is_more(node: fx.Node, name: str) -> bool:
 
 
 def _written(node: fx.Node, writes: bool) -> list[fx.Node]:
-    """The nodes whose memory this one writes, as far as can't be excluded."""
+    """The nodes whose memory this one may write."""
     target = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
@@ -207,7 +209,7 @@ def _written(node: fx.Node, writes: bool) -> list[fx.Node]:
 
 
 def _functional(node: fx.Node) -> list[object]:
-    """What a function of torch.nn.functional is told to write to."""
+    """The arguments that a function of torch.nn.functional writes to."""
     known = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
     written = [known.get("running_mean"), known.get("running_var")]
     if known.get("inplace"):

@@ -1,6 +1,6 @@
 """`F.multi_head_attention_forward`, one call in Dynamo's graphs, as the operations it is made of.
 
-The function is traced with the call's own arguments, so that its effect is torch's, whatever the
+The function is traced with the call's own arguments, so that its meaning is torch's, whatever the
 options. The operations stand in the graph ahead of the call until the pass has fused them; then
 they take its place, and otherwise they go and the call stays as it was.
 """
@@ -21,10 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from compile_passes.graph.ir import example, meta_key
+from compile_passes.graph.ir import PLACE, example, meta_key
 from compile_passes.graph.vocabulary import raw_name
 from compile_passes.report import Refused, log
-from compile_passes.rewrite.emitter import PLACE
 
 FORWARD = F.multi_head_attention_forward
 # What the modules of torch.nn call in eval mode without gradients.
@@ -58,7 +57,7 @@ class Opened:
 
 
 def open_calls(graph: fx.Graph) -> tuple[list[Opened], dict[fx.Node, str]]:
-    """Every call whose weights nobody uses, opened; and why the others are not."""
+    """Every call whose weights are unused, opened, and the reasons why the others are not."""
     opened: list[Opened] = []
     closed: dict[fx.Node, str] = {}
     for call in filter(holds_attention, list(graph.nodes)):

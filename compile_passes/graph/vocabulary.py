@@ -1,5 +1,5 @@
 """One vocabulary for what Dynamo captures: functions, methods, operators and aten overloads of the
-same effect share a name.
+same meaning share a name.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ MAYBE_VIEWS = frozenset("permute reshape expand copy cast getitem detach".split(
 
 def call(node: fx.Node) -> tuple[str, str, bool]:
     """(name, parameters, whether it writes to its first argument); the name is empty where the
-    effect is not known.
+    meaning is not known.
     """
     target = node.target
     if node.op == "call_method":
@@ -196,7 +196,7 @@ def _plain(raw: str) -> tuple[str, bool]:
 
 
 def raw_name(node: fx.Node) -> str:
-    """What the user would recognise in a report."""
+    """The operation's name as it stands in reports."""
     target = node.target
     if node.op == "call_function" and target is getattr:
         return str(node.args[1])

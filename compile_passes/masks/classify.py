@@ -1,5 +1,4 @@
-"""What the masks among the terms come to: which are causal or windows, and what is left to a dense
-mask.
+"""Classification of the masks among the terms: causal, windows, key intervals, or dense.
 
 A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value.
 It may become a flag of the operator only where every row provably attends a key. Else the fill is
@@ -19,7 +18,7 @@ from compile_passes.graph.axes import resolve_dims
 from compile_passes.graph.constants import finite
 from compile_passes.graph.ir import Value, alike, requires_grad
 from compile_passes.masks.affine import all_of
-from compile_passes.masks.key_intervals import KeyInterval, attends_itself, run
+from compile_passes.masks.key_intervals import KeyInterval, attends_itself, key_interval
 from compile_passes.masks.mask_terms import (
     MaskEffect,
     Term,
@@ -47,7 +46,7 @@ NEAR = 1e3  # a bias made of greater constants may be a mask
 
 
 class Dead(enum.Enum):
-    """What a row is whose keys are all masked."""
+    """What a dead row gives: one whose keys are all masked."""
 
     ZERO = "0 (eager: NaN)"
     UNIFORM = "the mean of the values; scores are replaced by the fill"
@@ -57,7 +56,7 @@ class Dead(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """MatchedScores stay where the leaf is `kept`: True, False, or 0 for an additive mask."""
+    """Scores stay where the leaf is `kept`: True, False, or 0 for an additive mask."""
 
     leaf: Leaf
     kept: bool | float
@@ -76,7 +75,7 @@ class Masks:
     keeps: tuple[Keep, ...] = ()
     dead: Dead = Dead.ZERO
     zeroed: FillTerm | None = None  # by zeroed keys and a bias
-    run: KeyInterval | None = None  # as kv_lens or key_ranges
+    interval: KeyInterval | None = None  # as kv_lens or key_ranges
     added: FillTerm | None = None  # as a bias: real scores vanish beside it
     levels: tuple[Term, ...] = ()  # one float mask, whose dead rows are found as it runs
     share: float = 1.0  # of an absorbed row's gradient that reaches its scores
@@ -85,7 +84,7 @@ class Masks:
 
     @property
     def terms(self) -> tuple[BiasTerm | Keep | FillTerm, ...]:
-        """What is read beside query, key and value."""
+        """The tensors that the masks are written from."""
         return (*self.biases, *self.keeps, *self.levels)
 
     def describe(self) -> str:
@@ -94,25 +93,29 @@ class Masks:
             parts.append("is_causal")
         if self.left is not None or self.right not in (None, 0):
             parts.append(f"window=({self.left}, {self.right})")
-        if self.run:
-            parts.append("a run of keys for each query")
+        if self.interval:
+            parts.append("a key range for each query")
         if self.biases or self.keeps or self.zeroed or self.added or self.levels:
             why = f" (positions may not be exact in {self.inexact})" if self.inexact else ""
             parts.append("dense attn_mask" + why)
         return ", ".join(parts) or "no mask"
 
 
-def classify_masks(site: AttentionSite, evaluator: SymbolicEvaluator, runs: bool = True) -> Masks:
-    """Raises Refused where a fill can't be kept. Without `runs`, a mask that is no window stays
+def classify_masks(
+    site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool = True
+) -> Masks:
+    """Which arguments of the operator the masks become.
+
+    Raises Refused where a fill can't be kept. Without `intervals`, a mask that is no window stays
     dense.
     """
-    masks = _classified(site, evaluator, runs)
+    masks = _classified(site, evaluator, intervals)
     leaves = [t.mask if isinstance(t, FillTerm) else t.leaf for t in masks.terms]
     inexact = (evaluator.inexact(leaf.value) for leaf in leaves)
     return dataclasses.replace(masks, inexact=next(filter(None, inexact), None))
 
 
-def _classified(site: AttentionSite, evaluator: SymbolicEvaluator, runs: bool) -> Masks:
+def _classified(site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool) -> Masks:
     terms = terms_of(site, evaluator)
     effects = {t: read(t, evaluator) for t in terms}
     _check_floor(site, effects)
@@ -135,7 +138,7 @@ def _classified(site: AttentionSite, evaluator: SymbolicEvaluator, runs: bool) -
         bands = [t for t in bands if effects[t].fill == -math.inf]
         dense = [t for t in terms if t not in bands]
         window = window_of([effects[t] for t in bands], site)
-    made = _run(site, window, dense, bands, effects) if runs else None
+    made = _as_interval(site, window, dense, bands, effects) if intervals else None
     if made is not None:
         return made
     if len(dense) == 1 and not bands:
@@ -150,10 +153,10 @@ def _classified(site: AttentionSite, evaluator: SymbolicEvaluator, runs: bool) -
     return _fallback(site, window, dense, effects, terms)
 
 
-def _run(
+def _as_interval(
     site: AttentionSite, window: Window, dense: list[Term], bands: list[Term], effects: dict
 ) -> Masks | None:
-    """Masks that leave each query one run of keys."""
+    """Masks that leave each query one interval of keys."""
     masks = [t for t in dense if effects[t]]
     others = tuple(t for t in dense if not effects[t])
     j = only(site.keys)
@@ -162,7 +165,7 @@ def _run(
     if site.trains and any(_is_mask(t, None) for t in others):
         return None
     keep = all_of(*(effects[t].keep for t in masks))
-    made = run(keep, j)
+    made = key_interval(keep, j)
     if made is None:
         return None
     first = masks[0]
@@ -170,14 +173,14 @@ def _run(
     whole = all_of(keep, *(effects[t].keep for t in bands))
     alive = not others and attends_itself(whole, only(site.queries), j)
     if alive or all(effects[t].fill == -math.inf for t in masks):
-        return Masks(*window, biases=others, run=made)
+        return Masks(*window, biases=others, interval=made)
     if others or bands or len(masks) > 1 or not effects[first].level:
         return None
     if isinstance(first, FillTerm):
-        return Masks(run=made, dead=Dead.UNIFORM, fill=first.value)
+        return Masks(interval=made, dead=Dead.UNIFORM, fill=first.value)
     dead = _additive(first, effects[first])[1]
     share = _share(site, first, effects)
-    return Masks(run=made, dead=dead, share=share, fill=effects[first].fill)
+    return Masks(interval=made, dead=dead, share=share, fill=effects[first].fill)
 
 
 def _rows_attend_themselves(terms: list[Term], effects: dict, site: AttentionSite) -> bool:
@@ -241,7 +244,7 @@ def _small_fill(term: Term, site: AttentionSite) -> FillTerm | None:
 
 
 def _additive(term: Term, effect: MaskEffect | None) -> tuple[Keep, Dead] | None:
-    """An additive mask of 0 and one far number as a bool mask, which says what dead rows are."""
+    """An additive mask of 0 and one far number as a bool mask, and what dead rows give."""
     if not isinstance(term, BiasTerm) or effect is None or not effect.level:
         return None
     if effect.fill == -math.inf:
@@ -257,7 +260,7 @@ def _absorbs(term: BiasTerm, effect: MaskEffect) -> bool:
 def _fallback(
     site: AttentionSite, window: Window, dense: list[Term], effects: dict, terms: list[Term]
 ) -> Masks:
-    """Biases added up, masks joined."""
+    """Dense masks: biases added up and bool masks joined."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
     fills = [t for t in dense if isinstance(t, FillTerm)]
@@ -329,7 +332,7 @@ def _vanishes_in(terms: list[Term], fills: list[FillTerm], site: AttentionSite) 
 
 
 def _tangled(dense: list[Term], finite: list[FillTerm], others: bool) -> bool:
-    """Whether one bool mask cannot say what the finite fills do."""
+    """Whether one bool mask cannot express what the finite fills do."""
     if not finite:
         return False
     if any(not f.value <= FAR for f in finite):

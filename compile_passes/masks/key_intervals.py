@@ -42,31 +42,31 @@ Bound = Affine | Extreme
 
 @dataclasses.dataclass(frozen=True)
 class KeyInterval:
-    """low <= j < high; None: the first or the last key. `leaf` is the mask that says so."""
+    """low <= j < high; None: the first or the last key. `leaf` is the mask that it stands for."""
 
     low: Bound | None
     high: Bound | None
     leaf: Leaf | None = None
 
 
-def run(keep: Condition, j: Axis) -> KeyInterval | None:
-    """The run of keys that a condition keeps; None if it is not one, or not known to be."""
+def key_interval(keep: Condition, j: Axis) -> KeyInterval | None:
+    """The interval of keys that a condition keeps; None if it is not known to be one."""
     if keep is True:
         return KeyInterval(None, None)
     if isinstance(keep, AtMost):
         return _literal(keep.a, j)
     if not isinstance(keep, (All, Any)):
         return None
-    runs = [run(c, j) for c in sorted(keep.conditions, key=order)]
-    if None in runs:
+    intervals = [key_interval(c, j) for c in sorted(keep.conditions, key=order)]
+    if None in intervals:
         return None
-    lows = [r.low for r in runs if r.low is not None]
-    highs = [r.high for r in runs if r.high is not None]
+    lows = [r.low for r in intervals if r.low is not None]
+    highs = [r.high for r in intervals if r.high is not None]
     if isinstance(keep, All):
         return KeyInterval(_extreme(True, lows), _extreme(False, highs))
     if lows and highs:
         return None
-    return KeyInterval(_extreme(False, lows), _extreme(True, highs))  # of runs that end alike
+    return KeyInterval(_extreme(False, lows), _extreme(True, highs))  # of intervals that end alike
 
 
 def _extreme(greatest: bool, bounds: list[Bound]) -> Bound | None:

@@ -1,5 +1,5 @@
-"""What each term of the scores means by itself: which scores stay, and what becomes of the others;
-and whether several leave a window.
+"""The effect of each term of the scores by itself: which scores stay and what the others become;
+and whether several terms leave a window.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _without_constants(site: AttentionSite) -> list[Term]:
 
 
 def _parted(term: Term, site: AttentionSite, evaluator: SymbolicEvaluator) -> list[Term]:
-    """A sum in its parts where that tells more: a gradient reaches one of them, or one hides keys
+    """A sum in its parts where that is of use: a gradient reaches one of them, or one hides keys
     with -inf, whatever is added there.
     """
     parts = _summands(term, site)

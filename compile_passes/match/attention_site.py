@@ -21,8 +21,10 @@ from compile_passes.report import Refused
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite:
-    """One call. Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`,
-    a leading run of `heads`.
+    """An attention and the axes of its call.
+
+    Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`, which are
+    the first of `heads`.
     """
 
     core: Core
@@ -63,8 +65,9 @@ class AttentionSite:
 
 
 def attention_site(core: Core, sums: Sequence[RowStatistic] = ()) -> AttentionSite:
-    """Raises Refused where the core can't be one call that changes nothing. `sums`: every
-    log-sum-exp of the graph.
+    """The call that a core becomes. Raises Refused where it can't be one that changes nothing.
+
+    `sums`: every log-sum-exp of the graph.
     """
     sums = tuple(row for row in sums if _is_its_sum(row, core))
     _check_uses(core, sums)
@@ -163,7 +166,7 @@ def _dies(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _unread(node: fx.Node) -> bool:
-    """Whether a view's contents are not read, or only for a mean that nobody reads:
+    """Whether a view's contents are not read, or only for an unused mean:
     nn.MultiheadAttention's average over the heads, in exported programs.
     """
     known = raw_name(node) in _VIEWS | _SHAPE_READERS | {"mean"}

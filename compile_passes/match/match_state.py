@@ -1,4 +1,4 @@
-"""What the matcher knows about a value: scores, weights, a softmax in parts, or why they were
+"""What the matcher has found about a value: scores, weights, a softmax in parts, or why they were
 lost.
 """
 
@@ -47,7 +47,7 @@ class BiasTerm:
 
 @dataclasses.dataclass(frozen=True)
 class FillTerm:
-    """MatchedScores become `value` where the mask is `where`."""
+    """Scores become `value` where the mask is `where`."""
 
     mask: Leaf
     where: bool
@@ -56,7 +56,7 @@ class FillTerm:
 
 @dataclasses.dataclass(frozen=True)
 class FloorTerm:
-    """MatchedScores below `value` become it; those at it pass on this share of their gradient."""
+    """Scores below `value` become it; those at it pass on this share of their gradient."""
 
     value: float
     share: float

@@ -1,4 +1,4 @@
-"""Rows without keys under finite fills, in training.
+"""Gradients of rows without keys under finite fills, or under numbers as large.
 
 Beside a fill such as finfo.min real scores vanish: the row averages its keys, and yet its gradient
 reaches every score. The call gives such rows a query of 0, which averages as well but passes

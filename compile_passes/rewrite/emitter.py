@@ -11,11 +11,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from compile_passes.graph.axes import Axis, Dims, Group, Size, flat, resolve, resolve_dims, same
-from compile_passes.graph.ir import example, meta_key
+from compile_passes.graph.ir import PLACE, example, meta_key
 from compile_passes.match.match_state import Leaf
 from compile_passes.report import Refused
-
-PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")  # where a node comes from
 
 
 class Emitter:

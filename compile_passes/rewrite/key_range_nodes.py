@@ -47,13 +47,13 @@ def _reads(x: object) -> Iterator[Value]:
 
 @dataclasses.dataclass
 class IntervalNodes:
-    """Nodes of a run: (B or 1, Hq or 1, Sq or 1) each; None where there is no bound."""
+    """Bounds as nodes: (B or 1, Hq or 1, Sq or 1) each; None where there is no bound."""
 
     low: fx.Node | None
     high: fx.Node | None
 
 
-class Writer:
+class BoundWriter:
     """Writes bounds as tensors: beside the call, or before the mask that they stand for if what
     they read is written to later.
     """
@@ -187,7 +187,7 @@ def limits(
     fill_dead: bool,
 ) -> tuple[dict[str, fx.Node], fx.Node | None]:
     """(kv_lens or key_ranges, rows without keys); if `fill_dead`, such rows are given all keys."""
-    written = Writer(site, view, emitter, made).write()
+    written = BoundWriter(site, view, emitter, made).write()
     count, dead = emitter.size(site.keys[0]), None
     low, high = (x and emitter.method("clamp", x, 0, count) for x in (written.low, written.high))
     if fill_dead:

@@ -40,7 +40,7 @@ class MaskNodes:
 def write(
     site: AttentionSite, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None
 ) -> MaskNodes:
-    """`dead`: as a run of keys says already."""
+    """The masks as nodes. `dead` are the rows without keys, if a key interval has shown them."""
     if masks.levels:
         return _levels(site, masks, emitter, q)
     keep = added = None

@@ -121,37 +121,26 @@ def _emit(
         q, scale = emitter.function(operator.neg, q), -scale
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     dead = None
-    if masks.run:
-        found, dead = limits(site, masks.run, view, emitter, q, masks.dead is not Dead.ZERO)
+    if masks.interval:
+        found, dead = limits(site, masks.interval, view, emitter, q, masks.dead is not Dead.ZERO)
         options |= found
     written = mask_nodes.write(site, masks, emitter, q, dead)
     mask = written.mask
     if masks.zeroed:
         k, mask = mask_nodes.zeroed_keys(site, masks.zeroed, emitter, k)
-    if site.scores.softcap:
-        options["softcap"] = site.scores.softcap
-    causal = masks.right == 0
-    if masks.left is not None:
-        options["window_left"] = masks.left
-    if masks.right is not None and not causal:
-        options["window_right"] = masks.right
+    options |= _numbers(site, masks, emitter, q)
     beside = site.sunk and mask_nodes.sinks_beside(site, masks)
     sink = mask_nodes.sink(site, emitter, q, beside) if site.sunk else None
     if site.sunk and not beside:
         options["sinks"] = sink
     p = site.core.weights.dropout_p
-    if p:
-        device = example(q).device
-        options["dropout_seed"] = emitter.function(
-            torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device
-        )
     given, k, v = (with_rows(emitter, x) for x in (written.query, k, v))
     target = WITH_LSE if site.sums or beside else ATTENTION
+    causal = masks.right == 0
     call = result = emitter.function(target, given, k, v, mask, p, causal, **options)
     lse = None
     if target is WITH_LSE:
         result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
-    if target is WITH_LSE:
         lse = log_sums.of_rows(site, emitter, masks, written, lse)
     if masks.dead is Dead.ABSORBED and dead_rows.scores_require_grad(site, masks):
         cold = dead_rows.EmittedCall(with_rows(emitter, q), k, v, p, options)
@@ -160,18 +149,39 @@ def _emit(
         lse = emitter.function(operator.add, lse, more[1]) if site.sums else lse
     if beside:
         result = log_sums.scale_by_sink(emitter, result, lse, sink, site.dtype)
-    gain = site.core.weights.gain
-    if not math.isclose(gain, 1.0, rel_tol=1e-9):
-        result = emitter.function(operator.mul, result, gain)
-    for leaf in site.core.weights.factors:
-        factor = aligned(emitter, leaf, (*rows, ()))
-        result = emitter.function(operator.mul, result, factor)
-    result = cast(emitter, result, site.dtype)
-    result = emitter.arrange(result, site.out_dims, site.core.dims)
+    result = _finished(site, emitter, result)
     replaced = {site.core.out.node: _restride(emitter, result, site.core.out.node)}
     for old, new in log_sums.write(site, emitter, lse).items():
         replaced[old] = _restride(emitter, new, old)
     return call, replaced
+
+
+def _numbers(site: AttentionSite, masks: Masks, emitter: Emitter, q: fx.Node) -> dict[str, object]:
+    """The options that are not tensors, and the seed of a dropout."""
+    options: dict[str, object] = {}
+    if site.scores.softcap:
+        options["softcap"] = site.scores.softcap
+    if masks.left is not None:
+        options["window_left"] = masks.left
+    if masks.right not in (None, 0):
+        options["window_right"] = masks.right
+    if site.core.weights.dropout_p:
+        options["dropout_seed"] = emitter.function(
+            torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=example(q).device
+        )
+    return options
+
+
+def _finished(site: AttentionSite, emitter: Emitter, result: fx.Node) -> fx.Node:
+    """The result times what the weights were multiplied by, laid out as the original."""
+    gain = site.core.weights.gain
+    if not math.isclose(gain, 1.0, rel_tol=1e-9):
+        result = emitter.function(operator.mul, result, gain)
+    for leaf in site.core.weights.factors:
+        factor = aligned(emitter, leaf, (site.batch, site.heads, site.queries, ()))
+        result = emitter.function(operator.mul, result, factor)
+    result = cast(emitter, result, site.dtype)
+    return emitter.arrange(result, site.out_dims, site.core.dims)
 
 
 def _scale(site: AttentionSite, emitter: Emitter, q: fx.Node, k: fx.Node):

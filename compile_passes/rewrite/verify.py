@@ -23,7 +23,7 @@ ROUGH = 5e-2
 
 
 class Unverified(Exception):
-    """The two could not be run on random numbers; says nothing about the rewrite."""
+    """The two could not be run on random numbers; the rewrite may be right."""
 
 
 def difference(
