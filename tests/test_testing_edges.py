@@ -210,3 +210,18 @@ def test_a_result_that_differs_when_repeated_is_found(mask, monkeypatch):
             assert_right(case, "cpu")
         finally:
             prepared._runs.clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_that_do_not_exist_have_a_scale_too(seed):
+    """The oracle reads a spare page in their place, with the scale of that page."""
+    case = CacheCase(
+        S=130, new=3, page_size=16, fp8=True, page_scales=True, broken=True, seed=seed,
+        dtype=torch.float16,
+    )  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    cache, spec, present = broken_caches.meaning(k, v, cache, spec)
+    k, v = broken_caches.with_spare_page(k, v, cache)
+    attend = broken_caches.Present(present, reference.dense)
+    reference.cached(q, k, v, cache, spec, attend)
+    assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)

@@ -51,7 +51,9 @@ def meaning(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec
     present = [torch.ones(n, dtype=torch.bool, device=k.device) for n in lens.tolist()]
     if exists is not None:
         present = [row.repeat_interleave(size)[: len(p)] for row, p in zip(exists, present)]
+        scales = map(_with_spare_scale, (cache.k_scale, cache.v_scale))
         cache = cache._replace(page_table=table.where(exists, len(k)))
+        cache = cache._replace(**dict(zip(("k_scale", "v_scale"), scales)))
     return cache._replace(key=None, value=None), spec._replace(kv_lens=lens.int()), present
 
 
@@ -69,6 +71,13 @@ def with_spare_page(k: Tensor, v: Tensor, cache: Cache) -> tuple[Tensor, Tensor]
     if cache.page_table is None:
         return k, v
     return tuple(torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
+
+
+def _with_spare_scale(scale: Tensor | None) -> Tensor | None:
+    """Scales of pages with another one for the spare page; those of heads as they are."""
+    if scale is None or scale.dim() == 2:
+        return scale
+    return torch.cat([scale, torch.ones_like(scale[:1])])
 
 
 class Present:
