@@ -1,4 +1,4 @@
-"""The pass over one graph: match, plan, understand the masks, rewrite; and say what happened."""
+"""The pass over one graph: match, classify the masks, rewrite, and report what happened."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from compile_passes import multi_head, report
-from compile_passes.elements import Reader
-from compile_passes.ir import Value, View
-from compile_passes.masks import Masks, understand
-from compile_passes.match import NO_SCORES as NO_SCORES
-from compile_passes.match import Matcher
-from compile_passes.plan import Refused, plan
-from compile_passes.report import Finding
-from compile_passes.rewrite import rewrite
-from compile_passes.states import Core, Row
-from compile_passes.vocabulary import raw_name
+from compile_passes import report
+from compile_passes.graph import multi_head
+from compile_passes.graph.ir import Value, View
+from compile_passes.graph.vocabulary import raw_name
+from compile_passes.masks.classify import Masks, classify_masks
+from compile_passes.masks.exactness import Exactness
+from compile_passes.masks.symbolic_eval import SymbolicEvaluator
+from compile_passes.match.attention_site import attention_site
+from compile_passes.match.match_state import Core, RowStatistic
+from compile_passes.match.matcher import NO_SCORES as NO_SCORES
+from compile_passes.match.matcher import Matcher
+from compile_passes.report import Finding, Refused
+from compile_passes.rewrite.replace import rewrite
 
 NO_VALUE = "its result is not multiplied with a value"
 
@@ -40,13 +42,13 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         counters["fa_ops"]["internal error"] += 1
         _settle(opened, set())
         return []
-    reader = Reader()
+    evaluator = SymbolicEvaluator(Exactness(graph))
     origins = {value: value.node for value in matcher.softmaxes}
     results: dict[Value, tuple[fx.Node, Masks] | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
-            results[softmax] = _try(core, view, matcher.sums, reader, verify)
+            results[softmax] = _try(core, view, matcher.sums, evaluator, verify)
     found = {node: _finding(node, reason) for node, reason in closed.items()}
     found |= {node: _finding(node, results.get(x, NO_VALUE)) for x, node in origins.items()}
     _settle(opened, {node for node, finding in found.items() if finding.fused})
@@ -77,18 +79,18 @@ def _finding(softmax: fx.Node, result: tuple[fx.Node, Masks] | str) -> Finding:
 
 
 def _try(
-    core: Core, view: View, sums: list[Row], reader: Reader, verify: bool
+    core: Core, view: View, sums: list[RowStatistic], evaluator: SymbolicEvaluator, verify: bool
 ) -> tuple[fx.Node, Masks] | str:
     try:
-        planned = plan(core, sums)
-        masks = understand(planned, reader)
+        site = attention_site(core, sums)
+        masks = classify_masks(site, evaluator)
         try:
-            return rewrite(planned, masks, view, verify), masks
+            return rewrite(site, masks, view, verify), masks
         except Refused:
-            if not masks.run:
+            if not masks.interval:
                 raise
-            masks = understand(planned, reader, runs=False)
-            return rewrite(planned, masks, view, verify), masks
+            masks = classify_masks(site, evaluator, intervals=False)
+            return rewrite(site, masks, view, verify), masks
     except Refused as refusal:
         return str(refusal)
     except Exception as error:  # the same

@@ -19,14 +19,23 @@ from compile_passes.fuse import fuse
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 
+# What decides a rewrite: these folders and files, and the operators' schemas.
+DECIDING = ("graph", "match", "masks", "rewrite", "fuse.py")
+_OPERATORS = (torch.ops.fa.attention.default, torch.ops.fa.attention_with_lse.default)
+
+
 @cache
-def _source_hash() -> str:
-    """Of every file of this package and of the operator's schema: editing either invalidates
-    compiled caches.
+def source_hash() -> str:
+    """A digest of what decides a rewrite: editing it invalidates compiled caches, and editing
+    reports or commands does not.
     """
-    digest = hashlib.sha256(str(torch.ops.fa.attention.default._schema).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest = hashlib.sha256("".join(str(op._schema) for op in _OPERATORS).encode())
+    root = Path(__file__).parent
+    for name in DECIDING:
+        for path in sorted((root / name).rglob("*.py")) or [root / name]:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\0".encode())
+            digest.update(content)
     return digest.hexdigest()
 
 
@@ -41,12 +50,12 @@ class FusionPass(CustomGraphPass):
             fuse(graph, self.verify)
 
     def uuid(self) -> str:
-        return _source_hash() + "-verified" * self.verify
+        return source_hash() + "-verified" * self.verify
 
 
 class Chain(CustomGraphPass):
-    """Other passes first, then ours. Without a uuid where one of them has none: then nothing is
-    cached, as without us.
+    """Other passes first, then ours. It has no uuid where one of them has none: then nothing is
+    cached, as without this pass.
     """
 
     def __init__(self, others: tuple, ours: FusionPass) -> None:

@@ -20,6 +20,10 @@ _FRAME = re.compile(
 _TORCH = torch.__path__[0]
 
 
+class Refused(Exception):
+    """An attention stays as it was written; the message is the reason in the report."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Location:
     """A line of the user's source; `file` is empty where the graph does not say."""

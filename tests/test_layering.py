@@ -37,6 +37,27 @@ TOP = {
     "fa_ops.backends": ("fa_ops.types", "fa_ops.backends.dropout", "fa_ops.backends.rotary"),
     "fa_ops.testing": ("fa_ops.testing", "fa_ops.types", "fa_ops.backends.reference"),
     "compile_passes": ("compile_passes", "fa_ops"),
+    "compile_passes.report": (),
+    "compile_passes.graph": ("compile_passes.graph", "compile_passes.report"),
+    "compile_passes.match": (
+        "compile_passes.match",
+        "compile_passes.graph",
+        "compile_passes.report",
+    ),
+    "compile_passes.masks": (
+        "compile_passes.masks",
+        "compile_passes.match",
+        "compile_passes.graph",
+        "compile_passes.report",
+    ),
+    "compile_passes.rewrite": (
+        "compile_passes.rewrite",
+        "compile_passes.masks",
+        "compile_passes.match",
+        "compile_passes.graph",
+        "compile_passes.report",
+        "fa_ops",
+    ),
     "hf_integration": ("hf_integration", "fa_ops"),
 }
 # Commands for people may use everything that is public.

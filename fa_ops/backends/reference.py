@@ -26,8 +26,9 @@ def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.devic
         keep = keep & (j - diagonal <= spec.window_right)
     if spec.key_ranges is not None:
         keep = keep & (j >= spec.key_ranges[..., :1]) & (j < spec.key_ranges[..., 1:])
-    if spec.attn_mask is not None and spec.attn_mask.dtype == torch.bool:
-        keep = keep & spec.attn_mask
+    if spec.attn_mask is not None:
+        bias = spec.attn_mask
+        keep = keep & (bias if bias.dtype == torch.bool else bias != float("-inf"))
     return keep
 
 
@@ -52,11 +53,9 @@ def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
         i = torch.arange(Sq, device=s.device).view(Sq, 1)
         distance = (i + lens - Sq - torch.arange(Sk, device=s.device)).abs()
         s = s - spec.alibi_slopes.to(s.dtype).view(-1, Hq, 1, 1) * distance
-    keep = keep_mask(spec, B, Hq, Sq, Sk, s.device)
     if spec.attn_mask is not None and spec.attn_mask.dtype != torch.bool:
         s = s + spec.attn_mask.to(s.dtype)
-        keep = keep & (spec.attn_mask != float("-inf"))  # also of a score that is NaN
-    return s.masked_fill(~keep, float("-inf"))
+    return s.masked_fill(~keep_mask(spec, B, Hq, Sq, Sk, s.device), float("-inf"))
 
 
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,17 +80,53 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return e / total, lse.squeeze(-1)
 
 
-def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
-    """p @ v where a NaN or Inf in v reaches only the rows that attend it.
+def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
+    """a @ b of which only `terms` (..., M, N) count: where another holds NaN or Inf, it adds 0.
 
     A plain product would spread 0 * NaN.
     """
-    bad = ~torch.isfinite(v)
-    if not bool(bad.any()):
-        return p @ v
-    out = p @ v.masked_fill(bad, 0.0)
-    touched = (attended.to(p.dtype) @ bad.to(p.dtype)) > 0
-    return torch.where(touched, torch.full_like(out, float("nan")), out)
+    wrong_a, wrong_b = ~torch.isfinite(a), ~torch.isfinite(b)
+    if not bool(wrong_a.any() | wrong_b.any()):
+        return a @ b
+    out = a.masked_fill(wrong_a, 0.0) @ b.masked_fill(wrong_b, 0.0)
+    touched = (wrong_a & terms).any(-1, keepdim=True)
+    touched = touched | ((terms.to(b.dtype) @ wrong_b.to(b.dtype)) > 0)
+    return out.masked_fill(touched, float("nan"))
+
+
+class _Scores(torch.autograd.Function):
+    """q @ k^T, whose gradients are sums over attended keys and rows alone."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, attended: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, attended)
+        return q @ k.transpose(-1, -2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, attended = ctx.saved_tensors
+        mirrored = attended.transpose(-1, -2)
+        return product(grad, k, attended), product(grad.transpose(-1, -2), q, mirrored), None
+
+
+class _Weighted(torch.autograd.Function):
+    """p @ v, which is a sum over attended keys alone, and so are its gradients."""
+
+    @staticmethod
+    def forward(ctx, p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
+        ctx.save_for_backward(p, v, attended)
+        return product(p, v, attended)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        p, v, attended = ctx.saved_tensors
+        of_p = (grad @ v.transpose(-1, -2)).masked_fill(~attended, 0.0)
+        return of_p, product(p.transpose(-1, -2), grad, attended.transpose(-1, -2)), None
+
+
+def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
+    """p @ v where a NaN or Inf reaches only the rows that attend it."""
+    return _Weighted.apply(p.masked_fill(~attended, 0.0), v, attended)
 
 
 def dropout_factor(
@@ -115,11 +150,12 @@ def dense(
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = modify_scores(q @ k.transpose(-1, -2), spec, q.shape[-1])
+    keep = keep_mask(spec, *q.shape[:3], k.shape[2], q.device).expand(*q.shape[:3], k.shape[2])
+    s = modify_scores(_Scores.apply(q, k, keep), spec, q.shape[-1])
     p, lse = weights(s, spec.sinks)
     if spec.dropout_p > 0:
         p = p * dropout_factor(p.shape, spec, p.device, first_batch)
-    return apply_weights(p, v, s > float("-inf")), lse
+    return apply_weights(p, v, keep), lse
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,8 @@ def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
     # one wait in the loop and one behind it; ptxas puts one after every product that it serialises
     assert products >= 8 and waits == 2, (products, waits)
+    # keys and values are loaded ahead
+    assert sum("LDGSTS.E.BYPASS.128" in line for line in code.splitlines()) >= 8
     assert not re.search(r"\b(LDL|STL)\b", code)
 
 

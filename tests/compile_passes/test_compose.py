@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import compile_passes
-from compile_passes import operands
+from compile_passes.rewrite import operands
 from tests.compile_passes.helpers import assert_same, check, fuse, qkv
 
 ATTENTION = torch.ops.fa.attention.default
@@ -123,7 +123,7 @@ class TestVerification:
         assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
 
     def test_a_wrong_rewrite_is_refused_and_says_by_how_much(self, monkeypatch):
-        from compile_passes import rewrite
+        from compile_passes.rewrite import replace as rewrite
 
         right = rewrite._scale
 
@@ -138,7 +138,7 @@ class TestVerification:
         assert "differs by" in finding.reason
 
     def test_a_wrong_gradient_is_refused(self, monkeypatch):
-        from compile_passes import rewrite
+        from compile_passes.rewrite import replace as rewrite
 
         monkeypatch.setattr(rewrite, "operand", _detached)
         (finding,) = self.findings(attend, *(x.requires_grad_() for x in qkv()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -10,6 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 import compile_passes
 from compile_passes.backend import fa_ops
+from compile_passes.install import DECIDING
 from tests.compile_passes.helpers import qkv
 
 CALL = "torch.ops.fa.attention.default("
@@ -30,6 +33,26 @@ def empty_cache():
         yield
 
 
+def test_the_cache_key_is_that_of_what_decides_a_rewrite():
+    """Every module but these few, which can change no graph."""
+    without = {
+        "__init__",
+        "install",
+        "backend",
+        "explain",
+        "report",
+        "bench",
+        "corpus",
+        "sweep",
+        "__pycache__",
+    }
+    root = Path(compile_passes.__file__).parent
+    decide = {part for name in DECIDING for part in (root / name).parent.glob(name)}
+    others = {path for path in root.iterdir() if path.is_dir() or path.suffix == ".py"} - decide
+    assert {path.stem for path in others} <= without
+    assert all(path.exists() for path in decide) and len(decide) == len(DECIDING)
+
+
 def generated(compiled, *inputs):
     """(result, Inductor's code)"""
     from torch._inductor.utils import run_and_get_code
@@ -46,6 +69,27 @@ class TestInductor:
             out, code = generated(torch.compile(plain), *inputs)
         torch.testing.assert_close(out, plain(*inputs), rtol=1e-4, atol=1e-5)
         assert counters["fa_ops"]["fused"] == 1 and CALL in code
+
+    def test_guards_on_sizes_survive_the_cache(self):
+        """Beyond the last position that bfloat16 holds the mask is another one, also where the
+        graph of a shorter sequence comes from the cache.
+        """
+
+        def attend(q, k, v):
+            i = torch.arange(q.shape[2]).bfloat16()
+            return (q @ k.mT).masked_fill(i[:, None] < i, float("-inf")).softmax(-1) @ v
+
+        with compile_passes.install():
+            for _ in range(2):
+                torch._dynamo.reset()
+                counters.clear()
+                compiled = torch.compile(attend, dynamic=True)
+                for size in (12, 250, 300):
+                    inputs = qkv(B=1, Hq=1, Hkv=1, Sq=size, Sk=size)
+                    torch.testing.assert_close(
+                        compiled(*inputs), attend(*inputs), rtol=1e-4, atol=1e-5
+                    )
+        assert counters["aot_autograd"]["autograd_cache_hit"] >= 1
 
     def test_backend(self):
         inputs = qkv()

@@ -10,7 +10,7 @@ from expecttest import TestCase
 from torch import nn
 
 import compile_passes
-from compile_passes.plan import Refused
+from compile_passes.report import Refused
 from tests.compile_passes.helpers import fuse
 from tests.compile_passes.test_graphs import code
 from tests.compile_passes.test_multi_head import B, E, H, L, built, randn
@@ -142,7 +142,7 @@ def test_a_refused_core_leaves_its_call(monkeypatch):
     def refuse(*args):
         raise Refused("planted")
 
-    monkeypatch.setattr(sys.modules["compile_passes.fuse"], "plan", refuse)
+    monkeypatch.setattr(sys.modules["compile_passes.fuse"], "attention_site", refuse)
     module = built()
     fusion = fuse(lambda x: module(x, x, x, need_weights=False)[0])
     fusion.run(randn(L, B, E))

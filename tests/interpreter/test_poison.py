@@ -57,6 +57,48 @@ def test_forward(name, poison):
                 assert bool(out[~clean].isnan().any(-1).all())
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_backward(name):
+    """What a poisoned row or key attends, or is attended by, may be NaN; nothing else is."""
+    case = make_case(Sq=40, Sk=50, Hq=2, Hkv=1, **MASKS[name])
+    q, k, v, spec = case.fresh()
+    grad = torch.randn(2, 2, 40, 16)
+    right = reference.forward(q, k, v, spec)
+    expected = reference.backward(grad, None, q, k, v, *right, spec)
+    keep = attends(spec, 2, 2, 40, 50)
+    for where, at in (("key", 35), ("value", 35), ("query", 30), ("grad", 30)):
+        bad = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "grad": grad.clone()}
+        bad[where][:, :, at, 3] = NAN
+        of_keys = where in ("key", "value")
+        rows = keep[..., at] if of_keys else torch.arange(40).eq(at).expand(2, 2, 40)
+        inputs = bad["query"], bad["key"], bad["value"]
+        out, lse = backend.forward(*inputs, spec)
+        grads = backend.backward(bad["grad"], None, *inputs, out, lse, spec)
+        clean = {"query": ~rows, "key": ~(keep & rows[..., None]).any((1, 2))[:, None]}
+        clean["value"] = clean["key"]
+        if of_keys:
+            clean["key"] = clean["value"] = clean["key"] & (torch.arange(50) != at)
+        assert where == "value" or not clean["key"].all()
+        for name in clean:
+            found, wanted = (getattr(x, name)[clean[name]] for x in (grads, expected))
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+        if spec.dropout_p == 0:
+            assert bool(grads.query[rows & keep.any(-1)].isnan().any(-1).all())
+
+
+def test_backward_of_a_mask():
+    case = make_case(Sq=20, Sk=30, Hq=2, Hkv=1, mask="float", mask_grad=True, is_causal=True)
+    q, k, v, spec = case.fresh()
+    grad = torch.randn(2, 2, 20, 16)
+    right = reference.forward(q, k, v, spec)
+    expected = reference.backward(grad, None, q, k, v, *right, spec, True).attn_mask
+    v[:, :, 25, 3] = NAN
+    out, lse = backend.forward(q, k, v, spec)
+    found = backend.backward(grad, None, q, k, v, out, lse, spec, True).attn_mask
+    clean = ~attends(spec, 2, 2, 20, 30)[..., 25]
+    torch.testing.assert_close(found[clean], expected[clean], atol=1e-5, rtol=1e-4)
+
+
 def test_a_query_reaches_its_own_row_alone():
     q, k, v, spec = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
     expected = reference.forward(q, k, v, spec)[0]
@@ -145,7 +187,7 @@ def test_extreme_numbers(name, Sq, Sk):
     assert all(bool(x.isfinite().all()) for x in grads[:3])
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": "float"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": "bool"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_huge_scores(dtype, options):
     """Products of 1e12 with a scale that is no power of two; every key alike, and not."""

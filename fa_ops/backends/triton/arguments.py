@@ -14,7 +14,7 @@ from fa_ops.types import Spec
 LOG2E = 1.4426950408889634
 _MOST = 2**29  # queries or keys, so that what windows and positions sum up to fits 32 bits
 _FAR = 2 * _MOST  # a window beyond every sequence, and still safe to add to a position
-_LARGEST = 3.4e38  # about the largest float32 there is
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # about what float32 has
 
 # The kernels' parameters that `arguments` gives values to, in this order. An absent option is None
 # and its strides are 0. scale and cap are as `primitives.scores` wants them; slopes and sinks are
@@ -76,7 +76,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
 
     capped = 0.0 < softcap <= 1e30  # no float32 score feels a larger one
     factor = scale / softcap if capped else scale * LOG2E
-    values = (max(-_LARGEST, min(factor, _LARGEST)), softcap * LOG2E if capped else None)
+    values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
     if slopes is not None:
         slopes = slopes.contiguous()
@@ -102,6 +102,11 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         ranges=ranges is not None,
         dropout=p > 0.0,
     )
+
+
+def _single(x: float) -> float:
+    """x within the normal numbers of float32, or 0."""
+    return 0.0 if abs(x) < _SMALLEST else max(-_LARGEST, min(x, _LARGEST))
 
 
 def size_error(queries: int, keys: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The backward pass: what the kernels of `backward_kernels` are given, and in which order."""
+"""The backward pass: what its kernels are given, and in which order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from fa_ops.backends.triton.alignment import aligned, needs_copies, restored, scaled
 from fa_ops.backends.triton.arguments import LOG2E, Class, Layout, arguments, padded, precision
-from fa_ops.backends.triton.backward_kernels import (
-    ROW_UNIT,
-    key_value_grad_kernel,
-    query_grad_kernel,
-)
+from fa_ops.backends.triton.backward_kernels import ROW_UNIT
+from fa_ops.backends.triton.backward_key_kernel import key_value_grad_kernel
+from fa_ops.backends.triton.backward_query_kernel import query_grad_kernel
 from fa_ops.backends.triton.configs import Tile
 from fa_ops.backends.triton.configs_backward import backward_tiles, mask_tile
 from fa_ops.backends.triton.launch import Launch, architecture, bind
@@ -126,12 +124,27 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _written_like(x: Tensor) -> Tensor:
+    """What the kernels write a gradient to: `torch.empty_like(x)`, or contiguous rows where
+    those of x overlap, as torch gives the result another order of dimensions then."""
+    like = torch.empty_like(x)
+    return like if _rows_contiguous(like) is like else like.contiguous()
+
+
+def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient in the memory layout of `torch.empty_like(x)`."""
+    if x.stride() == grad.stride() or x.is_contiguous():
+        return grad
+    like = torch.empty_like(x)
+    return grad if like.stride() == grad.stride() else like.copy_(grad)
+
+
 def _query_key_value(
     problem: Problem, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and the rows' lse and delta that `query_grad_kernel` leaves."""
     q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = map(_written_like, (q, k, v))
     row_lse, row_delta = _row_buffers(problem, q.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -151,6 +164,7 @@ def _query_key_value(
         key_value_grad_kernel, _key_value_tile, problem, named, tensors, problem.wave(Hkv)
     )
     launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
+    dq, dk, dv = (_laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
     return dq, dk, dv, row_lse, row_delta
 
 
@@ -212,9 +226,8 @@ def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
 
 def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
     """-sum over rows of (the sink's weight) * delta."""
-    weight = torch.exp2(
-        (sinks.float() * LOG2E).view(-1, 1) - row_lse.view(-1, len(sinks), row_lse.shape[-1])
-    )
+    logits = (sinks.float() * LOG2E).clamp(max=torch.finfo(torch.float32).max).view(-1, 1)
+    weight = torch.exp2(logits - row_lse.view(-1, len(sinks), row_lse.shape[-1]))
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 

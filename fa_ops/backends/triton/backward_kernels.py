@@ -1,4 +1,4 @@
-"""The backward kernels: gradients of queries, and of keys and values.
+"""What the backward kernels share, and how they divide the work.
 
 With p = exp2(s - lse), dp = dO v^T and delta = rowsum(dO * O) - dlse, the gradient of a score is
 ds = p (dp - delta); dQ = ds K, dK = ds^T Q and dV = p^T dO follow. Every tile of scores is computed
@@ -11,20 +11,10 @@ two of seven products and was slower on an H200 at every size.)
 import triton
 import triton.language as tl
 
-from fa_ops.backends.triton.primitives import (
-    LN2,
-    LOG2E,
-    dropout_keep,
-    dropout_rows,
-    find_sequence,
-    key_bounds,
-    load_ranges,
-    row_bounds,
-    scores,
-    store_tile,
-)
+from fa_ops.backends.triton.primitives import LN2, dropout_keep, dropout_rows, load_ranges, scores
 
 ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
+EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(32)
 
 
 @triton.jit
@@ -55,19 +45,20 @@ def load_rows(
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
-    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr,
+    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
     the gradient of the scores, and the gradient of the products but for `product_scale`.
 
     lse: in log2 units, and inf where nothing is attended, so that every weight there is 0. LIMIT:
-    whether keys beyond `limit` must count as masked. Blocks within the mask are masked like those
+    whether keys beyond `limit` must count as masked. EXACT: all is 0 where masked, even beside NaN
+    or Inf. Blocks within the mask are masked like those
     at its edge: the products hide a few selects, and loops of their own would cost more, because
     ptxas serialises wgmma where an accumulator passes from loop to loop.
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None, EXTREME,
+        None, None, None, None, mask is not None, EXTREME, EXACT,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:
@@ -80,13 +71,14 @@ def score_gradients(
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
         inside = (j >= first) & (j < last)
         p = tl.where(inside, p, 0.0)
-        dp = tl.where(inside, dp, 0.0)  # of a value that may be NaN
     w = p
     if seed is not None:
         keep = dropout_keep(dropout_rows(seed, batch_head, i), j, threshold)
         w = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
+    if EXACT:
+        ds = tl.where(p == 0.0, 0.0, ds)
     dx = ds
     if cap is not None:
         dx = ds * (1.0 - t * t)
@@ -127,268 +119,3 @@ def schedule(pid, blocks, heads, wave):
     inside = pid - first * blocks
     width = tl.minimum(wave, heads - first)
     return inside // width, first + inside % width
-
-
-@triton.jit(
-    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
-)
-def query_grad_kernel(
-    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta,
-    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
-    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
-    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
-    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
-    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
-    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
-    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
-    scale: tl.float32, cap,
-    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
-    mask_stride_k: tl.int64,
-    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq of one block of query rows; also what the other kernels need of these rows.
-
-    row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
-    Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
-    strides.
-    """
-    pid = tl.program_id(0)
-    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
-    if cu_seqlens_q is not None:
-        tile, h = schedule(pid, Sq // BLOCK_M + batch + 2, Hq, wave)
-        b, block, q_start, length, k_start, keys = find_sequence(
-            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK_M
-        )
-        at = h.to(tl.int64) * Sq + q_start
-        row_at = h * row_stride + row_offset(q_start, b)
-        q += q_start * q_stride_s.to(tl.int64)
-        grad_out += q_start * grad_out_stride_s.to(tl.int64)
-        out += q_start * out_stride_s.to(tl.int64)
-        dq += q_start * dq_stride_s.to(tl.int64)
-        inside = (b >= 0) & (b < batch)
-        k += k_start * k_stride_s.to(tl.int64)
-        v += k_start * v_stride_s.to(tl.int64)
-        Sq, Sk = length, keys
-        blocks = tl.cdiv(Sq, BLOCK_M)
-        if block >= blocks:
-            return
-    else:
-        blocks = tl.cdiv(Sq, BLOCK_M)
-        block, head = schedule(pid, blocks, batch * Hq, wave)
-        b = head // Hq
-        h = head % Hq
-        at = head.to(tl.int64) * Sq
-        row_at = head * row_stride
-        q += b * q_stride_b
-        k += b * k_stride_b
-        v += b * v_stride_b
-        grad_out += b * grad_out_stride_b
-        out += b * out_stride_b
-        dq += b * dq_stride_b
-        inside = True
-    if window_right is not None:
-        block = blocks - 1 - block  # the longest rows first
-    q += h * q_stride_h
-    k += h // group * k_stride_h
-    v += h // group * v_stride_h
-    grad_out += h * grad_out_stride_h
-    out += h * out_stride_h
-    dq += h * dq_stride_h
-    m0 = block * BLOCK_M
-    rows_m = m0 + tl.arange(0, BLOCK_M)
-    i = rows_m[:, None]
-
-    limit = Sk
-    if kv_lens is not None:
-        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
-    shift = limit - Sq
-    slope, first, last = None, None, None
-    low = 0
-    if slopes is not None:
-        slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
-    if mask is not None:
-        mask += b * mask_stride_b + h * mask_stride_h
-    if ranges is not None:
-        ranges += b * ranges_stride_b + h * ranges_stride_h
-        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
-        low = tl.min(tl.where(first < last, first, 2147483647))
-    lo, full_lo, full_hi, hi = key_bounds(
-        m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
-    )
-
-    # all loads before the first reduction, whose barrier none of them would pass
-    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
-    do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
-    o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
-    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if grad_lse is not None:
-        delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
-    dead = m == float("-inf")
-    m = tl.where(dead, float("inf"), m * LOG2E)
-    delta = tl.where(dead, 0.0, delta)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    CHECK: tl.constexpr = not EVEN or ranges is not None
-    for n0 in range(lo, hi, BLOCK_N):
-        n0 = tl.multiple_of(n0, BLOCK_N)
-        j = n0 + tl.arange(0, BLOCK_N)[None, :]
-        kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
-        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
-        vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
-        dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
-        w, ds, dx = score_gradients(
-            qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
-            mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, not EVEN, EXTREME,
-        )  # fmt: skip
-        acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
-    tl.store(row_lse + row_at + rows_m, m)
-    tl.store(row_delta + row_at + rows_m, delta)
-    acc *= product_scale(scale, cap)
-    store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
-
-
-@triton.jit
-def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
-    """(lo, hi) narrowed to the rows whose key ranges touch [n0, n1); lo a multiple of BLOCK_M."""
-    CHUNK: tl.constexpr = 1024
-    low, high = hi, lo
-    end = tl.where(stride_q == 0, tl.minimum(hi, lo + 1), hi)  # stride 0: all rows have one range
-    for start in range(lo, end, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        first, last = load_ranges(ranges, stride_q, i, end)
-        touch = tl.maximum(first, n0) < tl.minimum(last, n1)
-        low = tl.minimum(low, tl.min(tl.where(touch, i, hi)))
-        high = tl.maximum(high, tl.max(tl.where(touch, i + 1, lo)))
-    if stride_q == 0:
-        high = tl.where(high > lo, hi, lo)
-    return low // BLOCK_M * BLOCK_M, high
-
-
-@triton.jit(
-    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
-)
-def key_value_grad_kernel(
-    q, k, v, grad_out, row_lse, row_delta, dk, dv,
-    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
-    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
-    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
-    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
-    dk_stride_b: tl.int64, dk_stride_h: tl.int64, dk_stride_s,
-    dv_stride_b: tl.int64, dv_stride_h: tl.int64, dv_stride_s,
-    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
-    scale: tl.float32, cap,
-    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
-    mask_stride_k: tl.int64,
-    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
-    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one block of keys, over the rows of all query heads that share them.
-
-    Tiles are transposed, keys by queries, so that weights and score gradients are the register
-    operands of the products that follow. row_lse, row_delta: from `query_grad_kernel`. The grid is
-    (heads of k) * batch * cdiv(Sk, BLOCK_N), packed (heads of k) * (Sk // BLOCK_N + batch + 2).
-    """
-    pid = tl.program_id(0)
-    Hkv = Hq // group
-    row_stride = row_capacity(Sq, batch, cu_seqlens_q is not None)
-    if cu_seqlens_q is not None:
-        tile, hk = schedule(pid, Sk // BLOCK_N + batch + 2, Hkv, wave)
-        b, block, k_start, length, q_start, rows = find_sequence(
-            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK_N
-        )
-        if block >= tl.cdiv(length, BLOCK_N):
-            return
-        inside = (b >= 0) & (b < batch)
-        row_at = row_offset(q_start, b)
-        Sq, Sk = rows, length
-        q += q_start * q_stride_s.to(tl.int64)
-        grad_out += q_start * grad_out_stride_s.to(tl.int64)
-        k += k_start * k_stride_s.to(tl.int64)
-        v += k_start * v_stride_s.to(tl.int64)
-        dk += k_start * dk_stride_s.to(tl.int64)
-        dv += k_start * dv_stride_s.to(tl.int64)
-    else:
-        block, head = schedule(pid, tl.cdiv(Sk, BLOCK_N), batch * Hkv, wave)
-        b = head // Hkv
-        hk = head % Hkv
-        row_at = b * Hq * row_stride
-        q += b * q_stride_b
-        k += b * k_stride_b
-        v += b * v_stride_b
-        grad_out += b * grad_out_stride_b
-        dk += b * dk_stride_b
-        dv += b * dv_stride_b
-        inside = True
-    k += hk * k_stride_h
-    v += hk * v_stride_h
-    dk += hk * dk_stride_h
-    dv += hk * dv_stride_h
-    n0 = block * BLOCK_N
-    j = n0 + tl.arange(0, BLOCK_N)[:, None]
-
-    limit = Sk
-    if kv_lens is not None:
-        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
-    shift = limit - Sq
-    lo, full_lo, full_hi, hi = row_bounds(
-        n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
-    )
-
-    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for h in range(hk * group, hk * group + group):
-        q_head = q + h * q_stride_h
-        grad_out_head = grad_out + h * grad_out_stride_h
-        row_lse_head = row_lse + row_at + h * row_stride
-        row_delta_head = row_delta + row_at + h * row_stride
-        slope, mask_head, ranges_head = None, None, None
-        begin, end = lo, hi
-        if slopes is not None:
-            slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
-        if mask is not None:
-            mask_head = mask + b * mask_stride_b + h * mask_stride_h
-        if ranges is not None:
-            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
-            begin, end = range_bounds(
-                ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
-            )
-        for m0 in range(begin, end, BLOCK_M):
-            m0 = tl.multiple_of(m0, BLOCK_M)
-            rows_m = m0 + tl.arange(0, BLOCK_M)
-            i = rows_m[None, :]
-            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
-            m = tl.load(row_lse_head + rows_m)
-            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-            do = load_rows(
-                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
-            )
-            delta = tl.load(row_delta_head + rows_m)
-            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
-            w, ds, dx = score_gradients(
-                qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
-                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
-                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
-            )  # fmt: skip
-            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
-            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
-    dk_acc *= product_scale(scale, cap)
-    if seed is not None:
-        dv_acc *= keep_scale
-    inside_limit = j < limit
-    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
-    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
-    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
-    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)

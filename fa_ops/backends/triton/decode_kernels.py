@@ -203,7 +203,7 @@ def attend_piece(
         acc = tl.interleave(acc, acc_odd)
     if v_scales is not None:
         acc *= v_top
-    failed = r < 0
+    failed = tl.full([], 0, tl.int1)
     if EXACT:
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
     elif guess is not None:
@@ -213,11 +213,11 @@ def attend_piece(
         den, top_score = tl.sum(den, 1), tl.max(highest, 1)
         some = top_score > float("-inf")
         near = (top_score - m >= low) & (top_score - m <= high)
-        failed = some & (near == 0)
+        failed = tl.max((rows & some & (near == 0)).to(tl.int32), 0) > 0
         m = tl.where(some, m, float("-inf"))
     if APART and not EXACT:
         failed = failed | has_holes(acc)
-    return m, den, acc, tl.max((failed & rows).to(tl.int32), 0) > 0
+    return m, den, acc, failed
 
 
 @triton.jit

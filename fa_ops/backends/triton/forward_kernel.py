@@ -16,12 +16,15 @@ from fa_ops.backends.triton.primitives import (
     dropout_keep,
     dropout_rows,
     find_sequence,
+    first_row,
     has_holes,
+    is_masked,
     key_bounds,
     load_ranges,
     load_rows,
     load_tile,
     natural,
+    positions,
     scores,
     store_tile,
     unrelated,
@@ -33,10 +36,10 @@ EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
 
 
 @triton.jit
-def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK: tl.constexpr):
-    """What a program has to do: (b, h, first row, its tokens' (start, number), keys' likewise).
+def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK: tl.constexpr):
+    """What a program has to do: (b, h, block of rows, its tokens' start and number, its keys').
 
-    Tokens start at 0 but in packed tensors. A first row beyond the last: nothing.
+    Both start at 0 but in packed tensors. A block beyond the last: nothing.
     """
     if cu_seqlens_q is not None:
         programs = Sq // BLOCK + batch + 2
@@ -44,18 +47,13 @@ def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLO
         b, block, q_start, rows, k_start, keys = find_sequence(
             cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, pid % programs, BLOCK
         )
-        blocks = tl.cdiv(rows, BLOCK)
-        if window_right is not None:  # the longest rows of a head first
-            block = tl.where(block < blocks, blocks - 1 - block, block)
     else:
         blocks = tl.cdiv(Sq, BLOCK)
         block = pid % blocks
         h = pid // blocks % Hq
         b = pid // blocks // Hq
         q_start, rows, k_start, keys = 0, Sq, 0, Sk
-        if window_right is not None:
-            block = blocks - 1 - block
-    return b, h, block * BLOCK, q_start, rows, k_start, keys
+    return b, h, block, q_start, rows, k_start, keys
 
 
 @triton.jit
@@ -104,7 +102,7 @@ def attend_block(
         ranges += b * ranges_stride_b + h * ranges_stride_h
     if sinks is not None:
         sink = tl.where(inside, tl.load(sinks + h).to(tl.float32), float("-inf"))
-    rows_m = m0 + tl.arange(0, BLOCK_M)
+    rows_m = m0 + positions(BLOCK_M, EXACT)
     i = rows_m[:, None]
     first, last, low, rows = None, None, None, None
     if ranges is not None:
@@ -134,7 +132,7 @@ def attend_block(
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        j = n0 + tl.arange(0, BLOCK_N)[None, :]
+        j = n0 + positions(BLOCK_N, EXACT)[None, :]
         begin = low
         if low is not None:
             begin = low - n0
@@ -143,7 +141,7 @@ def attend_block(
         if not FOLD:
             s, _ = scores(
                 s, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-                None, None, None, None, mask is not None, EXTREME, EXACT,
+                None, None, None, None, mask is not None, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
             )  # fmt: skip
         if (n0 < full_lo) | (n0 >= full_hi):
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
@@ -199,9 +197,10 @@ def attend_block(
     redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
         redo = redo & (m != float("-inf"))
-    if window_left is not None or window_right is not None or mask is not None or first is not None:
+    redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+    if is_masked(window_left, window_right, mask, ranges):
         redo = redo | has_holes(acc)
-    return tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
+    return redo
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "batch", "threshold", "window_left", "window_right"])
@@ -231,12 +230,13 @@ def forward_kernel(
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
-    b, h, m0, q_start, rows, k_start, keys = locate(
-        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+    b, h, block, q_start, rows, k_start, keys = locate(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
     )
     if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
-        if m0 >= rows:
+        if block >= tl.cdiv(rows, BLOCK_M):
             return
+    m0 = first_row(block, rows, window_right, BLOCK_M)
     redo = attend_block(
         q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
         v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, rows, k_start,
@@ -247,13 +247,15 @@ def forward_kernel(
     )  # fmt: skip
     if redo:
         # in small blocks, and from `pid` on, so that the loop above has the registers to itself
-        b, h, m0, q_start, rows, k_start, keys = locate(
-            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, window_right, BLOCK_M
+        b, h, block, q_start, rows, k_start, keys = locate(
+            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
         )
-        for m in tl.range(m0, tl.minimum(m0 + BLOCK_M, rows), EXACT_ROWS, num_stages=1):
+        m0 = first_row(block, rows, window_right, BLOCK_M)
+        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
             attend_block(
                 q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
-                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m, q_start,
+                k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
+                q_start,
                 rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
                 mask_stride_q, mask_stride_k, slopes, slopes_stride_b, sinks, kv_lens, ranges,
                 ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,

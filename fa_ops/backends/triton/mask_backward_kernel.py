@@ -139,7 +139,7 @@ def mask_grad_kernel(
                 tl.load(row_delta + at, mask=i < Sq, other=0.0), i, j, Sq, shift, limit, scale, cap,
                 slope, mask + b * mask_stride_b + h * mask_stride_h, mask_stride_q, mask_stride_k,
                 ranges_head, ranges_stride_q, seed, b * Hq + h, threshold,
-                keep_scale, window_left, window_right, True, EXTREME,
+                keep_scale, window_left, window_right, True, EXTREME, True,
             )  # fmt: skip
             acc += ds
     base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k

@@ -69,16 +69,33 @@ def _larger(x, y):
 
 
 @triton.jit
-def unrelated(pid):
-    """The same number, of which the compiler does not know that it is.
+def unrelated(x):
+    """The same integers, of which the compiler does not know that they are.
 
-    What a rare branch at a kernel's end computes from it holds no register until then.
+    What a rare branch at a kernel's end computes from them shares nothing with what is computed
+    before, and so holds no register until then.
     """
     if INLINE:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [pid], dtype=tl.int32, is_pure=False, pack=1
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
         )
-    return pid
+    return x
+
+
+@triton.jit
+def positions(SIZE: tl.constexpr, UNRELATED: tl.constexpr):
+    """0 ... SIZE - 1, in a rare branch `unrelated` to any other such."""
+    return unrelated(tl.arange(0, SIZE)) if UNRELATED else tl.arange(0, SIZE)
+
+
+@triton.jit
+def first_row(block, rows, window_right, BLOCK: tl.constexpr):
+    """Where a block of rows begins; those of which the last attend the most keys, last ones first.
+
+    For blocks that exist: after a select between these and others, Triton 3.7 no longer finds that
+    keys are aligned, and does not load them ahead.
+    """
+    return (block if window_right is None else tl.cdiv(rows, BLOCK) - 1 - block) * BLOCK
 
 
 # Tiles
@@ -99,10 +116,14 @@ def load_rows(
     """ROWS rows of a matrix with `width` columns, which EXACT says are COLS; `at` is their first.
 
     Beyond `width` it is 0, and with EDGE outside rows [first, last) too; None is no bound.
+    Offsets of 32 bits are taken for unsigned, of which a loop keeps one register and not two.
     """
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    tile = at + (rows * stride + cols)
+    offsets = rows * stride + cols
+    if offsets.dtype.primitive_bitwidth == 32:
+        offsets = offsets.to(tl.uint32)
+    tile = at + offsets
     if EDGE:
         keep = rows < last
         if first is not None:
@@ -233,7 +254,7 @@ def tanh(x, SMALL: tl.constexpr):
 def scores(
     qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
     window_left, window_right, first, last, EDGE: tl.constexpr, EXTREME: tl.constexpr,
-    NATURAL: tl.constexpr = False,
+    EXACT: tl.constexpr = False, UNIT: tl.constexpr = LOG2E,
 ):  # fmt: skip
     """From products q.k to (s, t): s is -inf where not attended; t is the tanh of the softcap.
 
@@ -247,8 +268,9 @@ def scores(
            not so in a block that `key_bounds` or `row_bounds` calls full. Rows beyond Sq are never
            masked for being there.
     EXTREME: whether scale or softcap may be so large that scores overflow or tanh cancels.
-    NATURAL: scores are not in units of log2, and scale, cap and slope not multiplied by log2(e), so
-           that the lowest numbers of a float mask stay finite. -inf in it masks a NaN, too.
+    EXACT: -inf in a float mask masks NaN and Inf, too.
+    UNIT:  1 if scores shall be natural ones, scale, cap and slope not multiplied by log2(e); then
+           the lowest numbers of a float mask stay finite.
     """
     if cap is not None:
         t = tanh(qk * scale, EXTREME)
@@ -265,11 +287,9 @@ def scores(
         element = tl.load(at, mask=(i < Sq) & (j < limit) if EDGE else i < Sq, other=0)
         if mask.dtype.element_ty == tl.int1:
             s = tl.where(element, s, float("-inf"))
-        elif NATURAL:
-            bias = element.to(tl.float32)
-            s = tl.where(bias == float("-inf"), bias, s + bias)
         else:
-            s += element.to(tl.float32) * LOG2E
+            bias = element.to(tl.float32) * UNIT
+            s = tl.where(bias == float("-inf"), bias, s + bias) if EXACT else s + bias
     if EDGE:
         keep = attended(i, j, shift, limit, window_left, window_right, first, last)
         s = tl.where(keep, s, float("-inf"))
@@ -329,10 +349,16 @@ def without_holes(x):
     return tl.where(good, x, 0.0), tl.max((good == 0).to(tl.int32), 1) > 0
 
 
+@triton.constexpr_function
+def is_masked(window_left, window_right, mask, ranges):
+    """Whether rows of a block may attend different ones of the keys that are loaded for them."""
+    return not (window_left is window_right is mask is ranges is None)
+
+
 @triton.jit
 def has_holes(x):
-    """Bool by row: whether there is a NaN or Inf in x, at one FMA per element."""
-    return tl.sum(x * 0.0, 1) != 0.0
+    """Whether there is a NaN or Inf anywhere in x, at one FMA per element."""
+    return tl.sum(x * 0.0) != 0.0
 
 
 # Dropout: the rule of `backends/dropout.py` in uint32

@@ -33,7 +33,9 @@ DEVICE float factor_of(const Params& p, int tensor, int i, int j, int h, int b, 
 #endif
 #if BIAS_BITS
   const float2 pair = floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
-  s = fmaf(s, p.bias.unit, j & 1 ? pair.y : pair.x);
+  const float bias = j & 1 ? pair.y : pair.x;
+  if (bias == -INFINITE) return 0.f;  // the key is left out even where its score is NaN
+  s = fmaf(s, p.bias.unit, bias);
 #endif
   const float weight = exp2_fast(exponent(p, s, p.lse[at]));
   if (weight == 0.f) return 0.f;

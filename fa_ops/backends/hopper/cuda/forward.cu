@@ -261,7 +261,8 @@ struct ExactRow {
 #endif
 #if BIAS_BITS
     const float2 pair = floats(bias_pair(bias_row(p.bias, tile.b, tile.h, row), p.bias, key & ~1, 0));
-    s = s * p.bias.unit + (key & 1 ? pair.y : pair.x);
+    const float bias = key & 1 ? pair.y : pair.x;
+    s = bias == -INFINITE ? bias : s * p.bias.unit + bias;  // the key is left out even where its score is NaN
 #endif
     return s;
   }

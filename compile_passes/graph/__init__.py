@@ -1,0 +1,3 @@
+"""The graph as the pass reads it: values, one vocabulary of operations, dimensions, views,
+constants.
+"""

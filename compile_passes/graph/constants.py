@@ -1,0 +1,176 @@
+"""Tensors and scalars whose every element is one known number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compile_passes.graph.ir import Value
+
+FILLED = {
+    "zeros": 0.0,
+    "zeros_like": 0.0,
+    "new_zeros": 0.0,
+    "ones": 1.0,
+    "ones_like": 1.0,
+    "new_ones": 1.0,
+}
+_SHAPED = frozenset({"reshape", "expand", "permute", "copy", "cast", "getitem"})
+_UNARY = {
+    "neg": lambda x: -x,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: x**-0.5,
+    "exp": math.exp,
+    "log": math.log,
+}
+_BINARY = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "pow": lambda x, y: x**y,
+}
+
+
+def number(x: object, depth: int = 8) -> float | int | bool | None:
+    """The number that x is everywhere, as its dtype holds it; None if that is not known."""
+    if isinstance(x, (bool, int, float)):
+        return x
+    if not isinstance(x, Value) or depth == 0:
+        return None
+    if not isinstance(x.tensor, Tensor):
+        return _scalar(x.tensor)
+    try:
+        return held(_compute(x, depth - 1), x.dtype)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def specialised(x: object) -> float | int | bool | None:
+    """As `number`; a symbol becomes the number that it is now, guarded, as for a probability of
+    dropout or the fill of a mask, which are constants in all but name. None if it has none yet.
+    """
+    known = number(x)
+    if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
+        return specialised(x.args.get("data"))
+    if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
+        return float(x.tensor) if x.tensor.node.has_hint() else None
+    return known
+
+
+def _scalar(x: object) -> float | int | bool | None:
+    """A number, or a symbol that tracing has fixed to one."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat)) and x.node.expr.is_number:
+        return int(x.node.expr) if isinstance(x, torch.SymInt) else float(x.node.expr)
+    return x if isinstance(x, (bool, int, float)) else None
+
+
+def _compute(x: Value, depth: int) -> float | int | bool | None:
+    if x.op == "fill":
+        return number(x.args.get("other", x.args.get("value")), depth)
+    if x.writes:
+        return None
+    if x.op in FILLED:
+        return FILLED[x.op]
+    if x.op in ("full", "full_like", "new_full"):
+        return number(x.args.get("fill_value"), depth)
+    if x.op in ("tensor", "scalar_tensor"):
+        data = x.args.get("data")
+        return data if isinstance(data, (bool, int, float)) else None
+    if x.op in _SHAPED:
+        return number(x.args.get("input"), depth)
+    if x.op in _UNARY and len(x.args) == 1:
+        value = number(x.args.get("input"), depth)
+        return None if value is None else _UNARY[x.op](value)
+    if x.op in _BINARY and set(x.args) == {"input", "other"}:
+        a, b = number(x.args["input"], depth), number(x.args["other"], depth)
+        return None if a is None or b is None else _BINARY[x.op](a, b)
+    return None
+
+
+def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
+    """What a tensor of this dtype holds when the number is written to it."""
+    if value is None or dtype.is_complex:
+        return None
+    if dtype == torch.bool:
+        return bool(value)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return int(value) if limits.min <= value <= limits.max else None
+    nearest = rounded(value, dtype)
+    return nearest if nearest is None or math.isinf(nearest) else float(value)
+
+
+_MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def rounded(value: float, dtype: torch.dtype) -> float | None:
+    """The nearest floating point number of the dtype, by way of float32 as torch rounds to 16
+    bits.
+    """
+    if dtype not in _MANTISSA:
+        return None
+    limit = torch.finfo(dtype).max
+    if abs(value) >= 2 * limit:
+        return math.copysign(math.inf, value)
+    wide = dtype in (torch.float64, torch.float32)
+    value = float(value) if wide else rounded(value, torch.float32)
+    if not math.isfinite(value) or value == 0 or dtype == torch.float64:
+        return value
+    exponent = max(math.frexp(value)[1], math.frexp(torch.finfo(dtype).tiny)[1])
+    step = math.ldexp(1.0, exponent - _MANTISSA[dtype])
+    nearest = round(value / step) * step
+    return math.copysign(math.inf, value) if abs(nearest) > limit else nearest
+
+
+# Their elements are those of their input.
+_MOVED = frozenset(
+    "reshape expand permute copy cast getitem repeat repeat_interleave index_select gather tril "
+    "triu flip".split()
+)
+_FINITE = frozenset("cumsum arange cat stack tanh sigmoid zeros ones zeros_like ones_like".split())
+# Their numbers become elements.
+_NUMERIC = frozenset(
+    "add sub mul neg abs clamp minimum maximum where masked_fill pad full tensor "
+    "scalar_tensor".split()
+)
+# An infinity would not come out of these as such, but make NaN of everything.
+_ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
+
+
+def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
+    """Whether a tensor holds no infinity, by how it was made: from layers of the network, from
+    parameters that learn, from positions and constants. With a limit, whether its constants stay
+    below it as well and no integers of unknown size are in it, so that it is no mask.
+    """
+    if isinstance(x, (tuple, list)):
+        return all(finite(y, depth, limit) for y in x)
+    if not isinstance(x, Value) or not isinstance(x.tensor, Tensor):
+        x = x.tensor if isinstance(x, Value) else x
+        if isinstance(x, torch.SymFloat):
+            x = x.node.hint if x.node.has_hint() else math.inf
+        return not isinstance(x, float) or abs(x) < limit
+    if depth == 0 or x.dtype == torch.bool:
+        return depth != 0
+    if not x.dtype.is_floating_point and torch.iinfo(x.dtype).max < limit:
+        return True
+    if x.node.op in ("placeholder", "get_attr"):
+        learned = limit == math.inf or isinstance(x.tensor, torch.nn.Parameter)
+        return x.tensor.requires_grad and learned
+    if x.op in _ACTIVATIONS:
+        return True
+    if x.op in _MOVED:
+        return not x.writes and finite(x.args.get("input"), depth - 1, limit)
+    if x.op in _NUMERIC and not all(abs(y) < limit for y in x.args.values() if type(y) is int):
+        return False
+    if x.op in ("div", "pow"):
+        known = number(x.args.get("other"))
+        near = limit == math.inf or (x.op == "div" and known and abs(known) * limit > 1)
+        return bool(known and near) and _made_of_finite(x, depth, limit)
+    return x.op in _FINITE | _NUMERIC and not x.writes and _made_of_finite(x, depth, limit)
+
+
+def _made_of_finite(x: Value, depth: int, limit: float) -> bool:
+    return all(finite(y, depth - 1, limit) for y in x.args.values())

@@ -1,0 +1,243 @@
+"""The gradients of keys and values."""
+
+import triton
+import triton.language as tl
+
+from fa_ops.backends.triton.backward_kernels import (
+    EXACT_KEYS,
+    EXACT_ROWS,
+    load_rows,
+    product_scale,
+    row_capacity,
+    row_offset,
+    schedule,
+    score_gradients,
+)
+from fa_ops.backends.triton.primitives import (
+    LOG2E,
+    find_sequence,
+    has_holes,
+    is_masked,
+    load_ranges,
+    positions,
+    row_bounds,
+    store_tile,
+    unrelated,
+    without_holes,
+)
+
+
+@triton.jit
+def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
+    """(lo, hi) narrowed to the rows whose key ranges touch [n0, n1); lo a multiple of BLOCK_M."""
+    CHUNK: tl.constexpr = 1024
+    low, high = hi, lo
+    end = tl.where(stride_q == 0, tl.minimum(hi, lo + 1), hi)  # stride 0: all rows have one range
+    for start in range(lo, end, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        first, last = load_ranges(ranges, stride_q, i, end)
+        touch = tl.maximum(first, n0) < tl.minimum(last, n1)
+        low = tl.minimum(low, tl.min(tl.where(touch, i, hi)))
+        high = tl.maximum(high, tl.max(tl.where(touch, i + 1, lo)))
+    if stride_q == 0:
+        high = tl.where(high > lo, hi, lo)
+    return low // BLOCK_M * BLOCK_M, high
+
+
+@triton.jit
+def locate_keys(pid, batch, Hkv, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
+    """The same of `key_value_grad_kernel`: (b, kv head, first key, ...)."""
+    if cu_seqlens_q is not None:
+        tile, hk = schedule(pid, Sk // BLOCK + batch + 2, Hkv, wave)
+        b, block, k_start, keys, q_start, rows = find_sequence(
+            cu_seqlens_k, cu_seqlens_q, batch, Sk, Sq, tile, BLOCK
+        )
+    else:
+        block, head = schedule(pid, tl.cdiv(Sk, BLOCK), batch * Hkv, wave)
+        b, hk = head // Hkv, head % Hkv
+        q_start, rows, k_start, keys = 0, Sq, 0, Sk
+    return b, hk, block * BLOCK, q_start, rows, k_start, keys
+
+
+@triton.jit
+def key_value_grad_block(
+    q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s, k_stride_b,
+    k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
+    grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
+    dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, Sq, k_start, Sk, tokens, scale,
+    cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b,
+    kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+    window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
+
+    EXACT: a NaN or Inf in a row of q or grad_out, or in its lse, counts for the keys alone that the
+    row attends, of whose gradients it makes NaN. Else returns whether any key needs that.
+    """
+    row_stride = row_capacity(tokens, batch, PACKED)
+    if PACKED:
+        inside = (b >= 0) & (b < batch)
+        row_at = row_offset(q_start, b)
+        q += q_start * q_stride_s.to(tl.int64)
+        grad_out += q_start * grad_out_stride_s.to(tl.int64)
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+        dk += k_start * dk_stride_s.to(tl.int64)
+        dv += k_start * dv_stride_s.to(tl.int64)
+    else:
+        inside = True
+        row_at = b * Hq * row_stride
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+        grad_out += b * grad_out_stride_b
+        dk += b * dk_stride_b
+        dv += b * dv_stride_b
+    k += hk * k_stride_h
+    v += hk * v_stride_h
+    dk += hk * dk_stride_h
+    dv += hk * dv_stride_h
+    j = n0 + positions(BLOCK_N, EXACT)[:, None]
+
+    limit = Sk
+    if kv_lens is not None:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
+    lo, full_lo, full_hi, hi = row_bounds(
+        n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+
+    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
+    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_N], tl.int32)
+    for h in range(hk * group, hk * group + group):
+        q_head = q + h * q_stride_h
+        grad_out_head = grad_out + h * grad_out_stride_h
+        row_lse_head = row_lse + row_at + h * row_stride
+        row_delta_head = row_delta + row_at + h * row_stride
+        slope, mask_head, ranges_head = None, None, None
+        begin, end = lo, hi
+        if slopes is not None:
+            slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
+        if mask is not None:
+            mask_head = mask + b * mask_stride_b + h * mask_stride_h
+        if ranges is not None:
+            ranges_head = ranges + b * ranges_stride_b + h * ranges_stride_h
+            begin, end = range_bounds(
+                ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
+            )
+        for m0 in tl.range(begin, end, BLOCK_M, num_stages=1 if EXACT else None):
+            m0 = tl.multiple_of(m0, BLOCK_M)
+            rows_m = m0 + positions(BLOCK_M, EXACT)
+            i = rows_m[None, :]
+            qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
+            m = tl.load(row_lse_head + rows_m)
+            if EXACT:
+                qt, holes = without_holes(qt)
+            qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+            do = load_rows(
+                grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
+            )
+            delta = tl.load(row_delta_head + rows_m)
+            if EXACT:
+                do, holes_do = without_holes(do)
+                delta, holes_delta = without_holes(delta[:, None])
+                delta = tl.reshape(delta, [BLOCK_M])
+                holes = holes | holes_do | holes_delta | (m != m)
+                m = tl.where(holes, -1e38, m)  # every weight that is not masked becomes Inf
+            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+            w, ds, dx = score_gradients(
+                qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
+                mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
+                b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
+                EXACT,
+            )  # fmt: skip
+            if EXACT:
+                found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+                poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
+                w = tl.where(holes[None, :], 0.0, w)
+                dx = tl.where(holes[None, :], 0.0, dx)
+            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+    dk_acc *= product_scale(scale, cap)
+    if seed is not None:
+        dv_acc *= keep_scale
+    if EXACT:
+        dk_acc = tl.where(poisoned[:, None] > 0, float("nan"), dk_acc)
+        dv_acc = tl.where(poisoned[:, None] > 0, float("nan"), dv_acc)
+    inside_limit = j < limit
+    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
+    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
+    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
+    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
+    return has_holes(dk_acc) | has_holes(dv_acc)
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
+)
+def key_value_grad_kernel(
+    q, k, v, grad_out, row_lse, row_delta, dk, dv,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    dk_stride_b: tl.int64, dk_stride_h: tl.int64, dk_stride_s,
+    dv_stride_b: tl.int64, dv_stride_h: tl.int64, dv_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, over the rows of all query heads that share them.
+
+    Tiles are transposed, keys by queries, so that weights and score gradients are the register
+    operands of the products that follow. row_lse, row_delta: from `query_grad_kernel`. The grid is
+    (heads of k) * batch * cdiv(Sk, BLOCK_N), packed (heads of k) * (Sk // BLOCK_N + batch + 2).
+    """
+    pid = tl.program_id(0)
+    PACKED: tl.constexpr = cu_seqlens_q is not None
+    b, hk, n0, q_start, rows, k_start, keys = locate_keys(
+        pid, batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
+    )
+    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if n0 >= keys:
+            return
+    redo = key_value_grad_block(
+        q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
+        k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
+        grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
+        dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, rows, k_start, keys, Sq,
+        scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
+        slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
+        threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
+        BLOCK_N, EVEN, EXTREME, PRECISION, False,
+    )  # fmt: skip
+    if is_masked(window_left, window_right, mask, ranges) and redo:
+        b, hk, n0, q_start, rows, k_start, keys = locate_keys(
+            unrelated(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
+        )
+        for more in tl.range(0, tl.minimum(keys - n0, BLOCK_N), EXACT_KEYS, num_stages=1):
+            key_value_grad_block(
+                q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
+                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+                grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
+                dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk,
+                n0 + more,
+                q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+                mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
+                ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+                window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS,
+                EVEN, EXTREME, PRECISION, True,
+            )  # fmt: skip

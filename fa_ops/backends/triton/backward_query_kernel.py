@@ -1,0 +1,224 @@
+"""The gradient of queries, and what the other backward kernels need of each of their rows."""
+
+import triton
+import triton.language as tl
+
+from fa_ops.backends.triton.backward_kernels import (
+    EXACT_KEYS,
+    EXACT_ROWS,
+    load_rows,
+    product_scale,
+    row_capacity,
+    row_offset,
+    schedule,
+    score_gradients,
+)
+from fa_ops.backends.triton.primitives import (
+    LOG2E,
+    find_sequence,
+    first_row,
+    has_holes,
+    is_masked,
+    key_bounds,
+    load_ranges,
+    positions,
+    store_tile,
+    unrelated,
+    without_holes,
+)
+
+
+@triton.jit
+def locate_queries(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
+    """What a program of `query_grad_kernel` has to do, as `forward_kernel.locate` says it."""
+    if cu_seqlens_q is not None:
+        tile, h = schedule(pid, Sq // BLOCK + batch + 2, Hq, wave)
+        b, block, q_start, rows, k_start, keys = find_sequence(
+            cu_seqlens_q, cu_seqlens_k, batch, Sq, Sk, tile, BLOCK
+        )
+    else:
+        block, head = schedule(pid, tl.cdiv(Sq, BLOCK), batch * Hq, wave)
+        b, h = head // Hq, head % Hq
+        q_start, rows, k_start, keys = 0, Sq, 0, Sk
+    return b, h, block, q_start, rows, k_start, keys
+
+
+@triton.jit
+def query_grad_block(
+    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
+    q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
+    out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start, Sq,
+    k_start, Sk, tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
+    mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
+    ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dq of rows m0 ... m0 + BLOCK_M - 1 of a head. `tokens` are those of lse.
+
+    EXACT: a NaN or Inf in a key or value counts for the rows alone that attend it, of whose
+    gradients it makes NaN. Else returns whether any row needs that.
+    """
+    row_stride = row_capacity(tokens, batch, PACKED)
+    if PACKED:
+        inside = (b >= 0) & (b < batch)
+        at = h.to(tl.int64) * tokens + q_start
+        row_at = h * row_stride + row_offset(q_start, b)
+        q += q_start * q_stride_s.to(tl.int64)
+        grad_out += q_start * grad_out_stride_s.to(tl.int64)
+        out += q_start * out_stride_s.to(tl.int64)
+        dq += q_start * dq_stride_s.to(tl.int64)
+        k += k_start * k_stride_s.to(tl.int64)
+        v += k_start * v_stride_s.to(tl.int64)
+    else:
+        inside = True
+        at = (b * Hq + h).to(tl.int64) * Sq
+        row_at = (b * Hq + h) * row_stride
+        q += b * q_stride_b
+        k += b * k_stride_b
+        v += b * v_stride_b
+        grad_out += b * grad_out_stride_b
+        out += b * out_stride_b
+        dq += b * dq_stride_b
+    q += h * q_stride_h
+    k += h // group * k_stride_h
+    v += h // group * v_stride_h
+    grad_out += h * grad_out_stride_h
+    out += h * out_stride_h
+    dq += h * dq_stride_h
+    rows_m = m0 + positions(BLOCK_M, EXACT)
+    i = rows_m[:, None]
+
+    limit = Sk
+    if kv_lens is not None:
+        limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
+    shift = limit - Sq
+    slope, first, last = None, None, None
+    low = 0
+    if slopes is not None:
+        slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0) * LOG2E
+    if mask is not None:
+        mask += b * mask_stride_b + h * mask_stride_h
+    if ranges is not None:
+        ranges += b * ranges_stride_b + h * ranges_stride_h
+        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
+        low = tl.min(tl.where(first < last, first, 2147483647))
+    lo, full_lo, full_hi, hi = key_bounds(
+        m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
+    )
+
+    # all loads before the first reduction, whose barrier none of them would pass
+    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
+    do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+    o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
+    dead = m == float("-inf")
+    m *= LOG2E
+    # from 2**24 on lse has no fraction left, and weights computed from it might overflow
+    m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
+    delta = tl.where(dead, 0.0, delta)
+
+    tl.store(row_lse + row_at + rows_m, m)
+    tl.store(row_delta + row_at + rows_m, delta)
+
+    if EXACT:
+        poisoned = tl.zeros([BLOCK_M], tl.int32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    CHECK: tl.constexpr = not EVEN or ranges is not None
+    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
+        n0 = tl.multiple_of(n0, BLOCK_N)
+        j = n0 + positions(BLOCK_N, EXACT)[None, :]
+        kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
+        if EXACT:
+            kt, holes = without_holes(kt)
+        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
+        if EXACT:
+            vt, holes_v = without_holes(vt)
+            holes = holes | holes_v
+        dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
+        w, ds, dx = score_gradients(
+            qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
+            mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
+            keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
+        )  # fmt: skip
+        if EXACT:
+            found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+            poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
+        acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
+    acc *= product_scale(scale, cap)
+    if EXACT:
+        acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+    store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
+    return has_holes(acc)
+
+
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "batch", "wave", "threshold", "window_left", "window_right"]
+)
+def query_grad_kernel(
+    q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s,
+    k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s,
+    grad_out_stride_b: tl.int64, grad_out_stride_h: tl.int64, grad_out_stride_s,
+    out_stride_b: tl.int64, out_stride_h: tl.int64, out_stride_s,
+    dq_stride_b: tl.int64, dq_stride_h: tl.int64, dq_stride_s,
+    batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32, wave: tl.int32,
+    scale: tl.float32, cap,
+    mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
+    mask_stride_k: tl.int64,
+    slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
+    ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
+    seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of query rows; also what the other kernels need of these rows.
+
+    row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
+    Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
+    strides.
+    """
+    pid = tl.program_id(0)
+    PACKED: tl.constexpr = cu_seqlens_q is not None
+    b, h, block, q_start, rows, k_start, keys = locate_queries(
+        pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_M
+    )
+    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if block >= tl.cdiv(rows, BLOCK_M):
+            return
+    m0 = first_row(block, rows, window_right, BLOCK_M)
+    redo = query_grad_block(
+        q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
+        q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+        grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
+        out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start,
+        rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
+        mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
+        ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
+        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, False,
+    )  # fmt: skip
+    if is_masked(window_left, window_right, mask, ranges) and redo:
+        # in small blocks, and from `pid` on: see `forward_kernel`
+        b, h, m0 = unrelated(b), unrelated(h), unrelated(m0)
+        q_start, rows = unrelated(q_start), unrelated(rows)
+        k_start, keys = unrelated(k_start), unrelated(keys)
+        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
+            query_grad_block(
+                q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
+                q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
+                v_stride_s, grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b,
+                out_stride_h, out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group,
+                b, h, m0 + more, q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b,
+                mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens,
+                ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
+                keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS,
+                EXACT_KEYS, EVEN, EXTREME, PRECISION, True,
+            )  # fmt: skip
