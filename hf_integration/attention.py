@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-import fa_ops
-from hf_integration import architectures, encodings, latent, packing, paged, steps, weights
+from hf_integration import architectures, encodings, latent, operators, packing, paged, weights
 from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
+from hf_integration.operators import Choices, Inputs
 from hf_integration.packing import Documents
 from hf_integration.readable import is_readable
 
@@ -21,9 +21,7 @@ _WEIGHTS = (
     "calls run eager attention, with memory for every weight."
 )
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Queries up to which a call is a step of decoding, for the kernel that splits the keys, and the
-# head dimension from which GPUs have no other; smaller ones go there by themselves without lengths.
-FEW_QUERIES, WIDE = 16, 256
+_choices = Choices()
 
 
 def fa_ops_attention_forward(
@@ -55,9 +53,9 @@ def fa_ops_attention_forward(
     Shape: query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv), key heads not
     repeated. `attention_mask` is a `CompactMask`, or a bool or float tensor; where it is None,
     `is_causal` (the argument, else the module's) decides. A `sliding_window` among the other
-    keywords only repeats what the mask says already.
+    keywords only repeats what is in the mask.
 
-    `position_ids` tell documents apart that are packed into one row. `cache` is that of continuous
+    `position_ids` separate documents that are packed into one row. `cache` is that of continuous
     batching, with which `kwargs` describe the batch.
 
     Returns (B, Sq, Hq, Dv), contiguous, and the weights (B, Hq, Sq, Sk) if `output_attentions`
@@ -65,54 +63,56 @@ def fa_ops_attention_forward(
 
     Raises NotImplementedError for what only another attention implementation takes.
     """
-    plain = block_indices is cache is indices is position_bias is cu_seq_lens_q is None
-    plain = plain and attention_mask is not None and not (dropout or output_attentions)
     sinks = sinks if s_aux is None else s_aux
+    options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
+    kind = None
+    plain = block_indices is cache is indices is position_bias is cu_seq_lens_q is None
+    plain = plain and type(attention_mask) is CompactMask and not (dropout or output_attentions)
     if plain and not torch.compiler.is_compiling():
-        out = steps.attend(
-            module, query, key, value, attention_mask, scaling, softcap or 0.0, sinks
-        )
-        if out is not None:
-            return out.transpose(1, 2), None
+        kind = _choices.kind(module, query, key, value, attention_mask, sinks)
+        if (operator := _choices.get(kind)) is not None:
+            mask = encodings.arguments(attention_mask, module)
+            inputs = Inputs(query, key, value, mask, sinks, options)
+            return operator(module, inputs).transpose(1, 2), None
     if block_indices is not None or cache is not None:
         own = paged.is_batch(cache)
         _refuse(module, block_indices=block_indices, cache=None if own else cache)
-    options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     lens = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if cache is not None:
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
         return _batched(module, query, key, value, cache, sinks, options, kwargs), None
-    form = _mask_arguments(module, query, key, attention_mask, is_causal)
-    visible = form.visible_keys
+    passed = (query, key, value)
+    mask = _mask_arguments(module, query, key, attention_mask, is_causal)
+    visible = mask.visible_keys
     if visible is not None and visible != key.shape[2]:
         key, value = key[:, :, :visible], value[:, :, :visible]
-    up_v = None
-    if latent.is_latent(module, query, key):
-        options["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
-        special = output_attentions or indices is not None or cu_seq_lens_q is not None
-        if not special and _may_absorb(module, query, key, value, form, sinks, options):
-            query, key, value, up_v = latent.absorb(module, query, key, value)
-        else:
-            key, value = latent.expand(module, key, value)
-    query, key, value = _prepared(query, key, value)
+    inputs = Inputs(query, key, value, mask, sinks, options)
+    special = output_attentions or indices is not None or cu_seq_lens_q is not None
+    inputs, up_v = _without_latents(module, inputs, may_absorb=not special)
+    query, key, value = _prepared(*inputs[:3])
     if indices is not None:
-        form = _selected(form, indices, query, key)
+        mask = _selected(mask, indices, query, key)
     documents = None
     if position_ids is not None or cu_seq_lens_q is not None:
         is_own = attention_mask is None or type(attention_mask) is CompactMask
-        form, documents = _with_documents(module, form, is_own, lens, position_ids, query, key)
+        mask, documents = _with_documents(module, mask, is_own, lens, position_ids, query, key)
     if documents is not None:
-        only = form.packing is PackingHint.ONLY
-        compact = form.attn_mask is None and (form.key_ranges is None or only)
-        if compact and position_bias is None and not output_attentions:
-            return _packed(query, key, value, documents, form, sinks, options), None
-        form = packing.within_documents(form, documents, query.shape[2])
-    if position_bias is not None or form.attn_mask is not None:
-        form = _biased(form, position_bias, query, key)
+        only = mask.key_ranges is None or mask.packing is PackingHint.ONLY
+        if only and mask.attn_mask is position_bias is None and not output_attentions:
+            inputs = Inputs(query, key, value, mask, sinks, inputs.options)
+            return operators.packed(inputs, documents), None
+        mask = packing.within_documents(mask, documents, query.shape[2])
+    if position_bias is not None or mask.attn_mask is not None:
+        mask = _biased(mask, position_bias, query, key)
+    inputs = Inputs(query, key, value, mask, sinks, inputs.options)
     if output_attentions:
         _logger.warning_once(_WEIGHTS)
-        return weights.attention(query, key, value, form, sinks, **options)
-    out = _attend(module, query, key, value, form, sinks, options).transpose(1, 2)
+        return weights.attention(query, key, value, mask, sinks, **inputs.options)
+    operator = operators.choose(inputs)
+    unchanged = all(a is b for a, b in zip(passed, inputs, strict=False))
+    if kind is not None and unchanged and mask.visible_keys is mask.attn_mask is None:
+        _choices.remember(kind, operator)
+    out = operator(module, inputs).transpose(1, 2)
     return (out if up_v is None else latent.project_out(out, up_v)), None
 
 
@@ -130,11 +130,26 @@ def _batched(module: nn.Module, query, key, value, cache, sinks, options, keywor
     return paged.attention(module, query, key, value, cache, sinks, options, keywords)
 
 
-def _may_absorb(module: nn.Module, query, key, value, form, sinks, options) -> bool:
-    """Latents are wide heads: on GPUs only the kernel for decoding has them."""
-    if not latent.can_absorb(module, query, key):
-        return False
-    return key.device.type == "cpu" or _is_step(query, key, value, form, sinks, options)
+def _without_latents(
+    module: nn.Module, inputs: Inputs, may_absorb: bool
+) -> tuple[Inputs, Tensor | None]:
+    """Keys and values of every head in place of latents, or where the latents themselves are
+    attended, the projection of the output.
+
+    Latents are wide heads: on GPUs only the kernel for decoding has them.
+    """
+    query, key, value = inputs[:3]
+    if not latent.is_latent(module, query, key):
+        return inputs, None
+    scale = inputs.options["scale"]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = inputs._replace(options=inputs.options | {"scale": scale})
+    may_absorb = may_absorb and latent.can_absorb(module, query, key)
+    if may_absorb and (key.device.type == "cpu" or operators.is_step(inputs)):
+        query, key, value, up_v = latent.absorb(module, query, key, value)
+        return inputs._replace(query=query, key=key, value=value), up_v
+    key, value = latent.expand(module, key, value)
+    return inputs._replace(key=key, value=value), None
 
 
 def _with_documents(
@@ -200,120 +215,31 @@ def _mask_arguments(
     return MaskArguments(visible, is_causal=True, packing=PackingHint.POSSIBLE)
 
 
-def _selected(form: MaskArguments, indices: Tensor, query: Tensor, key: Tensor) -> MaskArguments:
+def _selected(mask: MaskArguments, indices: Tensor, query: Tensor, key: Tensor) -> MaskArguments:
     """Sparse attention: only the keys whose indices (B, Sq, n) are listed, -1 for none."""
     Sk = key.shape[2]
     shape = (*indices.shape[:-1], Sk + 1)
     slots = torch.where(indices < 0, Sk, indices).long()
     keep = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, slots, True)
     keep = keep[..., :Sk].unsqueeze(1) if indices.dim() == 3 else keep[..., :Sk]
-    keep = keep & form.keep(query.shape[2], Sk, key.device)
-    mask = form.attn_mask
-    if mask is None or mask.dtype == torch.bool:
+    keep = keep & mask.keep(query.shape[2], Sk, key.device)
+    added = mask.attn_mask
+    if added is None or added.dtype == torch.bool:
         return MaskArguments(attn_mask=keep)
-    return MaskArguments(attn_mask=mask.masked_fill(~keep, float("-inf")))
+    return MaskArguments(attn_mask=added.masked_fill(~keep, float("-inf")))
 
 
-def _biased(form: MaskArguments, bias: Tensor | None, query: Tensor, key: Tensor) -> MaskArguments:
-    """The form with a bias added to the scores."""
+def _biased(mask: MaskArguments, bias: Tensor | None, query: Tensor, key: Tensor) -> MaskArguments:
+    """The mask with a bias added to the scores."""
+    added = mask.attn_mask
     if bias is not None:
         bias = bias[..., : key.shape[2]]
-        if form.attn_mask is None:
-            form = form._replace(attn_mask=bias)
-        elif form.attn_mask.dtype == torch.bool:
-            form = form._replace(attn_mask=bias.masked_fill(~form.attn_mask, float("-inf")))
+        if added is None:
+            added = bias
+        elif added.dtype == torch.bool:
+            added = bias.masked_fill(~added, float("-inf"))
         else:
-            form = form._replace(attn_mask=bias + form.attn_mask)
-    mask = form.attn_mask
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        form = form._replace(attn_mask=mask.float())
-    return form
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    form: MaskArguments,
-    sinks: Tensor | None,
-    options: dict,
-) -> Tensor:
-    needed = form.kv_lens is not None or query.shape[-1] > WIDE
-    needed = needed or (form.key_ranges is not None and query.is_cuda)
-    if needed and _is_step(query, key, value, form, sinks, options):
-        return _step(module, query, key, value, form, sinks, options)
-    if _is_too_wide(query, value):
-        width = max(query.shape[-1], value.shape[-1])
-        _logger.warning_once(
-            f"no GPU kernel has head dimension {width}: such layers run eager attention, with "
-            "memory for every weight."
-        )
-        return weights.attention(query, key, value, form, sinks, **options)[0].transpose(1, 2)
-    form = form.without_lens()
-    options = options | {"is_causal": form.is_causal, "key_ranges": form.key_ranges}
-    if sinks is None or sinks.dim() == 1:
-        return fa_ops.attention(query, key, value, form.attn_mask, sinks=sinks, **options)
-    # A sink per query: it adds exp(sink) to the denominator exp(lse), which scales the row.
-    out, lse = fa_ops.attention(query, key, value, form.attn_mask, return_lse=True, **options)
-    share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
-    return (out * share).to(out.dtype)
-
-
-def _is_too_wide(query: Tensor, value: Tensor) -> bool:
-    return query.is_cuda and max(query.shape[-1], value.shape[-1]) > WIDE
-
-
-def _is_step(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskArguments, sinks, options
-) -> bool:
-    """Whether the kernel for few queries and many keys can take the call."""
-    if form.attn_mask is not None or options["dropout_p"]:
-        return False
-    # in this order: a prefill of any length is one graph to a compiler
-    if key.shape[2] <= query.shape[2] or query.shape[2] > FEW_QUERIES:
-        return False
-    if form.key_ranges is not None and tuple(form.key_ranges.shape[1:3]) != (1, 1):
-        return False
-    if sinks is not None and sinks.dim() != 1:
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return not any(t.requires_grad for t in tensors)
-
-
-def _step(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    form: MaskArguments,
-    sinks: Tensor | None,
-    options: dict,
-) -> Tensor:
-    lens, B = form.kv_lens, key.shape[0]
-    if lens is None and form.key_ranges is not None:
-        lens = encodings.range_ends(form.key_ranges, B, module)
-    elif lens is None:
-        lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
-    elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have ranges
-        lens = lens[:1].expand(B)
-    return fa_ops.attention_with_kv_cache(
-        query,
-        key,
-        value,
-        lens,
-        is_causal=form.is_causal,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        sinks=sinks,
-        key_ranges=form.key_ranges,
-    )
-
-
-def _packed(query, key, value, documents: Documents, form: MaskArguments, sinks, options) -> Tensor:
-    tokens = (t[0].transpose(0, 1) for t in (query, key, value))
-    causal = form.is_causal or form.packing is PackingHint.ONLY
-    out = fa_ops.attention_varlen(*tokens, *documents, is_causal=causal, sinks=sinks, **options)
-    return out[None]
+            added = bias + added
+    if added.dtype not in (torch.bool, query.dtype):
+        added = added.float()
+    return mask._replace(attn_mask=added)

@@ -11,6 +11,7 @@ import enum
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -264,26 +265,36 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
                 f"{tuple(mask.shape)}"
             )
         return MaskArguments(attn_mask=mask)
-    match mask.encoding:
-        case Encoding.FULL:
-            return MaskArguments()
-        case Encoding.CAUSAL:
-            return MaskArguments(mask.extent.shape[0], True, packing=mask.packing)
-        case Encoding.LENGTHS:
-            return MaskArguments(kv_lens=mask.lengths)
-        case Encoding.RANGES:
-            return MaskArguments(key_ranges=mask.ranges, packing=mask.packing)
-        case Encoding.KEYS:
-            return MaskArguments(attn_mask=mask.kept[:, None, None])
-        case Encoding.CAUSAL_KEYS:
-            kept = mask.kept[:, None, None]
-            return MaskArguments(kept.shape[3], True, attn_mask=kept, packing=mask.packing)
-        case Encoding.RANGES_KEYS:
-            added = _memo.get(mask.kept, layer, lambda: added_to_scores(mask.kept))
-            return MaskArguments(
-                key_ranges=mask.ranges, attn_mask=added[:, None, None], packing=mask.packing
-            )
-    return MaskArguments(attn_mask=mask.dense)
+    return _ARGUMENTS[mask.encoding](mask, layer)
+
+
+_EVERYTHING = MaskArguments()
+
+
+def _causal_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    kept = mask.kept[:, None, None]
+    return MaskArguments(kept.shape[3], True, attn_mask=kept, packing=mask.packing)
+
+
+def _ranges_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    added = _memo.get(mask.kept, layer, lambda: added_to_scores(mask.kept))[:, None, None]
+    return MaskArguments(key_ranges=mask.ranges, attn_mask=added, packing=mask.packing)
+
+
+_ARGUMENTS: dict[Encoding, Callable[[CompactMask, nn.Module | None], MaskArguments]] = {
+    Encoding.FULL: lambda mask, layer: _EVERYTHING,
+    Encoding.CAUSAL: lambda mask, layer: MaskArguments(
+        mask.extent.shape[0], True, packing=mask.packing
+    ),
+    Encoding.LENGTHS: lambda mask, layer: MaskArguments(kv_lens=mask.lengths),
+    Encoding.RANGES: lambda mask, layer: MaskArguments(
+        key_ranges=mask.ranges, packing=mask.packing
+    ),
+    Encoding.KEYS: lambda mask, layer: MaskArguments(attn_mask=mask.kept[:, None, None]),
+    Encoding.CAUSAL_KEYS: _causal_keys,
+    Encoding.RANGES_KEYS: _ranges_keys,
+    Encoding.DENSE: lambda mask, layer: MaskArguments(attn_mask=mask.dense),
+}
 
 
 def added_to_scores(kept: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -30,7 +30,7 @@ class Layers(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What runs in every attention layer, and how often each form of mask was made so far."""
+    """What runs in every attention layer, and how often each encoding of masks was made so far."""
 
     layers: list[Layers]
     masks: dict[str, int]
@@ -59,7 +59,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """The innermost modules named attention, each with the model whose config it obeys."""
+    """The innermost modules named attention, each with the model that holds its config."""
     owners = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     for name, module in model.named_modules():
         inner = (type(part).__name__ for part in module.modules() if part is not module)
@@ -100,7 +100,7 @@ def _features(layer: nn.Module) -> Iterator[str]:
     if any("sink" in name for name, _ in layer.named_parameters(recurse=False)):
         yield "sinks"
     if hasattr(getattr(type(layer), "expand_kv", None), "_fa_ops_original"):
-        yield f"latent: up to {latent.MOST_QUERIES} queries attend the latents themselves"
+        yield f"latent: up to {latent.MAX_ABSORBED_QUERIES} queries attend the latents themselves"
 
 
 def _masks(config) -> str:

@@ -1,7 +1,7 @@
-"""Models that transformers would let ask for "fa_ops" although their code never calls it.
+"""Models that transformers builds with "fa_ops" although their code never calls it.
 
 transformers checks only that an attention name is registered. A model with attention code of its
-own would then receive our masks and misread them. Such a model keeps what transformers chooses by
+own would then receive masks that it misreads. Such a model keeps what transformers chooses by
 default, and is named in a warning.
 """
 
@@ -20,7 +20,7 @@ _METHOD = "get_correct_attn_implementation"
 
 
 def install(names: tuple[str, ...]) -> None:
-    """Wrap the method by which every model settles its attention implementation. Idempotent.
+    """Wrap the method by which every model chooses its attention implementation. Idempotent.
 
     Raises RuntimeError if this transformers release has no such method.
     """
@@ -34,9 +34,9 @@ def install(names: tuple[str, ...]) -> None:
         return
 
     @functools.wraps(original)
-    def settle(self, requested_attention, *args, **kwargs):
+    def choose(self, requested_attention, *args, **kwargs):
         if requested_attention in names:
-            architectures.facts(self.config)  # so that they are known when Dynamo traces a mask
+            architectures.facts(self.config)  # found now: Dynamo cannot look them up
             module = sys.modules.get(type(self).__module__)
             if module is not None and architectures.owns_attention(module):
                 chosen = original(self, None, *args, **kwargs)
@@ -53,8 +53,8 @@ def install(names: tuple[str, ...]) -> None:
                 latent.install(module, hooks.is_ours)
         return original(self, requested_attention, *args, **kwargs)
 
-    settle._fa_ops = True
-    setattr(PreTrainedModel, _METHOD, settle)
+    choose._fa_ops = True
+    setattr(PreTrainedModel, _METHOD, choose)
 
 
 def _complete_class_tables(module: ModuleType, name: str) -> None:

@@ -1,9 +1,9 @@
-"""What transformers offers to implementations whose name contains "flash", asked for by ours.
+"""Features that transformers reserves for implementations whose name contains "flash".
 
-Two things hang on the name: vision and audio towers describe packed images by cu_seq_lens instead
-of looping over them, and continuous batching accepts the implementation. Each hook first checks
-that this transformers release has what it changes; where not, the feature stays off and
-`hooks.state` says why.
+Two depend on the name: vision and audio towers describe packed images by cu_seq_lens instead of
+looping over them, and continuous batching accepts the implementation. Each hook first checks that
+this transformers release has what it changes; where not, the feature stays off, for the reason in
+`hooks.state`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 NAME = "fa_ops"
 PAGED = "paged|" + NAME
-_ASKS = "is_flash_attention_requested"
+_IS_FLASH = "is_flash_attention_requested"
 _BATCHING = "transformers.generation.continuous_batching"
 
 # Feature -> "on", or why it is off.
@@ -29,11 +29,11 @@ def is_ours(config: object) -> bool:
 
 
 def install_tower(module: ModuleType) -> bool:
-    """Let the towers of a modeling module pass cu_seq_lens to our function. Idempotent."""
-    asks = getattr(module, _ASKS, None)
-    if asks is None:
+    """Make the towers of a modeling module pass cu_seq_lens to our function. Idempotent."""
+    is_flash = getattr(module, _IS_FLASH, None)
+    if is_flash is None:
         return False
-    if hasattr(asks, "_fa_ops"):
+    if hasattr(is_flash, "_fa_ops"):
         return True
     try:
         source = inspect.getsource(module)
@@ -41,12 +41,12 @@ def install_tower(module: ModuleType) -> bool:
         return False
     if "cu_seq_lens_q=" not in source:
         return False  # the answer is used for something else
-    setattr(module, _ASKS, _also_ours(asks))
+    setattr(module, _IS_FLASH, _also_ours(is_flash))
     return True
 
 
 def install_batching() -> None:
-    """Let continuous batching take our name. Idempotent; writes `state`."""
+    """Make continuous batching accept our name. Idempotent; writes `state`."""
     if state["continuous batching"] == "on":
         return
     try:
@@ -62,9 +62,9 @@ def install_batching() -> None:
         state["continuous batching"] = "off: PagedAttentionCache.update takes other arguments"
         return
     for module in modules:
-        asks = getattr(module, _ASKS, None)
-        if asks is not None and not hasattr(asks, "_fa_ops"):
-            setattr(module, _ASKS, _also_ours(asks))
+        is_flash = getattr(module, _IS_FLASH, None)
+        if is_flash is not None and not hasattr(is_flash, "_fa_ops"):
+            setattr(module, _IS_FLASH, _also_ours(is_flash))
     for name in ("lazy_import_flash_attention", "lazy_import_paged_flash_attention"):
         imports = getattr(modules[1], name, None)
         if imports is not None and not hasattr(imports, "_fa_ops"):
@@ -72,22 +72,22 @@ def install_batching() -> None:
     state["continuous batching"] = "on"
 
 
-def _also_ours(asks: Callable) -> Callable:
-    """`is_flash_attention_requested` that is true of our name too."""
+def _also_ours(is_flash: Callable) -> Callable:
+    """`is_flash_attention_requested` that is true for our name too."""
 
-    @functools.wraps(asks)
+    @functools.wraps(is_flash)
     def wrapper(config=None, requested_attention_implementation=None, *args, **kwargs):
         name = requested_attention_implementation
         if name in (NAME, PAGED) or (name is None and is_ours(config)):
             return True
-        return asks(config, requested_attention_implementation, *args, **kwargs)
+        return is_flash(config, requested_attention_implementation, *args, **kwargs)
 
     wrapper._fa_ops = True
     return wrapper
 
 
 def _with_cache(imports: Callable, name: str) -> Callable:
-    """The import of flash functions; continuous batching asks only if the cached one is there."""
+    """The import of flash functions; continuous batching only checks for the one with a cache."""
 
     @functools.wraps(imports)
     def wrapper(implementation, *args, **kwargs):

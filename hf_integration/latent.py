@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 # More queries than these expand: each costs three to four times the arithmetic when absorbed.
-MOST_QUERIES = 16
+MAX_ABSORBED_QUERIES = 16
 
 
 def install(module: ModuleType, is_ours: Callable[[object], bool]) -> bool:
-    """Let the attention classes of a modeling module hand on latents. Idempotent.
+    """Make the attention classes of a modeling module pass latents on. Idempotent.
 
-    `is_ours` says of a config whether our attention function will be called. Returns whether there
+    `is_ours(config)`: whether our attention function will be called. Returns whether there
     is such a class; one whose `expand_kv` takes other arguments is left alone.
     """
     found = False
@@ -69,7 +69,7 @@ def can_absorb(layer: nn.Module, query: Tensor, key: Tensor) -> bool:
     plain = type(project) is nn.Linear and project.bias is None
     if not plain or not project.weight.dtype.is_floating_point:
         return False
-    return 4 * query.shape[2] <= key.shape[2] and query.shape[2] <= MOST_QUERIES
+    return 4 * query.shape[2] <= key.shape[2] and query.shape[2] <= MAX_ABSORBED_QUERIES
 
 
 def absorb(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fa_ops
 from hf_integration.memo import PerTensorMemo
 
-_memo = PerTensorMemo()  # how many keys each sequence has before the step
+_memo = PerTensorMemo()  # keys of each sequence before the step
 
 
 class Pages(NamedTuple):
@@ -75,7 +75,7 @@ def _update(layer: nn.Module, key, value, cache, keywords: dict) -> Step:
 
 
 def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) -> Step:
-    """The cache is told what to gather, and its pages are found by the layer's group."""
+    """The keywords list what to gather, and pages are found by the layer's group."""
     k_ends, longest_k = keywords["cu_seq_lens_k"], keywords["max_seqlen_k"]
     if isinstance(k_ends, dict):
         kind = "sliding_attention" if window else "full_attention"

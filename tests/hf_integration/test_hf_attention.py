@@ -10,7 +10,7 @@ import fa_ops
 from fa_ops.backends import reference
 from fa_ops.testing import make_case
 from fa_ops.types import Packing, Spec
-from hf_integration import encodings, fa_ops_attention_forward
+from hf_integration import encodings, fa_ops_attention_forward, operators
 
 CASE = make_case(B=2, Hq=4, Hkv=2, Sq=12, Sk=12, D=16, Dv=24)
 CAUSAL = Spec(is_causal=True)
@@ -274,25 +274,20 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_step_with_padding_in_front_goes_to_the_cached_operator_on_a_gpu(rows, monkeypatch):
-    """Its keys are then cut over the GPU; here the condition alone is a GPU's."""
-    from hf_integration import attention
-
+def test_a_step_with_padding_in_front_splits_its_keys_on_a_gpu(rows, monkeypatch):
+    """Here the condition alone is a GPU's."""
     given, attend = [], fa_ops.attention_with_kv_cache
     monkeypatch.setattr(
         fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
     )
     q, k, v = inputs(make_case(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16))
     lo, hi = torch.tensor([[3], [0]])[:rows], torch.tensor([[7], [9]])[:rows]
-    mask, module, options = (
-        encodings.ranges((2, 1, 1, 9), lo, hi),
-        torch.nn.Module(),
-        dict(scale=None, softcap=0.0),
-    )
-    form = encodings.arguments(mask)
+    mask, module = encodings.ranges((2, 1, 1, 9), lo, hi), torch.nn.Module()
+    options = {"scale": None, "softcap": 0.0, "dropout_p": 0.0}
+    call = operators.Inputs(q, k, v, encodings.arguments(mask), None, options)
     with torch.no_grad():
-        assert attention._is_step(q, k, v, form, None, options | {"dropout_p": 0.0})
-        outs = [attention._step(module, q, k, v, form, None, options) for _ in range(2)]
+        assert operators.is_step(call)
+        outs = [operators.step(module, call) for _ in range(2)]
     check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask.ranges))
     assert given[0] is given[1] and given[0].is_contiguous()
     assert given[0].tolist() == [7, 9][:rows] * (2 // rows)
@@ -307,9 +302,7 @@ def test_lengths_are_those_of_every_row_that_a_model_repeats():
 
 
 def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
-    from hf_integration import attention
-
-    monkeypatch.setattr(attention, "_is_too_wide", lambda q, v: True)
+    monkeypatch.setattr(operators, "_is_too_wide", lambda q, v: True)
     monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was asked"))
     q, k, v = inputs()
     for form in MASKS:

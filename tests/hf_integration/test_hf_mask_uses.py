@@ -12,7 +12,7 @@ from hf_integration import architectures, mask_uses
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Models that call the attention interface, and in other code add their mask to scores.
-ADDING = {"beit", "bigbird_pegasus", "informer", "pp_doclayout_v2"}
+ADDING = {"beit", "bigbird_pegasus", "informer", "pp_doclayout_v2", "qwen4_exp"}
 
 
 def found(source: str) -> set[tuple[str, str]]:

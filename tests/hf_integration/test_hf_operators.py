@@ -1,0 +1,193 @@
+"""Which operator computes a layer, and that remembered choices are those of the general path."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import fa_ops
+from fa_ops.backends import reference
+from fa_ops.testing import make_case
+from fa_ops.types import Spec
+from hf_integration import attention, encodings, fa_ops_attention_forward, operators
+
+LENS = torch.tensor([5, 9])
+SINKS = torch.linspace(-1, 1, 4)
+SHAPE = (2, 1, 1, 9)
+
+
+def ranges():
+    return encodings.ranges(SHAPE, torch.tensor([[3], [0]]), torch.tensor([[7], [9]]))
+
+
+def lengths(values=LENS):
+    return encodings.lengths(SHAPE, values)
+
+
+def full():
+    return encodings.full(SHAPE, "cpu")
+
+
+def kept():
+    return encodings.keys(SHAPE, torch.arange(18).view(2, 9) % 4 > 0)
+
+
+MASKS = {
+    "full": (full, Spec()),
+    "lengths": (lengths, Spec(kv_lens=LENS.int())),
+    "ranges": (ranges, Spec(key_ranges=ranges().ranges)),
+}
+
+
+def inputs(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16):
+    return make_case(B=B, Hq=Hq, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, Dv=Dv).fresh()[:3]
+
+
+@pytest.fixture
+def choices(monkeypatch) -> operators.Choices:
+    """The choices that are remembered, none yet."""
+    fresh = operators.Choices()
+    monkeypatch.setattr(attention, "_choices", fresh)
+    return fresh
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Ranges are computed where keys are split, as on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def forward(q, k, v, mask, module=None, **options):
+    with torch.no_grad():
+        return fa_ops_attention_forward(module or nn.Module(), q, k, v, mask, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}, {"softcap": 2.0, "scaling": 0.5}])
+@pytest.mark.parametrize("form", MASKS)
+def test_a_remembered_choice_computes_the_same(form, options, choices, on_gpu):
+    make, spec = MASKS[form]
+    q, k, v = inputs()
+    first = forward(q, k, v, make(), position_ids=torch.tensor([[8]]), **options)
+    operator = operators.dense if form == "full" else operators.step
+    assert list(choices._operators.values()) == [operator]
+    again = forward(q, k, v, make(), **options)
+    assert len(choices._operators) == 1
+    assert first.is_contiguous() and torch.equal(first, again)
+    spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
+    spec = spec._replace(softcap=options.get("softcap", 0.0))
+    expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
+    torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_lengths_follow_their_mask(choices):
+    q, k, v = inputs()
+    mask = lengths()
+    forward(q, k, v, mask)
+    mask.lengths.fill_(2)
+    out = forward(q, k, v, mask)
+    assert torch.equal(out, forward(q, k, v, lengths(torch.tensor([2, 2]))))
+
+
+def test_a_copied_mask_is_still_a_compact_one(choices):
+    """As a mask is that was moved to another device, or saved by a checkpoint."""
+    q, k, v = inputs()
+    for copy in (lengths().clone(), lengths().detach(), lengths().to("cpu", copy=True)):
+        assert torch.equal(forward(q, k, v, copy), forward(q, k, v, lengths()))
+    assert len(choices._operators) == 1
+
+
+class Latent(nn.Module):
+    """Not latent: only another class of layer."""
+
+
+def calls():
+    """Calls that differ in one thing from a plain step, and are computed otherwise."""
+    q, k, v = inputs()
+    apart = torch.stack([k, k], -1)[..., 0]
+    repeated = encodings.lengths((2, 1, 1, 9), torch.tensor([5]))
+    return {
+        "full": ((q, k, v, full()), {}),
+        "lengths": ((q, k, v, lengths()), {}),
+        "ranges": ((q, k, v, ranges()), {}),
+        "kept keys": ((q, k, v, kept()), {}),
+        "causal over all": ((q, k, v, encodings.causal(SHAPE, 9, "cpu")), {}),
+        "causal over some": ((q, k, v, encodings.causal(SHAPE, 6, "cpu")), {}),
+        "a bool mask": ((q, k, v, torch.ones(2, 1, 1, 9).bool()), {}),
+        "no mask": ((q, k, v, None), {}),
+        "several queries": ((*inputs(Sq=2), encodings.full((2, 1, 2, 9), "cpu")), {}),
+        "a single key": ((*inputs(Sk=1), encodings.full((2, 1, 1, 1), "cpu")), {}),
+        "wide heads": ((*inputs(D=264), full()), {}),
+        "wide values": ((*inputs(Dv=264), full()), {}),
+        "other dtypes": ((q, k.double(), v, lengths()), {}),
+        "rows apart": ((q, apart, v, lengths()), {}),
+        "queries of the batch": ((q[:1], k, v, lengths()), {}),
+        "a repeated batch": ((*inputs(B=4), repeated), {}),
+        "sinks": ((q, k, v, lengths()), {"s_aux": SINKS}),
+        "sinks of each query": ((q, k, v, lengths()), {"s_aux": torch.zeros(2, 4, 1, 1)}),
+        "another layer": ((q, k, v, lengths()), {"module": Latent()}),
+        "weights": ((q, k, v, full()), {"output_attentions": True}),
+        "a bias": ((q, k, v, full()), {"position_bias": torch.randn(1, 4, 1, 9)}),
+        "indices": ((q, k, v, full()), {"indices": torch.zeros(2, 1, 3, dtype=torch.int64)}),
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_of_many_kinds_do_not_share_a_choice(seed, monkeypatch):
+    """In any order, each is what it is alone."""
+    known, alone = calls(), {}
+    for name, (given, options) in known.items():
+        monkeypatch.setattr(attention, "_choices", operators.Choices())
+        alone[name] = forward(*given, **options)
+    monkeypatch.setattr(attention, "_choices", operators.Choices())
+    names = list(known) * 3
+    random.Random(seed).shuffle(names)
+    for name in names:
+        given, options = known[name]
+        assert torch.equal(forward(*given, **options), alone[name]), name
+
+
+def test_dropout_and_gradients_are_never_remembered(choices):
+    q, k, v = inputs()
+    mask = lengths()
+    q.requires_grad_()
+    out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
+    assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
+    forward(q.detach(), k, v, full(), dropout=0.5)
+    assert choices._operators == {}
+    forward(q.detach(), k, v, mask)  # which is, and does not hold with a gradient
+    out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
+    assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
+
+
+def test_few_choices_are_kept(choices, monkeypatch):
+    monkeypatch.setattr(operators.Choices, "KEPT", 3)
+    for Sk in range(2, 8):
+        forward(
+            *inputs(Hkv=1 if Sk % 2 else 2, D=8 * Sk, Sk=Sk), encodings.full((2, 1, 1, Sk), "cpu")
+        )
+        assert len(choices._operators) <= 3
+
+
+def test_a_compiler_sees_the_general_path(choices):
+    def run(q, k, v, ends):
+        return forward(q, k, v, encodings.lengths(SHAPE, ends))
+
+    q, k, v = inputs()
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    out = compiled(q, k, v, LENS)
+    assert choices._operators == {}
+    torch.testing.assert_close(out, run(q, k, v, LENS))
+
+
+def test_the_operator_is_called_with_the_lengths_themselves(monkeypatch):
+    given = []
+    attend = fa_ops.attention_with_kv_cache
+    monkeypatch.setattr(
+        fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
+    )
+    mask = lengths()
+    for _ in range(2):
+        forward(*inputs(), mask)
+    assert given[0] is given[1] and given[0] is mask.lengths
