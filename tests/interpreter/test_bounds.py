@@ -9,16 +9,15 @@ import torch
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
+from fa_ops.testing.arena import Arena
 from fa_ops.testing.caches import CacheCase
 from fa_ops.types import Packing, Spec
-from tests.interpreter.arena import arena
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # log2(0) of dead rows
 ]
 
-NAN = float("nan")
 EXTREMES = (-(2**31), -7, 2**31 - 1, 2**31 - 130, 10**6)
 
 
@@ -62,12 +61,12 @@ def test_broken_borders_of_packed_sequences(seed):
     wrong = Packing(ends_q, ends_k, *r.choice([(None, None), (1, 1), (10**6, 10**6)]))
     expected = reference.varlen_forward(q, k, v, right, spec)
     grads = reference.varlen_backward(grad, None, q, k, v, *expected, right, spec)
-    with arena() as memory:
-        inputs = [memory.place(x, NAN) for x in (q, k, v)]
+    arena = Arena()
+    *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
+    with arena.outputs("triton"):
         out, lse = backend.varlen_forward(*inputs, wrong, spec)
-        grad_out = memory.place(grad, NAN)
         found = backend.varlen_backward(grad_out, None, *inputs, out, lse, wrong, spec)
-    assert memory.overwritten() == 0
+    arena.check()
     assert_same((out, lse), expected)
     assert_same(found[:3], grads[:3])
     if spec.sinks is not None:
@@ -92,11 +91,12 @@ def test_broken_lengths_and_ranges(seed):
         spec = spec._replace(kv_lens=None)
     expected = reference.forward(q, k, v, spec)
     grads = reference.backward(grad, None, q, k, v, *expected, spec)
-    with arena() as memory:
-        inputs = [memory.place(x, NAN) for x in (q, k, v)]
+    arena = Arena()
+    *inputs, grad_out = (arena.placed(x) for x in (q, k, v, grad))
+    with arena.outputs("triton"):
         out, lse = backend.forward(*inputs, spec)
-        found = backend.backward(memory.place(grad, NAN), None, *inputs, out, lse, spec)
-    assert memory.overwritten() == 0
+        found = backend.backward(grad_out, None, *inputs, out, lse, spec)
+    arena.check()
     assert_same((out, lse), expected)
     assert_same(found[:3], grads[:3])
 
@@ -120,17 +120,14 @@ def test_broken_caches(seed):
     if spec.key_ranges is not None:
         ranges = torch.tensor(r.choices((-5, 3, 70, 200, *EXTREMES), k=6)).int().view(3, 1, 1, 2)
         spec = spec._replace(key_ranges=ranges)
-    with arena() as memory:
-        q, k, v = (memory.place(x, NAN) for x in (q, k, v))
-        cache = cache._replace(
-            **{
-                name: memory.place(getattr(cache, name), NAN)
-                for name in ("key", "value")
-                if getattr(cache, name) is not None
-            }
-        )
-        out, lse = backend.cache_forward(q, k, v, cache, spec._replace(kv_lens=lens.int()))
-    assert memory.overwritten() == 0
+    arena = Arena()
+    q, k, v = (arena.placed(x, read_only=False) for x in (q, k, v))
+    new = {name: getattr(cache, name) for name in ("key", "value")}
+    new = {name: x if x is None else arena.placed(x) for name, x in new.items()}
+    spec = spec._replace(kv_lens=lens.int())
+    with arena.outputs("triton"):
+        out, lse = backend.cache_forward(q, k, v, cache._replace(**new), spec)
+    arena.check()
     assert bool(out.isfinite().all()) and not lse.isnan().any()
 
 

@@ -160,13 +160,10 @@ def _bind(
     B, Hq, Sq, D = q.shape
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
     group, device = Hq // Hkv, q.get_device()
-    if Sq == 1:  # the last query, which nothing to its right can be hidden from
-        spec = spec._replace(is_causal=False, window_right=-1)
-    values, kind = arguments(spec, B, Hq, Sq, capacity, D)
+    values, kind = arguments(_unbounded_right(spec, Sq), B, Hq, Sq, capacity, D)
     scale, cap, slopes_stride, (left, right) = *values[:2], values[8], values[18:]
     mode = "fixed" if invariant else "even" if splits else "stream"
-    apart = Sq > 1 and (kind.left or kind.right)
-    plan = _plan(q, memory, kind, mode, group * Sq, apart)
+    plan = _plan(q, memory, kind, mode, group * Sq)
     tile = plan.tile
     if mode == "stream":
         splits = programs = _multiprocessors(device) * tile.per_sm
@@ -234,8 +231,12 @@ class Plan(NamedTuple):
     compile: Callable[[tuple], Plan] | None = None
 
 
-def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int, apart: bool) -> Plan:
-    """`apart`: rows may attend different keys."""
+def _unbounded_right(spec: Spec, Sq: int) -> Spec:
+    """A single query is the last one, to whose right there are no keys."""
+    return spec._replace(is_causal=False, window_right=-1) if Sq == 1 else spec
+
+
+def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     k, v, B, D, Dv = memory.key, memory.value, q.shape[0], q.shape[3], memory.Dv
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
     both = functools.reduce(operator.or_, memory.strides)
@@ -244,6 +245,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int, apart: b
     shared = k.data_ptr() == v.data_ptr() and memory.strides[:3] == memory.strides[3:]
     shared = shared and Dv <= min(D, _main(D))
     sms = _multiprocessors(q.get_device())
+    apart = q.shape[2] > 1 and (kind.left or kind.right)  # rows may attend different keys
     light = B * memory.Hkv * -(-rows // 32) * memory.capacity <= LIGHT_KEYS * sms
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
     # pieces of a row that has its share of the programs; longer ones take a few turns
