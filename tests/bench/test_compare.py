@@ -14,6 +14,12 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("--preset", "tiny", "--budget", "1", "--bursts", "10")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """The command chooses a cache for the whole process unless one is chosen."""
+    monkeypatch.setenv("FA_OPS_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def run(*arguments):
     app = typer.Typer()
     app.command()(compare.main)
