@@ -48,6 +48,7 @@ FEATURES = {
     "whole blocks": {"Sq": 128, "Sk": 256, "is_causal": True, "B": 1},
     "strided": {"layout": "packed"},
     "batch stride 0": {"layout": "expanded"},
+    "overlapping rows": {"layout": "frames"},
 }
 
 
