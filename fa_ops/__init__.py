@@ -2,6 +2,7 @@
 
 from fa_ops.api import attention, attention_varlen, merge_states
 from fa_ops.dispatch import use_backend
+from fa_ops.explanation import explain
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops.rules import SAC_OPS
 
@@ -11,6 +12,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",
+    "explain",
     "merge_states",
     "use_backend",
 ]

@@ -1,7 +1,7 @@
-"""The typed doors: read the arguments, then call the operator.
+"""The public functions: check the types of Python values, then run the call's plan or the operator.
 
-The operators check shapes, dtypes and devices before anything is computed, with the same messages
-for both ways in. What is checked here is what a schema cannot say: the types of Python values.
+Shapes, dtypes and devices are checked when a call is planned, with the same messages for functions
+and operators. What is checked here is what the schema of an operator cannot express.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch
-from fa_ops.ops import dense, library, merge, prepared, recorded, varlen
-from fa_ops.types import Spec, bounded
+from fa_ops import dispatch, planning
+from fa_ops.call import DENSE, PACKED, Call, PackedTensors, Tensors
+from fa_ops.ops import autograd, dense, library, merge, varlen
+from fa_ops.ops.library import Route
+from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, bounded
 
 Window = tuple[int | None, int | None]
 
@@ -97,42 +99,33 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
-    call = None
-    if not (torch.compiler.is_compiling() or dropout_p != 0.0 or return_lse):
-        both = None if window is None else sides(window)
+    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
+    tensors = NO_TENSORS
+    if not (attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
+        tensors = DenseTensors(attn_mask, alibi_slopes, sinks, kv_lens, key_ranges, seed)
+    route, geometry = Route.DISPATCH, None
+    if not torch.compiler.is_compiling():
+        route = library.route_of(query, key, value, *tensors)
+    if route is not Route.DISPATCH:
+        left, right = (-1, -1) if window is None else sides(window)
         plain = (
-            is_causal, scale, both, softcap, deterministic, backend,
-            is_causal.__class__, scale.__class__, softcap.__class__, deterministic.__class__,
+            is_causal, dropout_p, scale, left, right, softcap, deterministic,
+            backend or dispatch.default, is_causal.__class__, dropout_p.__class__, scale.__class__,
+            softcap.__class__, deterministic.__class__,
         )  # fmt: skip
-        make = prepared.make
-        if attn_mask is alibi_slopes is None:
-            small = () if kv_lens is key_ranges is sinks is None else (kv_lens, key_ranges, sinks)
-            call = prepared.key_of(query, key, value, small, *plain)
-        if call is None and torch.is_grad_enabled():
-            small, make = (attn_mask, alibi_slopes, sinks, kv_lens, key_ranges), recorded.make
-            if attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is None:
-                small = ()
-            call = recorded.key_of(query, key, value, small, *plain)
-        run = call and prepared.find(call)
-        if run is not None:
-            return run(query, key, value, *small)
-    options = spec_options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
-        kv_lens, deterministic, backend,
+        geometry = planning.key_of(DENSE, query, key, value, tensors, plain)
+        plan = planning.prepared(geometry)
+        if plan is not None:
+            return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
+    options = checked_options(
+        query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
+        backend,
     )  # fmt: skip
-    if attn_mask is not None:
-        need_tensor("attn_mask", attn_mask)
-    if key_ranges is not None:
-        options["key_ranges"] = need_tensor("key_ranges", key_ranges)
-    if call:
-        spec = Spec(attn_mask, 0.0, is_causal, **options)
-        run = make(call, query, key, value, spec)
-        if run is not None:
-            return run(query, key, value, *small)
-    operator = dense.WITH_LSE if return_lse else dense.ATTENTION
-    differentiable = (query, key, value, attn_mask, sinks, alibi_slopes)
-    args = (query, key, value, attn_mask, dropout_p, is_causal)
-    return call_operator(operator, differentiable, args, options)
+    args = query, key, value, attn_mask, dropout_p, is_causal
+    if geometry is not None and query.device.type in planning.DEVICES:
+        plan = planning.prepare(geometry, Call(DENSE, *args[:3], Spec(*args[3:], **options)), plain)
+        return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
+    return (dense.WITH_LSE if return_lse else dense.ATTENTION)(*args, **options)
 
 
 def attention_varlen(
@@ -203,20 +196,38 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
-    options = spec_options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks,
-        kv_lens, deterministic, backend,
+    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
+    tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
+    route, geometry = Route.DISPATCH, None
+    if not torch.compiler.is_compiling():
+        route = library.route_of(query, key, value, *tensors)
+    if route is not Route.DISPATCH:
+        left, right = (-1, -1) if window is None else sides(window)
+        plain = (
+            is_causal, dropout_p, scale, left, right, softcap, deterministic,
+            backend or dispatch.default, max_seqlen_q, max_seqlen_k, is_causal.__class__,
+            dropout_p.__class__, scale.__class__, softcap.__class__, deterministic.__class__,
+            max_seqlen_q.__class__, max_seqlen_k.__class__,
+        )  # fmt: skip
+        geometry = planning.key_of(PACKED, query, key, value, tensors, plain)
+        plan = planning.prepared(geometry)
+        if plan is not None:
+            return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
+    options = checked_options(
+        query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
+        backend,
     )  # fmt: skip
-    need_tensor("cu_seqlens_q", cu_seqlens_q)
-    need_tensor("cu_seqlens_k", cu_seqlens_k)
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
     if max_seqlen_k is not None:
         max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    recorded = (query, key, value, sinks, alibi_slopes)
-    args = (query, key, value, *packing, dropout_p, is_causal)
-    out, lse = call_operator(varlen.VARLEN, recorded, args, options)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if geometry is not None and query.device.type in planning.DEVICES:
+        spec = Spec(None, dropout_p, is_causal, **options)
+        call = Call(PACKED, query, key, value, spec, packing)
+        plan = planning.prepare(geometry, call, plain)
+        return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
+    out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)
     return (out, lse) if return_lse else out
 
 
@@ -242,51 +253,52 @@ def merge_states(
     https://arxiv.org/abs/1805.02867.
     """
     outs, lses = _stack("outs", outs), _stack("lses", lses)
-    return call_operator(merge.MERGE, (outs, lses), (outs, lses), {})
+    return merge.MERGE(outs, lses)
 
 
-def call_operator(operator, recorded: tuple, args: tuple, options: dict):
-    """Call the operator, below autograd where an eager call records nothing."""
-    if library.is_plain(args[0]) and not (torch.is_grad_enabled() and _any_requires_grad(recorded)):
-        with library.below_autograd():
-            return operator(*args, **options)
-    return operator(*args, **options)
+def run(
+    plan: planning.Prepared, operators: autograd.Operators, route: Route, query: Tensor,
+    key: Tensor, value: Tensor, tensors: Tensors, with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Run an eager call by its plan, inside a node of autograd if the route says so."""
+    if route is Route.RECORD:
+        autograd.refuse_gradient_of(tensors.alibi_slopes)
+        recording = autograd.Recording(operators, plan.call, plan.options, plan.run, with_lse)
+        others = () if tensors is NO_TENSORS else tensors
+        return autograd.Attention.apply(recording, query, key, value, *others)
+    out, lse = plan.run(query, key, value, tensors, with_lse)
+    return (out, lse) if with_lse else out
 
 
-def _any_requires_grad(tensors: tuple) -> bool:
-    for t in tensors:  # noqa: SIM110  any() takes twice as long
-        if t is not None and t.requires_grad:
-            return True
-    return False
+def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
+    """A seed from torch's generator; None where the probability is out of range."""
+    _need_number("dropout_p", dropout_p)
+    if not 0.0 < dropout_p < 1.0:
+        return None
+    return torch.randint(2**63 - 1, (1,), device=need_tensor("query", query).device)
 
 
-def spec_options(
-    query, key, value, dropout_p, is_causal, scale, window, softcap, alibi_slopes, sinks, kv_lens,
-    deterministic, backend,
+def checked_options(
+    query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
+    backend,
 ) -> dict:  # fmt: skip
     """The operators' keyword arguments that differ from their defaults, types checked."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        for name, t in (("query", query), ("key", key), ("value", value)):
-            need_tensor(name, t)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        need_tensor(name, t)
     if not isinstance(is_causal, _BOOL):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     options: dict = {}
-    if dropout_p != 0.0:
-        _need_number("dropout_p", dropout_p)
-        if 0.0 < dropout_p < 1.0:
-            options["dropout_seed"] = torch.randint(2**63 - 1, (1,), device=query.device)
     if scale is not None:
         options["scale"] = _need_number("scale", scale)
     if window is not None:
         options["window_left"], options["window_right"] = sides(window)
     if softcap != 0.0:
         options["softcap"] = _need_number("softcap", softcap)
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = need_tensor("alibi_slopes", alibi_slopes)
-    if sinks is not None:
-        options["sinks"] = need_tensor("sinks", sinks)
-    if kv_lens is not None:
-        options["kv_lens"] = need_tensor("kv_lens", kv_lens)
+    for name, t in zip(tensors._fields, tensors):
+        if t is not None:
+            need_tensor(name, t)
+            if name in _KEYWORD_TENSORS:
+                options[name] = t
     if deterministic is not False:
         if not isinstance(deterministic, bool):
             raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
@@ -375,6 +387,7 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(states))
 
 
+_KEYWORD_TENSORS = ("alibi_slopes", "sinks", "kv_lens", "key_ranges", "dropout_seed")
 _INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)

@@ -1,12 +1,14 @@
-"""The typed door to attention over a key-value cache."""
+"""The public function of attention over a key-value cache."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fa_ops import api
-from fa_ops.ops import kv_cache, prepared
+from fa_ops import api, dispatch, planning
+from fa_ops.call import CACHED, CacheTensors, Call
+from fa_ops.ops import kv_cache, library
+from fa_ops.ops.library import Route
 from fa_ops.types import Cache, Spec
 
 
@@ -115,90 +117,67 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
-    tensors, others = (kv_lens, page_table), (
-        key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale, rotary_cos, rotary_sin,
-        unified_max,
+    tensors = CacheTensors(
+        kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
+        rotary_cos, rotary_sin, unified_max,
     )  # fmt: skip
-    if not (
-        key_ranges is alibi_slopes is sinks is key is value is k_scale is v_scale is rotary_cos
-        is rotary_sin is unified_max is None
-    ):  # fmt: skip
-        tensors += others
-    call = None
-    if not (torch.compiler.is_compiling() or kv_cache.DEBUG):
-        both = None if window is None else api.sides(window)
+    geometry = None
+    if not torch.compiler.is_compiling() and (
+        library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT
+    ):
+        left, right = (-1, -1) if window is None else api.sides(window)
         plain = (
-            is_causal, scale, both, softcap, rotary_interleaved, num_splits, batch_invariant,
-            backend,
+            is_causal, scale, left, right, softcap, rotary_interleaved, num_splits, batch_invariant,
+            backend or dispatch.default, is_causal.__class__, scale.__class__, softcap.__class__,
+            rotary_interleaved.__class__, num_splits.__class__, batch_invariant.__class__,
         )  # fmt: skip
-        types = (
-            is_causal.__class__, scale.__class__, softcap.__class__, rotary_interleaved.__class__,
-            num_splits.__class__, batch_invariant.__class__,
-        )  # fmt: skip
-        call = prepared.key_of(query, key_cache, value_cache, tensors, "cache", *plain, *types)
-    if call is not None and (run := prepared.find(call)) is not None:
-        return _attend(run, query, key_cache, value_cache, tensors, return_lse)
+        geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, plain)
+        plan = planning.prepared(geometry)
+        if plan is not None:
+            return _run(plan, query, key_cache, value_cache, tensors, return_lse)
     api.need_tensor("key_cache", key_cache)
     api.need_tensor("value_cache", value_cache)
-    options = api.spec_options(
-        query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, alibi_slopes, sinks,
-        kv_lens, False, backend,
+    api.need_tensor("kv_lens", kv_lens)
+    options = api.checked_options(
+        query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, tensors, False,
+        backend,
     )  # fmt: skip
-    kv_lens = api.need_tensor("kv_lens", kv_lens)
-    options.pop("kv_lens", None)
-    optional = {
-        "k_scale": k_scale, "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-        "key_ranges": key_ranges, "unified_max": unified_max,
-    }  # fmt: skip
-    for name, x in optional.items():
-        if x is not None:
-            options[name] = api.need_tensor(name, x)
     flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
-        if flag:
-            options[name] = flag
     if num_splits:
         num_splits = api.need_int("num_splits", num_splits)
-        options["num_splits"] = num_splits
-    if page_table is not None:
-        api.need_tensor("page_table", page_table)
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together")
-    if call is not None:
-        cache, spec = _bound(tensors, plain)
-        cache = cache._replace(num_splits=num_splits)
-        run = prepared.make_cached(call, query, key_cache, value_cache, cache, spec)
-        if run is not None:
-            return _attend(run, query, key_cache, value_cache, tensors, return_lse)
-    operator, new = kv_cache.READ, ()
-    if key is not None:
-        operator, new = kv_cache.APPEND, (api.need_tensor("key", key),
-                                          api.need_tensor("value", value))  # fmt: skip
-    args = (query, key_cache, value_cache, *new, kv_lens, page_table, is_causal)
-    recorded = (query, key_cache, value_cache, *tensors)
-    out, lse = api.call_operator(operator, recorded, args, options)
+    cache = Cache(
+        page_table, key, value, k_scale, v_scale, rotary_cos, rotary_sin, rotary_interleaved,
+        num_splits, batch_invariant, unified_max,
+    )  # fmt: skip
+    if geometry is not None and query.device.type in planning.DEVICES:
+        spec = Spec(None, 0.0, is_causal, **options)
+        call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
+        plan = planning.prepare(geometry, call, plain)
+        return _run(plan, query, key_cache, value_cache, tensors, return_lse)
+    out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
     return (out, lse) if return_lse else out
 
 
-def _attend(run, query, key_cache, value_cache, tensors: tuple, return_lse: bool):
-    """By what is prepared for the call."""
-    result = run(return_lse, query, key_cache, value_cache, *tensors)
-    if len(tensors) > 2 and tensors[5] is not None:  # a new key
+def _run(plan: planning.Prepared, query, key_cache, value_cache, tensors: CacheTensors, with_lse):
+    out, lse = plan.run(query, key_cache, value_cache, tensors, with_lse)
+    if tensors.key is not None:
         kv_cache.written(key_cache, value_cache)
-    return result if return_lse else result[0]
+    return (out, lse) if with_lse else out
 
 
-def _bound(tensors: tuple, plain: tuple) -> tuple[Cache, Spec]:
-    (
-        kv_lens, table, ranges, slopes, sinks, key, value, k_scale, v_scale, cos, sin, guesses
-    ) = (*tensors, *[None] * 10)[:12]  # fmt: skip
-    causal, scale, window, softcap, interleaved, splits, invariant, backend = plain
-    left, right = window or (-1, -1)
-    return (
-        Cache(table, key, value, k_scale, v_scale, cos, sin, interleaved, splits, invariant,
-              guesses),
-        Spec(None, 0.0, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges,
-             None, False, backend),
-    )  # fmt: skip
+def _by_operator(query, key_cache, value_cache, cache: Cache, is_causal, options: dict):
+    operator, new = kv_cache.READ, ()
+    if cache.key is not None:
+        operator, new = kv_cache.APPEND, (cache.key, cache.value)
+    kv_lens = options.pop("kv_lens")
+    args = query, key_cache, value_cache, *new, kv_lens, cache.page_table, is_causal
+    names = ("k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_interleaved", "num_splits",
+             "batch_invariant", "unified_max")  # fmt: skip
+    defaults = Cache._field_defaults
+    of_cache = {n: x for n in names if (x := getattr(cache, n)) is not defaults[n]}
+    return operator(*args, **options, **of_cache)

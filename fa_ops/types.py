@@ -32,6 +32,37 @@ class Spec(NamedTuple):
     deterministic: bool = False  # bitwise repeatable backward
     backend: str | None = None  # None: the current default
 
+    @property
+    def tensors(self) -> DenseTensors:
+        """The optional tensors; `NO_TENSORS` itself where there are none."""
+        mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
+        ranges, seed = self.key_ranges, self.dropout_seed
+        if mask is slopes is sinks is lens is ranges is seed is None:
+            return NO_TENSORS
+        return DenseTensors(mask, slopes, sinks, lens, ranges, seed)
+
+    def with_tensors(self, tensors: DenseTensors) -> Spec:
+        """The same options with other optional tensors."""
+        return Spec(
+            tensors.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
+            self.window_right, self.softcap, tensors.alibi_slopes, tensors.sinks, tensors.kv_lens,
+            tensors.key_ranges, tensors.dropout_seed, self.deterministic, self.backend,
+        )  # fmt: skip
+
+
+class DenseTensors(NamedTuple):
+    """The optional tensors of a dense call."""
+
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    key_ranges: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+
+NO_TENSORS = DenseTensors()
+
 
 UNBOUNDED = 2**31 - 1  # a side of a window from here on reaches every key that there may be
 
@@ -39,16 +70,6 @@ UNBOUNDED = 2**31 - 1  # a side of a window from here on reaches every key that 
 def bounded(side: int) -> int:
     """A window's side as kernels read it: -1 where it leaves no key out."""
     return -1 if side >= UNBOUNDED else side
-
-
-def tensors_of(spec: Spec) -> tuple[Tensor | None, ...]:
-    """attn_mask, alibi_slopes, sinks, kv_lens and key_ranges."""
-    return spec[0], *spec[7:11]
-
-
-def with_tensors(spec: Spec, tensors: tuple[Tensor | None, ...]) -> Spec:
-    """The spec with others of what `tensors_of` gives; as it is without any."""
-    return Spec(tensors[0], *spec[1:7], *tensors[1:], *spec[11:]) if tensors else spec
 
 
 class Packing(NamedTuple):
@@ -111,21 +132,6 @@ def is_long(queries: int, keys: int) -> bool:
     return queries > 2**29 or keys > 2**29
 
 
-def has_room(k: Tensor, cache: Cache) -> bool:
-    """Whether there is a place for any key."""
-    return k.numel() > 0 and (cache.page_table is None or cache.page_table.numel() > 0)
-
-
-def writes(cache: Cache) -> bool:
-    """Whether a call writes new keys, or turns anything, before it attends."""
-    return cache.key is not None or cache.rotary_cos is not None
-
-
-def without_new(cache: Cache) -> Cache:
-    """What is left of the call once that is done."""
-    return cache._replace(key=None, value=None, rotary_cos=None, rotary_sin=None)
-
-
 def longer(spec: Spec, cache: Cache) -> Spec:
     """The spec of then: rows have grown by the new keys."""
     return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
@@ -166,10 +172,13 @@ def keywords(spec: Spec) -> dict:
     """What an operator call needs after its first six arguments: options not at their default."""
     return {
         name: value
-        for name, value, default in zip(_KEYWORDS, spec[3:], _DEFAULTS)
-        if value is not default and not (type(value) is float and value == default)
+        for name, value in zip(Spec._fields, spec)
+        if name in _KEYWORDS and not _is_default(value, Spec._field_defaults[name])
     }
 
 
-_KEYWORDS = Spec._fields[3:]
-_DEFAULTS = tuple(Spec._field_defaults[name] for name in _KEYWORDS)
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (type(value) is float and value == default)
+
+
+_KEYWORDS = frozenset(Spec._fields) - {"attn_mask", "dropout_p", "is_causal"}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
+from fa_ops.call import APPEND, CACHED, DENSE, MERGE, Call, Plan, general
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 
@@ -362,6 +363,21 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     return None
+
+
+def supports(call: Call) -> str | None:
+    return "appends and attends in one call" if call.kind == APPEND else None
+
+
+def plan(call: Call) -> Plan:
+    """How the oracle runs the call."""
+    if call.kind == MERGE:
+        return Plan("merge", lambda call: merge_states)
+    if call.kind == CACHED:
+        return general("cache", cache_forward)
+    if call.saved is not None:
+        return general("backward", backward if call.kind == DENSE else varlen_backward)
+    return general("forward", forward if call.kind == DENSE else varlen_forward)
 
 
 def available_error() -> str | None:

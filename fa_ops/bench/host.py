@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
 from fa_ops.bench.check import grad_out
 from fa_ops.bench.timing import Run
+from fa_ops.call import DENSE, Call, Saved
 from fa_ops.types import Spec
 
 SHAPE = (1, 8, 64, 64)
@@ -33,8 +34,8 @@ def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
     spec = Spec()
-    module = dispatch.select(q, k, v, spec)
-    operator = torch.ops.fa.attention.default
+    call = planning.normalised(Call(DENSE, q, k, v, spec))
+    module, operator = dispatch.choose(call), torch.ops.fa.attention.default
 
     def run(call: Callable[[], object], kernel: SDPBackend | None = None) -> Run:
         return Run(lambda _: call(), context=lambda: _context(False, kernel))
@@ -43,7 +44,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
     return {
         "fa_ops.attention": run(lambda: fa_ops.attention(q, k, v)),
         "  inside: torch.ops.fa.attention": run(lambda: operator(q, k, v)),
-        "  inside: dispatch": run(lambda: dispatch.select(q, k, v, spec)),
+        "  inside: planning": run(lambda: planning.prepared_for(call)),
         f"  inside: backend {_name(module)}": run(lambda: module.forward(q, k, v, spec)),
         **{name: run(sdpa, kernel) for name, kernel in peers.items()},
         "torch.empty_like": run(lambda: torch.empty_like(q)),
@@ -63,10 +64,11 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
         )
 
     spec = Spec()
-    module = dispatch.select(q, k, v, spec, backward=True)
     operator = torch.ops.fa.attention_backward.default
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     saved = grad_out(out), None, q, k, v, out, lse
+    given = Saved(saved[0], None, out, lse)
+    module = dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec, saved=given)))
     sdpa = F.scaled_dot_product_attention
     return {
         f"fa_ops.attention{BOTH}": both(fa_ops.attention),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import planning
 
 
 def synchronize(device: str) -> None:
@@ -73,7 +73,7 @@ def attention_calls(step: Callable[[], object]) -> int:
     Compiled code calls the operator; the function may reach a backend without it.
     """
     calls, within = 0, False
-    attention, select = fa_ops.attention, dispatch.select
+    attention, prepared_for = fa_ops.attention, planning.prepared_for
 
     def function(*args, **options):
         nonlocal calls, within
@@ -86,13 +86,13 @@ def attention_calls(step: Callable[[], object]) -> int:
     def operator(*args, **options):
         nonlocal calls
         calls += not within
-        return select(*args, **options)
+        return prepared_for(*args, **options)
 
-    fa_ops.attention, dispatch.select = function, operator
+    fa_ops.attention, planning.prepared_for = function, operator
     try:
         step()
     finally:
-        fa_ops.attention, dispatch.select = attention, select
+        fa_ops.attention, planning.prepared_for = attention, prepared_for
     return calls
 
 

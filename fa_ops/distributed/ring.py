@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
+from fa_ops.call import DENSE, Call
 from fa_ops.distributed.layout import members
 from fa_ops.ops import library  # noqa: F401  (defines the operators)
 from fa_ops.types import Spec
@@ -88,7 +89,7 @@ def ring_attention(
         on_meta = (t.to("meta") for t in (query, key, value))
         torch.ops.fa.attention_with_lse(*on_meta, **call.options(is_causal))
     asked = Spec(None, 0.0, is_causal, scale, softcap=softcap, backend=backend)
-    dispatch.select(query, key, value, asked)
+    dispatch.choose(planning.normalised(Call(DENSE, query, key, value, asked)))
     out, lse = _Ring.apply(query, key, value, Ring(group, rank, size), zigzag, call)
     return (out, lse) if return_lse else out
 

@@ -3,115 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fa_ops import planning
+from fa_ops.call import Call, Run, Saved, Tensors
 from fa_ops.ops import library
-from fa_ops.types import Packing, Spec, keywords
+from fa_ops.types import NO_TENSORS, Gradients, keywords
 
 
 class Operators(NamedTuple):
-    """A forward operator that returns lse, and its backward; and what they run where there is no
-    one to see that they are called, which leaves the dispatcher out."""
+    """A forward operator that returns lse, and its backward."""
 
     forward: OpOverload
     backward: OpOverload
-    forward_kernel: Callable[..., tuple[Tensor, Tensor]]
-    backward_kernel: Callable[..., tuple[Tensor, ...]]
 
 
-def arguments(packing: Packing | None, spec: Spec) -> tuple[tuple, dict]:
+def arguments(call: Call) -> tuple[tuple, dict]:
     """What follows query, key and value in an operator's call: positional arguments, keywords."""
-    if packing is None:
-        return spec[:3], keywords(spec)
-    return (*packing, *spec[1:3]), keywords(spec)
+    spec = call.spec
+    first = (spec.attn_mask,) if call.packing is None else call.packing
+    return (*first, spec.dropout_p, spec.is_causal), keywords(spec)
 
 
-def needs_grad(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
+def needs_grad(call: Call) -> bool:
     """Whether a call records gradients. Raises ValueError if it would drop one."""
     if not torch.is_grad_enabled():
         return False
-    slopes, mask, sinks = spec.alibi_slopes, spec.attn_mask, spec.sinks
-    if slopes is not None and slopes.requires_grad:
+    refuse_gradient_of(call.spec.alibi_slopes)
+    given = call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
+    return any(t is not None and t.requires_grad for t in given)
+
+
+def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
+    """Raise ValueError where ALiBi slopes require grad."""
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError(
             "alibi_slopes must not require grad: attention has no gradient for them; "
             "pass alibi_slopes.detach()"
         )
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (mask is not None and mask.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
+
+
+class Recording(NamedTuple):
+    """What a node of autograd runs and keeps besides tensors."""
+
+    operators: Operators
+    call: Call  # without tensors
+    options: tuple  # as `planning.key_of` takes them
+    run: Run
+    with_lse: bool
+
+
+def without_gradient(operator: OpOverload, keyset, call: Call, *args, **options):
+    """Call the operator below autograd, where nothing is recorded."""
+    library.reject_forward_ad(
+        operator, call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
     )
+    return library.redispatch(operator, keyset, call.query, call.key, call.value, *args, **options)
 
 
 def record(
-    keyset,
-    operators: Operators,
-    packing: Packing | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-) -> tuple[Tensor, Tensor]:
-    """Run the forward operator and record its gradient: (out, lse)."""
-    differentiable = q, k, v, spec.attn_mask, spec.sinks
-    return library.apply(Attention, keyset, operators, packing, spec, *differentiable)
+    operators: Operators, keyset: torch.DispatchKeySet, call: Call, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the forward operator from inside its Autograd kernel and record its gradient."""
+    options = call.without_tensors()
+    run = partial(_run_or_redispatch, operators.forward, keyset, options)
+    recording = Recording(operators, options, planning.options_of(call), run, with_lse)
+    return library.apply(Attention, recording, call.query, call.key, call.value, *call.tensors)
+
+
+def _run_or_redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
+    call = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
+    if library.can_bypass_dispatcher(q, k, v, *tensors):
+        with library.below_autograd():
+            return planning.prepared_for(call).run(q, k, v, tensors, True)
+    args, keyword_args = arguments(call)
+    with library.recording():
+        return library.redispatch(operator, keyset, q, k, v, *args, **keyword_args)
 
 
 class Attention(library.SingleLevelFunction):
-    """forward(keyset, operators, packing, spec, *differentiable), of which the last two are the
-    spec's."""
+    """forward(recording, query, key, value, *tensors) -> out, or (out, lse).
+
+    `tensors` are those of `call.Tensors`, or none.
+    """
 
     @staticmethod
-    def forward(ctx, keyset, operators, packing, spec, q, k, v, attn_mask, sinks):
-        args, options = arguments(packing, spec)
-        rest = spec if packing is None else (*packing, *spec)
-        tensors = [x if isinstance(x, Tensor) else None for x in rest]
-        if library.may_leave_dispatcher_out(q, k, v, *tensors):
-            with library.below_autograd():
-                out, lse = operators.forward_kernel(q, k, v, *args, **options)
-        else:
-            with library.recording():
-                out, lse = library.redispatch(operators.forward, keyset, q, k, v, *args, **options)
+    def forward(ctx, recording, q, k, v, *tensors):
+        named = _named(recording.call, tensors)
+        out, lse = recording.run(q, k, v, named, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.plain = [x if t is None else None for t, x in zip(tensors, rest)]
-        ctx.operators, ctx.packed = operators, packing is not None
+        ctx.recording = recording
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if recording.with_lse else out
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx, grad_out, grad_lse=None):
+        recording = ctx.recording
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        rest = [x if t is None else t for t, x in zip(tensors, ctx.plain)]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        args, options = arguments(*_unflatten(ctx.packed, rest))
-        *_, of_mask, of_sinks = ctx.needs_input_grad
-        if of_mask:
-            options["mask_grad"] = True
-        given = grad_out, grad_lse, q, k, v, out, lse
-        backward = ctx.operators.backward
-        if (
-            not torch.is_grad_enabled()
-            and library.may_leave_dispatcher_out(*given, *tensors)
-            and all(g is None or library.dispatched_alike(g, lse) for g in given[:2])
-        ):
-            backward = ctx.operators.backward_kernel
-        dq, dk, dv, *others = backward(*given, *args, **options)
-        dmask, dsinks = others[0] if of_mask else None, others[-1] if of_sinks else None
-        return None, None, None, None, dq, dk, dv, dmask, dsinks
+        if not tensors:
+            saved = Saved(grad_out, grad_lse, out, lse)
+            return None, *_gradients(recording, q, k, v, NO_TENSORS, saved)[:3]
+        named = _named(recording.call, tensors)
+        is_needed = dict(zip(named._fields, ctx.needs_input_grad[4:], strict=True))
+        saved = Saved(grad_out, grad_lse, out, lse, is_needed.get("attn_mask", False))
+        grads = _gradients(recording, q, k, v, named, saved)
+        others = {name: getattr(grads, name) for name in ("attn_mask", "sinks") if is_needed.get(name)}
+        return None, *grads[:3], *map(others.get, named._fields)
 
 
-def _unflatten(packed: bool, rest) -> tuple[Packing | None, Spec]:
-    if not packed:
-        return None, Spec(*rest)
-    n = len(Packing._fields)
-    return Packing(*rest[:n]), Spec(*rest[n:])
+def _named(call: Call, tensors: tuple) -> Tensors:
+    return type(call.tensors)(*tensors) if tensors else NO_TENSORS
+
+
+def _gradients(recording: Recording, q, k, v, tensors: Tensors, saved: Saved) -> tuple:
+    """Those of query, key and value at least; by the backward operator where it must be seen."""
+    grad_out, grad_lse, out, lse, mask_grad = saved
+    given = grad_out, grad_lse, q, k, v, out, lse
+    is_direct = library.can_bypass_dispatcher(*given, *tensors) and all(
+        g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
+    )
+    if is_direct:
+        call, options = recording.call, recording.options
+        run = planning.prepared_backward(call, options, q, k, v, tensors, saved).run
+        return run(*given, tensors)
+    call = recording.call.with_tensors(tensors)
+    args, options = arguments(call)
+    if mask_grad:
+        options["mask_grad"] = True
+    *grads, dsinks = recording.operators.backward(*given, *args, **options)
+    return Gradients(*grads[:3], grads[3] if mask_grad else None, dsinks)
+
+
+def run_backward(call: Call, saved: Saved) -> Gradients:
+    """What a backward operator's kernel runs."""
+    q, k, v, tensors = call.query, call.key, call.value, call.tensors
+    options = planning.options_of(call)
+    run = planning.prepared_backward(call, options, q, k, v, tensors, saved).run
+    return Gradients(*run(saved.grad_out, saved.grad_lse, q, k, v, saved.out, saved.lse, tensors))
 
 
 class NoSecondDerivative(library.SingleLevelFunction):
@@ -132,7 +167,7 @@ class NoSecondDerivative(library.SingleLevelFunction):
         )
 
 
-def backward_kernel(operator: OpOverload):
+def backward_kernel(operator: OpOverload) -> Callable:
     """The Autograd kernel of a backward operator: a second derivative raises, never a silent 0."""
 
     def kernel(keyset, *args, **options):
@@ -144,10 +179,3 @@ def backward_kernel(operator: OpOverload):
         return operator.redispatch(keyset & library.AFTER_AUTOGRAD, *args, **options)
 
     return kernel
-
-
-def repeatable(spec: Spec) -> Spec:
-    """The spec of a backward pass: torch's global switch asks for bitwise repeatability too."""
-    if spec.deterministic or not torch.are_deterministic_algorithms_enabled():
-        return spec
-    return spec._replace(deterministic=True)

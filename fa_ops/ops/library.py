@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -141,41 +142,29 @@ def run_vmap_rule(rule, operator, *operands):
     return custom_function_call_vmap_helper(interpreter, rule, operator, *operands)
 
 
-def is_plain(query: Tensor) -> bool:
-    """Whether a call without gradients may enter below autograd: no compiler, no transform."""
-    return (
-        type(query) in _PLAIN
-        and not torch.compiler.is_compiling()
-        and not in_functorch()
-        and forward_ad._current_level < 0
-    )
+class Route(enum.Enum):
+    """How an eager call is run."""
+
+    DIRECT = "direct"  # its plan is run, and the dispatcher left out
+    RECORD = "record"  # its plan is run inside a node of autograd
+    DISPATCH = "dispatch"  # by the operator
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+def route_of(*tensors: Tensor | None) -> Route:
+    """The route of an eager call with these arguments, whatever their types.
 
-
-def nobody_watches(*tensors: Tensor | None) -> bool:
-    """Whether an eager call of plain tensors may leave the dispatcher out unnoticed."""
-    recording = _is_grad_enabled()
+    The dispatcher may be left out where it would have nothing to do but call the kernel of a CPU or
+    of a CUDA device. It computes the negative of tensors that are lazily negated.
+    """
+    recording, needs_grad = _is_grad_enabled(), False
     for t in tensors:
         if t is None:
             continue
-        # the negative of what lies in memory is the dispatcher's to compute
-        if type(t) not in _PLAIN or (recording and t.requires_grad) or t.is_neg():
-            return False
-    return not _is_watched()
-
-
-def only_autograd_watches(*tensors: Tensor | None) -> bool:
-    """The same but for autograd, which records what a call makes of tensors that require grad."""
-    for t in tensors:
-        if t is not None and type(t) not in _PLAIN:
-            return False
-    return not _is_watched()
-
-
-def _is_watched() -> bool:
-    return (
+        if type(t) not in _PLAIN or t.is_neg():
+            return Route.DISPATCH
+        if recording and t.requires_grad:
+            needs_grad = True
+    if (
         in_functorch()
         or forward_ad._current_level >= 0
         or _dispatch_modes()
@@ -183,10 +172,14 @@ def _is_watched() -> bool:
         or _is_autocast_enabled()
         or _is_profiler_enabled()
         or _is_traced()
-    )
+    ):
+        return Route.DISPATCH
+    return Route.RECORD if needs_grad else Route.DIRECT
 
 
-# Asked on every eager call, where each dot in a name would be looked up again.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+# Read on every eager call, where each dot in a name would be looked up again.
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -195,13 +188,17 @@ _is_profiler_enabled = torch.autograd._profiler_enabled
 _is_traced = torch._C._is_tracing
 
 
-def may_leave_dispatcher_out(*tensors: Tensor | None) -> bool:
-    """Whether the kernel for CPU and CUDA is what such a call would end in, unnoticed."""
-    return not torch.compiler.is_compiling() and is_strided(*tensors) and nobody_watches(*tensors)
+def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether the kernel for CPU and CUDA is what such a call would end in."""
+    return (
+        not torch.compiler.is_compiling()
+        and is_strided(*tensors)
+        and route_of(*tensors) is Route.DIRECT
+    )
 
 
 def is_strided(*tensors: Tensor | None) -> bool:
-    """Whether the tensors' numbers lie in a CPU's or a CUDA device's memory as strides say."""
+    """Whether the tensors are in the memory of a CPU or a CUDA device, at their strides."""
     for t in tensors:
         if t is not None and not (
             (t.is_cuda or t.is_cpu)
@@ -212,9 +209,8 @@ def is_strided(*tensors: Tensor | None) -> bool:
     return True
 
 
-def dispatched_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether the dispatcher sees no difference: none of them is a batch of autograd's own vmap, or
-    a zero without memory."""
+def have_same_dispatch_keys(a: Tensor, b: Tensor) -> bool:
+    """Whether neither or both are batched by autograd's own vmap, or zeros without memory."""
     return _dispatch_keys(a) == _dispatch_keys(b)
 
 
@@ -225,10 +221,6 @@ def without_autocast(device: str):
     """A context below the Autocast key of "cpu" or "cuda"."""
     key = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}[device]
     return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key))
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def register(name: str, kernel, fake, autograd) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch
-from fa_ops.ops import checks, library
+from fa_ops import call, checks, dispatch, planning
+from fa_ops.ops import library
 
 MERGE = torch.ops.fa.merge_states.default
 
 
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.states(outs, lses)
-    if outs.numel() == 0:
-        return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
-    return dispatch.select_merge(outs).merge_states(outs.contiguous(), lses.contiguous())
+    merging = call.Call(call.MERGE, outs, outs, outs, backend=dispatch.default or "auto")
+    return planning.plan_for(merging).prepare(merging)(outs.contiguous(), lses.contiguous())
 
 
 def _fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops.call import PACKED, Call
 from fa_ops.ops import autograd, axes, library, varlen
 from fa_ops.types import Packing, Spec
 
@@ -51,7 +52,7 @@ def _pack(call: dict) -> tuple[dict, Packing, Spec]:
 def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None):
     call = axes.bind(operator, args, options or {})
     tokens, packing, spec = _pack(call)
-    rest, keywords = autograd.arguments(packing, spec)
+    rest, keywords = autograd.arguments(Call(PACKED, None, None, None, spec, packing))
     out, lse = varlen.VARLEN(*tokens.values(), *rest, **keywords)
     out = _nested(out, call["query"])
     return (out, _nested(lse, call["query"])) if operator._opname != "attention" else out
@@ -60,7 +61,7 @@ def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None
 def _backward_rule(cls, operator, types, args: tuple, options: dict | None = None):
     call = axes.bind(operator, args, options or {})
     tokens, packing, spec = _pack(call)
-    rest, keywords = autograd.arguments(packing, spec)
+    rest, keywords = autograd.arguments(Call(PACKED, None, None, None, spec, packing))
     names = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse")
     dq, dk, dv, dsinks = varlen.BACKWARD(*(tokens.get(name) for name in names), *rest, **keywords)
     like = (call["query"], call["key"], call["value"])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fa_ops.ops import axes, checks, dense, kv_cache, library, merge, varlen
+from fa_ops.call import rows_contiguous
+from fa_ops.ops import axes, dense, kv_cache, library, merge, varlen
 from fa_ops.ops.axes import BATCH, HEADS
 
 
@@ -86,7 +87,7 @@ def _rule(operator: OpOverload, info, dims: dict, call: dict):
         if name != "dropout_seed" or call.get("dropout_p")
     }
     for name in ("query", "key", "value"):
-        call[name] = checks.with_rows(call[name])
+        call[name] = rows_contiguous(call[name])
     axis = _axis(operator, call, mapped)
     if axis is None:
         return _one_by_one(operator, info.batch_size, mapped, call)

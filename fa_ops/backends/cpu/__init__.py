@@ -8,6 +8,7 @@ from torch import Tensor
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.kv_cache import cache_error, cache_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
+from fa_ops.call import APPEND, CACHED, DENSE, MERGE, Call, Plan, general
 from fa_ops.types import Spec
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "cache_forward",
     "forward",
     "merge_states",
+    "plan",
     "support_error",
+    "supports",
     "varlen_backward",
     "varlen_forward",
 ]
@@ -25,6 +28,24 @@ __all__ = [
 
 def available_error() -> str | None:
     return None
+
+
+def supports(call: Call) -> str | None:
+    """Why this backend cannot run the call, or None."""
+    if call.kind == APPEND:
+        return "appends and attends in one call"
+    return support_error(call.query, call.key, call.value, call.spec)
+
+
+def plan(call: Call) -> Plan:
+    """How this backend runs the call."""
+    if call.kind == MERGE:
+        return Plan("merge", lambda call: merge_states)
+    if call.kind == CACHED:
+        return general("cache", cache_forward)
+    if call.saved is not None:
+        return general("backward", backward if call.kind == DENSE else varlen_backward)
+    return general("forward", forward if call.kind == DENSE else varlen_forward)
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:

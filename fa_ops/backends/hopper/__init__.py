@@ -9,14 +9,24 @@ cache, `mla` for a latent cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.problem import limit_error
-from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
+from fa_ops.call import (
+    APPEND,
+    CACHED,
+    DENSE,
+    MERGE,
+    PACKED,
+    Call,
+    Plan,
+    decoding,
+    general,
+)
+from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale, is_decoding
 
 _ELSEWHERE = "the triton backend can run it"
 
@@ -47,6 +57,44 @@ def available_error() -> str | None:
     except compiler.CompileError as error:
         return str(error)
     return None
+
+
+def supports(call: Call) -> str | None:
+    """Why the tier cannot run the call, or None."""
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    if call.kind == APPEND:
+        return f"does not write to caches; {_ELSEWHERE}"
+    if call.kind == CACHED:
+        return cache_error(q, k, v, call.cache, spec)
+    if call.kind == MERGE:
+        q = k = v = q.reshape(-1, 1, q.shape[-1])
+        return support_error(q, k, v, spec) or f"has no kernel that merges; {_ELSEWHERE}"
+    if call.backend == "auto" and call.kind == DENSE and call.saved is None:
+        if is_decoding(q.shape[2], k.shape[2], spec):
+            # without its decoding kernel, one of another tier that splits keys is faster
+            return cache_error(q, k, v, Cache(), spec)
+    return support_error(q, k, v, spec)
+
+
+def plan(call: Call) -> Plan:
+    """How the tier runs the call."""
+    from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, packed
+
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    if call.kind == PACKED:
+        return general("forward", packed.forward) if call.saved is None else general(
+            "backward", packed.backward
+        )
+    if call.saved is not None:
+        return Plan("backward", dense_backward.prepare)
+    if call.kind == CACHED:
+        module = _of_cache(q, k, v, call.cache)
+        return Plan(module.__name__.rpartition(".")[2], module.prepare)
+    if mla.has_dims(q, v):
+        return decoding(Plan("mla", mla.prepare))
+    if decode.decodes(q, k, v, spec):
+        return decoding(Plan("decode", decode.prepare))
+    return Plan("forward", dense_forward.prepare)
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
@@ -88,22 +136,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return dense_forward.forward(q, k, v, spec)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    from fa_ops.backends.hopper import dense_forward
-
-    return dense_forward.prepare(q, k, v, spec)
-
-
-def prepare_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    from fa_ops.backends.hopper import decode, dense_forward, mla
-
-    if mla.has_dims(q, v) or decode.decodes(q, k, v, spec):
-        return None
-    return dense_forward.prepare_with_lse(q, k, v, spec)
-
-
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -118,14 +150,6 @@ def backward(
     from fa_ops.backends.hopper import dense_backward
 
     return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
-
-
-def prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., tuple[Tensor, ...]] | None:
-    from fa_ops.backends.hopper import dense_backward
-
-    return dense_backward.prepare(q, k, v, spec)
 
 
 def varlen_forward(
@@ -164,12 +188,6 @@ def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     return _of_cache(q, k, v, cache).forward(q, k, v, cache, spec)
-
-
-def prepare_cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    return _of_cache(q, k, v, cache).prepare(q, k, v, cache, spec)
 
 
 def _of_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from fa_ops.backends.hopper.problem import (
     softcap_kind,
     window,
 )
+from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.types import Cache, Spec, default_scale, is_decoding, rows_are_aligned
 
 # struct Params: maps and addresses, scalars, addresses and steps of rows; 640 bytes
@@ -92,15 +92,13 @@ def decodes(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
-    return _plan_of(q, k, v, *_options(cache, spec)).run(True, q, k, v, *small)
+    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    return _plan_of(q, k, v, *_options(cache, spec)).run(q, k, v, tensors)
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    return _plan_of(q, k, v, *_options(cache, spec)).run
+def prepare(call: Call) -> Run:
+    """What runs cached calls with the geometry of this one."""
+    return _plan_of(call.query, call.key, call.value, *_options(call.cache, call.spec)).run
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
@@ -208,20 +206,18 @@ class Plan:
         self.steps = _STEPS.pack(*(stride for of_one in steps for stride in of_one[:3]))
 
     def run(
-        self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
-        table: Tensor | None = None, ranges: Tensor | None = None, slopes: Tensor | None = None,
-        sinks: Tensor | None = None, *_: None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """out and lse, which is None unless asked for."""
         family = self.family
         if current_device() != family.device:
             with torch.cuda.device(family.device):
-                return self.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
+                return self.run(q, k, v, tensors, with_lse)
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & 15:
             q, k, v = map(copyable, (q, k, v))
-            other = _plan_of(q, k, v, *family.options)
-            return other.run(with_lse, q, k, v, kv_lens, table, ranges, slopes, sinks)
+            return _plan_of(q, k, v, *family.options).run(q, k, v, tensors, with_lse)
+        kv_lens, table, ranges, slopes, sinks, *_ = tensors
         if ranges is not None:
             ranges = ranges.contiguous()
         if sinks is not None:

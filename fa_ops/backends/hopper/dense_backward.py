@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,7 +36,8 @@ from fa_ops.backends.hopper.problem import (
     softcap_kind,
     window,
 )
-from fa_ops.types import Gradients, Packing, Spec, with_tensors
+from fa_ops.call import Call, Run, general
+from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Packing, Spec
 
 # struct Params in cuda/backward.cuh: maps and addresses; scalars and strides; a mask's bits,
 # dropout, a bias
@@ -87,32 +87,33 @@ def backward(
     return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[..., tuple[Tensor | None, ...]] | None:
-    """The gradients of later calls with these shapes, strides and options and no others."""
-    if spec.attn_mask is not None or any(copyable(t) is not t for t in (q, k, v)):
-        return None
-    of_grads = q.stride(), k.stride(), v.stride()
-    spec = with_tensors(spec, (None,) * 5)
-    last: tuple = None, None  # strides of grad_out and out, and the plan of calls with them
+def prepare(call: Call) -> Run:
+    """What runs backward passes with the geometry of this one."""
+    q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
+    read = q, k, v, saved.grad_out, saved.out
+    if (
+        spec.attn_mask is not None
+        or spec.dropout_p > 0
+        or saved.grad_lse is not None
+        or not saved.lse.is_contiguous()
+        or any(copyable(t) is not t for t in read)
+        or any(_written_strides(t) != t.stride() for t in (q, k, v))
+    ):
+        return general("backward", backward).prepare(call)
+    plan = _plan_of(read, (q.stride(), k.stride(), v.stride()), spec, spec.key_ranges)
+    options = spec.with_tensors(NO_TENSORS)
 
-    def run(grad_out, q, k, v, out, lse, *small: Tensor | None, mask_grad: bool = False):
-        nonlocal last
-        places = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr() | out.data_ptr()
-        strides = grad_out.stride(), out.stride()
-        known, plan = last
-        if known != strides or places & 15:
-            full = with_tensors(spec, small)
-            if any(copyable(t) is not t for t in (q, k, v, grad_out, out)):
-                return backward(grad_out, None, q, k, v, out, lse, full)
-            plan = _plan_of((q, k, v, grad_out, out), of_grads, full, full.key_ranges)
-            last = strides, plan
-        if not small:
-            return plan.run(grad_out, q, k, v, out, lse)
-        _, slopes, sinks, lens, ranges = small
-        grads = plan.run(grad_out, q, k, v, out, lse, None, lens, slopes, ranges)
-        return *grads[:4], _sink_gradient(sinks, lse, plan, grads[4])
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: DenseTensors) -> Gradients | tuple:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
+        if (addresses | out.data_ptr()) & 15:
+            return backward(grad_out, None, q, k, v, out, lse, options.with_tensors(tensors))
+        if tensors is NO_TENSORS:
+            return plan.run(grad_out, q, k, v, out, lse)[:3]
+        t = tensors
+        *grads, dmask, workspace = plan.run(
+            grad_out, q, k, v, out, lse, None, t.kv_lens, t.alibi_slopes, t.key_ranges
+        )
+        return Gradients(*grads, dmask, _sink_gradient(t.sinks, lse, plan, workspace))
 
     return run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
     set_zero,
 )
-from fa_ops.backends.hopper.mask import bits_by_query, run_at
+from fa_ops.backends.hopper.mask import bits_by_query, layout_of_bits, run_at
 from fa_ops.backends.hopper.problem import (
     FAR,
     LOG2E,
@@ -33,7 +32,8 @@ from fa_ops.backends.hopper.problem import (
     softcap_kind,
     window,
 )
-from fa_ops.types import Packing, Spec, tensors_of, with_tensors
+from fa_ops.call import Call, Run, general
+from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec
 
 # struct Params in cuda/scheduler.cuh: three tensor maps, pointers, steps and scalars, dropout,
 # pages; 704 bytes
@@ -60,50 +60,52 @@ def forward(
         bias, held = Bias.of(spec.attn_mask)
     elif spec.attn_mask is not None:
         bits = bits_by_query(spec.attn_mask, k.shape[2])
-    optional = *_as_read(*tensors_of(spec)[1:]), bits
+    optional = *_as_read(spec.tensors), bits
     plan = _plan_of(q, k, v, spec, optional, bias, table)
     row_keys = dropout.row_keys(q, spec, packing)
     return plan.run(q, k, v, True, optional, held, row_keys, table)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[..., Tensor] | None:
-    """The output alone, for later calls with these shapes, strides and options and no others."""
-    if not all(copyable(t) is t for t in (q, k, v)):
-        return None
-    plan = _plan_of(q, k, v, spec)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, spec)[0]
-        return plan.run(q, k, v)[0]
-
-    return run
+def prepare(call: Call) -> Run:
+    """What runs dense calls with the geometry of this one."""
+    run = prepare_attention(call.query, call.key, call.value, call.spec)
+    return run or general("forward", forward).prepare(call)
 
 
-def prepare_with_lse(
+def prepare_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The same for calls that want lse too, and may have tensors among their options, or pages."""
-    if spec.attn_mask is not None or not all(copyable(t) is t for t in (q, k, v)):
+) -> Run | None:
+    """run(q, k, v, tensors, with_lse, table) for calls with this geometry; None where `forward`
+    must copy a tensor in each of them, or lay a float mask out."""
+    mask = spec.attn_mask
+    if bits_of(mask) or any(copyable(t) is not t for t in (q, k, v)):
         return None
-    plan = _plan_of(q, k, v, spec, (*_as_read(*tensors_of(spec)[1:]), None), table=table)
-    spec = with_tensors(spec, _NONE)
+    bits = None if mask is None else layout_of_bits(mask, k.shape[2])
+    plan = _plan_of(q, k, v, spec, (*_as_read(spec.tensors), bits), table=table)
+    options = spec.with_tensors(NO_TENSORS)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, *small: Tensor | None, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, tensors: DenseTensors, with_lse: bool = True,
+        table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return forward(q, k, v, with_tensors(spec, small), table=table)
-        read = (*_as_read(*small[1:]), None) if small else _NONE
-        return plan.run(q, k, v, True, read, table=table)
+            return forward(q, k, v, options.with_tensors(tensors), table=table)
+        if tensors is NO_TENSORS:
+            return plan.run(q, k, v, with_lse, table=table)
+        mask, seed = tensors.attn_mask, tensors.dropout_seed
+        bits = None if mask is None else bits_by_query(mask, k.shape[2])
+        row_keys = None
+        if seed is not None:
+            row_keys = dropout.row_keys(q, options.with_tensors(tensors), None)
+        optional = (*_as_read(tensors), bits)
+        return plan.run(q, k, v, with_lse, optional, None, row_keys, table)
 
     return run
 
 
-def _as_read(
-    slopes: Tensor | None, sinks: Tensor | None, lens: Tensor | None, ranges: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _as_read(tensors: DenseTensors) -> tuple[Tensor | None, ...]:
     """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
+    _, slopes, sinks, lens, ranges, _ = tensors
     if lens is not None:
         lens = lens.contiguous()
     if ranges is not None and ranges.stride(3) != 1:

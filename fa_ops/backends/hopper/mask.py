@@ -28,6 +28,12 @@ def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
     return _packed(mask.expand(*mask.shape[:3], Sk))
 
 
+def layout_of_bits(mask: Tensor, Sk: int) -> Tensor:
+    """What `bits_by_query` gives, without memory."""
+    shape = without_repetition(mask).shape[:3]
+    return torch.empty((*shape, _row_bytes(Sk)), dtype=torch.uint8, device="meta")
+
+
 def bits_by_key(mask: Tensor) -> Tensor:
     """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sk|1, bytes): the queries of each key.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from fa_ops.backends.hopper.launch import (
     launch_early,
 )
 from fa_ops.backends.hopper.problem import FAR, ScoreUnits, copyable, limit_error
+from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
@@ -73,15 +73,13 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, 512) laid out (B, Sq, Hq, 512), and lse (B, Hq, Sq)."""
-    plan = _plan_of(q, k, *_options(cache, spec))
-    return plan.run(True, q, k, v, spec.kv_lens, cache.page_table)
+    tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+    return _plan_of(q, k, *_options(cache, spec)).run(q, k, v, tensors)
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    return _plan_of(q, k, *_options(cache, spec)).run
+def prepare(call: Call) -> Run:
+    """What runs cached calls with the geometry of this one."""
+    return _plan_of(call.query, call.key, *_options(call.cache, call.spec)).run
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
@@ -165,25 +163,24 @@ class Plan:
         self.scalars = family.scalars(capacity)
 
     def run(
-        self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None = None,
-        table: Tensor | None = None, *_: None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """out and lse, which is None unless asked for. The values are the keys' first features."""
         family = self.family
         if current_device() != family.device:
             with torch.cuda.device(family.device):
-                return self.run(with_lse, q, k, v, kv_lens, table)
+                return self.run(q, k, v, tensors, with_lse)
         q_at, k_at = q.data_ptr(), k.data_ptr()
         if (q_at | k_at) & 15:
             q, k = map(copyable, (q, k))
-            return _plan_of(q, k, *family.options).run(with_lse, q, k, v, kv_lens, table)
+            return _plan_of(q, k, *family.options).run(q, k, v, tensors, with_lse)
         out, workspace = empty(*family.out), empty(*family.workspace)
         lse = empty(*family.lse) if with_lse else None
         at = workspace.data_ptr()
         params = family.params.take(
             family.of_q.at(q_at), self.of_k.at(k_at), out.data_ptr(),
             at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
-            address(kv_lens), address(table), self.scalars, q_at, k_at, self.steps,
+            address(tensors.kv_lens), address(tensors.page_table), self.scalars, q_at, k_at, self.steps,
         )  # fmt: skip
         launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
         family.params.give_back(params)

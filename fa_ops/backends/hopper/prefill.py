@@ -6,13 +6,12 @@ triton backend, which cuts keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from fa_ops.backends.hopper import decode, dense_forward
 from fa_ops.backends.hopper.configs import padded
-from fa_ops.types import Cache, Spec, is_prefill
+from fa_ops.call import CacheTensors, Call, Run, general
+from fa_ops.types import Cache, DenseTensors, Spec, is_prefill
 
 
 def takes(q: Tensor, k: Tensor, cache: Cache) -> bool:
@@ -41,22 +40,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[
     return dense_forward.forward(q, *_by_head(k, v, table), spec, table=table)
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
-    table = cache.page_table
-    attend = dense_forward.prepare_with_lse(q, *_by_head(k, v, table), spec, table)
+def prepare(call: Call) -> Run:
+    """What runs cached calls with the geometry of this one."""
+    table = call.cache.page_table
+    k, v = _by_head(call.key, call.value, table)
+    attend = dense_forward.prepare_attention(call.query, k, v, call.spec, table)
     if attend is None:
-        return None
+        return general("prefill", forward).prepare(call)
 
     def run(
-        with_lse: bool, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor,
-        table: Tensor | None = None, ranges: None = None, slopes: Tensor | None = None,
-        sinks: Tensor | None = None, *_: None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        small = (None, slopes, sinks, kv_lens, None)
-        return attend(q, *_by_head(k, v, table), *small, table=table)
+        q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        t, table = tensors, tensors.page_table
+        small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
+        return attend(q, *_by_head(k, v, table), small, with_lse, table)
 
     return run
 

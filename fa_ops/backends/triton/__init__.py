@@ -12,23 +12,34 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
-from fa_ops.backends.triton.cached import cache_forward, cache_write, prepare_cached
-from fa_ops.backends.triton.decode import cache_error
+from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
+from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
-from fa_ops.types import Spec
+from fa_ops.call import (
+    APPEND,
+    CACHED,
+    DENSE,
+    MERGE,
+    PACKED,
+    Call,
+    Plan,
+    decoding,
+    general,
+)
+from fa_ops.types import Cache, Spec, is_decoding, is_prefill
 
 __all__ = [
     "available_error",
     "backward",
     "cache_error",
     "cache_forward",
-    "cache_write",
     "forward",
     "merge_states",
-    "prepare_cached",
+    "plan",
     "support_error",
+    "supports",
     "varlen_backward",
     "varlen_forward",
 ]
@@ -41,6 +52,38 @@ def available_error() -> str | None:
     if INTERPRETED or torch.cuda.is_available() and torch.version.hip is None:
         return None
     return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, to try its kernels on the CPU)"
+
+
+def supports(call: Call) -> str | None:
+    """Why this backend cannot run the call, and what can."""
+    q, k, v = call.query, call.key, call.value
+    if call.kind == APPEND and not is_prefill(q):
+        return "appends and attends in one call where there are few queries"
+    if call.cache is not None:
+        return cache_error(q, k, v, call.cache, call.spec)
+    if call.kind == MERGE:
+        q = k = v = q.reshape(-1, 1, q.shape[-1])
+    return support_error(q, k, v, call.spec)
+
+
+def plan(call: Call) -> Plan:
+    """How this backend runs the call."""
+    if call.kind == MERGE:
+        return Plan("merge", lambda call: merge_states)
+    if call.kind == APPEND:
+        return Plan("append", prepare_append)
+    if call.saved is not None:
+        return general("backward", backward if call.kind == DENSE else varlen_backward)
+    if call.kind == PACKED:
+        return general("forward", varlen_forward)
+    if call.kind == CACHED:
+        if attends_whole_rows(call):
+            return general("append and forward" if call.writes_cache else "forward", cache_forward)
+        return Plan("split-KV decoding", prepare_cached)
+    if is_decoding(call.query.shape[2], call.num_keys, call.spec):
+        if cache_error(call.query, call.key, call.value, Cache(), call.spec) is None:
+            return decoding(Plan("split-KV decoding", prepare_cached))
+    return general("forward", forward)
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:

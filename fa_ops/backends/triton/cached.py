@@ -1,46 +1,49 @@
-"""A key-value cache: what is new is written, then many queries of a contiguous one are attended by
-the forward kernel, and all others by those that cut keys."""
+"""A key-value cache: new keys are written first, then many queries of a contiguous cache run on the
+forward kernel, and all others on the decoding kernels, which split the keys."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 
 from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.decode_append import prepare_cache
 from fa_ops.backends.triton.forward import forward
-from fa_ops.types import Cache, Spec, is_prefill, longer, writes
+from fa_ops.call import CACHED, Call, Run
+from fa_ops.types import Cache, Spec, is_prefill
 
 
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Append the new keys and values if there are any, then attend."""
-    if not _is_dense(q, k, v, cache, spec):
+    call = Call(CACHED, q, k, v, spec, cache=cache)
+    if not attends_whole_rows(call):
         return decode.cache_forward(q, k, v, cache, spec)
-    if writes(cache):
-        q = cache_write(q, k, v, cache, spec)
-    return forward(q, k, v, longer(spec, cache))
+    if call.writes_cache:
+        q = _append(q, k, v, cache, spec)
+    return forward(q, k, v, call.without_new().spec)
 
 
-def cache_write(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Tensor:
-    """Append the new keys and values alone. Returns the queries, turned if need be."""
-    return prepare_cache(q, k, v, cache, spec.kv_lens, decode.Memory.of(k, v, cache).capacity)
-
-
-def prepare_cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes; None
-    where they take so long that nothing is gained."""
-    dense = _is_dense(q, k, v, cache, spec)
-    return None if dense else decode.prepare_cached(q, k, v, cache, spec)
-
-
-def _is_dense(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> bool:
+def attends_whole_rows(call: Call) -> bool:
+    """Whether the forward kernel attends a cache, each program with all keys of its queries."""
+    q, k, v, cache = call.query, call.key, call.value, call.cache
     if cache.num_splits or cache.batch_invariant or cache.unified_max is not None:
         return False
-    if cache.page_table is not None or k.dtype != q.dtype or spec.key_ranges is not None:
+    if cache.page_table is not None or k.dtype != q.dtype or call.spec.key_ranges is not None:
         return False
     return is_prefill(q) and max(q.shape[3], v.shape[3]) <= 256
+
+
+def prepare_append(call: Call) -> Run:
+    """What appends new keys and values alone, and returns the queries, rotated if need be."""
+    options = call.without_tensors()
+
+    def run(q, k, v, tensors):
+        cache, spec = options.arguments_with(tensors)
+        return _append(q, k, v, cache, spec)
+
+    return run
+
+
+def _append(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Tensor:
+    return prepare_cache(q, k, v, cache, spec.kv_lens, decode.Memory.of(k, v, cache).capacity)

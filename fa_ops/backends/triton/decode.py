@@ -26,6 +26,7 @@ from fa_ops.backends.triton.configs_decode import (
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache, scales_of_pages
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
+from fa_ops.call import Call, Run
 from fa_ops.types import Cache, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -109,35 +110,34 @@ def cache_forward(
     return decode(q, memory, spec, new, cache.num_splits, cache.batch_invariant)
 
 
-def prepare_cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes."""
+def prepare_cached(call: Call) -> Run:
+    """What runs cached calls with the geometry of this one."""
+    q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
     new, write = 0 if cache.key is None else cache.key.shape[2], None
-    if cache.key is not None or cache.rotary_cos is not None:
+    if call.writes_cache:
         write = bind_cache(q, k, v, cache, spec.kv_lens, Memory.of(k, v, cache).capacity)
-    (interleaved, *rest), before, after = cache[7:10], spec[:7], spec[11:]
+    options = call.without_tensors()
+    splits, invariant = cache.num_splits, cache.batch_invariant
     exact = q.dtype == torch.float32  # unless torch's switch says otherwise
     known: dict[tuple, Callable] = {}  # by what addresses and that switch can change
 
-    def run(
-        with_lse, q, k, v, kv_lens=None, table=None, ranges=None, slopes=None, sinks=None,
-        key=None, value=None, k_scale=None, v_scale=None, cos=None, sin=None, guesses=None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def run(q, k, v, tensors, with_lse=True) -> tuple[Tensor, Tensor | None]:
+        t = tensors
         k_at, v_at = k.data_ptr(), v.data_ptr()
         if (k_at | v_at) % 2:
             _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         if write is not None:
-            q = write(q, k, v, kv_lens, table, key, value, k_scale, v_scale, cos, sin)
+            q = write(
+                q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale,
+                t.rotary_cos, t.rotary_sin,
+            )  # fmt: skip
         kind = (q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at, exact and precision(q.dtype)
-        call = known.get(kind)
-        if call is None:
-            tensors = (table, key, value, k_scale, v_scale, cos, sin)
-            memory = Memory.of(k, v, Cache(*tensors, interleaved, *rest, guesses))
-            spec = Spec(*before, slopes, sinks, kv_lens, ranges, *after)
-            call = known[kind] = _bind(q, memory, spec, new, *rest)
-        small = (table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges)
-        return call(with_lse, q, k, v, *small)
+        launch = known.get(kind)
+        if launch is None:
+            cache, spec = options.arguments_with(t)
+            launch = known[kind] = _bind(q, Memory.of(k, v, cache), spec, new, splits, invariant)
+        small = (t.page_table, t.k_scale, t.v_scale, t.unified_max, t.alibi_slopes, t.sinks)
+        return launch(with_lse, q, k, v, *small, t.kv_lens, t.key_ranges)
 
     return run
 

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch
-from fa_ops.ops.library import lse_dtype
-from fa_ops.types import Packing, Spec, bounded
+from fa_ops.call import PackedTensors, Saved
+from fa_ops.types import Packing, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _USUAL_DTYPES = frozenset(DTYPES[:3])
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, given query's."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def need(ok: bool | torch.SymBool, message: str, *values: object, error: type = ValueError) -> None:
@@ -33,11 +38,10 @@ def _plain(value: object) -> object:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> Spec:
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> None:
     """Raise ValueError or TypeError unless q, k, v and the spec make a legal call.
 
-    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie. Returns the
-    spec as kernels want it.
+    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
     if not (real and _obviously_fit(q, k, v)):
         _inputs(q, k, v, 4, "(B, H, S, D)")
@@ -51,14 +55,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> Sp
         if real:
             contiguous_rows(query=q, key=k, value=v)
     if _is_plain(spec):
-        return spec
+        return
     B, Hq, Sq, _ = q.shape
     options(q, spec, B, Hq)
     if spec.attn_mask is not None:
         _mask(q, spec, (B, Hq, Sq, k.shape[2]))
     if spec.key_ranges is not None:
         _key_ranges(q, spec.key_ranges, B, Hq, Sq)
-    return compact(spec) if real else spec
 
 
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -78,8 +81,8 @@ def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, real: bool = False
-) -> tuple[Packing, Spec]:
-    """The same for packed sequences; returns the packing too."""
+) -> None:
+    """The same for packed sequences."""
     _inputs(q, k, v, 3, "(T, H, D)")
     _, Hq, D = q.shape
     Tk, Hkv, Dk = k.shape
@@ -104,16 +107,15 @@ def packed(
             need(longest >= 0, "{} must not be negative, got {}", name, longest)
     if not _is_plain(spec):
         options(q, spec, ends_q.shape[0] - 1, Hq)
-    if not real:
-        return packing, spec
-    if ends_q.device.type == "cpu":
-        _borders("cu_seqlens_q", ends_q, q.shape[0])
-        _borders("cu_seqlens_k", ends_k, Tk)
-    return Packing(ends_q.contiguous(), ends_k.contiguous(), max_q, max_k), compact(spec)
+
+
+def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors) -> None:
+    """Raise ValueError unless every sequence lies among the tokens. Reads them on the host."""
+    _borders("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+    _borders("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
 
 
 def _borders(name: str, ends: Tensor, tokens: int) -> None:
-    """Raise ValueError unless every sequence lies among the tokens. Reads the values."""
     before = 0
     for b, end in enumerate(ends.tolist()):
         need(end >= before, "{}[{}] is {}, but must not be less than {}", name, b, end, before)
@@ -121,23 +123,13 @@ def _borders(name: str, ends: Tensor, tokens: int) -> None:
         before = end
 
 
-def saved(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    real: bool = False,
-) -> None:  # fmt: skip
-    """What a backward operator takes besides the forward's arguments."""
+def saved(q: Tensor, v: Tensor, given: Saved) -> None:
+    """Raise ValueError or TypeError unless these fit the query and the value of a call."""
     *rows, _ = q.shape
     out_shape = (*rows, v.shape[-1])
     lse_shape = tuple(rows if len(rows) == 3 else reversed(rows))
+    grad_out, grad_lse, out, lse, _ = given
     wide = lse_dtype(q.dtype)
-    if real and (  # in 2 us instead of 12
-        grad_out.shape == out.shape == out_shape
-        and lse.shape == lse_shape
-        and (grad_out.dtype is out.dtype is q.dtype and lse.dtype is wide)
-        and grad_out.device == out.device == lse.device == q.device
-        and grad_lse is None
-    ):
-        return
     expected = (
         ("grad_out", grad_out, out_shape, q.dtype),
         ("out", out, out_shape, q.dtype),
@@ -178,11 +170,6 @@ def contiguous_rows(**tensors: Tensor) -> None:
             )
 
 
-def with_rows(t: Tensor) -> Tensor:
-    """The tensor, copied unless its last dimension is contiguous; a sum's gradient has stride 0."""
-    return t if t.stride()[-1] == 1 else t.contiguous()
-
-
 def _is_plain(spec: Spec) -> bool:
     """Whether the spec says nothing that could be wrong. By identity: comparing it as a tuple would
     ask each tensor whether it equals None, at 15 us."""
@@ -200,14 +187,6 @@ def _is_plain(spec: Spec) -> bool:
         and spec.softcap == 0.0
         and spec.dropout_p == 0.0
     )
-
-
-def compact(spec: Spec) -> Spec:
-    """The spec as kernels want it: small tensors contiguous, as they index them flat, and no side
-    of a window that leaves no key out."""
-    small = (None if t is None else t.contiguous() for t in spec[7:12])
-    sides = bounded(spec.window_left), bounded(spec.window_right)
-    return Spec(*spec[:4], *sides, spec[6], *small, *spec[12:])
 
 
 _NAMES = "float16, bfloat16, float32 or float64"

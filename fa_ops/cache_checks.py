@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.ops import checks
-from fa_ops.ops.checks import need
+from fa_ops import checks
+from fa_ops.checks import need
+from fa_ops.call import CacheTensors
 from fa_ops.types import Cache, Spec
 
 FP8 = torch.float8_e4m3fn
-_SMALL = ("page_table", "k_scale", "v_scale", "rotary_cos", "rotary_sin", "unified_max")
 
 
 def cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False
-) -> tuple[Cache, Spec]:
+) -> None:
     """Raise ValueError or TypeError unless the arguments make a legal call.
 
-    Returns both with their small tensors contiguous if the tensors are `real`.
+    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
     """
     dims = "(B, Hkv, S, D)" if cache.page_table is None else "(pages, page_size, Hkv, D)"
     for name, t, layout in (
@@ -52,15 +52,13 @@ def cached(
     if spec.key_ranges is not None:
         _key_ranges(q, spec.key_ranges, B)
     if not real:
-        return cache, spec
+        return
     checks.contiguous_rows(query=q, key_cache=k, value_cache=v)
     if cache.key is not None:
         checks.contiguous_rows(key=cache.key, value=cache.value)
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = "{} is written to, so no two of its elements may share memory, got strides {}"
             need(not _overlaps(t), message, name, t.stride())
-    small = {name: t.contiguous() for name in _SMALL if (t := getattr(cache, name)) is not None}
-    return (cache._replace(**small) if small else cache), checks.compact(spec)
 
 
 def _overlaps(t: Tensor) -> bool:
@@ -158,10 +156,10 @@ def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     checks.has_shape("rotary_sin", sin, tuple(cos.shape))
 
 
-def values(q: Tensor, k: Tensor, cache: Cache, spec: Spec) -> None:
+def values(q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors) -> None:
     """Raise ValueError unless lengths and pages lie inside the cache. Reads them on the host."""
-    lens, table = spec.kv_lens.long(), cache.page_table
-    new = 0 if cache.key is None else cache.key.shape[2]
+    lens, table = tensors.kv_lens.long(), tensors.page_table
+    new = 0 if tensors.key is None else tensors.key.shape[2]
     size = 1 if table is None else k.shape[1]
     capacity = k.shape[2] if table is None else table.shape[1] * size
     for b, length in enumerate(lens.tolist()):
@@ -175,7 +173,7 @@ def values(q: Tensor, k: Tensor, cache: Cache, spec: Spec) -> None:
                 at = int(wrong[0])
                 need(False, "page_table[{}, {}] is {}, but key_cache has {} pages", b, at,
                      int(used[at]), k.shape[0])  # fmt: skip
-        cos = cache.rotary_cos
+        cos = tensors.rotary_cos
         last = length + new if cos is not None else 0
         need(cos is None or last <= cos.shape[0], "rotary_cos has {} positions, but sequence {} "
              "has {} keys", 0 if cos is None else cos.shape[0], b, last)  # fmt: skip

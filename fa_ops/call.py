@@ -1,0 +1,220 @@
+"""One attention call as backends see it, and the plan that a backend makes for such calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.types import NO_TENSORS, Cache, DenseTensors, Packing, Spec
+
+# The kinds of calls.
+DENSE = "dense"  # (B, H, S, D) tensors
+PACKED = "packed"  # (T, H, D) tokens of sequences that follow one another
+CACHED = "cached"  # queries against a key-value cache, which new keys and values may extend
+APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
+MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
+
+
+class PackedTensors(NamedTuple):
+    """The tensors of a packed call besides query, key and value."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+
+class CacheTensors(NamedTuple):
+    """The tensors of a cached call besides query, key_cache and value_cache."""
+
+    kv_lens: Tensor
+    page_table: Tensor | None = None
+    key_ranges: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    unified_max: Tensor | None = None
+
+
+Tensors = DenseTensors | PackedTensors | CacheTensors
+
+
+class Saved(NamedTuple):
+    """What a backward pass is given besides the arguments of the forward pass."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    mask_grad: bool = False
+
+
+class Call(NamedTuple):
+    """A call of one kind. Its backward pass is a call of its own, with `saved`."""
+
+    kind: str
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    spec: Spec = Spec()
+    packing: Packing | None = None
+    cache: Cache | None = None
+    saved: Saved | None = None
+    backend: str = "auto"  # the name that the caller asked for
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors besides query, key and value."""
+        spec, packing, cache = self.spec, self.packing, self.cache
+        if packing is not None:
+            return PackedTensors(
+                packing.cu_seqlens_q, packing.cu_seqlens_k, spec.alibi_slopes, spec.sinks,
+                spec.kv_lens, spec.dropout_seed,
+            )  # fmt: skip
+        if cache is not None:
+            return CacheTensors(
+                spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks,
+                cache.key, cache.value, cache.k_scale, cache.v_scale, cache.rotary_cos,
+                cache.rotary_sin, cache.unified_max,
+            )  # fmt: skip
+        return spec.tensors
+
+    def with_tensors(self, tensors: Tensors) -> Call:
+        """The call with other tensors besides query, key and value."""
+        spec, packing, cache = self.options_with(tensors)
+        return self._replace(spec=spec, packing=packing, cache=cache)
+
+    def without_tensors(self) -> Call:
+        """The call's options alone, which may be kept."""
+        tensors = type(self.tensors)
+        return self._replace(query=None, key=None, value=None, saved=None).with_tensors(
+            tensors(*[None] * len(tensors._fields))
+        )
+
+    def options_with(self, tensors: Tensors) -> tuple[Spec, Packing | None, Cache | None]:
+        """spec, packing and cache of this call with other tensors."""
+        if self.packing is not None:
+            t, longest = tensors, self.packing
+            packing = Packing(
+                t.cu_seqlens_q, t.cu_seqlens_k, longest.max_seqlen_q, longest.max_seqlen_k
+            )
+            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens, None, t.dropout_seed)
+            return self.spec.with_tensors(small), packing, None
+        if self.cache is not None:
+            t, cache = tensors, self.cache
+            cache = Cache(
+                t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
+                cache.rotary_interleaved, cache.num_splits, cache.batch_invariant, t.unified_max,
+            )  # fmt: skip
+            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens, t.key_ranges, None)
+            return self.spec.with_tensors(small), None, cache
+        return (self.spec if tensors is NO_TENSORS else self.spec.with_tensors(tensors)), None, None
+
+    def arguments_with(self, tensors: Tensors) -> tuple:
+        """What backends' functions take after the tensors that they attend."""
+        spec, packing, cache = self.options_with(tensors)
+        if packing is not None:
+            return packing, spec
+        return (spec,) if cache is None else (cache, spec)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of a row of the batch, or all tokens of a packed call; the capacity of a cache."""
+        if self.kind == PACKED:
+            return self.key.shape[0]
+        if self.cache is not None and self.cache.page_table is not None:
+            return self.cache.page_table.shape[1] * self.key.shape[1]
+        return self.key.shape[2]
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether new keys are appended, or anything is rotated, before the call attends."""
+        cache = self.cache
+        return cache is not None and (cache.key is not None or cache.rotary_cos is not None)
+
+    def without_new(self) -> Call:
+        """What remains to be attended once the new keys and values are in the cache."""
+        spec, cache = self.spec, self.cache
+        if cache.key is not None:
+            spec = spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
+        rest = cache._replace(key=None, value=None, rotary_cos=None, rotary_sin=None)
+        return self._replace(kind=CACHED, spec=spec, cache=rest)
+
+
+# Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse None unless asked for.
+# Backward: run(grad_out, grad_lse, query, key, value, out, lse, tensors) -> Gradients, or a tuple
+#     in their order that may end after the gradient of value.
+# APPEND: run(query, key, value, tensors) -> query. MERGE: run(outs, lses) -> (out, lse).
+Run = Callable[..., Any]
+
+
+class Plan(NamedTuple):
+    """How a backend runs a family of calls, which differ in lengths and strides of keys alone."""
+
+    kernel: str  # named for people
+    # Makes what runs calls with the geometry of this one. Compiles what is missing, keeps no tensor.
+    prepare: Callable[[Call], Run]
+
+
+def decoding(plan: Plan) -> Plan:
+    """The plan of dense calls with few queries, given one of cached calls."""
+
+    def prepare(call: Call) -> Run:
+        run = plan.prepare(call._replace(kind=CACHED, cache=Cache()))
+        return lambda q, k, v, t, with_lse=True: run(
+            q, k, v, CacheTensors(t.kv_lens, None, t.key_ranges, t.alibi_slopes, t.sinks), with_lse
+        )
+
+    return Plan(plan.kernel, prepare)
+
+
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def general(kernel: str, function: Callable) -> Plan:
+    """The plan that calls a backend's function of all arguments.
+
+    Forward functions are `function(query, key, value, [packing or cache,] spec) -> (out, lse)`,
+    backward ones `function(grad_out, grad_lse, query, key, value, out, lse, [packing,] spec,
+    [mask_grad])`.
+    """
+
+    def prepare(call: Call) -> Run:
+        options, mask_grad = call.without_tensors(), ()
+        if call.saved is not None:
+            mask_grad = (True,) if call.saved.mask_grad else ()
+            return lambda grad_out, grad_lse, q, k, v, out, lse, tensors: function(
+                *_dense_rows(grad_out, grad_lse, q, k, v, out, lse),
+                *options.arguments_with(tensors),
+                *mask_grad,
+            )
+
+        def run(q, k, v, tensors, with_lse=True):
+            # views of what a function allocates are no views to its caller
+            with _below_autograd():
+                return function(q, k, v, *options.arguments_with(tensors))
+
+        return run
+
+    return Plan(kernel, prepare)
+
+
+def _dense_rows(grad_out, grad_lse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
+    """With rows of grad_out and out contiguous; a sum's gradient has strides of 0."""
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    return rows_contiguous(grad_out), grad_lse, q, k, v, rows_contiguous(out), lse.contiguous()
+
+
+def rows_contiguous(t: Tensor) -> Tensor:
+    """The tensor, copied unless its last dimension is contiguous."""
+    return t if t.stride()[-1] == 1 else t.contiguous()

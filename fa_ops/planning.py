@@ -1,0 +1,302 @@
+"""Plans of eager calls: each call is described once, planned once, and then run.
+
+The checks and the choice of a backend are most of the host time of a small call, and they decide
+nothing new for a call with the same geometry: shapes, strides, dtypes, devices, options, and which
+optional tensors there are. `key_of` names that geometry, and `prepared` finds what runs it. On a
+miss `prepare` checks the call, asks the backends in their order for a plan, and lets the plan make
+what runs this geometry. The public functions, the operators' kernels and autograd all run what is
+found here; none of them checks anything else.
+
+A cache that grows by a token has a new geometry in every step. Such calls are of one family, which
+is checked and planned once: the choice of a backend and of its kernel may depend on the number of
+keys only by comparing it with powers of two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops import cache_checks, checks, dispatch, empty_calls
+from fa_ops.call import APPEND, CACHED, DENSE, PACKED, Call, Plan, Run, Saved, Tensors
+from fa_ops.types import NO_TENSORS, bounded, rows_are_aligned
+
+# Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
+DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
+
+DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
+
+_LIMIT = 1024
+
+
+class Prepared(NamedTuple):
+    """What runs every call of one geometry."""
+
+    run: Run
+    call: Call  # without tensors
+    options: tuple  # as `key_of` was given them
+
+
+_prepared: dict[tuple, Prepared] = {}
+_plans: dict[tuple, Plan] = {}
+
+
+def key_of(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: tuple
+) -> tuple | None:
+    """The geometry of a call; None where an argument is no tensor or has no strides.
+
+    `options` are the scalars, and the types of those that equal one of another type: 1 is no bool,
+    which the checks have to say, and yet it equals True.
+    """
+    try:
+        dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
+        key = (
+            kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
+            dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, options,
+        )  # fmt: skip
+        if k_shape != v_shape:  # values may be part of the keys
+            key += (k.data_ptr() == v.data_ptr(),)
+        if dtype is torch.float32:
+            key += (torch.backends.cuda.matmul.fp32_precision,)
+        if tensors is not NO_TENSORS:
+            key += tuple(
+                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            )
+        return key
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def prepared(key: tuple | None) -> Prepared | None:
+    """What runs calls of this geometry, if there has been one."""
+    try:
+        return _prepared.get(key)
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        return None
+
+
+def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
+    """Check, plan and prepare the first call of a geometry.
+
+    Raises:
+        ValueError, TypeError: the call is not legal.
+        NotImplementedError: no backend, or not the one asked for, can run it.
+    """
+    family = _family_of(key, call)
+    plan = _plans.get(family)
+    if plan is None:
+        check(call)
+        plan = _keep(_plans, family, plan_for(normalised(call)))
+    run = _with_steps_before(plan.prepare(normalised(call)), call)
+    return _keep(_prepared, key, Prepared(run, call.without_tensors(), options))
+
+
+def _keep(known: dict, key: tuple, value):
+    if len(known) >= _LIMIT:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def forget() -> None:
+    """Drop all plans."""
+    _prepared.clear()
+    _plans.clear()
+
+
+def prepared_for(call: Call) -> Prepared:
+    """What runs this call, found or made."""
+    options = options_of(call)
+    key = key_of(call.kind, call.query, call.key, call.value, call.tensors, options)
+    return prepared(key) or prepare(key, call, options)
+
+
+def prepared_backward(
+    call: Call, options: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
+) -> Prepared:
+    """What runs the backward pass of a call, found or made; of `call` the options alone are read,
+    which `options` are as a flat tuple."""
+    options = backward_options(options, saved)
+    key = key_of(call.kind, q, k, v, tensors, options)
+    found = prepared(key)
+    if found is None:
+        call = call.with_tensors(tensors)._replace(query=q, key=k, value=v, saved=saved)
+        if torch.are_deterministic_algorithms_enabled():
+            call = call._replace(spec=call.spec._replace(deterministic=True))
+        found = prepare(key, call, options)
+    return found
+
+
+def backward_options(options: tuple, saved: Saved) -> tuple:
+    """The scalars of a backward pass, and the geometry of what it is given besides.
+
+    torch's global switch asks for bitwise repeatable gradients too.
+    """
+    grad_out, grad_lse, out, lse, mask_grad = saved
+    return (
+        options, torch.are_deterministic_algorithms_enabled(), mask_grad,
+        grad_out.shape, grad_out.stride(), grad_out.dtype, grad_out.device,
+        out.shape, out.stride(), out.dtype, out.device,
+        lse.shape, lse.stride(), lse.dtype, lse.device,
+        grad_lse is not None and (grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device),
+    )  # fmt: skip
+
+
+def options_of(call: Call) -> tuple:
+    """The scalars of a forward call, for `key_of`."""
+    spec, packing, cache = call.spec, call.packing, call.cache
+    options = (
+        spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
+        spec.softcap, spec.deterministic, spec.backend,
+    )  # fmt: skip
+    if packing is not None:
+        options += packing.max_seqlen_q, packing.max_seqlen_k
+    if cache is not None:
+        options += cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+    return options
+
+
+def plan_for(call: Call) -> Plan:
+    """The plan of a legal, normalised call: of the first backend that supports it, or of the one
+    named."""
+    if empty_calls.is_empty(call):
+        return empty_calls.plan(call)
+    backend = dispatch.choose(call)
+    if call.writes_cache:
+        reader = dispatch.choose(call.without_new())
+        append = call._replace(kind=APPEND)
+        if reader is not backend and backend.supports(append) is None:
+            return _append_then_attend(backend.plan(append), reader)
+    return backend.plan(call)
+
+
+def _append_then_attend(writer: Plan, reader: ModuleType) -> Plan:
+    """Of many queries against a cache, one backend writes the new keys and another attends."""
+
+    def prepare(call: Call) -> Run:
+        write, options = writer.prepare(call), call.without_tensors()
+
+        def run(q, k, v, tensors, with_lse=True):
+            q = write(q, k, v, tensors)
+            full = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
+            rest = full.without_new()
+            return prepared_for(rest).run(q, k, v, rest.tensors, with_lse)
+
+        return run
+
+    name = reader.__name__.rpartition(".")[2]
+    return Plan(f"{writer.kernel}, then those of {name}", prepare)
+
+
+def _family_of(key: tuple, call: Call) -> tuple:
+    """What the checks and the backends read of a call: of the number of keys its place among the
+    powers of two, of the strides of keys whether they are those of values, and how rows lie."""
+    q, k, v = call.query, call.key, call.value
+    grows = call.kind == DENSE or (call.kind == CACHED and call.cache.page_table is None)
+    if (
+        not grows
+        or call.saved is not None
+        or call.spec.attn_mask is not None  # whose shape is checked against the number of keys
+        or call.writes_cache  # where every stride is checked
+        or not q.dim() == k.dim() == v.dim() == 4
+    ):
+        return key
+    kind, q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
+    keys = k_shape[2]
+    return (
+        kind, q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
+        keys == v_shape[2], keys.bit_length(), (keys - 1).bit_length(),
+        k_strides[3], v_strides[3], k_strides == v_strides, rows_are_aligned(q, k, v), *rest,
+    )  # fmt: skip
+
+
+def check(call: Call, real: bool = True) -> None:
+    """Raise ValueError or TypeError unless the call is legal.
+
+    `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.
+    """
+    q, k, v, saved = call.query, call.key, call.value, call.saved
+    if call.kind == DENSE:
+        checks.dense(q, k, v, call.spec, real)
+    elif call.kind == PACKED:
+        checks.packed(q, k, v, call.packing, call.spec, real)
+    else:
+        cache_checks.cached(q, k, v, call.cache, call.spec, real)
+    if saved is not None:
+        checks.saved(q, v, saved)
+        if saved.mask_grad:
+            checks.mask_grad(call.spec)
+
+
+def normalised(call: Call) -> Call:
+    """The call as backends see it: small tensors contiguous, as kernels index them flat; no side of
+    a window that leaves no key out; no new keys where there are none."""
+    spec, tensors = call.spec, call.tensors
+    if _has_empty_keys(call):
+        tensors = tensors._replace(key=None, value=None)
+    if not _are_contiguous(tensors):
+        tensors = _contiguous(tensors)
+    if tensors is not call.tensors:
+        call = call.with_tensors(tensors)
+    left, right = bounded(spec.window_left), bounded(spec.window_right)
+    return call._replace(
+        spec=call.spec._replace(window_left=left, window_right=right),
+        backend=spec.backend or dispatch.default or "auto",
+    )
+
+
+_ANY_STRIDES = ("attn_mask", "key", "value")
+
+
+def _are_contiguous(tensors: Tensors) -> bool:
+    pairs = zip(tensors._fields, tensors)
+    return all(t is None or t.is_contiguous() or name in _ANY_STRIDES for name, t in pairs)
+
+
+def _contiguous(tensors: Tensors) -> Tensors:
+    return type(tensors)(
+        *(
+            t if t is None or name in _ANY_STRIDES else t.contiguous()
+            for name, t in zip(tensors._fields, tensors)
+        )
+    )
+
+
+def _has_empty_keys(call: Call) -> bool:
+    return call.cache is not None and call.cache.key is not None and not call.cache.key.numel()
+
+
+def _with_steps_before(run: Run, call: Call) -> Run:
+    """`run` behind the steps that this geometry needs in every call."""
+    if not _are_contiguous(call.tensors):
+        run = _after(_contiguous, run, call)
+    if _has_empty_keys(call):
+        run = _after(lambda tensors: tensors._replace(key=None, value=None), run, call)
+    values_are_checked = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
+    if values_are_checked and call.saved is None and call.kind in (CACHED, PACKED):
+        run = _checking_values(run, cache_checks if call.kind == CACHED else checks)
+    return run
+
+
+def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
+    """`run` with other tensors besides query, key and value."""
+    if call.saved is not None:
+        return lambda *tensors: run(*tensors[:-1], step(tensors[-1]))
+    return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
+
+
+def _checking_values(run: Run, rules) -> Run:
+    """`run` behind a look at lengths, pages or borders, which kernels on CUDA clamp instead."""
+
+    def checked(q, k, v, tensors, with_lse=True):
+        if q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+            rules.values(q, k, v, tensors)
+        return run(q, k, v, tensors, with_lse)
+
+    return checked
