@@ -106,6 +106,8 @@ def attention(
     route, geometry = Route.DISPATCH, None
     if not torch.compiler.is_compiling():
         route = library.route_of(query, key, value, *tensors)
+    if route is Route.RECORD:
+        autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
         left, right = (-1, -1) if window is None else sides(window)
         plain = (
@@ -122,7 +124,7 @@ def attention(
         backend,
     )  # fmt: skip
     args = query, key, value, attn_mask, dropout_p, is_causal
-    if geometry is not None and query.device.type in planning.DEVICES:
+    if geometry is not None and library.is_strided(query, key, value, *tensors):
         plan = planning.prepare(geometry, Call(DENSE, *args[:3], Spec(*args[3:], **options)), plain)
         return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
     return (dense.WITH_LSE if return_lse else dense.ATTENTION)(*args, **options)
@@ -201,6 +203,8 @@ def attention_varlen(
     route, geometry = Route.DISPATCH, None
     if not torch.compiler.is_compiling():
         route = library.route_of(query, key, value, *tensors)
+    if route is Route.RECORD:
+        autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
         left, right = (-1, -1) if window is None else sides(window)
         plain = (
@@ -222,7 +226,7 @@ def attention_varlen(
     if max_seqlen_k is not None:
         max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if geometry is not None and query.device.type in planning.DEVICES:
+    if geometry is not None and library.is_strided(query, key, value, *tensors):
         spec = Spec(None, dropout_p, is_causal, **options)
         call = Call(PACKED, query, key, value, spec, packing)
         plan = planning.prepare(geometry, call, plain)
@@ -262,7 +266,6 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run an eager call by its plan, inside a node of autograd if the route says so."""
     if route is Route.RECORD:
-        autograd.refuse_gradient_of(tensors.alibi_slopes)
         recording = autograd.Recording(operators, plan.call, plan.options, plan.run, with_lse)
         others = () if tensors is NO_TENSORS else tensors
         return autograd.Attention.apply(recording, query, key, value, *others)

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.checks import need
 from fa_ops.call import CacheTensors
+from fa_ops.checks import need
 from fa_ops.types import Cache, Spec
 
 FP8 = torch.float8_e4m3fn
 
 
-def cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False
-) -> None:
+def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False) -> None:
     """Raise ValueError or TypeError unless the arguments make a legal call.
 
     `real` tensors have memory, whose strides kernels rely on; those of fakes may lie.

@@ -162,7 +162,7 @@ class Plan(NamedTuple):
     """How a backend runs a family of calls, which differ in lengths and strides of keys alone."""
 
     kernel: str  # named for people
-    # Makes what runs calls with the geometry of this one. Compiles what is missing, keeps no tensor.
+    # Makes what runs calls with this call's geometry; compiles what is missing, keeps no tensor.
     prepare: Callable[[Call], Run]
 
 

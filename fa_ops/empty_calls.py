@@ -55,9 +55,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, *options: Cache | Spec) -> tuple[Ten
     return out.zero_(), lse
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
     out, lse = packed_outputs(q, v)
     lse.fill_(float("-inf"))
     if spec.sinks is not None:

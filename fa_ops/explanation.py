@@ -70,7 +70,7 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call
         options |= {"window_left": left, "window_right": right}
     cache = {name: options.pop(name) for name in _OF_CACHES & options.keys()}
     packing = {name: options.pop(name) for name in _OF_PACKING & options.keys()}
-    if 0.0 < options.get("dropout_p", 0.0):
+    if options.get("dropout_p", 0.0) > 0.0:
         options["dropout_seed"] = query.new_zeros(1, dtype=torch.int64)
     spec = Spec(**options)
     if packing:

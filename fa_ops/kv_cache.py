@@ -127,9 +127,10 @@ def attention_with_kv_cache(
     ):
         left, right = (-1, -1) if window is None else api.sides(window)
         plain = (
-            is_causal, scale, left, right, softcap, rotary_interleaved, num_splits, batch_invariant,
-            backend or dispatch.default, is_causal.__class__, scale.__class__, softcap.__class__,
-            rotary_interleaved.__class__, num_splits.__class__, batch_invariant.__class__,
+            is_causal, 0.0, scale, left, right, softcap, False, backend or dispatch.default,
+            rotary_interleaved, num_splits, batch_invariant, is_causal.__class__, float,
+            scale.__class__, softcap.__class__, bool, rotary_interleaved.__class__,
+            num_splits.__class__, batch_invariant.__class__,
         )  # fmt: skip
         geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, plain)
         plan = planning.prepared(geometry)
@@ -154,7 +155,7 @@ def attention_with_kv_cache(
         page_table, key, value, k_scale, v_scale, rotary_cos, rotary_sin, rotary_interleaved,
         num_splits, batch_invariant, unified_max,
     )  # fmt: skip
-    if geometry is not None and query.device.type in planning.DEVICES:
+    if geometry is not None and library.is_strided(query, key_cache, value_cache, *tensors):
         spec = Spec(None, 0.0, is_causal, **options)
         call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
         plan = planning.prepare(geometry, call, plain)
@@ -178,6 +179,8 @@ def _by_operator(query, key_cache, value_cache, cache: Cache, is_causal, options
     args = query, key_cache, value_cache, *new, kv_lens, cache.page_table, is_causal
     names = ("k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_interleaved", "num_splits",
              "batch_invariant", "unified_max")  # fmt: skip
-    defaults = Cache._field_defaults
-    of_cache = {n: x for n in names if (x := getattr(cache, n)) is not defaults[n]}
-    return operator(*args, **options, **of_cache)
+    for name in names:
+        value = getattr(cache, name)
+        if value is not Cache._field_defaults[name]:
+            options[name] = value
+    return operator(*args, **options)

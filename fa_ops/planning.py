@@ -29,8 +29,6 @@ from fa_ops.types import NO_TENSORS, bounded, rows_are_aligned
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
 DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
 
-DEVICES = ("cpu", "cuda")  # the dispatcher has more to say about others
-
 _LIMIT = 1024
 
 
@@ -92,6 +90,8 @@ def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
     plan = _plans.get(family)
     if plan is None:
         check(call)
+        if (rules := _rules_of_values(call)) is not None:
+            rules.values(call.query, call.key, call.value, call.tensors)
         plan = _keep(_plans, family, plan_for(normalised(call)))
     run = _with_steps_before(plan.prepare(normalised(call)), call)
     return _keep(_prepared, key, Prepared(run, call.without_tensors(), options))
@@ -139,27 +139,35 @@ def backward_options(options: tuple, saved: Saved) -> tuple:
     torch's global switch asks for bitwise repeatable gradients too.
     """
     grad_out, grad_lse, out, lse, mask_grad = saved
-    return (
-        options, torch.are_deterministic_algorithms_enabled(), mask_grad,
+    geometry = (
+        "backward", options, torch.are_deterministic_algorithms_enabled(), mask_grad,
         grad_out.shape, grad_out.stride(), grad_out.dtype, grad_out.device,
         out.shape, out.stride(), out.dtype, out.device,
         lse.shape, lse.stride(), lse.dtype, lse.device,
-        grad_lse is not None and (grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device),
     )  # fmt: skip
+    if grad_lse is None:
+        return geometry
+    return *geometry, grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device
 
 
 def options_of(call: Call) -> tuple:
     """The scalars of a forward call, for `key_of`."""
     spec, packing, cache = call.spec, call.packing, call.cache
-    options = (
+    dense = (
         spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
         spec.softcap, spec.deterministic, spec.backend,
     )  # fmt: skip
+    types = (
+        spec.is_causal.__class__, spec.dropout_p.__class__, spec.scale.__class__,
+        spec.softcap.__class__, spec.deterministic.__class__,
+    )  # fmt: skip
     if packing is not None:
-        options += packing.max_seqlen_q, packing.max_seqlen_k
+        longest = packing.max_seqlen_q, packing.max_seqlen_k
+        return *dense, *longest, *types, longest[0].__class__, longest[1].__class__
     if cache is not None:
-        options += cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
-    return options
+        own = cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+        return *dense, *own, *types, *(option.__class__ for option in own)
+    return *dense, *types
 
 
 def plan_for(call: Call) -> Plan:
@@ -278,10 +286,16 @@ def _with_steps_before(run: Run, call: Call) -> Run:
         run = _after(_contiguous, run, call)
     if _has_empty_keys(call):
         run = _after(lambda tensors: tensors._replace(key=None, value=None), run, call)
-    values_are_checked = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
-    if values_are_checked and call.saved is None and call.kind in (CACHED, PACKED):
-        run = _checking_values(run, cache_checks if call.kind == CACHED else checks)
-    return run
+    rules = _rules_of_values(call)
+    if rules is None:
+        return run
+    return _checking_values(run, rules) if call.saved is None else _checking_borders(run)
+
+
+def _rules_of_values(call: Call) -> ModuleType | None:
+    """Whose `values` reads lengths, pages or borders in every call; kernels on CUDA clamp them."""
+    is_read = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
+    return {CACHED: cache_checks, PACKED: checks}.get(call.kind) if is_read else None
 
 
 def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
@@ -291,12 +305,20 @@ def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
     return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
 
 
-def _checking_values(run: Run, rules) -> Run:
-    """`run` behind a look at lengths, pages or borders, which kernels on CUDA clamp instead."""
-
+def _checking_values(run: Run, rules: ModuleType) -> Run:
     def checked(q, k, v, tensors, with_lse=True):
         if q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
             rules.values(q, k, v, tensors)
         return run(q, k, v, tensors, with_lse)
+
+    return checked
+
+
+def _checking_borders(run: Run) -> Run:
+    """The same for the backward pass of a packed call."""
+
+    def checked(grad_out, grad_lse, q, k, v, out, lse, tensors):
+        checks.values(q, k, v, tensors)
+        return run(grad_out, grad_lse, q, k, v, out, lse, tensors)
 
     return checked

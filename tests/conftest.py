@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fa_ops import planning
 from fa_ops.testing.poison import poisoned_memory
 
 
@@ -13,3 +14,11 @@ def nan_poisoned_memory():
     with poisoned_memory():
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_other_tests():
+    """Plans hold functions of backends, which tests replace."""
+    planning.forget()
+    yield
+    planning.forget()

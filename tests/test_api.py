@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import fa_ops
 from fa_ops.backends import cpu
-from fa_ops.ops import dense, kv_cache, prepared, varlen
+from fa_ops.ops import dense, kv_cache, varlen
 from fa_ops.testing import make_case
 from fa_ops.types import Spec
 
@@ -25,21 +25,13 @@ def qkv(**options):
 @pytest.fixture
 def seen(monkeypatch):
     """The specs that reach a backend."""
-    specs = []
-    select, select_cache = fa_ops.dispatch.select, fa_ops.dispatch.select_cache
+    specs, choose = [], fa_ops.dispatch.choose
 
-    def spy(q, k, v, spec, backward=False):
-        specs.append(spec)
-        return select(q, k, v, spec, backward)
+    def spy(call):
+        specs.append(call.spec)
+        return choose(call)
 
-    def spy_cache(q, k, v, cache, spec):
-        specs.append(spec)
-        return select_cache(q, k, v, cache, spec)
-
-    monkeypatch.setattr(fa_ops.dispatch, "select", spy)
-    monkeypatch.setattr(fa_ops.dispatch, "select_cache", spy_cache)
-    monkeypatch.setattr(prepared, "_runs", {})
-    monkeypatch.setattr(prepared, "_ways", {})
+    monkeypatch.setattr(fa_ops.dispatch, "choose", spy)
     return specs
 
 
@@ -108,7 +100,7 @@ def test_window(seen, window, sides):
         packed, lse = varlen.VARLEN(*tokens, ends, ends, **given)
         varlen.BACKWARD(packed, None, *tokens, packed, lse, ends, ends, **given)
         kv_cache.READ(q, k, v, lens, **given)
-    assert len(seen) >= 8
+    assert len(seen) >= 5
     for spec in seen:
         found = spec.window_left, spec.window_right
         assert found == sides and [type(side) for side in found] == [int, int]
@@ -129,14 +121,12 @@ def test_a_window_of_any_size_compiles(side):
     torch.testing.assert_close(by_constant(q), expected)
 
 
-def test_repeated_operator_calls_prepare_windows_alike(monkeypatch):
-    specs = []
-    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
-    monkeypatch.setattr(prepared, "_runs", {})
-    monkeypatch.setattr(prepared, "_ways", {})
-    monkeypatch.setattr(cpu, "prepare_cached", lambda *call: specs.append(call[4]), raising=False)
+def test_plans_are_made_of_windows_that_leave_keys_out(monkeypatch):
+    specs, plan = [], cpu.plan
+    monkeypatch.setattr(cpu, "plan", lambda call: specs.append(call.spec) or plan(call))
     q, k, v = qkv()
-    kv_cache.READ(q, k, v, torch.full((2,), 5, dtype=torch.int32), window_left=2**40)
+    for _ in range(2):
+        kv_cache.READ(q, k, v, torch.full((2,), 5, dtype=torch.int32), window_left=2**40)
     assert [spec.window_left for spec in specs] == [-1]
 
 
@@ -179,17 +169,13 @@ def test_numbers_of_every_python_kind(seen):
     assert (seen[0].scale, seen[0].softcap) == (1.0, 2.0)
 
 
-def test_no_gradient_enters_below_autograd(monkeypatch):
-    calls = []
-    from fa_ops.ops import library
-
-    guard = library.below_autograd
-    monkeypatch.setattr(library, "below_autograd", lambda: calls.append(1) or guard())
+def test_results_are_no_views():
     q, k, v = qkv()
-    fa_ops.attention(q, k, v)
-    with torch.no_grad():
-        fa_ops.attention(q.requires_grad_(), k, v)
-    assert len(calls) == 2
+    for grad in (False, True):
+        x = q.detach().requires_grad_(grad)
+        out, lse = fa_ops.attention(x, k, v, return_lse=True)
+        assert out._base is None and lse._base is None
+        assert torch.ops.fa.attention(x, k, v)._base is None
 
 
 @pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "sinks"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
+from fa_ops.call import CACHED, DENSE, PACKED, Call
 from fa_ops.types import Cache, Spec, rows_are_aligned
 
 
@@ -19,42 +20,42 @@ def qkv(**options):
     return [torch.randn(1, 2, 4, 8, **options) for _ in range(3)]
 
 
+def chosen(q, k, v, spec=Spec(), kind=DENSE, cache=None):  # noqa: B008  a tuple
+    """The backend of a call."""
+    return dispatch.choose(planning.normalised(Call(kind, q, k, v, spec, cache=cache)))
+
+
 def test_auto_takes_the_cpu_backend_for_cpu_tensors():
-    assert dispatch.select(*qkv(), Spec()) is dispatch.load("cpu")
+    assert chosen(*qkv()) is dispatch.load("cpu")
     assert "triton" not in dispatch.AUTO["cpu"]
     assert all("reference" not in names for names in dispatch.AUTO.values())
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):
-    monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
+    monkeypatch.setattr(dispatch.load("cpu"), "supports", lambda call: "not today")
     with pytest.raises(NotImplementedError, match="backend 'cpu' cannot run this call: not today"):
         fa_ops.attention(*qkv(), backend="cpu")
 
 
 def test_auto_says_what_every_backend_said(monkeypatch):
-    monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
+    monkeypatch.setattr(dispatch.load("cpu"), "supports", lambda call: "not today")
     with pytest.raises(NotImplementedError, match="on cpu:\n  cpu: not today"):
         fa_ops.attention(*qkv())
 
 
 def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
-    """Of choices that are remembered: a longer call is asked about again."""
-    monkeypatch.setattr(dispatch, "_selected", {})
 
-    def refuse(q, k, *call):
-        return "too long" if k.shape[-2 if k.dim() == 4 else 0] > 2**29 else None
+    def refuse(call):
+        return "too long" if call.num_keys > 2**29 else None
 
-    monkeypatch.setattr(dispatch.load("cpu"), "support_error", refuse)
-    monkeypatch.setattr(dispatch.load("cpu"), "cache_error", refuse)
+    monkeypatch.setattr(dispatch.load("cpu"), "supports", refuse)
     q, k, _ = qkv()
     far = torch.zeros(1, 2, 1, 8).expand(-1, -1, 2**29 + 1, -1)
     tokens = torch.zeros(1, 2, 8).expand(2**29 + 1, -1, -1)
     for short, long, select in (
-        (k, far, lambda k: dispatch.select(q, k, k, Spec())),
-        (k[0], tokens, lambda k: dispatch.select(q[0], k, k, Spec())),
-        (k, far, lambda k: dispatch.select_cache(q, k, k, Cache(), Spec())),
+        (k, far, lambda k: chosen(q, k, k)),
+        (k[0], tokens, lambda k: chosen(q[0], k, k, kind=PACKED)),
+        (k, far, lambda k: chosen(q, k, k, kind=CACHED, cache=Cache())),
     ):
         assert select(short) is dispatch.load("cpu")
         with pytest.raises(NotImplementedError, match="too long"):
@@ -64,68 +65,24 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
 def test_use_backend_nests_and_ends(monkeypatch):
     assert dispatch.default is None
     with fa_ops.use_backend("reference"):
-        assert dispatch.select(*qkv(), Spec()) is dispatch.load("reference")
+        assert chosen(*qkv()) is dispatch.load("reference")
         with pytest.raises(RuntimeError), fa_ops.use_backend("auto"):
-            assert dispatch.select(*qkv(), Spec()) is dispatch.load("cpu")
+            assert chosen(*qkv()) is dispatch.load("cpu")
             raise RuntimeError
         assert dispatch.default == "reference"
-        assert dispatch.select(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
+        assert chosen(*qkv(), Spec(backend="cpu")) is dispatch.load("cpu")
     assert dispatch.default is None
 
 
 def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
-    """The door hands the name to the operator, so a backward outside the block runs on it too."""
+    """The function hands the name to autograd, so a backward outside the block runs on it too."""
     q, k, v = qkv(requires_grad=True)
     with fa_ops.use_backend("reference"):
         out = fa_ops.attention(q, k, v)
-    seen = []
-    select = dispatch.select
-
-    def spy(q, k, v, spec, backward=False):
-        seen.append(spec.backend)
-        return select(q, k, v, spec, backward)
-
-    monkeypatch.setattr(dispatch, "select", spy)
+    seen, choose = [], dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda call: seen.append(call.backend) or choose(call))
     out.sum().backward()
     assert seen == ["reference"]
-
-
-def test_the_memo_tells_features_and_dtypes_apart(monkeypatch):
-    monkeypatch.setattr(dispatch, "_selected", {})
-    asked = []
-    cpu = dispatch.load("cpu")
-    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: asked.append((q.dtype, spec)))
-    specs = [
-        Spec(),
-        Spec(is_causal=True),
-        Spec(attn_mask=torch.ones(4, 4)),
-        Spec(attn_mask=torch.ones(4, 4, dtype=torch.bool)),
-        Spec(dropout_p=0.1),
-        Spec(window_left=1),
-        Spec(window_right=1),
-        Spec(softcap=1.0),
-        Spec(alibi_slopes=torch.ones(2)),
-        Spec(sinks=torch.ones(2)),
-        Spec(kv_lens=torch.ones(1, dtype=torch.int32)),
-        Spec(key_ranges=torch.ones(1, 1, 1, 2, dtype=torch.int32)),
-        Spec(deterministic=True),
-    ]
-    for _ in range(2):
-        for spec in specs:
-            dispatch.select(*qkv(), spec)
-    assert len(asked) == len(specs)
-    dispatch.select(*qkv(dtype=torch.float64), Spec())
-    dispatch.select(*[x[0] for x in qkv()], Spec())
-    assert len(asked) == len(specs) + 2
-
-
-def test_few_queries_are_decoding_if_a_row_sees_one_run_of_keys():
-    q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 600, 8)
-    for shape, decodes in (((2, 1, 1), True), ((1, 1, 1), True), ((1, 4, 1), False),
-                           ((2, 1, 3), False)):  # fmt: skip
-        ranges = torch.zeros(*shape, 2, dtype=torch.int32)
-        assert dispatch._decodes(q, k, Spec(key_ranges=ranges)) == decodes
-    assert not dispatch._decodes(q, k[:, :, :100], Spec())
 
 
 def test_backends_lists_every_backend_with_its_reason():
@@ -147,11 +104,13 @@ class TestExplain(expecttest.TestCase):
         gpu = "needs a CUDA device, got cpu"
         refusals = {"hopper": gpu, "triton": gpu, "cpu": None, "reference": None}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "refusal", lambda name, *args: refusals[name])
+            patch.setattr(dispatch, "refusal", lambda name, call: refusals[name])
             self.assertExpectedInline(
                 str(dispatch.explain(*qkv(), is_causal=True)),
                 """\
 backend: cpu
+kernel: forward
+route: direct
   hopper: needs a CUDA device, got cpu
   triton: needs a CUDA device, got cpu
   cpu: can run this

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
-from fa_ops.ops import checks, dense, merge, varlen
+from fa_ops import checks, dispatch
+from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import make_case
-from fa_ops.types import Packing
+from fa_ops.types import Packing, Spec
 
 INT = torch.int32
 
@@ -255,11 +255,10 @@ OPERATOR_ONLY = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_computed(monkeypatch):
-    def select(*args, **options):
-        raise AssertionError("a backend was asked")
+    def choose(call):
+        raise AssertionError("a backend was chosen")
 
-    monkeypatch.setattr(dispatch, "select", select)
-    monkeypatch.setattr(dispatch, "select_merge", select)
+    monkeypatch.setattr(dispatch, "choose", choose)
 
 
 def check(bad: Bad, call, arguments: dict):
@@ -515,7 +514,7 @@ def test_float64_on_a_gpu(monkeypatch):
     """Said by shape alone: no GPU is needed to know it."""
     q = legal()["query"].double()
     with pytest.raises(TypeError, match="float64, which is supported on CPU only"):
-        checks.dense(_OnGpu(q), _OnGpu(q), _OnGpu(q), dispatch.Spec())
+        checks.dense(_OnGpu(q), _OnGpu(q), _OnGpu(q), Spec())
 
 
 class _OnGpu:
@@ -546,7 +545,7 @@ def test_the_quick_check_never_says_yes_where_the_rules_say_no(seed):
     if checks._obviously_fit(*tensors):
         checks._inputs(*tensors, 4, "")
         checks.contiguous_rows(**dict(zip(("query", "key", "value"), tensors)))
-        checks.dense(*(t.to("meta") for t in tensors), dispatch.Spec())
+        checks.dense(*(t.to("meta") for t in tensors), Spec())
 
 
 class TestCompiled(expecttest.TestCase):

@@ -1,4 +1,4 @@
-"""What a first call refuses is refused, in the same words, once like calls are remembered."""
+"""What a first call refuses is refused, in the same words, once such calls have plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 import fa_ops
+from fa_ops import cache_checks, planning
 from fa_ops.backends import cpu
-from fa_ops.ops import prepared
+from fa_ops.call import Plan
 from tests.ops import test_kv_cache as caches
 from tests.test_errors import DENSE, DOOR_ONLY, ids, ints, legal, rand
 
@@ -34,15 +35,12 @@ OFTEN = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True
 
 
 @pytest.fixture(autouse=True)
-def everything_is_remembered(monkeypatch):
-    """CPU calls are prepared, those over caches too, as CUDA's are."""
-    monkeypatch.setattr(prepared, "_runs", {})
-    monkeypatch.setattr(prepared, "_ways", {})
-    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
+def nothing_is_computed(monkeypatch):
+    """Nothing is computed, and lengths and pages are not read, as on a GPU."""
     result = torch.zeros(1)
-    monkeypatch.setattr(cpu, "prepare", lambda *call: lambda *args: result, raising=False)
-    made = lambda *call: lambda *args: (result, result)  # noqa: E731
-    monkeypatch.setattr(cpu, "prepare_cached", made, raising=False)
+    run = lambda *args: (result, result)  # noqa: E731
+    monkeypatch.setattr(cpu, "plan", lambda call: Plan("nothing", lambda call: run))
+    monkeypatch.setattr(cache_checks, "values", lambda *args: None)
 
 
 def error_of(call, arguments: dict) -> Exception | None:
@@ -70,10 +68,10 @@ def test_attention(bad, grad):
         return fa_ops.attention(**arguments)
 
     first = error_of(call, legal() | bad.change)
-    assert first is not None and not prepared._runs
+    assert first is not None and not planning._prepared
     for like in (*LIKE, *OFTEN, compact(bad.change)) * 2:
         error_of(call, legal() | like)
-    assert any(prepared._runs.values())
+    assert any(planning._prepared.values())
     again = error_of(call, legal() | bad.change)
     assert type(again) is type(first) and str(again) == str(first)
     for like in (*LIKE, *OFTEN):
@@ -100,10 +98,10 @@ def test_attention_with_kv_cache(message, way):
     seen = BaseTorchFunctionMode if way == "operator" else contextlib.nullcontext
     with seen():
         first = error_of(caches.door, change)
-        assert message in str(first) and not prepared._runs
+        assert message in str(first) and not planning._prepared
         case = {"case": change["case"]} if "case" in change else {}
         for like, _ in itertools.product((*GOOD_FOR_CACHES, compact(change)), range(2)):
             error_of(caches.door, case | like)
-        assert any(prepared._runs.values())
+        assert any(planning._prepared.values())
         again = error_of(caches.door, change)
     assert type(again) is type(first) and str(again) == str(first)

@@ -12,29 +12,57 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fa_ops", "compile_passes", "hf_integration")
 
+# How a call is described, checked, planned and handed to a backend, the last first.
+PLANS = (
+    "fa_ops.planning",
+    "fa_ops.empty_calls",
+    "fa_ops.cache_checks",
+    "fa_ops.checks",
+    "fa_ops.dispatch",
+    "fa_ops.call",
+    "fa_ops.types",
+)
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
 TOP = {
-    "fa_ops": ("fa_ops.api", "fa_ops.dispatch", "fa_ops.kv_cache", "fa_ops.ops", "fa_ops.types"),
-    "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", "fa_ops.types"),
+    "fa_ops": (
+        "fa_ops.api",
+        "fa_ops.dispatch",
+        "fa_ops.explanation",
+        "fa_ops.kv_cache",
+        "fa_ops.ops",
+        "fa_ops.types",
+    ),
     "fa_ops.types": (),
-    "fa_ops.dispatch": ("fa_ops.types",),
-    "fa_ops.api": ("fa_ops.dispatch", "fa_ops.ops", "fa_ops.types"),
-    "fa_ops.ops": ("fa_ops.ops", "fa_ops.dispatch", "fa_ops.types"),
+    "fa_ops.call": ("fa_ops.types",),
+    "fa_ops.dispatch": ("fa_ops.call", "fa_ops.types"),
+    "fa_ops.checks": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.cache_checks": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.empty_calls": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.planning": PLANS[1:],
+    "fa_ops.ops": ("fa_ops.ops", *PLANS),
+    "fa_ops.api": ("fa_ops.ops", *PLANS),
+    "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", *PLANS),
+    "fa_ops.explanation": ("fa_ops.ops", *PLANS),
     "fa_ops.distributed": (
         "fa_ops.distributed",
         "fa_ops.api",
-        "fa_ops.dispatch",
         "fa_ops.ops",
-        "fa_ops.types",
+        *PLANS,
     ),
     "fa_ops.compat": (
         "fa_ops.compat",
         "fa_ops.api",
+        "fa_ops.cache_checks",
         "fa_ops.kv_cache",
         "fa_ops.ops",
         "fa_ops.backends.rotary",
     ),
-    "fa_ops.backends": ("fa_ops.types", "fa_ops.backends.dropout", "fa_ops.backends.rotary"),
+    "fa_ops.backends": (
+        "fa_ops.call",
+        "fa_ops.types",
+        "fa_ops.backends.dropout",
+        "fa_ops.backends.rotary",
+    ),
     "fa_ops.testing": ("fa_ops.testing", "fa_ops.types", "fa_ops.backends.reference"),
     "compile_passes": ("compile_passes", "fa_ops"),
     "compile_passes.report": (),

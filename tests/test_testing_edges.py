@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops import cache_checks, checks
 from fa_ops.backends import cpu, reference
-from fa_ops.ops import cache_checks, checks
+from fa_ops.call import Plan
 from fa_ops.testing import Arena, CacheCase, PackedCase, assert_right, broken_caches, make_case
 from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, rearranged
 
@@ -190,26 +191,28 @@ def test_what_broken_borders_mean(case):
 
 @pytest.mark.parametrize("mask", [None, "float"])
 def test_a_result_that_differs_when_repeated_is_found(mask, monkeypatch):
-    from fa_ops.ops import prepared
+    case, plan, calls = make_case(mask=mask), cpu.plan, []
 
-    case, kept, calls = make_case(mask=mask), prepared.remember, []
+    def wrong(call):
+        planned = plan(call)
 
-    def wrong(key, run):
-        def later(*call):
-            calls.append(call)
-            return run(*call) + (len(calls) > 2)
+        def prepare(call):
+            run = planned.prepare(call)
 
-        return kept(key, run and later)
+            def later(*args):
+                calls.append(args)
+                out, lse = run(*args)
+                return out + (len(calls) > 2), lse
+
+            return run if call.saved else later
+
+        return Plan(planned.kernel, prepare)
 
     assert_right(case, "cpu")
-    prepared._runs.clear()
-    monkeypatch.setattr(prepared, "remember", wrong)
+    monkeypatch.setattr(cpu, "plan", wrong)
     case = dataclasses.replace(case, Sq=34)
     with pytest.raises(AssertionError, match="differs when the call is repeated"):
-        try:
-            assert_right(case, "cpu")
-        finally:
-            prepared._runs.clear()
+        assert_right(case, "cpu")
 
 
 @pytest.mark.parametrize("seed", range(6))

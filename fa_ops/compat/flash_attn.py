@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import cache_checks
 from fa_ops.api import attention, attention_varlen, need_int, need_tensor
 from fa_ops.backends import rotary
 from fa_ops.kv_cache import attention_with_kv_cache
-from fa_ops import cache_checks
 
 __all__ = [
     "flash_attn_func",

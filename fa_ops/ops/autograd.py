@@ -73,7 +73,8 @@ def record(
     options = call.without_tensors()
     run = partial(_run_or_redispatch, operators.forward, keyset, options)
     recording = Recording(operators, options, planning.options_of(call), run, with_lse)
-    return library.apply(Attention, recording, call.query, call.key, call.value, *call.tensors)
+    tensors = () if call.tensors is NO_TENSORS else call.tensors
+    return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
 
 
 def _run_or_redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
@@ -114,8 +115,8 @@ class Attention(library.SingleLevelFunction):
         is_needed = dict(zip(named._fields, ctx.needs_input_grad[4:], strict=True))
         saved = Saved(grad_out, grad_lse, out, lse, is_needed.get("attn_mask", False))
         grads = _gradients(recording, q, k, v, named, saved)
-        others = {name: getattr(grads, name) for name in ("attn_mask", "sinks") if is_needed.get(name)}
-        return None, *grads[:3], *map(others.get, named._fields)
+        of_tensors = [getattr(grads, name) if is_needed[name] else None for name in named._fields]
+        return None, *grads[:3], *of_tensors
 
 
 def _named(call: Call, tensors: tuple) -> Tensors:

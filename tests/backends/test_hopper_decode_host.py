@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fa_ops.backends.hopper import decode, launch, mla
+from fa_ops.call import CACHED, CacheTensors, Call
 from fa_ops.types import Cache, Spec
 
 
@@ -29,6 +30,11 @@ def words(params: bytes) -> tuple[int, ...]:
 
 
 LENS = torch.tensor([3, 500], dtype=torch.int32)
+PLAIN, OF_LENS = CacheTensors(None), CacheTensors(LENS)
+
+
+def prepared(q, k, v, spec=Spec(), cache=Cache(), module=decode):  # noqa: B008
+    return module.prepare(Call(CACHED, q, k, v, spec, cache=cache))
 
 
 def test_both_kernels_find_the_addresses_of_the_call(driver):
@@ -49,8 +55,8 @@ def test_both_kernels_find_the_addresses_of_the_call(driver):
 
 def test_a_prepared_call_fills_the_same_struct(driver):
     q, k, v = qkv()
-    run = decode.prepare(q, k, v, Cache(), Spec(kv_lens=LENS))
-    out, lse = run(True, q, k, v, LENS)
+    run = prepared(q, k, v, Spec(kv_lens=LENS))
+    out, lse = run(q, k, v, OF_LENS)
     kept = words(driver.launched[-1].params)
     decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
     again = words(driver.launched[-1].params)
@@ -61,8 +67,8 @@ def test_a_prepared_call_fills_the_same_struct(driver):
 
 def test_an_unwanted_lse_lies_behind_the_workspace(driver):
     q, k, v = qkv()
-    plan = decode.prepare(q, k, v, Cache(), Spec()).__self__
-    out, lse = plan.run(False, q, k, v)
+    plan = prepared(q, k, v).__self__
+    out, lse = plan.run(q, k, v, PLAIN, False)
     assert lse is None and out.shape == q.shape
     _, _, _, _, lse_at, sums_at, stats_at, *_ = words(driver.launched[-1].params)
     (size,), _, _ = plan.family.workspace
@@ -72,10 +78,10 @@ def test_an_unwanted_lse_lies_behind_the_workspace(driver):
 
 def test_tensors_off_their_alignment_are_copied(driver):
     q, k, v = qkv()
-    run = decode.prepare(q, k, v, Cache(), Spec())
+    run = prepared(q, k, v)
     off = torch.cat([k.flatten()[:1], k.flatten()])[1:].view_as(k)
     assert off.data_ptr() % 16
-    out, _ = run(False, q, off, v)
+    out, _ = run(q, off, v, PLAIN, False)
     found = words(driver.launched[-1].params)
     assert found[0] == q.data_ptr() and found[2] == v.data_ptr() and found[3] == out.data_ptr()
     assert found[1] % 16 == 0 and found[1] != off.data_ptr()
@@ -83,7 +89,7 @@ def test_tensors_off_their_alignment_are_copied(driver):
 
 def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
     q, k, v = qkv()
-    plan, current, entered = decode.prepare(q, k, v, Cache(), Spec()).__self__, [1], []
+    plan, current, entered = prepared(q, k, v).__self__, [1], []
 
     class Device:
         def __init__(self, index):
@@ -98,19 +104,19 @@ def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(decode, "current_device", lambda: current[0])
-    plan.run(False, q, k, v)
+    plan.run(q, k, v, PLAIN, False)
     assert entered == [None] and len(driver.launched) == 1
 
 
 def test_threads_share_a_plan_and_no_struct(driver):
     q, k, v = qkv()
-    run, mine = decode.prepare(q, k, v, Cache(), Spec(kv_lens=LENS)), {}
+    run, mine = prepared(q, k, v, Spec(kv_lens=LENS)), {}
     start = threading.Barrier(4)
 
     def work():
         own = torch.randn_like(q)
         start.wait()
-        outs = [run(False, own, k, v, LENS)[0].data_ptr() for _ in range(100)]
+        outs = [run(own, k, v, OF_LENS, False)[0].data_ptr() for _ in range(100)]
         mine[threading.get_ident()] = own.data_ptr(), set(outs)
 
     interval = sys.getswitchinterval()
@@ -165,8 +171,8 @@ def test_the_struct_of_a_latent_cache(driver):
     out_at, lse_at, _, _, lens_at, table_at = struct.unpack_from("<6Q", params, 256)
     assert (out_at, lse_at) == (out.data_ptr(), lse.data_ptr())
     assert (lens_at, table_at) == (LENS.data_ptr(), table.data_ptr())
-    run = mla.prepare(q, k, k[..., :512], Cache(table), Spec(kv_lens=LENS))
-    out, lse = run(False, q, k, k[..., :512], LENS, table)
+    run = prepared(q, k, k[..., :512], Spec(kv_lens=LENS), Cache(table), mla)
+    out, lse = run(q, k, k[..., :512], CacheTensors(LENS, table), False)
     again = driver.launched[-1].params
     out_at, lse_at, sums_at, stats_at = struct.unpack_from("<4Q", again, 256)
     (size,), _, _ = run.__self__.family.workspace

@@ -1,4 +1,4 @@
-"""Caches that grow: a call of a family that was checked before launches what a first one would."""
+"""Caches that grow: a call of a family that is already planned launches what a first one would."""
 
 import random
 import struct
@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import cache_checks, checks, dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import decode, dense_forward, mla
-from fa_ops.ops import cache_checks, checks, prepared
 from tests.backends.conftest import Driver
 
 BF16 = torch.bfloat16
@@ -20,7 +19,7 @@ SIZES = [(2, 4, 2, 64, 64), (1, 6, 3, 128, 128), (1, 32, 8, 128, 64), (3, 8, 8, 
 
 @pytest.fixture(autouse=True)
 def on_cpu(driver, monkeypatch):
-    """CPU tensors are this tier's, and what they hold is never looked at."""
+    """CPU tensors go to this tier, and their values are not checked, as those of CUDA tensors."""
     driver.struct_bytes = 576
 
     def cache_error(q, k, v, cache, spec):
@@ -30,15 +29,11 @@ def on_cpu(driver, monkeypatch):
     monkeypatch.setattr(hopper, "cache_error", cache_error)
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
-    monkeypatch.setattr(dispatch, "_selected", {})
-    monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
-    monkeypatch.setattr(prepared, "_runs", {})
-    monkeypatch.setattr(prepared, "_ways", {})
+    monkeypatch.setattr(planning, "_rules_of_values", lambda call: None)
 
 
 def forget():
-    for known in (prepared._runs, prepared._ways, dispatch._selected):
-        known.clear()
+    planning.forget()
     for known in (decode._plan, decode._family, mla._plan, mla._family):
         known.cache_clear()
 
@@ -90,7 +85,12 @@ def cached_with_lse(q, k, v):
     return call(q, k, v, lens, key_ranges=ranges, sinks=sinks, return_lse=True)[0]
 
 
-DOORS = (plain, with_options, padded, cached, cached_with_lse)
+FUNCTIONS = (plain, with_options, padded, cached, cached_with_lse)
+
+
+def family(S):
+    """What the checks and the choice of a plan may depend on of a number of keys."""
+    return S.bit_length(), (S - 1).bit_length()
 
 
 def what_matters(params: bytes, maps: int) -> tuple:
@@ -100,11 +100,11 @@ def what_matters(params: bytes, maps: int) -> tuple:
     return params[:at], [bool(x) for x in given], params[at + 8 * addresses :]
 
 
-def launched(driver: Driver, call, q, k, v, maps=3) -> list[tuple]:
+def launched(driver: Driver, function, q, k, v, maps=3) -> list[tuple]:
     """What a call launches, with the parameters that are to be the same in a first call."""
     driver.launched.clear()
     driver.struct_bytes = 576 if maps == 3 else 384
-    out = call(q, k, v)
+    out = function(q, k, v)
     assert driver.launched
     results = {struct.unpack_from("<Q", one.params, 128 * maps)[0] for one in driver.launched}
     assert results == {out.data_ptr()} and out.shape == (*q.shape[:3], v.shape[3])
@@ -113,48 +113,58 @@ def launched(driver: Driver, call, q, k, v, maps=3) -> list[tuple]:
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Which checks and choices were asked, in their order."""
-    asked = []
+    """The names of the checks and choices that were made, in their order."""
+    called = []
 
     def note(module, name):
         one = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: asked.append(name) or one(*a, **k))
+        monkeypatch.setattr(module, name, lambda *a, **k: called.append(name) or one(*a, **k))
 
     note(checks, "dense"), note(cache_checks, "cached")
-    note(dispatch, "select"), note(dispatch, "select_cache"), note(hopper, "cache_error")
-    return asked
+    note(dispatch, "choose"), note(hopper, "supports"), note(hopper, "plan")
+    return called
+
+
+def grown(driver, checked, function, steps, maps=2):
+    """What each step launches. Only the first one of a family is checked and planned."""
+    found, families = [], set()
+    for q, k, v in steps:
+        checked.clear()
+        found.append(launched(driver, function, q, k, v, maps))
+        if family(k.shape[2]) in families:
+            assert not checked
+        else:
+            assert len(checked) == 4 and checked[1:] == ["choose", "supports", "plan"]
+        families.add(family(k.shape[2]))
+    assert len(planning._plans) == len(families) < len(planning._prepared)
+    return found
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
-def test_a_longer_cache_is_launched_as_if_it_were_the_first(door, layout, sizes, driver, checked):
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_longer_cache_is_launched_as_if_it_were_the_first(
+    function, layout, sizes, driver, checked
+):
     B, Hq, Hkv, D, Dv = sizes
     q, lay = contiguous(B, Hq, 1, D), LAYOUTS[layout]
     steps = [(q, lay(B, Hkv, S, D), lay(B, Hkv, S, Dv)) for S in LENGTHS]
-    door(*steps[0])
-    assert checked
-    checked.clear()
-    grown = [launched(driver, door, *step) for step in steps[1:]]
-    assert not checked
-    assert len(prepared._ways) == 1 and len(prepared._runs) == len(steps)
-    for step, found in zip(steps[1:], grown):
+    found = grown(driver, checked, function, steps, maps=3)
+    assert len(planning._prepared) == len(steps)
+    for step, one in zip(steps, found):
         forget()
-        assert launched(driver, door, *step) == found
+        assert launched(driver, function, *step) == one
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_latent_cache_grows_too(layout, driver, checked):
     q = contiguous(1, 16, 1, 576)
     keys = [LAYOUTS[layout](1, 1, S, 576) for S in LENGTHS]
-    launched(driver, plain, q, keys[0], keys[0][..., :512], maps=2)
-    checked.clear()
-    grown = [launched(driver, plain, q, k, k[..., :512], maps=2) for k in keys[1:]]
-    assert not checked
-    for k, found in zip(keys[1:], grown):
+    steps = [(q, k, k[..., :512]) for k in keys]
+    for step, one in zip(steps, grown(driver, checked, plain, steps, maps=2)):
         forget()
-        assert launched(driver, plain, q, k, k[..., :512], maps=2) == found
-        assert [name for name, *_ in found] == ["mla", "merge_parts"]
+        assert launched(driver, plain, *step, maps=2) == one
+        assert [name for name, *_ in one] == ["mla", "merge_parts"]
     others = keys[1].clone()[..., :512], keys[1].as_strided((1, 1, 600, 512), (576, 576, 512, 1))
     for v in others:
         with pytest.raises(NotImplementedError, match="one head's keys hold its values"):
@@ -214,19 +224,19 @@ def wrong_calls():
     }
 
 
-@pytest.mark.parametrize("door", (plain, padded, cached), ids=lambda door: door.__name__)
+@pytest.mark.parametrize("function", (plain, padded, cached), ids=lambda one: one.__name__)
 @pytest.mark.parametrize("name", wrong_calls())
-def test_what_is_wrong_with_a_longer_cache_is_said(name, door):
+def test_an_error_of_a_longer_cache_is_that_of_a_first_call(name, function):
     kind, q, k, v = wrong_calls()[name]
     for S in (600, 699):
-        door(contiguous(2, 4, 1, 64), contiguous(2, 2, S, 64), contiguous(2, 2, S, 32))
+        function(contiguous(2, 4, 1, 64), contiguous(2, 2, S, 64), contiguous(2, 2, S, 32))
     for _ in range(2):
         with pytest.raises(kind) as after:
-            door(q, k, v)
-    assert len(prepared._ways) == 1
+            function(q, k, v)
+    assert len(planning._plans) == 1
     forget()
     with pytest.raises(kind) as first:
-        door(q, k, v)
+        function(q, k, v)
     assert str(after.value) == str(first.value)
 
 
@@ -245,7 +255,7 @@ def test_what_is_wrong_with_a_longer_cache_is_said(name, door):
     ids=str,
 )
 @pytest.mark.parametrize("call", ["attention", "attention_with_kv_cache"])
-def test_what_is_wrong_with_its_options_is_said(call, bad):
+def test_wrong_options_of_a_longer_cache_raise(call, bad):
     q, lens = contiguous(2, 4, 1, 64), torch.full((2,), 600, dtype=torch.int32)
     good = {"kv_lens": lens, "key_ranges": small(2, 4, 600)[1], "sinks": torch.zeros(4)}
     for S, options in ((700, good), (701, good | bad), (702, good)):
@@ -276,27 +286,27 @@ def test_more_keys_than_can_be_counted_are_refused_whatever_came_before(module, 
         plan(1 << 30)
 
 
-def test_a_cache_is_another_familys_once_it_is_long_enough_to_cut(monkeypatch):
+def test_a_cache_is_of_another_family_once_it_is_long_enough_to_cut(monkeypatch):
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
-    monkeypatch.setattr(dense_forward, "prepare", lambda *call: lambda q, k, v: "whole")
+    monkeypatch.setattr(dense_forward, "prepare", lambda call: lambda *args: ("whole", None))
     q = contiguous(1, 4, 1, 64)
     for S in (510, 511, 512, 513, 511):
         out = plain(q, contiguous(1, 2, S, 64), contiguous(1, 2, S, 64))
         assert (out == "whole") if S < 512 else out.shape == q.shape
-    assert len(prepared._ways) == 2
+    assert len(planning._plans) == 3 and len(planning._prepared) == 4  # 512 is a family alone
     k = contiguous(1, 2, 0, 64)
-    assert not plain(q, k, k).any() and len(prepared._runs) == 4
+    assert not plain(q, k, k).any() and len(planning._plans) == 4
 
 
 def test_what_is_remembered_stays_bounded(driver, monkeypatch):
-    monkeypatch.setattr(prepared, "_LIMIT", 8)
+    monkeypatch.setattr(planning, "_LIMIT", 8)
     q = contiguous(1, 4, 1, 64)
     for S in range(600, 640):
-        for door in (plain, cached):
-            launched(driver, door, q, contiguous(1, 2, S, 64), contiguous(1, 2, S, 64))
-            assert len(prepared._runs) <= 8 and len(prepared._ways) <= 2
+        for function in (plain, cached):
+            launched(driver, function, q, contiguous(1, 2, S, 64), contiguous(1, 2, S, 64))
+            assert len(planning._prepared) <= 8 and len(planning._plans) <= 2
     for H in range(1, 12):  # as many families
         plain(contiguous(1, H, 1, 64), contiguous(1, H, 600, 64), contiguous(1, H, 600, 64))
-        assert len(prepared._runs) <= 8 and len(prepared._ways) <= 8
+        assert len(planning._prepared) <= 8 and len(planning._plans) <= 8
     for known in (decode._plan, decode._family, mla._plan, mla._family):
         assert known.cache_info().maxsize <= 1024

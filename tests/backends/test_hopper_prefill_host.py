@@ -9,6 +9,7 @@ import fa_ops
 from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler, configs, decode, prefill
+from fa_ops.call import CACHED, Call
 from fa_ops.types import Cache, Spec
 
 LENS = torch.tensor([30, 500], dtype=torch.int32)
@@ -68,14 +69,15 @@ def test_a_prepared_call_fills_the_same_struct(driver, page):
     spec = spec._replace(alibi_slopes=slopes, sinks=sinks)
     if not page:
         cache, (k, v) = Cache(), (torch.randn(2, 4, 640, 64, dtype=torch.bfloat16) for _ in "kv")
-    run = prefill.prepare(q, k, v, cache, spec)
+    call = Call(CACHED, q, k, v, spec, cache=cache)
+    run = prefill.prepare(call)
     # all but the results and the counter of tiles
     found = []
-    for call in (
-        lambda: run(True, q, k, v, LENS, cache.page_table, None, slopes, sinks),
+    for attend in (
+        lambda: run(q, k, v, call.tensors),
         lambda: prefill.forward(q, k, v, cache, spec),
     ):
-        out, lse = call()
+        out, lse = attend()
         params = driver.launched[-1].params
         assert struct.unpack_from("<2Q", params, 384) == (out.data_ptr(), lse.data_ptr())
         found.append((params[:384], params[400:464], params[472:]))
@@ -138,10 +140,9 @@ def test_what_it_does_not_take(change, message):
     assert message in prefill.cache_error(*change(*paged()))
 
 
-def test_dispatch_asks_again_where_queries_are_too_few(monkeypatch):
-    """What it remembers of one call must not stand for another that another kernel attends."""
+def test_dispatch_refuses_too_few_queries_after_it_took_many(monkeypatch):
+    """The choice of one call must not stand for another that another kernel attends."""
     monkeypatch.setattr(dispatch, "available_error", lambda name: None)
-    monkeypatch.setattr(dispatch, "_selected", {})
     monkeypatch.setattr(hopper, "_foreign", lambda q: None)
     monkeypatch.setattr(
         hopper,
@@ -150,14 +151,20 @@ def test_dispatch_asks_again_where_queries_are_too_few(monkeypatch):
             q, k, v, cache, spec
         ),
     )
+    monkeypatch.setattr(prefill, "prepare", lambda call: lambda *args: ("prefill", None))
     q, k, v, cache, spec = paged()
-    spec = spec._replace(backend="hopper")
+
+    def attend(q):
+        return fa_ops.attention_with_kv_cache(
+            q, k, v, LENS[: q.shape[0]], cache.page_table[: q.shape[0]], True, backend="hopper"
+        )
+
     for _ in range(2):
-        assert dispatch.select_cache(q, k, v, cache, spec) is hopper
+        assert attend(q) == "prefill"
         with pytest.raises(NotImplementedError, match="got 64 of 1 x 32 heads"):
-            dispatch.select_cache(q[:1, :32], k, v, cache, spec)
+            attend(q[:1, :32])
         with pytest.raises(NotImplementedError, match="got 20 of 2 x 64 heads"):
-            dispatch.select_cache(q[:, :, :20], k, v, cache, spec)
+            attend(q[:, :, :20])
 
 
 def test_the_cpu_takes_what_it_took():

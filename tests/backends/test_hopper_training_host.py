@@ -1,5 +1,5 @@
-"""A training call of the Hopper tier on the host, from the door through autograd to the launches:
-CPU tensors, and the driver that takes notes."""
+"""A training call of the Hopper tier on the host, from the public function through autograd to the
+launches, with CPU tensors and a driver that takes notes."""
 
 import ctypes
 import struct
@@ -8,19 +8,19 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_backward, dense_forward
-from fa_ops.ops import prepared
+from fa_ops.call import general
 from fa_ops.testing.poison import poisoned_memory
-from fa_ops.types import Spec
+from fa_ops.types import NO_TENSORS, Spec
 from tests.backends import test_hopper_backward_host as host
 
 driver = host.driver
 
 
 @pytest.fixture
-def door(driver, monkeypatch):
+def noted(driver, monkeypatch):
     """Calls of CPU tensors go to the tier, whose kernels are only noted."""
     read = driver.read
 
@@ -32,10 +32,20 @@ def door(driver, monkeypatch):
     driver.read = params
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
     monkeypatch.setattr(dispatch, "_available", {"hopper": None})
-    monkeypatch.setattr(dispatch, "_selected", {})
     monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
-    monkeypatch.setattr(prepared, "_runs", {})
     return driver
+
+
+def prepared():
+    """What runs the only forward pass, and its only backward pass."""
+    forward, backward = planning._prepared.values()
+    return forward.run, backward.run
+
+
+def assert_hopper_runs_both():
+    """Without copies, so that nothing but launches is left to do in a call."""
+    modules = [run.__module__ for run in prepared()]
+    assert modules == [dense_forward.__name__, dense_backward.__name__]
 
 
 def inputs(D=64, offset=0):
@@ -52,74 +62,70 @@ def addresses(products):
     return [struct.unpack_from("<Q", products, 128 * i)[0] for i in range(7)]
 
 
-def train(door, q, k, v, grad_out=None, **options):
+def train(noted, q, k, v, grad_out=None, **options):
     """Gradients and what the product kernel was launched with."""
     out = fa_ops.attention(q, k, v, is_causal=True, **options)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    _, rows = door.last("prepare")
+    _, rows = noted.last("prepare")
     assert rows["out"] == (out.data_ptr(),)
-    return grads, door.last("backward")[1]
+    return grads, noted.last("backward")[1]
 
 
-def test_each_call_has_its_own_tensors_and_the_same_sizes(door):
+def test_each_call_has_its_own_tensors_and_the_same_sizes(noted):
     at = dense_backward._PLACES.size  # what calls share stands behind
-    packed = [train(door, *inputs())[1][at:] for _ in range(2)]
+    packed = [train(noted, *inputs())[1][at:] for _ in range(2)]
     q, k, v = inputs()
     grad_out = torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    grads, products = train(door, q, k, v, grad_out)
+    grads, products = train(noted, q, k, v, grad_out)
     assert addresses(products) == [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
     assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
-    (run,) = prepared._runs.values()
-    call = run.args[0]
-    assert call.forward.__module__ == dense_forward.__name__
-    assert call.backward.__module__ == dense_backward.__name__
-    out, lse = call.forward(*(t.detach() for t in (q, k, v)))
+    assert_hopper_runs_both()
+    out, lse = prepared()[0](*(t.detach() for t in (q, k, v)), NO_TENSORS)
     dense_backward.backward(grad_out, None, q, k, v, out, lse, Spec(is_causal=True))
-    expected = door.last("backward")[1][at:]
+    expected = noted.last("backward")[1][at:]
     assert packed == [expected] * 2 and products[at:] == expected
 
 
-def test_gradients_laid_out_otherwise(door):
+def test_gradients_laid_out_otherwise(noted):
     q, k, v = inputs()
     for grad_out in (
         torch.zeros(2, 4, 96, 64, dtype=torch.bfloat16),
         torch.zeros(2, 96, 4, 72, dtype=torch.bfloat16).transpose(1, 2)[..., :64],
         torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2),
     ):
-        _, products = train(door, q, k, v, grad_out)
+        _, products = train(noted, q, k, v, grad_out)
         assert addresses(products)[3] == grad_out.data_ptr()
-        assert door.last("prepare")[1]["d"] == grad_out.stride()[:3]
+        assert noted.last("prepare")[1]["d"] == grad_out.stride()[:3]
     one = torch.zeros(1, dtype=torch.bfloat16)
     apart = torch.zeros(2, 4, 64, 96, dtype=torch.bfloat16).mT
     shifted = torch.zeros(2 * 4 * 96 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 96, 64)
     for grad_out in (one.expand(2, 4, 96, 64), apart, shifted):
-        _, products = train(door, q, k, v, grad_out)
+        _, products = train(noted, q, k, v, grad_out)
         assert addresses(products)[3] != grad_out.data_ptr()
-        assert door.last("prepare")[1]["d"] == (4 * 96 * 64, 96 * 64, 64)
+        assert noted.last("prepare")[1]["d"] == (4 * 96 * 64, 96 * 64, 64)
 
 
-def test_tensors_that_no_copy_reads_are_copied_in_each_call(door):
-    train(door, *inputs())
+def test_tensors_that_no_copy_reads_are_copied_in_each_call(noted):
+    train(noted, *inputs())
     q, k, v = inputs(offset=1)
-    grads, products = train(door, q, k, v)
-    assert len(prepared._runs) == 1
+    grads, products = train(noted, q, k, v)
+    assert len(planning._prepared) == 2
     assert not any(at % 16 for at in addresses(products))
     assert not {t.data_ptr() for t in (q, k, v)} & set(addresses(products))
     assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
 
 
-def test_layouts_that_no_copy_reads_are_not_prepared(door):
+def test_layouts_that_no_copy_reads_are_run_by_the_functions_that_copy(noted):
     q, k, v = inputs(D=24)
     q = torch.zeros(2, 4, 96, 28, dtype=torch.bfloat16)[..., :24].requires_grad_()
-    grads, _ = train(door, q, k, v)
-    (run,) = prepared._runs.values()
-    assert run.args[0].forward.func.__name__ == "_general_forward"
+    grads, _ = train(noted, q, k, v)
+    assert [run.__module__ for run in prepared()] == [general.__module__] * 2
     assert grads[0].stride() == torch.empty_like(q).stride()
 
 
-def test_tensor_options_of_each_call_reach_the_kernels(door):
+def test_tensor_options_of_each_call_reach_the_kernels(noted):
     sinks = torch.zeros(4, requires_grad=True)
     for _ in range(3):
         lens = torch.tensor([96, 7], dtype=torch.int32)
@@ -127,31 +133,29 @@ def test_tensor_options_of_each_call_reach_the_kernels(door):
         q, k, v = inputs()
         options = {"kv_lens": lens, "key_ranges": ranges, "alibi_slopes": slopes, "sinks": sinks}
         out = fa_ops.attention(q, k, v, **options)
-        words = struct.unpack_from("<7Q", door.last("forward")[1], 384)
+        words = struct.unpack_from("<7Q", noted.last("forward")[1], 384)
         assert words[0] == out.data_ptr()
         assert words[2:6] == tuple(t.data_ptr() for t in (lens, ranges, sinks, slopes))
         *grads, dsinks = torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(out))
         assert dsinks.shape == (4,) and grads[0].shape == q.shape
-        found = host.of_params(door.last("backward")[1])
+        found = host.of_params(noted.last("backward")[1])
         assert (found["kv_lens"], found["alibi"]) == ((lens.data_ptr(),), (slopes.data_ptr(),))
-        runs = door.last("keep_runs")[1]
+        runs = noted.last("keep_runs")[1]
         assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
-        call = next(iter(prepared._runs.values())).args[0]
-        assert call.forward.__module__ == dense_forward.__name__
-        assert call.backward.__module__ == dense_backward.__name__
+        assert_hopper_runs_both()
 
 
-def test_masks_take_the_backends_own_way(door, monkeypatch):
+def test_masks_reach_the_kernels(noted, monkeypatch):
     bits = lambda mask, *rest: mask.view(torch.uint8)[None, None]  # noqa: E731
     monkeypatch.setattr(dense_forward, "bits_by_query", bits)
     monkeypatch.setattr(dense_backward, "bits_by_key", bits)
     for _ in range(2):
         mask = torch.ones(96, 96, dtype=torch.bool)
-        _, products = train(door, *inputs(), attn_mask=mask)
+        _, products = train(noted, *inputs(), attn_mask=mask)
         assert host.of_params(products)["by_key"][0] == mask.data_ptr()
 
 
-def test_results_that_no_kernel_writes_are_nan_under_test(door, monkeypatch):
+def test_results_that_no_kernel_writes_are_nan_under_test(noted, monkeypatch):
     zeros = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype).zero_()  # noqa: E731
     for module in (dense_forward, dense_backward):
         monkeypatch.setattr(module, "empty", zeros)

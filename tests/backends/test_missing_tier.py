@@ -17,7 +17,8 @@ torch.cuda.is_available = lambda: {capability} is not None
 torch.cuda.get_device_capability = lambda *_: {capability}
 {before}
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
+from fa_ops.call import DENSE, Call, Saved
 from fa_ops.types import Spec
 
 def one(dtype):
@@ -31,7 +32,9 @@ with warnings.catch_warnings(record=True) as caught, FakeTensorMode():
             for backward in (False, True):
                 try:
                     q = one(dtype)
-                    chosen.append(dispatch.select(q, q, q, spec, backward).__name__)
+                    saved = Saved(q, None, q, q.new_empty(q.shape[:3])) if backward else None
+                    call = planning.normalised(Call(DENSE, q, q, q, spec, saved=saved))
+                    chosen.append(dispatch.choose(call).__name__)
                 except NotImplementedError as error:
                     chosen.append(str(error))
 print(json.dumps([[name.removeprefix("fa_ops.backends.") for name in dict.fromkeys(chosen)],

@@ -17,9 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_ops import dispatch
-from fa_ops.cli.fuzz_cases import Target, strict
-from fa_ops.testing import Arena, CacheCase, assert_right, draws
+from fa_ops.cli.fuzz_cases import Target, refusal, strict
+from fa_ops.testing import Arena, assert_right, draws
 from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
@@ -47,8 +46,7 @@ def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None
     )
     @given(strategy)
     def compare(case: draws.AnyCase) -> None:
-        refusal = dispatch.cache_refusal if isinstance(case, CacheCase) else dispatch.refusal
-        hypothesis.assume(refusal(BACKEND, *case.fresh()) is None)
+        hypothesis.assume(refusal(BACKEND, case) is None)
         assert_right(case, BACKEND, Arena() if arena else None, repeated=arena)
 
     if SEED is not None:

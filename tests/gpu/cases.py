@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla
-from fa_ops.ops import prepared
+from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
+from fa_ops.types import Cache, Spec
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
 FAR = 1 << 20
@@ -27,6 +29,14 @@ def check(case: Case | PackedCase, gradients: bool = True) -> None:
     if reason:
         pytest.skip(reason)
     assert_close_to_oracle(case, "hopper", gradients=gradients)
+
+
+def chosen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, cache: Cache | None = None
+) -> ModuleType:
+    """The backend of a dense call, or with `cache` of a call over a cache."""
+    kind = DENSE if cache is None else CACHED
+    return dispatch.choose(planning.normalised(Call(kind, q, k, v, spec, cache=cache)))
 
 
 @contextlib.contextmanager
@@ -46,7 +56,7 @@ def few_processors(count: int) -> Iterator[None]:
 
 def _forget() -> None:
     """Plans made for another number of processors."""
-    prepared._runs.clear(), prepared._ways.clear()
+    planning.forget()
     for module in (decode, dense_backward, dense_forward, mla):
         for one in ("_plan", "_family"):
             if hasattr(module, one):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.backends import hopper, reference
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
+from tests.gpu.cases import chosen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,11 +200,11 @@ def test_what_lay_in_shared_memory_does_not_show(group):
 def test_attention_takes_it():
     q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert dispatch.explain(q, k, v).backend == "hopper"
+    assert fa_ops.explain(q, k, v).backend == "hopper"
     many = q.repeat(1, 1, 8, 1)
-    assert dispatch.explain(many, k, v).backend == "triton"  # it cuts keys for any number of rows
-    assert dispatch.select(q, k, v, Spec()) is hopper
-    assert dispatch.select(many, k, v, Spec()) is not hopper
+    assert fa_ops.explain(many, k, v).backend == "triton"  # it cuts keys for any number of rows
+    assert chosen(q, k, v, Spec()) is hopper
+    assert chosen(many, k, v, Spec()) is not hopper
     expected = reference.dense(q.double(), k.double(), v.double(), Spec())[0]
     for _ in range(3):
         assert relative_error(fa_ops.attention(q, k, v, backend="hopper"), expected) < 1e-2

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from fa_ops.types import Cache, Spec
+from tests.gpu.cases import chosen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,8 +174,8 @@ def test_a_page_that_does_not_exist_has_no_keys():
 def test_what_it_refuses():
     q, k, v, cache, spec = latent(Hq=16).fresh()
     assert hopper.cache_error(q, k, v, cache, spec) is None
-    assert dispatch.select_cache(q, k, v, cache, spec) is hopper
+    assert chosen(q, k, v, spec, cache) is hopper
     apart = v.clone(memory_format=torch.contiguous_format)
     assert "hold its values" in hopper.cache_error(q, k, apart, cache, spec)
-    assert dispatch.select_cache(q, k, apart, cache, spec) is not hopper
+    assert chosen(q, k, apart, spec, cache) is not hopper
     assert "window" in hopper.cache_error(q, k, v, cache, spec._replace(window_left=3))

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
 from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import prefill
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
-from tests.gpu.cases import few_processors
+from tests.gpu.cases import chosen, few_processors
 from tests.kernels import relative_error
 
 pytestmark = [
@@ -103,8 +102,13 @@ def test_one_graph_serves_every_length():
 
 @pytest.mark.parametrize("changes", [{}, {"page_size": 64}, {"page_size": 16, "rotary": 32}])
 def test_new_keys_are_written_by_another_backend(changes, monkeypatch):
-    attended, real = [], hopper.cache_forward
-    monkeypatch.setattr(hopper, "cache_forward", lambda *args: attended.append(1) or real(*args))
+    attended, prepare = [], prefill.prepare
+
+    def prepare_and_note(call):
+        run = prepare(call)
+        return lambda *args: attended.append(1) or run(*args)
+
+    monkeypatch.setattr(prefill, "prepare", prepare_and_note)
     assert_cache_close(
         CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=64, Dv=64, dtype=torch.bfloat16, new=256,
                   device="cuda", is_causal=True, lens=(768, 5), **changes), "auto",
@@ -117,14 +121,14 @@ def test_the_operator_takes_it_and_says_what_it_does_not(page_size):
     case = CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", is_causal=True, page_size=page_size)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    assert dispatch.select_cache(q, k, v, cache, spec) is hopper
+    assert chosen(q, k, v, spec, cache) is hopper
     few = q[:1, :8]
     few_cache = cache._replace(page_table=cache.page_table[:1]) if page_size else Cache()
     few_kv = (k, v) if page_size else (k[:1], v[:1])
     few_spec = spec._replace(kv_lens=spec.kv_lens[:1])
-    assert dispatch.select_cache(few, *few_kv, few_cache, few_spec) is not hopper
+    assert chosen(few, *few_kv, few_spec, few_cache) is not hopper
     expected = reference.cache_forward(q, k, v, cache, spec)
-    for _ in range(3):  # the second call is prepared
+    for _ in range(3):
         out, lse = fa_ops.attention_with_kv_cache(
             q, k, v, spec.kv_lens, cache.page_table, True, return_lse=True
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import planning
 from fa_ops.backends import reference
 from fa_ops.backends.triton import decode
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
@@ -152,13 +152,12 @@ def test_streams_side_by_side():
 
 
 def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
-    from fa_ops.ops import kv_cache
-
     q, k, v, cache, spec = CacheCase(page_size=16, device="cuda", lens=(20, 20)).fresh()
     table = cache.page_table.clone()
     table[1, 1] = 10**6
     fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
-    monkeypatch.setattr(kv_cache, "DEBUG", True)
+    monkeypatch.setattr(planning, "DEBUG", True)
+    planning.forget()
     with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 1000000"):
         fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
 
@@ -166,13 +165,14 @@ def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
 def test_attention_with_few_queries_is_decoding():
     q = torch.randn(1, 8, 2, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
-    assert dispatch.select(q, k, k, Spec(is_causal=True)).__name__.endswith("triton")
+    options = {"is_causal": True, "backend": "triton"}
+    assert fa_ops.explain(q, k, k, **options).kernel == "split-KV decoding"
     expected = reference.dense(q.double(), k.double(), k.double(), Spec(is_causal=True))[0]
-    for _ in range(2):  # the second call is a prepared one
-        assert relative_error(fa_ops.attention(q, k, k, is_causal=True), expected) < 1e-2
+    for _ in range(2):
+        assert relative_error(fa_ops.attention(q, k, k, **options), expected) < 1e-2
     lens = torch.tensor([300], device="cuda", dtype=torch.int32)
     k[:, :, 300:] = float("nan")
-    out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens)
+    out = fa_ops.attention(q, k, k, kv_lens=lens, **options)
     assert bool(out.isfinite().all())
 
 
@@ -205,24 +205,26 @@ def test_left_padded_batches_are_decoding(Sq):
     padding = torch.tensor([0, 1600, 2990], device="cuda", dtype=torch.int32)
     ranges = torch.stack([padding, lens], -1).view(3, 1, 1, 2)
     spec = Spec(is_causal=True, kv_lens=lens, key_ranges=ranges)
-    assert dispatch.select(q, k, k, spec).__name__.endswith("triton")
+    options = {"key_ranges": ranges, "backend": "triton"}
+    explained = fa_ops.explain(q, k, k, is_causal=True, kv_lens=lens, **options)
+    assert explained.kernel == "split-KV decoding"
     expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
     k[1, :, :1600] = float("nan")
     for _ in range(2):
-        out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, key_ranges=ranges)
+        out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
         assert relative_error(out, expected) < 1e-2
-        out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, key_ranges=ranges)
+        out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, **options)
         assert relative_error(out, expected) < 1e-2
-    ranges[1, 0, 0, 0] = 1690  # seen by a call that repeats
+    ranges[1, 0, 0, 0] = 1690  # a repeated call reads it anew
     k = k.nan_to_num(0.0)
     expected = reference.dense(q.double(), k.double(), k.double(), spec)[0]
-    out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, key_ranges=ranges)
+    out = fa_ops.attention_with_kv_cache(q, k, k, lens, None, True, **options)
     assert relative_error(out, expected) < 1e-2
-    out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, key_ranges=ranges)
+    out = fa_ops.attention(q, k, k, is_causal=True, kv_lens=lens, **options)
     assert relative_error(out, expected) < 1e-2
 
 
-def test_repeated_calls_take_the_short_way_and_see_new_values():
+def test_repeated_calls_read_new_values():
     case = CacheCase(dtype=torch.bfloat16, D=64, Dv=64, device="cuda", new=1, S=900)
     q, k, v, cache, spec = case.fresh()
     k, v = k.nan_to_num(0.1), v.nan_to_num(0.1)

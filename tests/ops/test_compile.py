@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import fa_ops
 from fa_ops import dispatch
+from fa_ops.call import general
 from tests.ops.cases import CASES, dense_call
 
 LENGTHS = (7, 8, 13, 16, 33)
@@ -146,16 +145,11 @@ def test_dropout_is_the_same_in_forward_and_backward():
 
 
 def test_use_backend_around_and_inside_a_graph():
-    calls = []
+    calls, reference = [], dispatch.load("reference")
 
     def forward(q, k, v, spec):
         calls.append(spec.backend)
-        return dispatch.load("reference").forward(q, k, v, spec)
-
-    spy = SimpleNamespace(forward=forward)
-
-    def choose(name, *args):
-        return spy if name == "reference" else dispatch.load("cpu")
+        return reference.forward(q, k, v, spec)
 
     def inside(q, k, v):
         with fa_ops.use_backend("reference"):
@@ -164,8 +158,7 @@ def test_use_backend_around_and_inside_a_graph():
     args = inputs(9, requires_grad=False)
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "_choose", choose)
-        patch.setattr(dispatch, "_selected", {})
+        patch.setattr(reference, "plan", lambda call: general("spy", forward))
         compiled = torch.compile(causal, backend="eager", fullgraph=True)
         compiled(*args)
         assert calls == []

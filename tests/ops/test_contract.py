@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fa_ops import dispatch
+from fa_ops.call import general
 from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import assert_close_to_oracle
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
@@ -138,10 +139,13 @@ def test_deterministic_by_torchs_switch():
     (q, k, v, *_), _ = dense_call(CASES["causal"])
     seen = []
     grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
-    module = SimpleNamespace(backward=lambda *args: seen.append(args[7].deterministic) or grads)
+
+    def plan(call):
+        return general("spy", lambda *args: seen.append(args[7].deterministic) or grads)
+
     out, lse = dense.WITH_LSE(q, k, v)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "select", lambda *args, **options: module)
+        patch.setattr(dispatch, "choose", lambda call: SimpleNamespace(plan=plan))
         dense.BACKWARD(out, None, q, k, v, out, lse)
         torch.use_deterministic_algorithms(True)
         try:

@@ -205,7 +205,9 @@ def test_compiled_append_clones_no_cache(name):
 
 
 def test_lengths_compile_once():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     q, k, v, _, _ = CASES["read"].fresh()
     step = torch.compile(fa_ops.attention_with_kv_cache, fullgraph=True, backend=counter)
     for first in (1, 5, 9):

@@ -69,10 +69,10 @@ def supports(call: Call) -> str | None:
     if call.kind == MERGE:
         q = k = v = q.reshape(-1, 1, q.shape[-1])
         return support_error(q, k, v, spec) or f"has no kernel that merges; {_ELSEWHERE}"
-    if call.backend == "auto" and call.kind == DENSE and call.saved is None:
-        if is_decoding(q.shape[2], k.shape[2], spec):
-            # without its decoding kernel, one of another tier that splits keys is faster
-            return cache_error(q, k, v, Cache(), spec)
+    is_forward = call.kind == DENSE and call.saved is None
+    if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
+        # where the decoding kernel cannot run, a tier that splits keys is faster than `forward`
+        return cache_error(q, k, v, Cache(), spec)
     return support_error(q, k, v, spec)
 
 
@@ -82,8 +82,10 @@ def plan(call: Call) -> Plan:
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == PACKED:
-        return general("forward", packed.forward) if call.saved is None else general(
-            "backward", packed.backward
+        return (
+            general("forward", packed.forward)
+            if call.saved is None
+            else general("backward", packed.backward)
         )
     if call.saved is not None:
         return Plan("backward", dense_backward.prepare)

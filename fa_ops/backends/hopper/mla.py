@@ -180,7 +180,8 @@ class Plan:
         params = family.params.take(
             family.of_q.at(q_at), self.of_k.at(k_at), out.data_ptr(),
             at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
-            address(tensors.kv_lens), address(tensors.page_table), self.scalars, q_at, k_at, self.steps,
+            address(tensors.kv_lens), address(tensors.page_table),
+            self.scalars, q_at, k_at, self.steps,
         )  # fmt: skip
         launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
         family.params.give_back(params)

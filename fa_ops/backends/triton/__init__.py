@@ -28,7 +28,7 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.types import Cache, Spec, is_decoding, is_prefill
+from fa_ops.types import Spec, is_decoding, is_prefill
 
 __all__ = [
     "available_error",
@@ -81,8 +81,7 @@ def plan(call: Call) -> Plan:
             return general("append and forward" if call.writes_cache else "forward", cache_forward)
         return Plan("split-KV decoding", prepare_cached)
     if is_decoding(call.query.shape[2], call.num_keys, call.spec):
-        if cache_error(call.query, call.key, call.value, Cache(), call.spec) is None:
-            return decoding(Plan("split-KV decoding", prepare_cached))
+        return decoding(Plan("split-KV decoding", prepare_cached))
     return general("forward", forward)
 
 

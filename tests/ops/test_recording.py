@@ -1,4 +1,4 @@
-"""Eager calls that record a gradient and repeat: they give the bits that the operators give."""
+"""Eager calls that record a gradient give the bits that the operators give, first and repeated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import dispatch
+from fa_ops import dispatch, planning
 from fa_ops.backends import cpu
-from fa_ops.ops import prepared, recorded
-from fa_ops.types import with_tensors
+from fa_ops.call import Plan
+from fa_ops.ops import library
 
 INTS = torch.int32
 OPTIONS = {
@@ -38,9 +38,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def nothing_prepared(monkeypatch):
-    monkeypatch.setattr(prepared, "_runs", {})
+def forward_geometries():
+    return [key for key, found in planning._prepared.items() if not is_backward(found)]
+
+
+def is_backward(found):
+    return "backward" in found.options
 
 
 def qkv(requires_grad=True, **options):
@@ -48,15 +51,16 @@ def qkv(requires_grad=True, **options):
     return [torch.randn(shape, **options).requires_grad_(requires_grad) for shape in shapes]
 
 
-def is_recorded(out):
-    return out.grad_fn.name() == "RecordedBackward"
+def is_direct(out):
+    """Whether autograd's node ran a plan without the dispatcher."""
+    return not isinstance(out.grad_fn.recording.run, partial)
 
 
-def long_way(*args, **options):
+def by_operator(*args, **options):
     """The operator's result, which a mode gets to see."""
     with BaseTorchFunctionMode():
         out = fa_ops.attention(*args, **options)
-    assert not is_recorded(out)
+    assert not is_direct(out[0] if isinstance(out, tuple) else out)
     return out
 
 
@@ -72,7 +76,7 @@ def assert_equal(actual, expected):
 
 
 def assert_same(call, *given):
-    assert_equal(results(call, *given), results(long_way, *given))
+    assert_equal(results(call, *given), results(by_operator, *given))
 
 
 def with_gradients(options):
@@ -90,12 +94,12 @@ def test_gradients_are_the_operators(name):
     """Again with other values, and after a call with other options."""
     options, differentiable = with_gradients(OPTIONS[name])
     assert_same(fa_ops.attention, qkv(), options, differentiable)
-    (key,) = prepared._runs
+    (key, *_) = forward_geometries()
     fa_ops.attention(*qkv(), scale=0.7)
     others = {n: t.clone() if torch.is_tensor(t) else t for n, t in options.items()}
     assert_same(fa_ops.attention, qkv(), options, differentiable)
-    assert is_recorded(fa_ops.attention(*qkv(), **others))
-    assert len(prepared._runs) == 2 and key in prepared._runs
+    assert is_direct(fa_ops.attention(*qkv(), **others))
+    assert key in forward_geometries()
 
 
 def test_calls_that_differ_are_not_taken_for_each_other():
@@ -103,7 +107,10 @@ def test_calls_that_differ_are_not_taken_for_each_other():
     for name in (*OPTIONS, *reversed(OPTIONS)):
         options, differentiable = with_gradients(OPTIONS[name])
         assert_same(fa_ops.attention, inputs, options, differentiable)
-    assert len(prepared._runs) == len(OPTIONS)
+    planning.forget()
+    for name in (*OPTIONS, *reversed(OPTIONS)):
+        fa_ops.attention(*inputs, **OPTIONS[name])
+    assert len(forward_geometries()) == len(OPTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -124,7 +131,7 @@ def test_some_inputs_require_grad(which):
         wanted = [inputs[i] for i in which]
         grads = [
             torch.autograd.grad(call(*inputs).sin().sum(), wanted)
-            for call in (fa_ops.attention, long_way)
+            for call in (fa_ops.attention, by_operator)
         ]
         assert_equal(*grads)
         fa_ops.attention(*inputs).sum().backward()
@@ -139,7 +146,7 @@ def test_sinks_or_a_mask_alone(name):
     for _ in range(2):
         grads = [
             torch.autograd.grad(call(*inputs, **options).sin().sum(), wanted)
-            for call in (fa_ops.attention, long_way)
+            for call in (fa_ops.attention, by_operator)
         ]
         assert_equal(*grads)
 
@@ -148,14 +155,14 @@ def test_sinks_or_a_mask_alone(name):
 def test_sides_of_a_window_that_are_bools(backend):
     """Integers to Python, and to the operator's schema; not to arithmetic with masks."""
     call = partial(fa_ops.attention, *qkv(), window=(True, False), backend=backend)
-    assert_equal([call()], [long_way(*call.args, window=(1, 0), backend=backend)])
+    assert_equal([call()], [by_operator(*call.args, window=(1, 0), backend=backend)])
 
 
 def test_one_tensor_for_all_three():
     x = torch.randn(1, 2, 6, 8, requires_grad=True)
     grads = [
         torch.autograd.grad(call(x, x, x, is_causal=True).sin().sum(), x)
-        for call in (fa_ops.attention, fa_ops.attention, long_way)
+        for call in (fa_ops.attention, fa_ops.attention, by_operator)
     ]
     assert_equal(grads[0], grads[2])
     assert_equal(grads[1], grads[2])
@@ -174,7 +181,7 @@ def test_inputs_that_were_computed_and_hooks():
         return torch.autograd.grad(out.sin().sum(), x)
 
     for _ in range(2):
-        assert_equal(gradients(fa_ops.attention), gradients(long_way))
+        assert_equal(gradients(fa_ops.attention), gradients(by_operator))
     assert torch.is_tensor(seen[-1]) and 3 in seen[:2] and len(seen) == 8
 
 
@@ -191,7 +198,7 @@ def test_gradients_of_every_layout(loss):
     inputs = qkv()
     for _ in range(2):
         grads = [
-            torch.autograd.grad(loss(f(*inputs)), inputs) for f in (fa_ops.attention, long_way)
+            torch.autograd.grad(loss(f(*inputs)), inputs) for f in (fa_ops.attention, by_operator)
         ]
         assert_equal(*grads)
 
@@ -273,7 +280,7 @@ def test_lse_carries_a_gradient():
 
 def test_threads():
     inputs = [qkv() for _ in range(4)]
-    expected = [results(long_way, x, {"is_causal": True}) for x in inputs]
+    expected = [results(by_operator, x, {"is_causal": True}) for x in inputs]
     failures = []
 
     def work(x, want):
@@ -303,7 +310,7 @@ def test_saved_tensors_may_come_back_laid_out_otherwise():
 
     inputs = qkv()
     given = inputs, OPTIONS["all"]
-    expected = results(long_way, *given)
+    expected = results(by_operator, *given)
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             actual = results(fa_ops.attention, *given)
@@ -336,7 +343,7 @@ def test_batched_gradients():
     take = partial(torch.autograd.grad, out, inputs, retain_graph=True)
     loop = tuple(torch.stack(grads) for grads in zip(*map(take, many)))
     torch.testing.assert_close(take(many, is_grads_batched=True), loop)
-    take = partial(torch.autograd.grad, long_way(*inputs, is_causal=True), inputs)
+    take = partial(torch.autograd.grad, by_operator(*inputs, is_causal=True), inputs)
     torch.testing.assert_close(take(many, is_grads_batched=True), loop)
 
 
@@ -404,70 +411,50 @@ def test_a_mask_that_is_a_subclass_sees_every_operator(options):
 
 
 @pytest.fixture
-def preparing(monkeypatch):
-    """What backends are asked for and what they run, in this order; CPU's own results."""
-    log = []
+def log(monkeypatch):
+    """What the CPU backend plans and runs, in this order."""
+    log, plan = [], cpu.plan
 
-    def prepare_with_lse(q, k, v, spec):
-        log.append("prepare forward")
-        if spec.attn_mask is not None:
-            return None
-        spec = with_tensors(spec, (None,) * 5)
-        return lambda q, k, v, *small: (
-            log.append("forward") or cpu.forward(q, k, v, with_tensors(spec, small))
-        )
+    def spy(call):
+        name = "forward" if call.saved is None else "backward"
+        log.append(f"plan {name}")
+        planned = plan(call)
 
-    def prepare_backward(q, k, v, spec):
-        log.append("prepare backward")
-        if spec.attn_mask is not None:
-            return None
-        spec = with_tensors(spec, (None,) * 5)
+        def prepare(call):
+            run = planned.prepare(call)
+            return lambda *args: log.append(name) or run(*args)
 
-        def run(grad_out, q, k, v, out, lse, *small, mask_grad=False):
-            log.append("backward")
-            assert not mask_grad
-            given = grad_out.contiguous(), None, q, k, v, out, lse, with_tensors(spec, small)
-            return cpu.backward(*given)[: None if small else 3]
+        return Plan(planned.kernel, prepare)
 
-        return run
-
-    monkeypatch.setattr(cpu, "prepare_with_lse", prepare_with_lse, raising=False)
-    monkeypatch.setattr(cpu, "prepare_backward", prepare_backward, raising=False)
+    monkeypatch.setattr(cpu, "plan", spy)
     return log
 
 
-@pytest.mark.parametrize("name", ["causal", "lens", "ranges", "slopes", "sinks"])
-def test_what_is_prepared_runs_again(preparing, name):
+@pytest.mark.parametrize("name", ["causal", "lens", "ranges", "slopes", "sinks", "bias"])
+def test_a_call_is_planned_once(log, name):
     for _ in range(2):
         options, differentiable = with_gradients(OPTIONS[name])
         options = {n: t.clone() if n == "kv_lens" else t for n, t in options.items()}
-        assert_same(fa_ops.attention, qkv(), options, differentiable)
-    prepares = ["prepare forward", "forward", "prepare backward", "backward"]
-    assert preparing == [*prepares, "forward", "backward"]
+        results(fa_ops.attention, qkv(), options, differentiable)
+    assert log == ["plan forward", "forward", "plan backward", "backward", "forward", "backward"]
 
 
-def test_what_a_backend_cannot_prepare_it_runs(preparing):
-    for _ in range(2):
-        options, differentiable = with_gradients(OPTIONS["bias"])
-        assert_same(fa_ops.attention, qkv(), options, differentiable)
-        assert_same(fa_ops.attention, qkv(), OPTIONS["reference"])
-    assert preparing == ["prepare forward", "prepare backward"]
-
-
-def test_saved_tensors_laid_out_otherwise_are_the_operators(preparing):
+def test_another_layout_of_what_was_saved_is_planned_anew(log):
     lay_out = lambda t: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 4 else t  # noqa: E731
     inputs = qkv()
-    expected = results(long_way, inputs, {})
-    with torch.autograd.graph.saved_tensors_hooks(lay_out, lambda t: t):
-        actual = results(fa_ops.attention, inputs, {})
-    torch.testing.assert_close(actual, expected)
-    assert preparing == ["prepare forward", "forward"]
+    expected = results(by_operator, inputs, {})
+    log.clear()
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lay_out, lambda t: t):
+            actual = results(fa_ops.attention, inputs, {})
+        torch.testing.assert_close(actual, expected)
+    assert log.count("plan backward") == 1 and log.count("backward") == 2
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
         assert_equal(results(fa_ops.attention, inputs, {}), expected)
-    assert preparing[2:] == ["forward", "prepare backward", "backward"]
+    assert log.count("plan backward") == 1 and log.count("backward") == 3
 
 
-def test_the_global_switches_hold_in_the_backward_pass(preparing, monkeypatch):
+def test_the_global_switches_hold_in_the_backward_pass(monkeypatch):
     specs, backward = [], cpu.backward
 
     def spy(*args, **options):
@@ -479,7 +466,6 @@ def test_the_global_switches_hold_in_the_backward_pass(preparing, monkeypatch):
     out = fa_ops.attention(*inputs)
     take = partial(torch.autograd.grad, out.sum(), inputs, retain_graph=True)
     expected = take()
-    before = list(preparing)
     torch.use_deterministic_algorithms(True)
     try:
         assert_equal(take(), expected)
@@ -488,7 +474,7 @@ def test_the_global_switches_hold_in_the_backward_pass(preparing, monkeypatch):
     assert [spec.deterministic for spec in specs] == [False, True]
     with fa_ops.use_backend("reference"):
         torch.testing.assert_close(take(), expected)
-    assert preparing == before and len(specs) == 2
+    assert len(specs) == 2
     assert dispatch.default is None
 
 
@@ -506,8 +492,18 @@ def test_bad_calls_are_refused_every_time():
             fa_ops.attention(q, k, v, [1])
         with pytest.raises(NotImplementedError, match="hopper"):
             fa_ops.attention(q, k, v, backend="hopper")
-    assert not prepared._runs
-    fa_ops.attention(q, k, v, kv_lens=torch.ones(4, dtype=INTS)[::2])
-    for other in (q.to_sparse(), torch.complex(q, q).conj().imag, q.to("meta")):
-        assert recorded.key_of(other, k, v, ()) is None
-    assert not prepared._runs
+    assert not planning._prepared
+    with pytest.raises(NotImplementedError, match="fa::attention"):
+        fa_ops.attention(q.to_sparse(), k, v)
+    negated = torch.complex(q, q).conj().imag
+    assert library.route_of(negated, k, v) is library.Route.DISPATCH
+    fa_ops.attention(*(t.detach().to("meta") for t in (q, k, v)))
+    assert not planning._prepared
+
+
+def test_small_tensors_that_are_not_contiguous():
+    lens, strided = torch.tensor([3, 7], dtype=INTS), torch.tensor([3, 0, 7, 0], dtype=INTS)[::2]
+    inputs = qkv()
+    for _ in range(2):
+        expected = results(by_operator, inputs, {"kv_lens": lens})
+        assert_equal(results(fa_ops.attention, inputs, {"kv_lens": strided}), expected)

@@ -1,4 +1,4 @@
-"""Repeated decoding calls on a GPU: the prepared way gives the bits of the operator's first."""
+"""Repeated decoding calls on a GPU: what was prepared gives the bits of the operator's first."""
 
 import threading
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fa_ops
+from fa_ops import checks, planning
 from fa_ops.backends import reference
-from fa_ops.ops import checks, kv_cache, prepared
+from fa_ops.ops import kv_cache
 from fa_ops.testing import assert_within_budget, naive
 from fa_ops.types import Spec
 
@@ -49,8 +50,8 @@ class Call:
         return fa_ops.attention_with_kv_cache(*given, **self.options, **options)
 
     def expected(self, q):
-        """(out, lse) by an operator that remembers nothing."""
-        prepared._runs.clear()
+        """(out, lse) by the operator, planned anew."""
+        planning.forget()
         options = dict(self.options)
         new = [options.pop(name) for name in ("key", "value") if name in options]
         operator = kv_cache.APPEND if new else kv_cache.READ
@@ -63,9 +64,9 @@ def test_the_second_call_gives_the_bits_of_the_first(case):
     for _ in range(3):
         q = call.query()
         out, lse = call.expected(q)
-        prepared._runs.clear()
+        planning.forget()
         results = [call(q, return_lse=True) for _ in range(3)]
-        assert prepared._runs and all(prepared._runs.values())
+        assert len(planning._prepared) == 1
         results += [(call(q), lse) for _ in range(3)]
         results += [call(q.clone(), return_lse=True)]
         for found in results:
@@ -77,16 +78,16 @@ def test_the_operator_itself_repeats(case):
     call = Call(case)
     q, other = call.query(), call.query()
     out, lse = call.expected(other)
-    call.expected(q)  # remembered by the operator
-    (run,) = prepared._runs.values()
-    assert run is not None
+    call.expected(q)
+    (first,) = planning._prepared.values()
     options = dict(call.options)
     new = [options.pop(name) for name in ("key", "value") if name in options]
     operator = kv_cache.APPEND if new else kv_cache.READ
     versions = [t._version for t in call.caches]
     found = operator(other, *call.caches, *new, call.lens, **options)
     assert torch.equal(found[0], out) and torch.equal(found[1], lse)
-    assert len(prepared._runs) == 1
+    (second,) = planning._prepared.values()
+    assert second is first
     assert [t._version > before for t, before in zip(call.caches, versions)] == [bool(new)] * 2
 
 
@@ -147,10 +148,9 @@ SIZES = [(1, 32, 8, 128, 128), (3, 8, 2, 64, 64), (2, 6, 3, 72, 40)]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("small", ["", "kv_lens", "sinks kv_lens key_ranges"])
 def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeypatch):
-    """Beyond its end lies NaN: what is read there shows. Checked once, for all lengths."""
-    (B, Hq, Hkv, D, Dv), asked, dense = sizes, [], checks.dense
-    monkeypatch.setattr(checks, "dense", lambda *a, **k: asked.append(1) or dense(*a, **k))
-    prepared._runs.clear(), prepared._ways.clear()
+    """Beyond its end lies NaN: what is read there shows. The calls of a family are checked once."""
+    (B, Hq, Hkv, D, Dv), checked, dense = sizes, [], checks.dense
+    monkeypatch.setattr(checks, "dense", lambda *a, **k: checked.append(1) or dense(*a, **k))
     whole = draw(B, Hkv, 2048, D), draw(B, Hkv, 2048, Dv)
     sinks = torch.randn(Hq, device="cuda")
     for S in LENGTHS:
@@ -165,7 +165,8 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         found, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
         expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
         assert_within_budget(f"{S} keys", found, expected, naive(q, k, v, spec)[0])
-    assert len(asked) == 1 and len(prepared._ways) == 1
+    families = {(S.bit_length(), (S - 1).bit_length()) for S in LENGTHS}
+    assert len(checked) == len(planning._plans) == len(families) < len(planning._prepared)
 
 
 def test_a_latent_cache_that_grows():
