@@ -68,17 +68,17 @@ def attention(
             ``None``, -1 or any number from ``2**31 - 1`` on: all of them.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; subtracts slope times distance. No gradient.
-        sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only. May require
-            grad.
-        kv_lens: int32 ``(B,)``; keys from ``kv_lens[b]`` on are not there, and ``Sk`` above is
-            ``kv_lens[b]``.
+        sinks: ``(Hq,)``, a logit per head that is added to the softmax's denominator only. May
+            require grad.
+        kv_lens: int32 ``(B,)``; row ``b`` has only its first ``kv_lens[b]`` keys, and ``Sk`` above
+            is ``kv_lens[b]``.
         key_ranges: int32 ``(B or 1, Hq or 1, Sq or 1, 2)``; row ``i`` attends keys in the half-open
             ``[key_ranges[..., i, 0], key_ranges[..., i, 1])``. The compact form of most masks.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: a bitwise repeatable backward; also by
             ``torch.use_deterministic_algorithms``.
-        backend: a backend's name, which then never falls back; ``None``: what ``use_backend`` or
-            ``FA_OPS_BACKEND`` say, else the fastest that can.
+        backend: a backend's name, which then never falls back; ``None``: the one set by
+            ``use_backend`` or ``FA_OPS_BACKEND``, else the fastest that supports the call.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
@@ -89,7 +89,8 @@ def attention(
     Raises:
         ValueError: shapes, devices or values that do not fit each other.
         TypeError: a dtype or Python type that is not accepted.
-        NotImplementedError: no backend, or not the one named, can run the call; says why.
+        NotImplementedError: no backend, or not the one named, can run the call; the message gives
+            the reasons.
 
     Source: Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
     https://arxiv.org/abs/2307.08691.
@@ -151,11 +152,11 @@ def attention_varlen(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Fused attention over a batch of sequences of different lengths, packed one behind the other.
+    r"""Fused attention over a batch of sequences of different lengths, concatenated (packed).
 
     Sequence ``b`` holds query tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the keys
-    that ``cu_seqlens_k`` says likewise, and is a batch element of :func:`attention`, whose
-    arguments these are where the names agree. Tokens outside every sequence give 0, their lse is
+    that ``cu_seqlens_k`` delimits likewise. It is a batch element of :func:`attention`; arguments
+    with the same names have the same meaning. Tokens outside every sequence give 0, their lse is
     -inf.
 
     Shape legend: ``Tq`` and ``Tk`` total tokens, ``B`` sequences, ``Hq`` and ``Hkv`` query and key
@@ -190,7 +191,8 @@ def attention_varlen(
         ValueError: shapes, devices or values that do not fit each other; on CPU also sequences that
             are not among the tokens.
         TypeError: a dtype or Python type that is not accepted.
-        NotImplementedError: no backend, or not the one named, can run the call; says why.
+        NotImplementedError: no backend, or not the one named, can run the call; the message gives
+            the reasons.
 
     Example:
         >>> ends = torch.tensor([0, 3, 10], dtype=torch.int32)
@@ -367,6 +369,7 @@ def _need_number(name: str, value: object) -> float:
 
 
 def need_tensor(name: str, value: object) -> Tensor:
+    """The value, if it is a Tensor; raises TypeError if not."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     return value

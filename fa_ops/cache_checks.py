@@ -1,7 +1,7 @@
-"""The rules of calls with a key-value cache: shapes and dtypes always, values where they are seen.
+"""What makes a call with a key-value cache legal.
 
-Kernels keep to the cache by themselves: a page number out of range is never followed, and a new key
-that has no place is not written.
+Kernels stay within the cache by themselves: a page number out of range is never followed, and a new
+key beyond the capacity is not written.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
 
 def _overlaps(t: Tensor) -> bool:
     """Whether elements share memory, as in expanded and unfolded tensors."""
-    reach = 1  # of the dimensions with smaller strides
+    extent = 1  # elements spanned by the dimensions with smaller strides
     for stride, size in sorted(zip(t.stride(), t.shape)):
         if size > 1:
-            if stride < reach:
+            if stride < extent:
                 return True
-            reach += stride * (size - 1)
+            extent += stride * (size - 1)
     return False
 
 
@@ -139,7 +139,7 @@ def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:
 
 
 def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    """The tables of a rotary embedding, given the query (B, H, S, D)."""
+    """Raise ValueError or TypeError unless the tables of a rotary embedding fit the query."""
     need((cos is None) == (sin is None), "rotary_cos and rotary_sin must be given together")
     if cos is None:
         return

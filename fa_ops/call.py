@@ -1,4 +1,4 @@
-"""One attention call as backends see it, and the plan that a backend makes for such calls."""
+"""The description of one attention call, and the plan that a backend makes for such calls."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Call(NamedTuple):
         return cache is not None and (cache.key is not None or cache.rotary_cos is not None)
 
     def without_new(self) -> Call:
-        """What remains to be attended once the new keys and values are in the cache."""
+        """The call that remains once the new keys and values are in the cache."""
         spec, cache = self.spec, self.cache
         if cache.key is not None:
             spec = spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
@@ -151,7 +151,7 @@ class Call(NamedTuple):
         return self._replace(kind=CACHED, spec=spec, cache=rest)
 
 
-# Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse None unless asked for.
+# Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse may be None if not with_lse.
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, tensors) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
 # APPEND: run(query, key, value, tensors) -> query. MERGE: run(outs, lses) -> (out, lse).
@@ -161,7 +161,7 @@ Run = Callable[..., Any]
 class Plan(NamedTuple):
     """How a backend runs a family of calls, which differ in lengths and strides of keys alone."""
 
-    kernel: str  # named for people
+    kernel: str  # the name that `explain` shows
     # Makes what runs calls with this call's geometry; compiles what is missing, keeps no tensor.
     prepare: Callable[[Call], Run]
 

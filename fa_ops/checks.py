@@ -1,7 +1,7 @@
-"""The rules that every call must keep, the same for real and for symbolic shapes.
+"""What makes a call legal, for real and for symbolic shapes.
 
-They read no tensor's values but those of cu_seqlens on the CPU: the kernels that use kv_lens,
-key_ranges and cu_seqlens clamp them.
+Only `values` reads what a tensor holds, on the CPU: kernels clamp kv_lens, key_ranges and
+cu_seqlens.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def saved(q: Tensor, v: Tensor, given: Saved) -> None:
 
 
 def mask_grad(spec: Spec) -> None:
+    """Raise ValueError unless attn_mask can have a gradient."""
     mask = spec.attn_mask
     ok = mask is not None and mask.dtype.is_floating_point
     need(ok, "mask_grad needs a floating point attn_mask")
@@ -161,6 +162,7 @@ def states(outs: Tensor, lses: Tensor) -> None:
 
 
 def contiguous_rows(**tensors: Tensor) -> None:
+    """Raise ValueError unless the last dimension of each tensor is contiguous."""
     for name, t in tensors.items():
         strides = t.stride()
         if strides[-1] != 1 and t.shape[-1] != 1:
@@ -171,8 +173,10 @@ def contiguous_rows(**tensors: Tensor) -> None:
 
 
 def _is_plain(spec: Spec) -> bool:
-    """Whether the spec says nothing that could be wrong. By identity: comparing it as a tuple would
-    ask each tensor whether it equals None, at 15 us."""
+    """Whether no option is given that could be wrong.
+
+    By identity: comparing tuples would compare each tensor with None, which takes 15 us.
+    """
     return (
         spec.alibi_slopes is None
         and spec.sinks is None
@@ -205,6 +209,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
 
 
 def query_dtype(q: Tensor) -> None:
+    """Raise TypeError unless query's dtype is supported on its device."""
     if q.dtype not in DTYPES:
         _refuse_dtype(q)
     if q.dtype == torch.float64 and q.is_cuda:
@@ -220,6 +225,7 @@ def _refuse_dtype(q: Tensor) -> None:
 
 
 def heads(Hq, Hkv, Hv, D, Dk, Dv, key: str = "key", value: str = "value") -> None:
+    """Raise ValueError unless numbers of heads and head dimensions fit each other."""
     need(Dk == D, "{} has head dimension {}, but query's is {}", key, Dk, D)
     need(Hv == Hkv, "{} has {} heads, but {} has {}", value, Hv, key, Hkv)
     need(Hkv >= 1, "{} has no heads", key)
@@ -292,6 +298,7 @@ def _key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
 
 
 def has_shape(name: str, t: Tensor, shape: tuple) -> None:
+    """Raise ValueError unless the tensor has this shape."""
     message = "{} must have shape {}, got {}"
     need(t.dim() == len(shape), message, name, shape, t.shape)
     for size, expected in zip(t.shape, shape, strict=True):
@@ -299,10 +306,12 @@ def has_shape(name: str, t: Tensor, shape: tuple) -> None:
 
 
 def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
+    """Raise ValueError unless the tensor is on q's device."""
     need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
 
 
 def integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:
+    """Raise unless the tensor has this dtype and is on query's device."""
     same_device(q, name, t)
     need(t.dtype == dtype, "{} must be {}, got {}", name, dtype, t.dtype, error=TypeError)
 

@@ -1,8 +1,8 @@
-"""Which backend runs a call, and why.
+"""The list of backends, and the choice among them.
 
-A call says which backend it wants; where it does not, `use_backend` does, then the environment
-variable FA_OPS_BACKEND, and at last "auto": the first of the list below that can run the call. A
-backend chosen by name never falls back to another.
+A call may name its backend; otherwise `use_backend` does, then the environment variable
+FA_OPS_BACKEND. The last resort is "auto": the first backend of the list for the call's device that
+supports it. A backend that was named never falls back to another one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from fa_ops.call import Call
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
-# What "auto" tries, by device: no call imports a kernel package that it has no use for.
+# The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 
-_PACKAGES = ("triton",)  # that backends import
+_PACKAGES = ("triton",)  # third-party packages that backends import
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
 
@@ -30,7 +30,7 @@ _available: dict[str, str | None] = {}
 
 
 class use_backend:
-    """The backend of the calls inside a `with` block that name none; "auto" lets each decide.
+    """Set the backend of calls inside a `with` block that name none; "auto" restores the choice.
 
     The choice holds for the whole process, not per thread. Works in and around compiled code.
 
@@ -77,8 +77,8 @@ def choose(call: Call) -> ModuleType:
     for candidate in _candidates(name, device.type):
         reason = reasons[candidate] = refusal(candidate, call)
         if reason is None:
-            for passed in reasons:
-                _warn_if_missing(passed)
+            for preferred in reasons:
+                _warn_if_missing(preferred)
             return load(candidate)
     if name != "auto":
         raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
@@ -95,7 +95,7 @@ def _warn_if_missing(name: str) -> None:
     try:
         is_for_this_gpu = getattr(load(name), "is_for_this_gpu", bool)()
     except ImportError:
-        is_for_this_gpu = True  # it cannot be asked
+        is_for_this_gpu = True  # the module that could tell cannot be imported
     if is_for_this_gpu:
         warnings.warn(
             f"fa_ops' {name!r} backend, the fastest on this GPU, is not available: {reason}. "
@@ -111,11 +111,12 @@ def _candidates(name: str, device: str) -> tuple[str, ...]:
 
 
 def load(name: str) -> ModuleType:
+    """The backend's module."""
     return importlib.import_module(f"fa_ops.backends.{name}")
 
 
 def available_error(name: str) -> str | None:
-    """Why the backend cannot run on this machine at all, or None. Asked once per process."""
+    """Why the backend cannot run on this machine at all, or None. Determined once per process."""
     if name not in _available:
         try:
             _available[name] = load(name).available_error()

@@ -39,11 +39,12 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""One query token, a few, or a prompt's, against a cache of keys and values. No gradient.
+    r"""Attention of one query token, a few, or a whole prompt over a key-value cache. No gradient.
 
-    With ``key`` and ``value`` the new ones are first written into the cache, in place, behind the
-    ``kv_lens[b]`` that it holds; the queries then see ``kv_lens[b] + Sn`` keys. The length of row
-    ``b`` below is that sum. No length is read by the host, so one CUDA graph serves all of them.
+    ``key`` and ``value``, if given, are first appended to the cache in place, after the
+    ``kv_lens[b]`` keys that row ``b`` holds; its queries then see ``kv_lens[b] + Sn`` keys. That
+    sum is the length of row ``b`` below. The host reads no length, so one CUDA graph serves every
+    length.
 
     .. note::
         Positions are aligned at the **bottom right** of each row: query ``i`` of ``Sq`` stands at
@@ -63,8 +64,8 @@ def attention_with_kv_cache(
             the first ``Dv`` columns; the keys are then read once.
         kv_lens: int32 ``(B,)``, keys that each row of the cache holds before the call.
         page_table: int32 ``(B, max_pages)``; key ``j`` of row ``b`` is in page
-            ``page_table[b, j // page_size]``. Entries behind the row's length may be anything. On
-            CUDA a page that does not exist is never touched, and its keys count as absent;
+            ``page_table[b, j // page_size]``. Entries beyond the row's length may be anything. On
+            CUDA a page number out of range is never followed, and its keys count as absent;
             ``FA_OPS_DEBUG=1`` makes it an error there too.
         is_causal: query ``i`` attends keys ``j <= length + i - Sq``.
         key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended.
@@ -78,21 +79,21 @@ def attention_with_kv_cache(
             by it. With ``page_table`` also ``(pages, 1, Hkv)``, a scale for each page, laid out as
             the pages are; both scales are then of pages.
         v_scale: the same for values.
-        rotary_cos: ``(positions, R / 2)``; turns query and the new keys at their positions. What
-            the cache holds is taken as already turned.
+        rotary_cos: ``(positions, R / 2)``; rotates query and the new keys at their positions. The
+            keys in the cache have been rotated before.
         rotary_sin: ``(positions, R / 2)``.
         rotary_interleaved: features pair up as (0, 1), (2, 3), ...; else as (0, R / 2), ....
-        num_splits: pieces that the keys of each row are cut into; 0: chosen from shapes.
-        batch_invariant: cut them into pieces of a fixed length, so that no bit of a row's result
-            depends on the other rows.
+        num_splits: number of splits of each row's keys; 0: chosen from shapes.
+        batch_invariant: splits of a fixed length, so that no bit of a row's result depends on the
+            other rows.
         key_ranges: int32 ``(B or 1, 1, 1, 2)``; the queries of row ``b`` attend keys in the
             half-open ``[key_ranges[b, 0, 0, 0], key_ranges[b, 0, 0, 1])`` alone, which is clamped
             to ``[0, length]``. Positions stay what they are. Where the cache begins with padding,
             ``[padding, length)`` is the range, and the padding is neither read nor waited for.
-        unified_max: float32 ``(Hq,)``, about the largest score of each head, from calibration, in
-            units of scores (``query @ key * scale``, softcap and ALiBi applied). Softmax may then
-            start from it instead of following a maximum. No result depends on it: where it is too
-            far off, rows are computed once more, as without it. The triton backend uses it.
+        unified_max: float32 ``(Hq,)``, an estimate of each head's largest score from calibration,
+            in units of scores (``query @ key * scale``, softcap and ALiBi applied). Softmax may
+            then subtract it instead of a running maximum. No result depends on it: rows for which
+            it is too far off are computed again without it. The triton backend uses it.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: as in :func:`attention`.
 
@@ -104,7 +105,8 @@ def attention_with_kv_cache(
         ValueError: shapes, devices or values that do not fit each other; an argument that requires
             grad; on CPU also lengths and pages that lie outside the cache.
         TypeError: a dtype or Python type that is not accepted.
-        NotImplementedError: no backend, or not the one named, can run the call; says why.
+        NotImplementedError: no backend, or not the one named, can run the call; the message gives
+            the reasons.
 
     Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding; Kwon et al.,
     PagedAttention, https://arxiv.org/abs/2309.06180; Hong et al., FlashDecoding++

@@ -1,15 +1,14 @@
-"""Plans of eager calls: each call is described once, planned once, and then run.
+"""Finds or makes the plan of a call.
 
-The checks and the choice of a backend are most of the host time of a small call, and they decide
-nothing new for a call with the same geometry: shapes, strides, dtypes, devices, options, and which
-optional tensors there are. `key_of` names that geometry, and `prepared` finds what runs it. On a
-miss `prepare` checks the call, asks the backends in their order for a plan, and lets the plan make
-what runs this geometry. The public functions, the operators' kernels and autograd all run what is
-found here; none of them checks anything else.
+The checks and the choice of a backend are most of the host time of a small call, and their outcome
+is the same for every call with the same geometry: shapes, strides, dtypes, devices, options, and
+the set of optional tensors. `key_of` describes that geometry, and `prepared` finds what runs it. On
+a miss, `prepare` checks the call, chooses a backend, and lets the backend's plan make what runs
+this geometry. The public functions, the kernels of the operators and autograd all run what is found
+here.
 
-A cache that grows by a token has a new geometry in every step. Such calls are of one family, which
-is checked and planned once: the choice of a backend and of its kernel may depend on the number of
-keys only by comparing it with powers of two.
+A cache that grows by a token has a new geometry in every step. All of them form one family, which
+is checked and planned once: a backend may compare the number of keys with powers of two only.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def key_of(
 ) -> tuple | None:
     """The geometry of a call; None where an argument is no tensor or has no strides.
 
-    `options` are the scalars, and the types of those that equal one of another type: 1 is no bool,
-    which the checks have to say, and yet it equals True.
+    `options` are the scalars, and the types of those that may equal a scalar of another type: the
+    checks refuse 1 for a bool, but it equals True.
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
@@ -111,7 +110,7 @@ def forget() -> None:
 
 
 def prepared_for(call: Call) -> Prepared:
-    """What runs this call, found or made."""
+    """Find or make what runs this call."""
     options = options_of(call)
     key = key_of(call.kind, call.query, call.key, call.value, call.tensors, options)
     return prepared(key) or prepare(key, call, options)
@@ -120,8 +119,10 @@ def prepared_for(call: Call) -> Prepared:
 def prepared_backward(
     call: Call, options: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
 ) -> Prepared:
-    """What runs the backward pass of a call, found or made; of `call` the options alone are read,
-    which `options` are as a flat tuple."""
+    """Find or make what runs the backward pass of a call.
+
+    Only the options of `call` are read; `options` are the same as a flat tuple, for `key_of`.
+    """
     options = backward_options(options, saved)
     key = key_of(call.kind, q, k, v, tensors, options)
     found = prepared(key)
@@ -134,10 +135,7 @@ def prepared_backward(
 
 
 def backward_options(options: tuple, saved: Saved) -> tuple:
-    """The scalars of a backward pass, and the geometry of what it is given besides.
-
-    torch's global switch asks for bitwise repeatable gradients too.
-    """
+    """The scalars of a backward pass, and the geometry of its additional tensors, for `key_of`."""
     grad_out, grad_lse, out, lse, mask_grad = saved
     geometry = (
         "backward", options, torch.are_deterministic_algorithms_enabled(), mask_grad,
@@ -171,8 +169,7 @@ def options_of(call: Call) -> tuple:
 
 
 def plan_for(call: Call) -> Plan:
-    """The plan of a legal, normalised call: of the first backend that supports it, or of the one
-    named."""
+    """The plan of a legal, normalised call, by the backend that `dispatch` chooses."""
     if empty_calls.is_empty(call):
         return empty_calls.plan(call)
     backend = dispatch.choose(call)
@@ -185,7 +182,7 @@ def plan_for(call: Call) -> Plan:
 
 
 def _append_then_attend(writer: Plan, reader: ModuleType) -> Plan:
-    """Of many queries against a cache, one backend writes the new keys and another attends."""
+    """The plan in which one backend writes the new keys and another, which is faster, attends."""
 
     def prepare(call: Call) -> Run:
         write, options = writer.prepare(call), call.without_tensors()
@@ -203,8 +200,11 @@ def _append_then_attend(writer: Plan, reader: ModuleType) -> Plan:
 
 
 def _family_of(key: tuple, call: Call) -> tuple:
-    """What the checks and the backends read of a call: of the number of keys its place among the
-    powers of two, of the strides of keys whether they are those of values, and how rows lie."""
+    """The key of all calls that the checks and backends treat alike.
+
+    It has the position of the number of keys among the powers of two, and the alignment of rows, in
+    place of the number and the strides of keys.
+    """
     q, k, v = call.query, call.key, call.value
     grows = call.kind == DENSE or (call.kind == CACHED and call.cache.page_table is None)
     if (
@@ -243,8 +243,11 @@ def check(call: Call, real: bool = True) -> None:
 
 
 def normalised(call: Call) -> Call:
-    """The call as backends see it: small tensors contiguous, as kernels index them flat; no side of
-    a window that leaves no key out; no new keys where there are none."""
+    """The call as backends see it.
+
+    Small tensors are contiguous, as kernels index them flat. A window that excludes no key is -1.
+    New keys without tokens are None.
+    """
     spec, tensors = call.spec, call.tensors
     if _has_empty_keys(call):
         tensors = tensors._replace(key=None, value=None)
@@ -281,7 +284,7 @@ def _has_empty_keys(call: Call) -> bool:
 
 
 def _with_steps_before(run: Run, call: Call) -> Run:
-    """`run` behind the steps that this geometry needs in every call."""
+    """`run` preceded by the steps that every call of this geometry needs."""
     if not _are_contiguous(call.tensors):
         run = _after(_contiguous, run, call)
     if _has_empty_keys(call):
@@ -293,13 +296,13 @@ def _with_steps_before(run: Run, call: Call) -> Run:
 
 
 def _rules_of_values(call: Call) -> ModuleType | None:
-    """Whose `values` reads lengths, pages or borders in every call; kernels on CUDA clamp them."""
+    """The module whose `values` checks lengths, pages or borders; on CUDA kernels clamp them."""
     is_read = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
     return {CACHED: cache_checks, PACKED: checks}.get(call.kind) if is_read else None
 
 
 def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
-    """`run` with other tensors besides query, key and value."""
+    """`run` with its optional tensors changed by `step`."""
     if call.saved is not None:
         return lambda *tensors: run(*tensors[:-1], step(tensors[-1]))
     return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)

@@ -1,4 +1,4 @@
-"""Plain data shared by the doors, the operators and the backends."""
+"""Plain data shared by the public functions, the operators and the backends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Spec(NamedTuple):
-    """What an attention call says besides query, key and value.
+    """The options of an attention call: every argument besides query, key and value.
 
-    Field order is the operators' schema order: `Spec(*args[3:], **kwargs)` binds an operator's
-    arguments. A tuple rather than a dataclass because one is built on every eager call (0.5 us
-    against 2.5 us).
+    Field order is the operators' schema order, so `Spec(*args[3:], **kwargs)` binds an operator's
+    arguments. A tuple rather than a dataclass because operators build one in every eager call (0.5
+    us against 2.5 us).
     """
 
     # bool (True keeps) or float (added), broadcastable to (B, Hq, Sq, Sk)
@@ -64,11 +64,11 @@ class DenseTensors(NamedTuple):
 NO_TENSORS = DenseTensors()
 
 
-UNBOUNDED = 2**31 - 1  # a side of a window from here on reaches every key that there may be
+UNBOUNDED = 2**31 - 1  # a window this wide excludes no key
 
 
 def bounded(side: int) -> int:
-    """A window's side as kernels read it: -1 where it leaves no key out."""
+    """One side of a window as kernels read it: -1 where it excludes no key."""
     return -1 if side >= UNBOUNDED else side
 
 
@@ -82,25 +82,25 @@ class Packing(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """How keys and values are cached, and what a call adds to them; kv_lens are the Spec's."""
+    """How keys and values are cached, and what a call appends to them; kv_lens are in the Spec."""
 
     page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
-    key: Tensor | None = None  # (B, Hkv, Sn, D), written behind the kv_lens keys that are there
+    key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
     value: Tensor | None = None  # (B, Hkv, Sn, Dv)
-    # what a cached fp8 number is multiplied by: fp32 (B, Hkv), or (pages, 1, Hkv) with a page_table
+    # factors of cached fp8 numbers: fp32 (B, Hkv), or (pages, 1, Hkv) with a page_table
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (0, R / 2), ...
-    num_splits: int = 0  # pieces that a row's keys are cut into; 0: the backend's choice
+    num_splits: int = 0  # number of splits of each row's keys; 0: chosen by the backend
     batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
-    # fp32 (Hq,): about the largest score of each head, which no result depends on
+    # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
     unified_max: Tensor | None = None
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns; `attn_mask` and `sinks` are None where nobody asked."""
+    """What a backward pass returns; `attn_mask` and `sinks` are None where not requested."""
 
     query: Tensor
     key: Tensor
@@ -110,13 +110,14 @@ class Gradients(NamedTuple):
 
 
 def default_scale(spec: Spec, head_dim: int) -> float:
+    """The factor on the products: the scale given, or 1 / sqrt(D)."""
     return head_dim**-0.5 if spec.scale is None else spec.scale
 
 
 def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
-    """Whether a dense call has so few queries and so many keys that the keys are worth cutting.
+    """Whether a dense call has so few queries and so many keys that splitting the keys pays.
 
-    All queries of a row must see the same run of keys, if `key_ranges` say which.
+    With `key_ranges`, all queries of a row must share one range.
     """
     return (
         Sq <= 16
@@ -128,18 +129,20 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
 
 
 def is_long(queries: int, keys: int) -> bool:
-    """Whether there are more than kernels can count in 32 bits that also hold distances."""
+    """Whether distances between queries and keys may exceed 32 bits."""
     return queries > 2**29 or keys > 2**29
 
 
 def longer(spec: Spec, cache: Cache) -> Spec:
-    """The spec of then: rows have grown by the new keys."""
+    """The spec with kv_lens that count the appended keys too."""
     return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
 
 
 def is_prefill(q: Tensor) -> bool:
-    """Whether queries (B, H, S, D) of a cache are so many that tiles of them, each with all of its
-    keys, are sooner done than pieces of the keys: from a quarter of a large device on."""
+    """Whether a cached call has so many queries (B, H, S, D) that tiles of queries fill the device.
+
+    Each tile then attends all keys of its row; with fewer queries splitting the keys is faster.
+    """
     B, H, S, _ = q.shape
     return S >= 64 and B * H * S >= 4096
 
@@ -147,7 +150,7 @@ def is_prefill(q: Tensor) -> bool:
 def rows_are_aligned(*tensors: Tensor) -> bool:
     """Whether every row of the last dimension is contiguous and starts at a multiple of 16 bytes.
 
-    No two rows may be one: expanded tensors are not what copy engines read.
+    False for expanded tensors too, whose strides of 0 TMA does not accept.
     """
     for t in tensors:
         *strides, last = t.stride()
@@ -164,12 +167,12 @@ def rows_are_aligned(*tensors: Tensor) -> bool:
 
 
 def values_in_keys(k: Tensor, v: Tensor) -> bool:
-    """Whether the values are the keys' first features, in the same memory."""
+    """Whether the values are the first features of the keys, in the same memory."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
 def keywords(spec: Spec) -> dict:
-    """What an operator call needs after its first six arguments: options not at their default."""
+    """An operator's keyword arguments: the options that are not at their default."""
     return {
         name: value
         for name, value in zip(Spec._fields, spec)

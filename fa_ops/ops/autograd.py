@@ -95,6 +95,7 @@ class Attention(library.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, recording, q, k, v, *tensors):
+        """Run the forward plan and save its tensors."""
         named = _named(recording.call, tensors)
         out, lse = recording.run(q, k, v, named, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -104,6 +105,7 @@ class Attention(library.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
+        """Gradients by the backward plan, or by the operator where it must be seen."""
         recording = ctx.recording
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:
@@ -155,6 +157,7 @@ class NoSecondDerivative(library.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, keyset, operator, names, *values):
+        """Run the backward operator below autograd."""
         ctx.operator = operator
         options = dict(zip(names, values, strict=False))
         args = values[len(names) :]
@@ -163,6 +166,7 @@ class NoSecondDerivative(library.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, *grads):
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             f"{ctx.operator.name()} has no derivative: double backward is not implemented"
         )

@@ -1,4 +1,4 @@
-"""Which axis of each tensor is the batch and which the heads: what vmap and sharding are about."""
+"""The batch and head axes of each tensor, for vmap and sharding."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def of(call: dict) -> dict:
 
 
 def is_absent(name: str, gradient) -> bool:
-    """Whether a backward's result stands for a gradient that nobody asked for."""
+    """Whether a result of a backward operator is a placeholder for no gradient."""
     return name in ("attn_mask", "sinks") and gradient.dim() == 1 and gradient.shape[0] == 0

@@ -1,4 +1,4 @@
-"""Rules for parts of torch that not everyone uses: registered only if the part is imported."""
+"""Actions that wait until a module is imported, for parts of torch that not everyone uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.abc import MetaPathFinder
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing itself; lends the module's own loader a second step."""
+    """Finds a module by the other finders, and makes its loader run an action afterwards."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name, self.action = name, action
@@ -24,7 +24,7 @@ class _AfterImport(MetaPathFinder):
 
             def execute_and_act(module) -> None:
                 execute(module)
-                if self in sys.meta_path:  # not before: a spec may be asked for and not used
+                if self in sys.meta_path:  # not earlier, as a spec may be requested and not used
                     sys.meta_path.remove(self)
                     self.action()
 

@@ -1,6 +1,6 @@
-"""fa::attention_with_kv_cache, and its twin that first writes new keys and values into the cache.
+"""fa::attention_with_kv_cache, and fa::attention_with_kv_cache_append, which first writes new keys.
 
-Neither has a gradient. The twin is an operator of its own because a declared mutation is one for
+Neither has a gradient. Appending is an operator of its own because a schema declares a mutation for
 every call: reading a cache must stay free of side effects for compilers and for version counters.
 """
 
@@ -57,7 +57,7 @@ def _append(q, k, v, key, value, *args, **options):
 
 
 def written(k: Tensor, v: Tensor) -> None:
-    """Tell autograd that both caches have changed; inference tensors have no version."""
+    """Increment the version counters of both caches; inference tensors have none."""
     torch.autograd.graph.increment_version(tuple(t for t in (k, v) if not t.is_inference()))
 
 

@@ -67,12 +67,14 @@ in_functorch = torch._C._are_functorch_transforms_active
 # Excludes view tracking too: an output made by transposing a buffer is not a view to its user.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
-try:  # a Function that acts at the current functorch level alone, as a dispatcher kernel must
+try:  # dispatcher kernels run at one functorch level
     from torch._functorch.utils import enable_single_level_autograd_function as _single_level
     from torch.autograd.function import _SingleLevelFunction
 
     class SingleLevelFunction(_SingleLevelFunction):
-        # compiled autograd asks for it, and torch gives it to the public class only
+        """An autograd.Function that acts at the current functorch level alone."""
+
+        # compiled autograd reads it, and only the public class has it
         _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 except ImportError:  # then torch.func.grad of an operator raises torch's own error
     from torch.autograd import Function as SingleLevelFunction
@@ -95,7 +97,7 @@ def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):
 
 
 def register_subclass_rule(name: str, kind: type, rule) -> None:
-    """What the operator does with a tensor subclass, below autograd."""
+    """Register the operator's rule for a tensor subclass, below autograd."""
     torch.library.register_torch_dispatch(f"fa::{name}", kind, rule, lib=lib)
 
 
@@ -111,8 +113,10 @@ def nested_like(values: Tensor, like: NestedTensor) -> NestedTensor:
 
 
 def recording():
-    """A context for a Function's forward, which torch runs without gradients, so that the
-    transforms below it still record."""
+    """A context for a Function's forward in which the transforms below it still record.
+
+    torch runs it without gradients.
+    """
     return _recording() if in_functorch() else nullcontext()
 
 
@@ -224,7 +228,7 @@ def without_autocast(device: str):
 
 
 def register(name: str, kernel, fake, autograd) -> None:
-    """One operator's kernels: for CPU and CUDA, for shapes alone, for recording gradients."""
+    """Register an operator's kernels: for CPU and CUDA, for fake tensors, for autograd."""
     for key in ("CPU", "CUDA"):
         lib.impl(name, kernel, key)
     torch.library.register_fake(f"fa::{name}", fake, lib=lib)

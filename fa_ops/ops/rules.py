@@ -1,4 +1,4 @@
-"""What the operators tell the rest of torch: autocast, FLOPs, checkpointing, tensor subclasses."""
+"""Rules for other parts of PyTorch: autocast, FLOP counting, selective checkpointing, DTensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Example:
 
 
 def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
-    """Query, key and value take autocast's dtype, and so do a mask or sinks in half precision."""
+    """Cast query, key and value to autocast's dtype, and a mask or sinks in half precision too."""
 
     def kernel(query, key, value, *args, **options):
         dtype = torch.get_autocast_dtype(device)
@@ -29,7 +29,7 @@ def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
             eligible = isinstance(t, Tensor) and t.dtype.is_floating_point
             return t.to(dtype) if eligible and t.dtype not in kept else t
 
-        wide = (torch.float32, torch.float64)  # what is added to float32 scores may stay float32
+        wide = (torch.float32, torch.float64)  # may be added to float32 scores as they are
         args = [cast(t, wide) for t in args]
         options = {name: cast(t, wide) for name, t in options.items()}
         with library.without_autocast(device):
@@ -44,7 +44,7 @@ for _operator in (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN):
 
 
 def _autocast_cached(operator: torch._ops.OpOverload, device: str) -> None:
-    """The cache decides: it is written in place, so what meets it takes its dtype."""
+    """Cast to the dtype of the cache, which is written in place."""
 
     def kernel(query, key_cache, value_cache, *args, **options):
         half = key_cache.dtype.itemsize > 1  # fp8 has no arithmetic of its own
@@ -67,7 +67,7 @@ for _operator in (kv_cache.READ, kv_cache.APPEND):
 
 
 def _flops(heads: int, pairs: int, D: int, Dv: int, backward: bool) -> int:
-    """Of `pairs` query-key pairs per head: two products forward, five backward (scores again)."""
+    """FLOPs of `pairs` query-key pairs per head: two matmuls forward, five backward."""
     return 2 * heads * pairs * (3 * D + 2 * Dv if backward else D + Dv)
 
 
@@ -82,7 +82,7 @@ def _dense_backward_flops(grad_out, grad_lse, query, key, value, *args, **option
 
 
 def _pairs(q: Tensor, k: Tensor, packing: Packing) -> int:
-    """Query-key pairs over all sequences; a bound where the lengths are not numbers."""
+    """Query-key pairs over all sequences; a bound where the lengths are symbolic."""
     ends_q, ends_k, max_q, max_k = packing
     if ends_q.device.type == "meta" or type(ends_q) is not Tensor:
         longest_q = q.shape[0] if max_q is None else max_q
@@ -106,7 +106,7 @@ def _packed_backward_flops(
 
 
 def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options) -> int:
-    """Of the keys that are there; of all that fit where the lengths are not numbers."""
+    """FLOPs of the keys in use; of the whole capacity where the lengths are symbolic."""
     if args[0].is_floating_point():
         options["key"], options["value"], *args = args
     cache, spec = kv_cache.bind(*args, **options)
@@ -122,6 +122,7 @@ def _cached_flops(query, key_cache, value_cache, *args, out_val=None, **options)
 
 
 def register_flops() -> None:
+    """Register the operators' formulas with torch's FLOP counter."""
     from torch.utils.flop_counter import register_flop_formula as register
 
     register([torch.ops.fa.attention, torch.ops.fa.attention_with_lse])(_dense_flops)
@@ -133,6 +134,7 @@ def register_flops() -> None:
 
 
 def register_sharding() -> None:
+    """Register the operators' sharding rules with DTensor."""
     import fa_ops.distributed.sharding  # noqa: F401
 
 

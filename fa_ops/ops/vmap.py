@@ -1,8 +1,8 @@
 """The vmap rules: the mapped dimension is folded into the batch or the heads.
 
-Folding into the batch suits everything but sinks that are mapped or that want a gradient per
-sample; folding into the heads suits everything but lengths that are mapped. Where neither does,
-and under dropout (whose mask depends on batch and head), the operator runs once per sample.
+Folding into the batch is right unless sinks are mapped or need a gradient per sample; folding into
+the heads is right unless lengths are mapped. Where neither is, and under dropout (whose mask
+depends on batch and head), the operator runs once per sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa_ops.ops.axes import BATCH, HEADS
 
 
 class _Fold:
-    """One call's folding: N samples into `axis` of every tensor."""
+    """Folds N samples into `axis` of every tensor of a call."""
 
     def __init__(self, axis: int, N: int, call: dict, mapped: set[str]) -> None:
         self.axis, self.N, self.axes, self.mapped = axis, N, axes.of(call), mapped
@@ -28,7 +28,7 @@ class _Fold:
             self.mask_shape = mask.shape["attn_mask" in mapped :]
 
     def fold(self, name: str, x: object) -> object:
-        """The argument for the folded call; mapped arguments carry their samples in dimension 0."""
+        """The argument of the folded call; mapped arguments have their samples in dimension 0."""
         if not isinstance(x, Tensor) or name not in self.axes or self.axes[name][self.axis] is None:
             return x
         position, mapped = self.axes[name][self.axis], name in self.mapped
@@ -61,14 +61,14 @@ class _Fold:
 
 
 def _rows_or_row(name: str, x: Tensor) -> Tensor:
-    """ALiBi slopes that are the same in every batch element go without a batch dimension."""
+    """ALiBi slopes without their batch dimension where all batch elements share them."""
     if name == "alibi_slopes" and x.dim() == 2 and x.shape[0] == 1:
         return x.squeeze(0)
     return x
 
 
 def _axis(operator: OpOverload, call: dict, mapped: set[str]) -> int | None:
-    """Where to fold; None: nowhere."""
+    """The axis to fold into; None where folding is not possible."""
     packed, backward = "cu_seqlens_q" in call, "grad_out" in call
     rank = call["query"].dim() - ("query" in mapped)
     if call.get("dropout_p") or rank != (3 if packed else 4):

@@ -27,6 +27,7 @@ __all__ = [
 
 
 def available_error() -> str | None:
+    """Why this backend cannot run on this machine: it always can."""
     return None
 
 
@@ -49,6 +50,7 @@ def plan(call: Call) -> Plan:
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why this backend cannot attend these tensors, or None."""
     if q.device.type != "cpu":
         return f"runs on CPU tensors, got {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -57,6 +59,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """outs (N, ..., Dv) and lses (N, ...) to out (..., Dv) and lse (...)."""
     top = lses.amax(0)
     top = top.masked_fill_(top == float("-inf"), 0.0)
     shares = torch.exp(lses - top)

@@ -129,6 +129,7 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     from fa_ops.backends.hopper import decode, dense_forward, mla
 
     if mla.has_dims(q, v):
@@ -149,6 +150,7 @@ def backward(
     spec: Spec,
     mask_grad: bool = False,
 ) -> Gradients:
+    """Gradients of dense attention."""
     from fa_ops.backends.hopper import dense_backward
 
     return dense_backward.backward(grad_out, grad_lse, q, k, v, out, lse, spec, mask_grad)
@@ -157,6 +159,7 @@ def backward(
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """Packed attention: out (Tq, Hq, Dv) and lse (Hq, Tq)."""
     from fa_ops.backends.hopper import packed
 
     return packed.forward(q, k, v, packing, spec)
@@ -173,6 +176,7 @@ def varlen_backward(
     packing: Packing,
     spec: Spec,
 ) -> Gradients:
+    """Gradients of packed attention."""
     from fa_ops.backends.hopper import packed
 
     return packed.backward(grad_out, grad_lse, q, k, v, out, lse, packing, spec)
@@ -189,6 +193,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """Attention over a key-value cache: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
     return _of_cache(q, k, v, cache).forward(q, k, v, cache, spec)
 
 
