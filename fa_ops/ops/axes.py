@@ -22,7 +22,7 @@ PACKED = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) 
 
 # The axes above count from these ranks where a tensor may have fewer dimensions.
 RANKS = {"attn_mask": 4, "alibi_slopes": 2}
-# The axes on which a tensor may have size 1 and serve all.
+# The axes on which a tensor may have size 1 and be broadcast.
 BROADCAST = {"attn_mask": (BATCH, HEADS), "key_ranges": (BATCH, HEADS), "alibi_slopes": (BATCH,)}
 
 RESULTS = {
