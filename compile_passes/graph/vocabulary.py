@@ -1,5 +1,5 @@
-"""One vocabulary for what Dynamo captures: functions, methods, operators and aten overloads of the
-same meaning share a name.
+"""Canonical names of operations: functions, methods, operators and aten overloads with the same
+meaning share one name.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-# Where a plain callable must come from to be believed: a user's own `softmax` is not torch's.
+# A function is recognised by name only if it is from one of these: users define a `softmax` too.
 _MODULES = frozenset(
     "torch torch.functional torch.nn.functional torch._C torch._C._nn torch._C._special "
     "torch._C._linalg torch._tensor torch._refs _operator".split()
@@ -59,13 +59,13 @@ _ALIASES = {
 _ALIASES |= dict.fromkeys(
     "to float half bfloat16 double type type_as long int bool".split(), "cast"
 )
-# torch 2.11 captures some comparisons as Tensor's own methods
+# torch 2.11 captures some comparisons as methods of Tensor
 _ALIASES |= {
     f"__{name}__": name for name in "eq ne le lt ge gt add sub mul matmul neg abs getitem".split()
 }
 _ALIASES |= {"__radd__": "add", "__rmul__": "mul", "__truediv__": "div"}
 _ALIASES |= dict.fromkeys("contiguous clone alias lift_fresh_copy".split(), "copy")
-# Their result's shape says all there is to say.
+# The shape of the result determines these.
 _ALIASES |= dict.fromkeys(
     "view reshape view_as reshape_as flatten unflatten unsqueeze squeeze".split(), "reshape"
 )
@@ -74,7 +74,7 @@ _ALIASES |= dict.fromkeys(
     "transpose swapaxes swapdims permute movedim moveaxis t mT T adjoint mH H".split(), "permute"
 )
 
-# `operator.imul(x, y)`, `x.__imul__(y)` and their like write to x.
+# `operator.imul(x, y)`, `x.__imul__(y)` and the like write to x.
 _INPLACE_OPERATORS = {
     "iadd": "add",
     "isub": "sub",
@@ -92,7 +92,7 @@ _INPLACE_OPERATORS = {
     "setitem": "",
 }
 
-# Parameters by position; a trailing * collects the rest.
+# Parameter names by position; a trailing * collects the rest.
 _PARAMETERS = {
     "add": "input other",
     "sub": "input other",
@@ -136,7 +136,7 @@ _PARAMETERS = {
     "cumsum": "input dim",
     "diff": "input n dim prepend append",
 }
-# Where the same name has other positions.
+# Callables of these names with other positions.
 _FUNCTIONAL = {
     torch.nn.functional.softmax: "input dim _stacklevel dtype",
     torch.nn.functional.log_softmax: "input dim _stacklevel dtype",
@@ -154,17 +154,19 @@ _KEYWORDS = {
     "condition": "condition",
 }
 
-# These may return a view of (or the very same as) their first argument.
-MAYBE_VIEWS = frozenset("permute reshape expand copy cast getitem detach".split())
+# Operations that rearrange or convert the elements of their input.
+LAYOUT = frozenset("permute reshape expand copy cast getitem".split())
+# These may return their first argument, or a view of it.
+MAYBE_VIEWS = LAYOUT | {"detach"}
 
 
-def call(node: fx.Node) -> tuple[str, str, bool]:
-    """(name, parameters, whether it writes to its first argument); the name is empty where the
-    meaning is not known.
+def operation(node: fx.Node) -> tuple[str, str, bool]:
+    """(canonical name, parameters, whether it writes to its first argument) of a node; the name is
+    empty where the meaning is not known.
     """
     target = node.target
     if node.op == "call_method":
-        name, writes = _plain(target)
+        name, writes = _canonical_name(target)
         return name, _METHODS.get(name) or _PARAMETERS.get(name, "input other"), writes
     if node.op != "call_function":
         return "", "", False
@@ -172,7 +174,7 @@ def call(node: fx.Node) -> tuple[str, str, bool]:
         target = target.default  # torch 2.15 captures x.mT as torch.ops.aten.mT(x)
     if isinstance(target, torch._ops.OpOverload):
         namespace, raw = target._schema.name.split("::")
-        name, writes = _plain(raw)
+        name, writes = _canonical_name(raw)
         known = name if namespace == "aten" else ""
         parameters = _OVERLOADS.get(raw) or _PARAMETERS.get(name, "input other")
         return known, parameters, writes or target._schema.is_mutable
@@ -180,12 +182,12 @@ def call(node: fx.Node) -> tuple[str, str, bool]:
     if target is getattr and len(node.args) > 1 and node.args[1] in ("mT", "T"):
         return "permute", "input", False
     if getattr(target, "__module__", None) not in _MODULES:
-        return "", "", _plain(raw)[1]
-    name, writes = _plain(raw)
+        return "", "", _canonical_name(raw)[1]
+    name, writes = _canonical_name(raw)
     return name, _FUNCTIONAL.get(target) or _PARAMETERS.get(name, "input other"), writes
 
 
-def _plain(raw: str) -> tuple[str, bool]:
+def _canonical_name(raw: str) -> tuple[str, bool]:
     if raw.strip("_") in _INPLACE_OPERATORS:
         return _INPLACE_OPERATORS[raw.strip("_")], True
     if raw in _ALIASES:
@@ -196,7 +198,7 @@ def _plain(raw: str) -> tuple[str, bool]:
 
 
 def raw_name(node: fx.Node) -> str:
-    """The operation's name as it stands in reports."""
+    """The operation's name in reports."""
     target = node.target
     if node.op == "call_function" and target is getattr:
         return str(node.args[1])
@@ -205,8 +207,14 @@ def raw_name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+def read_elsewhere(what: str, reader: fx.Node) -> str:
+    """The reason not to fuse where `reader` needs what fused attention never computes."""
+    how = "returned" if reader.op == "output" else f"also read by {raw_name(reader)}"
+    return f"{what} {how}; fused attention never computes them"
+
+
 def bind(node: fx.Node, parameters: str) -> dict[str, object]:
-    """Arguments by parameter name."""
+    """A node's arguments by parameter name."""
     bound: dict[str, object] = {}
     names = parameters.split()
     for i, name in enumerate(names):

@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 import compile_passes
 from compile_passes.backend import fa_ops
-from compile_passes.install import DECIDING
+from compile_passes.install import HASHED_SOURCES
 from tests.compile_passes.helpers import qkv
 
 CALL = "torch.ops.fa.attention.default("
@@ -47,10 +47,10 @@ def test_the_cache_key_is_that_of_what_decides_a_rewrite():
         "__pycache__",
     }
     root = Path(compile_passes.__file__).parent
-    decide = {part for name in DECIDING for part in (root / name).parent.glob(name)}
+    decide = {part for name in HASHED_SOURCES for part in (root / name).parent.glob(name)}
     others = {path for path in root.iterdir() if path.is_dir() or path.suffix == ".py"} - decide
     assert {path.stem for path in others} <= without
-    assert all(path.exists() for path in decide) and len(decide) == len(DECIDING)
+    assert all(path.exists() for path in decide) and len(decide) == len(HASHED_SOURCES)
 
 
 def generated(compiled, *inputs):

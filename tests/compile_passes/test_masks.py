@@ -521,4 +521,4 @@ def test_a_bias_that_learns_after_a_finite_fill_is_refused():
 
     fusion = fuse(function)
     results(fusion.run, (*qkv(), padding(), torch.randn(4, 12, 12)), True)
-    assert fusion.reasons == ["a bias that learns is added to scores after a finite fill value"]
+    assert fusion.reasons == ["a bias that requires grad is added after a finite fill value"]

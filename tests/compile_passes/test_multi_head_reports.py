@@ -69,7 +69,7 @@ Read: ['the attention weights are also read by mean; fused attention never compu
 OneIsFused: ['the attention weights are returned; fused attention never computes them', '']
 Mapped: ['_add_batch_dim is not a plain tensor: Tensor']
 meta: ['query is on meta']
-fast path: ['torch._transformer_encoder_layer_fwd is one operator; torch.backends.mha.set_fastpath_enabled(False) takes what can be fused']""",
+fast path: ['torch._transformer_encoder_layer_fwd is one operator; torch.backends.mha.set_fastpath_enabled(False) selects the code that can be fused']""",
         )
 
     def test_graph(self):
