@@ -20,9 +20,7 @@ def fa_ops(
     mode: str | None = None,
     options: dict | None = None,
 ) -> Callable:
-    """Compile with Inductor and the fusion pass; `mode` and `options` are those of
-    `torch.compile`.
-    """
+    """Compile with Inductor and the pass; `mode` and `options` are those of `torch.compile`."""
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= options or {}
     slot = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)

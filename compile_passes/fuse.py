@@ -99,9 +99,7 @@ def _fuse_core(
 
 
 def fuse_module(module: torch.nn.Module, verify: bool = False) -> list[Finding]:
-    """Run `fuse` on a graph module and on the graph modules inside it (bodies of checkpointed
-    regions).
-    """
+    """Run `fuse` on a graph module and on those inside it, such as checkpointed regions."""
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):

@@ -92,9 +92,7 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> Dims | None:
 
 
 def _take_axes(pending: list[Axis], n: Size, splits: list) -> Group | None:
-    """Remove axes from the front of `pending` whose sizes multiply to n; the last is split if
-    necessary.
-    """
+    """Remove axes of total size n from the front of `pending`; the last is split if necessary."""
     group: list[Axis] = []
     total: Size = 1
     while not sizes_equal(total, n):

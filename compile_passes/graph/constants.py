@@ -9,14 +9,8 @@ import torch
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.graph.vocabulary import LAYOUT
 
-FILLS = {
-    "zeros": 0.0,
-    "zeros_like": 0.0,
-    "new_zeros": 0.0,
-    "ones": 1.0,
-    "ones_like": 1.0,
-    "new_ones": 1.0,
-}
+FILLS = dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0.0)
+FILLS |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 _UNARY = {
     "neg": lambda x: -x,
     "sqrt": math.sqrt,
@@ -48,8 +42,8 @@ def constant_value(x: object, depth: int = 8) -> float | int | bool | None:
 
 
 def guarded_constant(x: object) -> float | int | bool | None:
-    """As `constant_value`, but a symbolic float becomes its current number, with a guard: for
-    dropout probabilities and mask fills, which rarely change. None if it has no number yet.
+    """As `constant_value`, but a symbolic float becomes its current number, with a guard: dropout
+    probabilities and mask fills rarely change.
     """
     known = constant_value(x)
     if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
@@ -106,9 +100,7 @@ _MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch
 
 
 def round_to(value: float, dtype: torch.dtype) -> float | None:
-    """The nearest number of a floating point dtype; like torch, 16-bit dtypes round by way of
-    float32.
-    """
+    """The nearest number of a floating point dtype; as in torch, 16-bit dtypes round twice."""
     if dtype not in _MANTISSA_BITS:
         return None
     limit = torch.finfo(dtype).max

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
@@ -47,6 +48,13 @@ class Value:
         return f"{self.node.name}: {self.op}"
 
 
+def run(op: str, target: Callable | str, args: tuple, kwargs: dict) -> object:
+    """The result of a call_function or call_method node on other arguments."""
+    if op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
 def example(node: fx.Node) -> object:
     """The fake tensor (or number) that tracing left on the node."""
     meta = node.meta
@@ -67,9 +75,7 @@ _RANDOM_OPS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponen
 
 
 def same_contents(a: object, b: object, depth: int = 8) -> bool:
-    """Whether two arguments provably have the same contents: they are the same value or number, or
-    the same operation on such arguments.
-    """
+    """Whether two arguments are the same value or number, or the same operation on such."""
     if not (isinstance(a, Value) and isinstance(b, Value)):
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
             return all(same_contents(x, y, depth) for x, y in zip(a, b, strict=True))

@@ -27,21 +27,17 @@ from compile_passes.report import Refused, internal_error, log
 
 FORWARD = F.multi_head_attention_forward
 # Operators that modules of torch.nn call in eval mode without gradients.
-_MODULE_OPERATORS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_OPERATORS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
 def is_attention_call(node: fx.Node) -> bool:
     """Whether a node is one call of attention together with its projections."""
-    return node.op == "call_function" and (
-        node.target is FORWARD or raw_name(node) in _MODULE_OPERATORS
-    )
+    return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _OPERATORS)
 
 
 @dataclasses.dataclass
 class InlinedCall:
-    """A call and its traced operations in order; `out` is the operation that computes the call's
-    first result.
-    """
+    """A call and its traced operations, of which `out` computes the call's first result."""
 
     call: fx.Node
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
@@ -165,8 +161,8 @@ def _copy_nodes(traced: fx.Graph, inlined: InlinedCall) -> None:
 
 @contextlib.contextmanager
 def _modes(call: fx.Node) -> Iterator[None]:
-    """The autocast and gradient modes under which the call was captured, inferred from its example:
-    the graph may be the body of a region of another graph, which sets them.
+    """The autocast and gradient modes of the call, inferred from its example, since an enclosing
+    graph may have set them.
     """
     out = example(call)[0]
     given = [x for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)]

@@ -24,9 +24,7 @@ def symbolic(n: Size) -> sympy.Expr:
 
 
 class Affine(NamedTuple):
-    """constant + sum of coefficient * variable. A variable is the index of an axis, a Quotient or an
-    opaque integer.
-    """
+    """constant + sum of coefficient * variable, which is an axis, a Quotient or an Opaque."""
 
     terms: frozenset[tuple[object, int]]
     constant: sympy.Expr

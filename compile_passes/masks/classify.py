@@ -195,8 +195,8 @@ def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> Mas
 
 
 def _can_zero_keys(term: Term, site: AttentionSite) -> bool:
-    """Whether a fill is within the range of real scores and the same for every query, so that keys
-    can be zeroed and the fill added.
+    """Whether a fill is near real scores and its mask the same for every query, so that keys can be
+    zeroed and the fill added.
     """
     if not isinstance(term, FillTerm) or not MAX_MASK_FILL < term.value < math.inf:
         return False

@@ -75,9 +75,7 @@ def _extreme(is_max: bool, bounds: list[Bound]) -> Bound | None:
 
 
 def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
-    """The interval in which a <= 0, for a = c * j + rest or c * ((j + shift) // n) + rest with c = 1
-    or -1.
-    """
+    """Where a <= 0, for a = c * j + rest or c * ((j + shift) // n) + rest with c = 1 or -1."""
     terms = [(x, c) for x, c in a.terms if _depends(x, j)]
     if len(terms) != 1 or abs(terms[0][1]) != 1:
         return None

@@ -46,9 +46,7 @@ class MaskArguments:
     interval: KeyInterval | None = None  # becomes kv_lens or key_ranges
     added_fill: FillTerm | None = None  # becomes a bias that absorbs the scores
     zeroed_keys: FillTerm | None = None  # becomes keys of 0 and a bias
-    float_terms: tuple[
-        BiasTerm | FillTerm, ...
-    ] = ()  # one float mask; empty rows found at run time
+    float_terms: tuple[BiasTerm | FillTerm, ...] = ()  # become one float mask
     inexact_dtype: torch.dtype | None = None  # why a mask of positions stays dense
 
     @property

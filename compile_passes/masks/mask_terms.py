@@ -44,8 +44,8 @@ Window = tuple[int | None, int | None]
 
 
 class MaskEffect(NamedTuple):
-    """Which scores a mask keeps. The others become `fill`, or it is added to them; unless
-    `uniform`, some get a lower number.
+    """Which scores a mask keeps. `fill` replaces the others or is added to them, or a lower number
+    unless `uniform`.
     """
 
     keep: Condition
@@ -194,9 +194,7 @@ def single_axis(group: tuple[Axis, ...]) -> Axis | None:
 
 
 def every_row_attends(window: Window, site: AttentionSite) -> bool:
-    """Whether a window leaves each query a key: it holds the diagonal, so that there have to be as
-    many keys as queries.
-    """
+    """Whether a window, which contains the diagonal, leaves each query a key."""
     if window == (None, None):
         return True
     i, j = single_axis(site.queries), single_axis(site.keys)

@@ -15,9 +15,7 @@ from compile_passes.masks.symbolic_rules import RULES, broadcast_coordinates
 
 
 def coordinates(dims: Dims) -> Coordinates | None:
-    """A tensor's coordinates in terms of its axes; None where a merged dimension has a symbolic
-    stride.
-    """
+    """Coordinates in terms of axes; None where a merged dimension has a symbolic stride."""
     result = []
     for group in dims:
         at, stride = ZERO, 1
@@ -34,7 +32,7 @@ class SymbolicEvaluator:
     """Evaluates elements, memoised because masks have common parts.
 
     An element is the number that the tensor holds, in its own dtype: where an operation could round
-    an integer or wrap it around, its result is an opaque read of the tensor that eager mode computes.
+    an integer or wrap it around, the element is an opaque read of the tensor.
     """
 
     def __init__(self, exactness: Exactness) -> None:
@@ -86,8 +84,8 @@ class SymbolicEvaluator:
     def operand(
         self, value: Value, name: str, at: Coordinates, dtype: torch.dtype, rounds: bool = True
     ) -> Element | None:
-        """An argument as an operation that computes in `dtype` reads it. With 16-bit tensors a number
-        stays in float32; how other numbers are rounded depends on the device.
+        """An argument as an operation that computes in `dtype` reads it. Beside 16-bit tensors a
+        number stays in float32; how other numbers are rounded depends on the device.
         """
         x, given = self.argument(value, name, at), value.args.get(name)
         tensor = is_tensor(given)

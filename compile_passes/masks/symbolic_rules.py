@@ -1,6 +1,5 @@
-"""Rules for symbolic evaluation: the element of an operation's result from the elements of its inputs.
-
-A rule returns None where the result cannot be expressed.
+"""Rules for symbolic evaluation: the element of a result in terms of the elements of its inputs, or
+None where it cannot be expressed.
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ from compile_passes.masks.affine import (
     choose,
     negate,
 )
-from compile_passes.masks.arithmetic import (
-    ONE,
-    ZERO,
-    as_number,
-    combine,
-    compare,
-    is_condition,
-    literal,
-)
+from compile_passes.masks.arithmetic import ZERO, as_number, combine, compare, is_condition, literal
 
 if TYPE_CHECKING:
     from compile_passes.masks.symbolic_eval import SymbolicEvaluator
@@ -73,9 +64,8 @@ def _permute(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Ele
     order = layout.permutation(value)
     if order is None:
         return None
-    return evaluator.element(
-        layout.source(value), tuple(at[order.index(i)] for i in range(len(order)))
-    )
+    at = tuple(at[order.index(i)] for i in range(len(order)))
+    return evaluator.element(layout.source(value), at)
 
 
 def _expand(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
@@ -86,11 +76,8 @@ def _repeat(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Elem
     """Repetition along new dimensions or dimensions of size 1."""
     shape = layout.source(value).shape
     pairs = zip(shape, value.shape[len(value.shape) - len(shape) :], strict=True)
-    return (
-        _expand(evaluator, value, at)
-        if all(is_one(n) or sizes_equal(n, m) for n, m in pairs)
-        else None
-    )
+    expands = all(is_one(n) or sizes_equal(n, m) for n, m in pairs)
+    return _expand(evaluator, value, at) if expands else None
 
 
 def _cast(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
@@ -134,33 +121,19 @@ def _gather(
         return None  # bool and uint8 are masks
     rank = max(len(i.shape) for i in index)
     found = [evaluator.element(i, broadcast_coordinates(i, at[:rank])) for i in index]
-    if not all(isinstance(f, Affine) and _nonnegative(f) for f in found):
-        return None
+    lows = [f.bound(False) if isinstance(f, Affine) else None for f in found]
+    if not all(low is not None and low.is_nonnegative for low in lows):
+        return None  # a negative index counts from the end
     return evaluator.element(x, (*found, *at[rank:]))
 
 
-def _nonnegative(a: Affine) -> bool:
-    """Whether an index does not count from the end."""
-    lowest = a.bound(False)
-    return lowest is not None and bool(lowest.is_nonnegative)
-
-
-def _add(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+def _arithmetic(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    """Addition, subtraction and multiplication."""
     if constant_value(value.args.get("alpha", 1)) != 1:
         return None
     if value.dtype == torch.bool:
         a, b = (evaluator.argument(value, name, at) for name in ("input", "other"))
-        return any_of(a, b) if value.op == "add" else None
-    return _arithmetic(evaluator, value, at)
-
-
-def _mul(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
-    if value.dtype == torch.bool:
-        return all_of(*(evaluator.argument(value, name, at) for name in ("input", "other")))
-    return _arithmetic(evaluator, value, at)
-
-
-def _arithmetic(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+        return {"add": any_of, "mul": all_of}[value.op](a, b) if value.op != "sub" else None
     a, b = (evaluator.operand(value, name, at, value.dtype) for name in ("input", "other"))
     return evaluator.convert(combine(value.op, a, b), value.dtype)
 
@@ -263,7 +236,7 @@ def _diff(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Elemen
         return None
     if not isinstance(first, Value) or not is_one(first.shape[-1]):
         return None
-    before = (*at[:-1], at[-1].plus(ONE, -1))
+    before = (*at[:-1], at[-1].plus(Affine.from_size(1), -1))
     start = (*at[:-1], ZERO)
     steps = combine("sub", evaluator.element(x, at), evaluator.element(x, before))
     opening = combine("sub", evaluator.element(x, start), evaluator.element(first, start))
@@ -286,25 +259,20 @@ RULES: dict[str, Callable[[SymbolicEvaluator, Value, Coordinates], Element | Non
     "arange": _arange,
     "reshape": _reshape,
     "permute": _permute,
-    "expand": _expand,
     "repeat": _repeat,
-    "copy": _expand,
     "cast": _cast,
     "getitem": _getitem,
-    "add": _add,
-    "sub": _add,
-    "mul": _mul,
     "neg": _neg,
-    "div": _quotient,
-    "floordiv": _quotient,
     "abs": _abs,
-    "and": _logic,
-    "or": _logic,
     "not": _not,
     "where": _where,
     "masked_fill": _masked_fill,
-    "tril": _triangle,
-    "triu": _triangle,
     "diff": _diff,
     "cumsum": _cumsum,
-} | dict.fromkeys(("eq", "ne", "le", "lt", "ge", "gt"), _comparison)
+    **dict.fromkeys(("expand", "copy"), _expand),
+    **dict.fromkeys(("add", "sub", "mul"), _arithmetic),
+    **dict.fromkeys(("div", "floordiv"), _quotient),
+    **dict.fromkeys(("and", "or"), _logic),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("eq", "ne", "le", "lt", "ge", "gt"), _comparison),
+}

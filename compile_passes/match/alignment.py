@@ -9,6 +9,7 @@ from compile_passes.graph.axes import Axis, Dims, Group, broadcast_dims, is_one,
 from compile_passes.graph.constants import constant_value
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.match_state import Leaf, Tracked
+from compile_passes.report import Refused
 
 
 def other_operand(value: Value, name: str) -> object:
@@ -16,32 +17,32 @@ def other_operand(value: Value, name: str) -> object:
     return value.args.get("other" if name == "input" else "input")
 
 
-def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims] | str:
-    """(x aligned with the scores, the dims of the scores broadcast against it), or why x cannot be
-    aligned.
-    """
+def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims]:
+    """(x aligned with the dims of a state, these dims after broadcasting against x)"""
     constant = constant_value(x)
     if constant is not None:
         return Leaf(float(constant)), state.dims
     if not is_tensor(x):
         scalar = isinstance(x, Value) and isinstance(x.tensor, (torch.SymFloat, torch.SymInt))
-        return (Leaf(x), state.dims) if scalar else "they are combined with something unknown"
+        if not scalar:
+            raise Refused("they are combined with something unknown")
+        return Leaf(x), state.dims
     if x in state.path:
-        return "they are combined with themselves"
+        raise Refused("they are combined with themselves")
     dims = _broadcast_dims(value.shape, x.shape, state.dims)
     # a mask that was expanded to the scores' shape is used in its original size
     leaf = Leaf(*layout.undo_layout(x, broadcast_dims(x.shape, dims), x.dtype, value))
     return leaf, dims
 
 
-def reduced(value: Value, dims: Dims) -> tuple[Group, Dims] | None:
-    """(axes that a reduction runs over, dims of its result); None unless it is over one dimension
-    of a size other than 1.
+def reduced(value: Value, dims: Dims, reason: str) -> tuple[Group, Dims]:
+    """(axes that a reduction runs over, dims of its result). Raises Refused if there are no axes or
+    several dimensions.
     """
     dim = value.args.get("dim", value.args.get("other"))
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if not isinstance(dim, int) or not dims[dim]:
-        return None
+        raise Refused(reason)
     result = list(resolve_dims(dims))
     axes, result[dim] = result[dim], ()
     if not value.args.get("keepdim"):

@@ -75,8 +75,8 @@ class AttentionSite:
 
 
 def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSite:
-    """The site of a core; `lses` are all log-sum-exps of the graph. Raises Refused where a call
-    would not compute the same.
+    """The site of a core; `lses` are all log-sum-exps of the graph. Raises Refused where no call
+    computes the same.
     """
     lses = tuple(row for row in lses if _is_lse_of_scores(row, core))
     _check_uses(core, lses)
@@ -216,9 +216,7 @@ def _check_supported(site: AttentionSite) -> None:
 
 
 def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:
-    """Raises Refused where an operand would be rounded to the operator's one dtype, unless autocast
-    rounds it too.
-    """
+    """Raises Refused where an operand would be rounded that autocast does not round."""
     out, product = core.out.dtype, core.weights.scores.product.dtype
     for leaf in operands:
         given = leaf.value.dtype

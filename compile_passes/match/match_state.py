@@ -65,7 +65,7 @@ class ClampTerm:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tracked:
+class Tracked:
     """A tensor with axes `dims`, computed by the nodes in `path`, which a rewrite removes."""
 
     dims: Dims
@@ -77,7 +77,7 @@ class _Tracked:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedScores(_Tracked):
+class MatchedScores(Tracked):
     """softcap * tanh(scale * factors / divisors * (a . b) / softcap), then the terms in order.
 
     `sink`: a logit that was concatenated to the keys, before them if `sink_first`.
@@ -100,10 +100,8 @@ class MatchedScores(_Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedWeights(_Tracked):
-    """softmax(scores) over `keys`, with dropout, times `gain` and `factors`, which are constant
-    along the keys.
-    """
+class MatchedWeights(Tracked):
+    """softmax(scores) over `keys`, with dropout, times `gain` and `factors` without key axes."""
 
     scores: MatchedScores
     softmax: Value
@@ -120,17 +118,15 @@ class MatchedWeights(_Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogWeights(_Tracked):
+class LogWeights(Tracked):
     """log(weights)"""
 
     weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class RowStatistic(_Tracked):
-    """One number for each row of the scores: their log-sum-exp if `lse`, else their maximum or a
-    function of it.
-    """
+class RowStatistic(Tracked):
+    """The log-sum-exp of each row of the scores if `lse`, else a function of their maximum."""
 
     scores: MatchedScores
     keys: Group
@@ -139,21 +135,21 @@ class RowStatistic(_Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreExps(_Tracked):
+class ScoreExps(Tracked):
     """exp(scores - shift)"""
 
     scores: MatchedScores
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftExp(_Tracked):
+class ShiftExp(Tracked):
     """exp(-shift), a sink of 0 beside shifted scores"""
 
     row: RowStatistic
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpSum(_Tracked):
+class ExpSum(Tracked):
     """The sum of ScoreExps over the keys, and of a sink of 0 if `zero_sink`."""
 
     exps: ScoreExps
@@ -162,7 +158,7 @@ class ExpSum(_Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class UnnormalizedOutput(_Tracked):
+class UnnormalizedOutput(Tracked):
     """ScoreExps times the value, not yet divided by their ExpSum."""
 
     exps: ScoreExps
@@ -197,14 +193,4 @@ class Core:
         return self.weights.path
 
 
-Tracked = (
-    MatchedScores
-    | MatchedWeights
-    | LogWeights
-    | RowStatistic
-    | ScoreExps
-    | ShiftExp
-    | ExpSum
-    | UnnormalizedOutput
-)
 State = Tracked | Mismatch

@@ -35,6 +35,7 @@ from compile_passes.match.match_state import (
     UnnormalizedOutput,
 )
 from compile_passes.match.products import Contraction, Labels, contraction
+from compile_passes.report import Refused
 
 NO_SCORES = "its input is not the product of a query and a key"
 ONE_KEY = "the softmax runs over a dimension of size 1"
@@ -73,25 +74,27 @@ class Matcher:
             return dataclasses.replace(state, value=value) if known else None
         if state is None:
             return None
-        if value.writes and name != "input":
-            reason = f"{raw_name(value.node)} writes them into another tensor"
-            return _mismatch(value, state, reason)
-        result = self._apply(value, state, name)
-        return _mismatch(value, state, result) if isinstance(result, str) else result
+        try:
+            return self._apply(value, state, name)
+        except Refused as refusal:
+            return _mismatch(value, state, refusal)
 
-    def _apply(self, value: Value, state: Tracked, name: str) -> State | str | None:
+    def _apply(self, value: Value, state: Tracked, name: str) -> State | None:
+        if value.writes and name != "input":
+            raise Refused(f"{raw_name(value.node)} writes them into another tensor")
         if isinstance(state, RowStatistic) and value.op == "getitem" and state.path[-1].op == "max":
-            first = value.args.get("index") == 0
-            return state.extend(value) if first else "the index of their maximum is used"
-        if value.op in LAYOUT and not (value.op == "getitem" and _slices(value, state)):
+            if value.args.get("index") != 0:
+                raise Refused("the index of their maximum is used")
+            return state.extend(value)
+        drops_sink = isinstance(state, MatchedWeights) and value.op == "getitem"
+        if value.op in LAYOUT and (not drops_sink or layout.only_inserts_dims(value)):
             return _rearranged(value, state)
         x = other_operand(value, name)
         operand_state = self.states.get(x) if isinstance(x, Value) else None
         if isinstance(state, MatchedScores):
             return _apply_to_scores(value, state, name, operand_state)
         if isinstance(state, MatchedWeights):
-            rule = weight_rules.RULES.get(value.op)
-            return rule(value, state, name) if rule else _unsupported(value)
+            return weight_rules.RULES.get(value.op, _unsupported)(value, state, name)
         if isinstance(state, LogWeights) and value.op == "exp":
             self.softmaxes.append(value)
             path = (*state.path, value)
@@ -102,7 +105,7 @@ class Matcher:
 
     def _exponentials(
         self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
-    ) -> State | str | None:
+    ) -> State | None:
         """The effect of an operation on exponentials of scores, their sum or their product."""
         if isinstance(state, ScoreExps) and value.op == "sum":
             return softmax_rules.sum_of_exps(value, state)
@@ -116,14 +119,13 @@ class Matcher:
             elif isinstance(state, UnnormalizedOutput):
                 found = softmax_rules.divide_output(value, state, operand_state)
             else:
-                return "they are divided by something"
-            if not isinstance(found, str):
-                self.softmaxes.append(value)
-            if isinstance(found, Core):
-                self.cores.append(found)
-                return None
-            return found
-        return f"{raw_name(value.node)} is applied to their exponentials"
+                raise Refused("they are divided by something")
+            self.softmaxes.append(value)
+            if isinstance(found, MatchedWeights):
+                return found
+            self.cores.append(found)
+            return None
+        raise Refused(f"{raw_name(value.node)} is applied to their exponentials")
 
     def _tracked_argument(self, value: Value) -> tuple[str, State | None]:
         """The name and state of the first argument that is tracked; a mismatch counts last."""
@@ -145,8 +147,10 @@ class Matcher:
             return _mismatch(value, a, "two sets of weights are multiplied")
         if left or right:
             state = b if right else a
-            found = self._value_product(value, c, state, right)
-            return _mismatch(value, state, found) if isinstance(found, str) else found
+            try:
+                return self._value_product(value, c, state, right)
+            except Refused as refusal:
+                return _mismatch(value, state, refusal)
         scores = _new_scores(value, c)
         return _baddbmm(value, scores) if scores and value.op == "baddbmm" else scores
 
@@ -162,29 +166,30 @@ class Matcher:
         keys = resolve(state.dims[dim])
         if not keys:
             return Mismatch(ONE_KEY, value, size_one_softmax=value)
-        elif wrong := softmax_rules.why_not_over_keys(state, keys):
-            self.misses[value] = wrong
-        else:
-            weights = MatchedWeights(state.dims, (*state.path, value), state, value, keys)
-            if value.op == "softmax":
-                return weights
-            self.softmaxes.pop()  # the exp of it counts as the softmax
-            return LogWeights(state.dims, weights.path, weights)
-        return None
+        try:
+            softmax_rules.check_over_keys(state, keys)
+        except Refused as refusal:
+            self.misses[value] = str(refusal)
+            return None
+        weights = MatchedWeights(state.dims, (*state.path, value), state, value, keys)
+        if value.op == "softmax":
+            return weights
+        self.softmaxes.pop()  # the exp of it counts as the softmax
+        return LogWeights(state.dims, weights.path, weights)
 
     def _value_product(
         self, value: Value, c: Contraction, state: MatchedWeights | ScoreExps, right: bool
-    ) -> State | str | None:
+    ) -> State | None:
         labels, v, v_labels = c.a_labels, c.b, c.b_labels
         if right:
             labels, v, v_labels = c.b_labels, c.a, c.a_labels
         axes = {x: resolve(g) for x, g in zip(labels, state.dims, strict=True) if x is not None}
         keys = [a for x in c.summed for a in axes.get(x, ())]
         if isinstance(state, MatchedWeights) and set(keys) != state.key_axes():
-            return "they are multiplied along another dimension than the keys"
+            raise Refused("they are multiplied along another dimension than the keys")
         new = [x for x in c.out_labels if x is not None and x not in axes]
         if len(new) > 1:
-            return "the value has dimensions that the weights lack"
+            raise Refused("the value has dimensions that the weights lack")
         axes |= {x: (Axis(c.sizes[x], "features"),) for x in new}
         features = axes[new[0]] if new else ()
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
@@ -192,46 +197,42 @@ class Matcher:
             path = (*state.path, value)
             return UnnormalizedOutput(dims, path, state, tuple(keys), leaf, features)
         if state.scores.sink and state.keys != state.scores.keys_without_sink:
-            return "the column of the sink is not removed from them"
+            raise Refused("the column of the sink is not removed from them")
         self.cores.append(Core(state, leaf, features, dims, value))
         return None
 
 
-def _mismatch(value: Value, state: Tracked, what: str) -> Mismatch:
+def _mismatch(value: Value, state: Tracked, what: Refused | str) -> Mismatch:
     if isinstance(state, MatchedWeights):
         reason = f"the attention weights are not used as they are: {what}"
         return Mismatch(reason, value, state.softmax)
     return Mismatch(f"the scores are not scale, bias and mask alone: {what}", value)
 
 
-def _slices(value: Value, state: Tracked) -> bool:
-    return isinstance(state, MatchedWeights) and not layout.only_inserts_dims(value)
-
-
-def _rearranged(value: Value, state: Tracked) -> State | str:
+def _rearranged(value: Value, state: Tracked) -> State:
     if value.op == "cast" and not value.dtype.is_floating_point:
-        return f"they are cast to {value.dtype}"
+        raise Refused(f"they are cast to {value.dtype}")
     dims = layout.result_dims(value, state.dims)
     if dims is None:
-        return f"{raw_name(value.node)} rearranges their dimensions"
+        raise Refused(f"{raw_name(value.node)} rearranges their dimensions")
     return state.extend(value, dims=dims)
 
 
 def _apply_to_scores(
     value: Value, s: MatchedScores, name: str, operand_state: State | None
-) -> State | str:
+) -> State:
     if value.op == "sub" and name == "input" and isinstance(operand_state, RowStatistic):
         return softmax_rules.subtract_row(value, s, operand_state)
     if value.op == "exp":
-        return softmax_rules.exp_of_scores(value, s)
-    rule = score_rules.RULES.get(value.op)
-    if rule and s.sink and rule not in score_rules.ALLOWED_WITH_SINK:
-        return f"{raw_name(value.node)} is applied to them and their sink"
-    return rule(value, s, name) if rule else _unsupported(value)
+        return ScoreExps(s.dims, (*s.path, value), s)
+    rule = score_rules.RULES.get(value.op, _unsupported)
+    if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
+        raise Refused(f"{raw_name(value.node)} is applied to them and their sink")
+    return rule(value, s, name)
 
 
-def _unsupported(value: Value) -> str:
-    return f"{raw_name(value.node)} is applied to them"
+def _unsupported(value: Value, state: Tracked, name: str) -> State:
+    raise Refused(f"{raw_name(value.node)} is applied to them")
 
 
 def _dims(labels: Labels, axes: dict[str, Group]) -> Dims:
@@ -256,8 +257,8 @@ def _baddbmm(value: Value, scores: MatchedScores) -> State | None:
     scores = dataclasses.replace(scores, scale=float(alpha))
     if beta == 0:
         return scores
-    joined = align(value, scores, value.args["input"])
-    if isinstance(joined, str):
+    try:
+        leaf, dims = align(value, scores, value.args["input"])
+    except Refused:
         return None
-    leaf, dims = joined
     return dataclasses.replace(scores, dims=dims, terms=(BiasTerm(leaf, value.dtype, float(beta)),))

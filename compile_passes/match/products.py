@@ -66,7 +66,7 @@ def _einsum(value: Value) -> Contraction | None:
     if len(terms) != 2:
         return None
     la, lb = (_letters(t, len(x.shape), equation) for t, x in zip(terms, operands, strict=True))
-    rank = max(map(_dots, (la, lb)))
+    rank = max(sum(x.startswith(".") for x in labels) for labels in (la, lb))
     lo = _letters(out, len(out.replace("...", "")) + rank, equation)
     if len(set(la)) < len(la) or len(set(lb)) < len(lb):
         return None  # the diagonal of an operand
@@ -80,10 +80,6 @@ def _letters(term: str, rank: int, equation: str) -> tuple[str, ...]:
     before, after = term.split("...")
     dots = rank - len(before) - len(after)
     return (*before, *(f".{i}" for i in reversed(range(dots))), *after)
-
-
-def _dots(labels: tuple[str, ...]) -> int:
-    return sum(x.startswith(".") for x in labels)
 
 
 def _checked(a: Value, b: Value, la: tuple, lb: tuple, lo: tuple) -> Contraction | None:

@@ -1,5 +1,5 @@
-"""Rules for operations on scores. A rule returns the state of the result, or a reason why the
-operation is not supported, in which "they" are the scores.
+"""Rules for operations on scores. A rule returns the state of the result, or raises Refused
+with the reason why it is not supported, in which "they" are the scores.
 """
 
 from __future__ import annotations
@@ -23,48 +23,45 @@ from compile_passes.match.match_state import (
     RowStatistic,
     State,
 )
+from compile_passes.report import Refused
 
 
-def add(value: Value, s: MatchedScores, name: str) -> State | str:
+def add(value: Value, s: MatchedScores, name: str) -> State:
     """A bias is added or subtracted."""
     alpha = constant_value(value.args.get("alpha", 1))
-    joined = align(value, s, other_operand(value, name))
-    if isinstance(joined, str) or alpha is None:
-        return joined if isinstance(joined, str) else "alpha is not a number"
-    leaf, dims = joined
+    leaf, dims = align(value, s, other_operand(value, name))
+    if alpha is None:
+        raise Refused("alpha is not a number")
     sign = -1.0 if value.op == "sub" else 1.0
     if name != "input":
         if sign * alpha != 1.0:
-            return "they are subtracted from something"
+            raise Refused("they are subtracted from something")
         alpha = 1.0
     return s.extend(value, dims=dims, terms=(*s.terms, BiasTerm(leaf, value.dtype, sign * alpha)))
 
 
-def mul(value: Value, s: MatchedScores, name: str) -> State | str:
+def mul(value: Value, s: MatchedScores, name: str) -> State:
     """They are multiplied or divided by a number or a tensor."""
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
-        return "they are a divisor, or rounded"
+        raise Refused("they are a divisor, or rounded")
     if s.shift:
-        return "they are scaled after their maximum was subtracted"
-    joined = align(value, s, other_operand(value, name))
-    if isinstance(joined, str):
-        return joined
-    leaf, dims = joined
+        raise Refused("they are scaled after their maximum was subtracted")
+    leaf, dims = align(value, s, other_operand(value, name))
     if isinstance(leaf.value, Value):
         if s.terms or s.softcap:
-            return "they are multiplied by a tensor after a bias, a mask or a softcap"
+            raise Refused("they are multiplied by a tensor after a bias, a mask or a softcap")
         field = "divisors" if value.op == "div" else "factors"
         return s.extend(value, dims=dims, **{field: (*getattr(s, field), leaf)})
     if leaf.value == 0:
-        return "they are multiplied or divided by zero"
+        raise Refused("they are multiplied or divided by zero")
     return _scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
 
 
-def _scaled(value: Value, s: MatchedScores, c: float) -> State | str:
+def _scaled(value: Value, s: MatchedScores, c: float) -> State:
     if c < 0 and (s.softcap or any(isinstance(t, FillTerm) for t in s.terms)):
-        return "they are negated after a mask or a softcap"
+        raise Refused("they are negated after a mask or a softcap")
     if c < 0 and any(isinstance(t, ClampTerm) for t in s.terms):
-        return "they are negated after a lower bound"
+        raise Refused("they are negated after a lower bound")
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c)
         if isinstance(t, BiasTerm)
@@ -74,87 +71,86 @@ def _scaled(value: Value, s: MatchedScores, c: float) -> State | str:
     return s.extend(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
 
 
-def neg(value: Value, s: MatchedScores, name: str) -> State | str:
+def neg(value: Value, s: MatchedScores, name: str) -> State:
     """They are negated."""
-    return "they are negated after a shift" if s.shift else _scaled(value, s, -1.0)
+    if s.shift:
+        raise Refused("they are negated after a shift")
+    return _scaled(value, s, -1.0)
 
 
-def tanh(value: Value, s: MatchedScores, name: str) -> State | str:
+def tanh(value: Value, s: MatchedScores, name: str) -> State:
     """A softcap of 1, which a later multiplication scales."""
     if s.softcap or s.terms or s.shift:
-        return "tanh follows a bias, a mask or another tanh"
+        raise Refused("tanh follows a bias, a mask or another tanh")
     return s.extend(value, softcap=1.0)
 
 
-def masked_fill(value: Value, s: MatchedScores, name: str) -> State | str:
+def masked_fill(value: Value, s: MatchedScores, name: str) -> State:
     """They are replaced by a number where a mask is True."""
     if name != "input":
-        return "they are used as a mask"
+        raise Refused("they are used as a mask")
     return _filled(value, s, value.args.get("mask"), True, value.args.get("value"))
 
 
-def where(value: Value, s: MatchedScores, name: str) -> State | str:
+def where(value: Value, s: MatchedScores, name: str) -> State:
     """They are one of the two branches, and the other is a number."""
     if name == "condition":
-        return "they are used as a mask"
+        raise Refused("they are used as a mask")
     fill = other_operand(value, name)
     return _filled(value, s, value.args.get("condition"), name != "input", fill)
 
 
-def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: object) -> State | str:
+def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: object) -> State:
     constant = guarded_constant(fill)
     if constant is None:
-        return "they are replaced by something that is not one number"
+        raise Refused("they are replaced by something that is not one number")
     if not is_tensor(mask):
-        return "their mask is not a tensor"
+        raise Refused("their mask is not a tensor")
     if mask.dtype != torch.bool:
-        return "their mask is not boolean"
+        raise Refused("their mask is not boolean")
     if s.shift:
-        return "they are masked after their maximum was subtracted"
+        raise Refused("they are masked after their maximum was subtracted")
     mask, when = without_inversion(mask, when)
     if (known := constant_value(mask)) is not None:
-        return s.extend(value) if bool(known) != when else "they are replaced everywhere"
-    joined = align(value, s, mask)
-    if isinstance(joined, str):
-        return joined
-    leaf, dims = joined
+        if bool(known) == when:
+            raise Refused("they are replaced everywhere")
+        return s.extend(value)
+    leaf, dims = align(value, s, mask)
     term = FillTerm(leaf, when, stored_value(float(constant), value.dtype))
     return s.extend(value, dims=dims, terms=(*s.terms, term))
 
 
-def dropout(value: Value, s: MatchedScores, name: str) -> State | str:
+def dropout(value: Value, s: MatchedScores, name: str) -> State:
     """Dropout that is switched off."""
     p, training = value.args.get("p", 0.5), value.args.get("training", True)
-    off = constant_value(p) == 0 or constant_value(training) in (False, 0)
-    return s.extend(value) if off else "dropout is applied to them"
+    if constant_value(p) != 0 and constant_value(training) not in (False, 0):
+        raise Refused("dropout is applied to them")
+    return s.extend(value)
 
 
-def row_statistic(value: Value, s: MatchedScores, name: str) -> State | str:
+def row_statistic(value: Value, s: MatchedScores, name: str) -> State:
     """Their maximum or log-sum-exp over one dimension."""
-    found = reduced(value, s.dims)
-    if found is None:
-        return f"{value.op} is applied to them"
-    keys, dims = found
+    keys, dims = reduced(value, s.dims, f"{value.op} is applied to them")
     return RowStatistic(dims, (*s.path, value), s, keys, lse=value.op == "logsumexp")
 
 
-def concatenate(value: Value, s: MatchedScores, name: str) -> State | str:
+def concatenate(value: Value, s: MatchedScores, name: str) -> State:
     """A sink: one more logit for each row, after the keys or before them."""
     parts, dim = value.args.get("tensors"), value.args.get("dim", 0)
     rank = len(s.dims)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not isinstance(dim, int):
-        return "they are concatenated with something"
+        raise Refused("they are concatenated with something")
     sink_first = parts[1] is s.path[-1]
     sink = parts[not sink_first]
     if dim % rank != rank - 1 or sink in s.path or s.sink or not isinstance(sink, Value):
-        return "they are concatenated with something"
+        raise Refused("they are concatenated with something")
     if sink.shape[-1] != 1:
-        return "they are concatenated with more than one column"
-    joined = align(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), sink)
-    return joined if isinstance(joined, str) else _with_sink(value, s, joined[0], sink_first)
+        raise Refused("they are concatenated with more than one column")
+    leaf, _ = align(value, dataclasses.replace(s, dims=(*s.dims[:-1], ())), sink)
+    return _with_sink(value, s, leaf, sink_first)
 
 
-def pad(value: Value, s: MatchedScores, name: str) -> State | str:
+def pad(value: Value, s: MatchedScores, name: str) -> State:
     """A sink that is one number, written as padding."""
     width, mode, fill = (value.args.get(x) for x in ("pad", "mode", "value"))
     logit = constant_value(0.0 if fill is None else fill)
@@ -164,7 +160,7 @@ def pad(value: Value, s: MatchedScores, name: str) -> State | str:
         or s.sink
         or logit is None
     ):
-        return "they are padded"
+        raise Refused("they are padded")
     return _with_sink(value, s, Leaf(float(logit)), width[0] == 1)
 
 
@@ -174,17 +170,17 @@ def _with_sink(value: Value, s: MatchedScores, sink: Leaf, sink_first: bool) -> 
     return s.extend(value, dims=(*s.dims[:-1], keys), **changes)
 
 
-def lower_bound(value: Value, s: MatchedScores, name: str) -> State | str:
+def lower_bound(value: Value, s: MatchedScores, name: str) -> State:
     """They are clamped far below real scores, as is done where sums of masks may overflow."""
     bound = guarded_constant(_bound(value, name))
     if value.op == "clamp" and value.args.get("max") is not None:
-        return "clamp is applied to them"
+        raise Refused("clamp is applied to them")
     if bound is None or not -math.inf < bound <= MAX_MASK_FILL or s.shift or s.sink:
-        return f"{value.op} is applied to them"
+        raise Refused(f"{value.op} is applied to them")
     return s.extend(value, terms=(*s.terms, ClampTerm(bound, 1.0 if "clamp" in value.op else 0.5)))
 
 
-def maximum(value: Value, s: MatchedScores, name: str) -> State | str:
+def maximum(value: Value, s: MatchedScores, name: str) -> State:
     """torch.max: the maximum of each row, or of two tensors."""
     rule = lower_bound if is_tensor(_bound(value, name)) else row_statistic
     return rule(value, s, name)
@@ -197,21 +193,16 @@ def _bound(value: Value, name: str) -> object:
 
 
 RULES = {
-    "add": add,
-    "sub": add,
-    "mul": mul,
-    "div": mul,
+    **dict.fromkeys(("add", "sub"), add),
+    **dict.fromkeys(("mul", "div"), mul),
     "neg": neg,
     "tanh": tanh,
     "masked_fill": masked_fill,
     "where": where,
     "dropout": dropout,
-    "amax": row_statistic,
+    **dict.fromkeys(("amax", "logsumexp"), row_statistic),
     "max": maximum,
-    "maximum": lower_bound,
-    "clamp": lower_bound,
-    "clamp_min": lower_bound,
-    "logsumexp": row_statistic,
+    **dict.fromkeys(("maximum", "clamp", "clamp_min"), lower_bound),
     "cat": concatenate,
     "pad": pad,
 }

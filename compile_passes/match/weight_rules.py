@@ -1,5 +1,5 @@
-"""Rules for operations on attention weights. A rule returns the state of the result, or a reason
-why the operation is not supported, in which "they" are the weights.
+"""Rules for operations on attention weights. A rule returns the state of the result, or raises
+Refused with the reason why it is not supported, in which "they" are the weights.
 """
 
 from __future__ import annotations
@@ -9,45 +9,43 @@ from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, without_inversion
 from compile_passes.match.match_state import FillTerm, MatchedWeights, State
+from compile_passes.report import Refused
 
 
-def dropout(value: Value, w: MatchedWeights, name: str) -> State | str:
+def dropout(value: Value, w: MatchedWeights, name: str) -> State:
     """Dropout by a function of torch."""
     p = guarded_constant(value.args.get("p", 0.5))
     training = constant_value(value.args.get("training", True))
     if training in (False, 0) or p == 0:
         return w.extend(value)
     if p is None or training is None:
-        return "the dropout probability is not a constant of the graph"
+        raise Refused("the dropout probability is not a constant of the graph")
     return _dropped(value, w, float(p), 1.0, ())
 
 
-def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State | str:
+def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State:
     if w.dropout_p:
-        return "dropout is applied twice"
+        raise Refused("dropout is applied twice")
     if not 0.0 < p < 1.0:
-        return f"dropout with p = {p}"
+        raise Refused(f"dropout with p = {p}")
     return w.extend(value, dropout_p=p, gain=w.gain * gain, path=(*w.path, *mask, value))
 
 
-def mul(value: Value, w: MatchedWeights, name: str) -> State | str:
+def mul(value: Value, w: MatchedWeights, name: str) -> State:
     """They are multiplied by a dropout mask, a number, or a tensor constant along the keys."""
     x = other_operand(value, name)
     if value.op == "div" and (name != "input" or constant_value(x) in (None, 0)):
-        return "they are divided by something"
+        raise Refused("they are divided by something")
     mask = _dropout_mask(x, w) if value.op == "mul" else None
     if mask is not None:
         keep, gain, nodes = mask
         return _dropped(value, w, 1.0 - keep, keep * gain, nodes)
-    joined = align(value, w, x)
-    if isinstance(joined, str):
-        return joined
-    leaf, dims = joined
+    leaf, dims = align(value, w, x)
     if not isinstance(leaf.value, Value):
         c = 1.0 / leaf.value if value.op == "div" else leaf.value
         return w.extend(value, gain=w.gain * c)
     if leaf.axes() & w.key_axes() or len(all_axes(dims)) != len(all_axes(w.dims)):
-        return "they are multiplied by a tensor that varies along the keys"
+        raise Refused("they are multiplied by a tensor that varies along the keys")
     return w.extend(value, factors=(*w.factors, leaf))
 
 
@@ -81,48 +79,48 @@ def _keep_probability(x: Value) -> float | None:
     return {"lt": bound, "le": bound, "gt": 1 - bound, "ge": 1 - bound}.get(x.op)
 
 
-def without_sink(value: Value, w: MatchedWeights, name: str) -> State | str:
+def without_sink(value: Value, w: MatchedWeights, name: str) -> State:
     """weights[..., :-1] or weights[..., 1:], without the column of the sink"""
     index = value.args.get("index")
     s = w.scores
     if not s.sink or not isinstance(index, tuple) or w.keys == s.keys_without_sink:
-        return "they are sliced"
+        raise Refused("they are sliced")
     *full, last = index
     if (
         not all(i is Ellipsis or i == slice(None) for i in full)
         or not isinstance(last, slice)
         or last.step not in (None, 1)
     ):
-        return "they are sliced"
+        raise Refused("they are sliced")
     starts = (1,) if s.sink_first else (None, 0)
     if last.start not in starts or not sizes_equal(value.shape[-1] + 1, w.path[-1].shape[-1]):
-        return "they are sliced"
+        raise Refused("they are sliced")
     if Ellipsis not in full and len(full) != len(w.dims) - 1:
-        return "they are sliced"
+        raise Refused("they are sliced")
     return w.extend(value, dims=(*w.dims[:-1], s.keys_without_sink), keys=s.keys_without_sink)
 
 
-def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State | str:
+def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State:
     """Rows without keys become 0 instead of NaN, as the operator gives them."""
     if set(value.args) - {"input", "nan"} or constant_value(value.args.get("nan", 0.0)) != 0:
-        return "nan_to_num replaces NaN by another number than 0"
+        raise Refused("nan_to_num replaces NaN by another number than 0")
     return w.extend(value)
 
 
-def masked_fill(value: Value, w: MatchedWeights, name: str) -> State | str:
+def masked_fill(value: Value, w: MatchedWeights, name: str) -> State:
     """Masked weights are set to 0 once more, so that rows without keys give 0. `classify_masks`
     checks that it is the mask of the scores.
     """
     zero = constant_value(value.args.get("value")) == 0
     if name != "input" or not zero or w.zero_fill or w.dropout_p:
-        return "they are masked"
+        raise Refused("they are masked")
     mask, when = without_inversion(value.args.get("mask"))
     if (known := constant_value(mask)) is not None and bool(known) != when:
         return w.extend(value)
-    joined = align(value, w, mask)
-    if isinstance(joined, str) or not isinstance(joined[0].value, Value):
-        return "they are masked"
-    return w.extend(value, zero_fill=FillTerm(joined[0], when, 0.0))
+    leaf, _ = align(value, w, mask)
+    if not isinstance(leaf.value, Value):
+        raise Refused("they are masked")
+    return w.extend(value, zero_fill=FillTerm(leaf, when, 0.0))
 
 
 RULES = {

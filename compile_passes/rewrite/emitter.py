@@ -21,19 +21,22 @@ from compile_passes.graph.axes import (
     resolve_dims,
     sizes_equal,
 )
-from compile_passes.graph.ir import SOURCE_METADATA, example, meta_key
+from compile_passes.graph.ir import SOURCE_METADATA, example, is_tensor, meta_key, run
+from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import Leaf
 from compile_passes.report import Refused
 
 
 class Emitter:
-    """Inserts nodes before `anchor`. The sizes of axes are read from the tensors in `leaves`."""
+    """Inserts the nodes that replace the attention at `site`, before its value product. Sizes of
+    axes are read from the tensors in `leaves`.
+    """
 
-    def __init__(self, graph: fx.Graph, anchor: fx.Node, leaves: list[Leaf]) -> None:
-        self.graph, self.anchor = graph, anchor
+    def __init__(self, graph: fx.Graph, site: AttentionSite, leaves: list[Leaf]) -> None:
+        self.graph, self.site, self.anchor = graph, site, site.core.out.node
         self.nodes: list[fx.Node] = []
         self._key = meta_key(graph)
-        self._leaves = leaves
+        self._leaves = [leaf for leaf in leaves if is_tensor(leaf.value)]
         self._sizes: dict[Axis, fx.Node] = {}
 
     def method(self, name: str, *args, **kwargs) -> fx.Node:
@@ -45,7 +48,7 @@ class Emitter:
         return self._make("call_function", target, args, kwargs)
 
     def reduce(self, target: Callable, nodes: Iterable[fx.Node]) -> fx.Node | None:
-        """Insert calls that combine the nodes with a binary function; None if there are no nodes."""
+        """Combine the nodes by calls of a binary function; None if there are no nodes."""
         nodes = iter(nodes)
         first = next(nodes, None)
         return functools.reduce(lambda a, b: self.function(target, a, b), nodes, first)
@@ -68,9 +71,7 @@ class Emitter:
         args, kwargs = map_arg((args, kwargs), example)
         mode = getattr(example(self.anchor), "fake_mode", None)
         with mode or contextlib.nullcontext(), torch.no_grad():
-            if kind == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs)
+            return run(kind, target, args, kwargs)
 
     @contextlib.contextmanager
     def before(self, anchor: fx.Node) -> Iterator[None]:
@@ -102,9 +103,8 @@ class Emitter:
     def _read_size(self, axis: Axis) -> fx.Node | None:
         for leaf in self._leaves:
             for i, group in enumerate(leaf.dims):
-                if resolve(group) == resolve((axis,)) and sizes_equal(
-                    leaf.value.shape[i], axis.size
-                ):
+                whole = resolve(group) == resolve((axis,))
+                if whole and sizes_equal(leaf.value.shape[i], axis.size):
                     return self.method("size", leaf.value.node, i)
         return None
 
@@ -167,17 +167,13 @@ class Emitter:
             positions = [p - 1 if p is not None and p > dim else p for p in positions]
         order = [p for p in positions if p is not None]
         if order != sorted(order):
-            node = self._permute(node, order)
+            moved = [i for i, p in enumerate(order) if i != p]
+            name, dims = ("transpose", moved) if len(moved) == 2 else ("permute", order)
+            node = self.method(name, node, *dims)
         for i, position in enumerate(positions):
             if position is None:
                 node = self.method("unsqueeze", node, i)
         return node, [u if u in have else () for u in wanted]
-
-    def _permute(self, node: fx.Node, order: list[int]) -> fx.Node:
-        moved = [i for i, p in enumerate(order) if i != p]
-        if len(moved) == 2:
-            return self.method("transpose", node, *moved)
-        return self.method("permute", node, *order)
 
     def _expand(self, node: fx.Node, wanted: list[list[Group]], units: list[Group]) -> fx.Node:
         """Expand the dimensions of units that the tensor lacks."""
@@ -189,7 +185,7 @@ class Emitter:
 
 
 def _units(group: Group, units: list[Group], full: bool) -> list[Group]:
-    """The dimensions that make up a target group: one of size 1, one merged, or one for each axis."""
+    """The dimensions of a target group: one of size 1, one merged, or one for each axis."""
     have = {a for u in units for a in u}
     if not group or not (full or have & set(group)):
         return [()]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import sympy
 import torch
@@ -16,12 +15,10 @@ from compile_passes.graph.ir import GraphView, Value, example, is_tensor
 from compile_passes.masks.affine import Affine, Opaque, Quotient, sort_key, symbolic
 from compile_passes.masks.exactness import MAX_SIZE
 from compile_passes.masks.key_intervals import Bound, Extreme, KeyInterval
-from compile_passes.match.attention_site import AttentionSite
 from compile_passes.report import Refused
 from compile_passes.rewrite.emitter import Emitter
 
-# Integers read from tensors are clamped to this: half of it is still beyond every key, so that a sum
-# with anything up to the other half is too.
+# Integers from tensors are clamped to this: beyond every key, even after an offset of half of it.
 MAX_BOUND = 2**60
 
 
@@ -41,27 +38,17 @@ def _tensors_read(x: object) -> Iterator[Value]:
         yield x.value
 
 
-@dataclasses.dataclass
-class IntervalNodes:
-    """The bounds, each (B or 1, Hq or 1, Sq or 1), or None where the interval is unbounded."""
-
-    low: fx.Node | None
-    high: fx.Node | None
-
-
 class IntervalEmitter:
     """Emits the bounds of an interval: beside the call, or before the mask that they replace if the
     tensors that they read are written to later.
     """
 
-    def __init__(
-        self, site: AttentionSite, view: GraphView, emitter: Emitter, interval: KeyInterval
-    ) -> None:
-        self._site, self._view, self._emitter = site, view, emitter
+    def __init__(self, emitter: Emitter, view: GraphView, interval: KeyInterval) -> None:
+        self._site, self._view, self._emitter = emitter.site, view, emitter
         self._interval, self._mask = interval, interval.leaf.value
 
-    def emit(self) -> IntervalNodes:
-        """Emit both bounds; raises Refused where they cannot be expressed."""
+    def emit(self) -> tuple[fx.Node | None, fx.Node | None]:
+        """(low, high), each (B or 1, Hq or 1, Sq or 1) or None. Raises Refused if impossible."""
         bounds = (self._interval.low, self._interval.high)
         reads = [x for b in bounds if b is not None for x in _tensors_read(b)]
         late = all(self._view.is_unmodified(x, self._site.core.out) for x in reads)
@@ -69,7 +56,8 @@ class IntervalEmitter:
         if not all(self._view.is_unmodified(x, self._mask) for x in reads):
             raise Refused("a bound of the mask is written to")
         with position:
-            return IntervalNodes(*(None if b is None else self._bound(b) for b in bounds))
+            low, high = (None if b is None else self._bound(b) for b in bounds)
+        return low, high
 
     def _bound(self, bound: Bound) -> fx.Node:
         if isinstance(bound, Extreme):
@@ -99,17 +87,13 @@ class IntervalEmitter:
             if not isinstance(c, sympy.Integer):
                 raise Refused(f"no tensor has the size {expr}, a bound of the mask")
             value = 1 if symbol == 1 else self._size(symbol)
-            value = value if c == 1 else self._times(value, int(c))
-            if isinstance(total, int) and isinstance(value, int):
-                total += value
-            else:
-                total = self._emitter.function(operator.add, value, total)
+            value = value if c == 1 else self._combine(operator.mul, value, int(c))
+            total = self._combine(operator.add, value, total)
         return total
 
-    def _times(self, value: int | fx.Node, c: int) -> int | fx.Node:
-        if isinstance(value, int):
-            return value * c
-        return self._emitter.function(operator.mul, value, c)
+    def _combine(self, function: Callable, a: int | fx.Node, b: int | fx.Node) -> int | fx.Node:
+        fixed = isinstance(a, int) and isinstance(b, int)
+        return function(a, b) if fixed else self._emitter.function(function, a, b)
 
     def _size(self, symbol: sympy.Expr) -> int | fx.Node:
         for axis in (*self._site.queries, *self._site.keys):
@@ -172,26 +156,21 @@ def _fits(dtype: torch.dtype, magnitude: int) -> bool:
 
 
 def emit_key_interval(
-    site: AttentionSite,
-    interval: KeyInterval,
-    view: GraphView,
-    emitter: Emitter,
-    q: fx.Node,
-    fill_empty: bool,
+    emitter: Emitter, view: GraphView, interval: KeyInterval, q: fx.Node, fill_empty: bool
 ) -> tuple[dict[str, fx.Node], fx.Node | None]:
     """(kv_lens or key_ranges, empty rows); if `fill_empty`, empty rows are given all keys, and
     otherwise they are not emitted.
     """
-    bounds = IntervalEmitter(site, view, emitter, interval).emit()
-    count, empty = emitter.size(site.keys[0]), None
-    low, high = (x and emitter.method("clamp", x, 0, count) for x in (bounds.low, bounds.high))
+    bounds = IntervalEmitter(emitter, view, interval).emit()
+    count, empty = emitter.size(emitter.site.keys[0]), None
+    low, high = (x and emitter.method("clamp", x, 0, count) for x in bounds)
     if fill_empty:
         attended = emitter.function(operator.gt, high or count, low or 0)
         empty = emitter.function(torch.logical_not, attended)
         low = low and emitter.method("masked_fill", low, empty, 0)
         high = high and emitter.method("masked_fill", high, empty, count)
         empty = emitter.method("unsqueeze", empty, -1)
-    if low is None and not site.queries and is_one(example(high).shape[1]):
+    if low is None and not emitter.site.queries and is_one(example(high).shape[1]):
         lens = emitter.method("reshape", high, -1)
         lens = emitter.method("expand", lens, emitter.method("size", q, 0))
         return {"kv_lens": emitter.method("to", lens, torch.int32)}, empty

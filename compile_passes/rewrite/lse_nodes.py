@@ -30,15 +30,13 @@ def check_lse(site: AttentionSite, masks: MaskArguments) -> None:
         raise Refused("the scores are also read by logsumexp, which is not the operator's")
 
 
-def eager_lse(
-    site: AttentionSite, emitter: Emitter, masks: MaskArguments, emitted: MaskNodes, lse: fx.Node
-) -> fx.Node:
+def eager_lse(emitter: Emitter, masks: MaskArguments, emitted: MaskNodes, lse: fx.Node) -> fx.Node:
     """The log-sum-exp of eager mode. That of an empty row is its fill, which absorbs the logarithm
     of the number of keys; to other rows what their masks were reduced by is added.
     """
     if masks.empty_rows is EmptyRows.ZERO:
         return lse
-    if site.lses and emitted.filled is not None:
+    if emitter.site.lses and emitted.filled is not None:
         raise Refused("the scores are also read by logsumexp, and several masks fill them")
     empty = emitter.method("squeeze", emitted.empty_rows, -1)
     if emitted.row_max is None:
@@ -48,33 +46,27 @@ def eager_lse(
     return emitter.function(torch.where, empty, cast(emitter, row_max, example(lse).dtype), lse)
 
 
-def replaced_lses(site: AttentionSite, emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
+def replaced_lses(emitter: Emitter, lse: fx.Node) -> dict[fx.Node, fx.Node]:
     """The replacement of each log-sum-exp that the model computes."""
     found = {}
-    for row in site.lses:
+    for row in emitter.site.lses:
         value = row.path[-1]
         node = cast(emitter, lse, value.dtype)
-        found[value.node] = emitter.arrange(node, site.row_dims, row.dims)
+        found[value.node] = emitter.arrange(node, emitter.site.row_dims, row.dims)
     return found
 
 
-def scale_by_sink(
-    emitter: Emitter, result: fx.Node, lse: fx.Node, sink: fx.Node, dtype: torch.dtype
-) -> fx.Node:
+def scale_by_sink(emitter: Emitter, result: fx.Node, lse: fx.Node, sink: fx.Node) -> fx.Node:
     """The result with the sink in its denominator: sigmoid(lse - sink) times the result."""
     share = emitter.method("sigmoid", emitter.function(operator.sub, lse, sink))
     share = emitter.method("unsqueeze", share, -1)
-    return cast(emitter, emitter.function(operator.mul, result, share), dtype)
+    return cast(emitter, emitter.function(operator.mul, result, share), emitter.site.dtype)
 
 
-def lse_readers(
-    site: AttentionSite, view: GraphView, emitter: Emitter, erased: set[fx.Node]
-) -> list[fx.Node]:
-    """The nodes before the value product that depend on a log-sum-exp and so have to move behind
-    it.
-    """
-    out = site.core.out
-    late = {row.path[-1].node for row in site.lses}
+def lse_readers(emitter: Emitter, view: GraphView, erased: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that depend on a log-sum-exp and have to move behind the value product."""
+    out = emitter.site.core.out
+    late = {row.path[-1].node for row in emitter.site.lses}
     if not late:
         return []
     first = min((view.values[node] for node in late), key=lambda value: value.index)
@@ -92,10 +84,3 @@ def lse_readers(
     if found and view.writes_between(first, out):
         raise Refused("a tensor is written to between their log-sum-exp and the value product")
     return found
-
-
-def move(nodes: list[fx.Node], behind: fx.Node) -> None:
-    """Move nodes behind another, in order."""
-    for node in nodes:
-        behind.append(node)
-        behind = node

@@ -46,27 +46,23 @@ class MaskNodes:
 
 
 def emit_masks(
-    site: AttentionSite,
-    masks: MaskArguments,
-    emitter: Emitter,
-    q: fx.Node,
-    empty_rows: fx.Node | None,
+    emitter: Emitter, masks: MaskArguments, q: fx.Node, empty_rows: fx.Node | None
 ) -> MaskNodes:
     """The masks as nodes. `empty_rows` are known already where a key interval was emitted."""
     if masks.float_terms:
-        return _emit_float_mask(site, masks, emitter, q)
-    keep = emitter.reduce(operator.and_, (_keep(site, emitter, mask) for mask in masks.keeps))
+        return _emit_float_mask(emitter, masks, q)
+    keep = emitter.reduce(operator.and_, (_keep(emitter, mask) for mask in masks.keeps))
     if masks.empty_rows is not EmptyRows.ZERO and empty_rows is None:
         empty_rows = inverted(emitter, emitter.method("any", keep, dim=-1, keepdim=True))
         keep = emitter.function(operator.or_, keep, empty_rows)
     if masks.empty_rows not in (EmptyRows.ZERO, EmptyRows.ADDED):
         q = emitter.method("masked_fill", q, empty_rows, 0.0)
-    biases = [bias(site, emitter, term) for term in masks.biases]
-    biases += [_added_fill(site, emitter, masks.added_fill)] if masks.added_fill else []
+    biases = [bias(emitter, term) for term in masks.biases]
+    biases += [_added_fill(emitter, masks.added_fill)] if masks.added_fill else []
     total = emitter.reduce(operator.add, biases)
     if total is None:
         return MaskNodes(keep, q, empty_rows)
-    total = _supported_mask(site, emitter, total)
+    total = _supported_mask(emitter, total)
     if empty_rows is not None:
         total = emitter.method("masked_fill", total, empty_rows, 0.0)
     if keep is not None:
@@ -74,9 +70,7 @@ def emit_masks(
     return MaskNodes(total, q, empty_rows)
 
 
-def _emit_float_mask(
-    site: AttentionSite, masks: MaskArguments, emitter: Emitter, q: fx.Node
-) -> MaskNodes:
+def _emit_float_mask(emitter: Emitter, masks: MaskArguments, q: fx.Node) -> MaskNodes:
     """All masks as the float that eager mode adds to each score, or replaces it by.
 
     A row is empty if its maximum absorbs real scores; it averages the keys that have the maximum.
@@ -86,14 +80,14 @@ def _emit_float_mask(
     total, filled = None, None
     for term in masks.float_terms:
         if isinstance(term, BiasTerm):
-            one = bias(site, emitter, term)
+            one = bias(emitter, term)
             total = one if total is None else emitter.function(operator.add, total, one)
             total = cast(emitter, total, term.dtype)
             continue
-        mask = emitter.arrange(term.mask.value.node, term.mask.dims, site.mask_dims)
+        mask = emitter.arrange(term.mask.value.node, term.mask.dims, emitter.site.mask_dims)
         kept = inverted(emitter, mask) if term.where else mask
         hidden = mask if term.where else inverted(emitter, mask)
-        total = fill_where(emitter, kept, total, term.value, _mask_dtype(site))
+        total = fill_where(emitter, kept, total, term.value, _mask_dtype(emitter))
         if math.isfinite(term.value):
             filled = hidden if filled is None else emitter.function(operator.or_, filled, hidden)
     dtype = example(total).dtype
@@ -108,49 +102,47 @@ def _emit_float_mask(
     large = emitter.function(operator.gt, size, MAX_ROW_MASK)
     large = emitter.function(operator.and_, large, finite)
     shift = fill_where(emitter, inverted(emitter, large), None, row_max, dtype)
-    mask = _supported_mask(site, emitter, emitter.function(operator.sub, total, shift))
+    mask = _supported_mask(emitter, emitter.function(operator.sub, total, shift))
     mask = emitter.method("masked_fill", mask, empty, -math.inf)
     mask = emitter.method("masked_fill", mask, averaged, 0.0)
     q = emitter.method("masked_fill", q, empty, 0.0)
     return MaskNodes(mask, q, empty, averaged, filled, total, row_max, shift)
 
 
-def _mask_dtype(site: AttentionSite) -> torch.dtype:
-    return torch.float64 if site.dtype == torch.float64 else torch.float32
+def _mask_dtype(emitter: Emitter) -> torch.dtype:
+    return torch.float64 if emitter.site.dtype == torch.float64 else torch.float32
 
 
-def _supported_mask(site: AttentionSite, emitter: Emitter, mask: fx.Node) -> fx.Node:
+def _supported_mask(emitter: Emitter, mask: fx.Node) -> fx.Node:
     """The mask in a dtype that the operator supports."""
-    supported = example(mask).dtype in (site.dtype, torch.float32)
+    supported = example(mask).dtype in (emitter.site.dtype, torch.float32)
     return mask if supported else emitter.method("to", mask, torch.float32)
 
 
-def _added_fill(site: AttentionSite, emitter: Emitter, fill: FillTerm) -> fx.Node:
+def _added_fill(emitter: Emitter, fill: FillTerm) -> fx.Node:
     """A fill as a bias."""
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, site.mask_dims)
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
     kept = inverted(emitter, mask) if fill.where else mask
-    return fill_where(emitter, kept, None, fill.value, _mask_dtype(site))
+    return fill_where(emitter, kept, None, fill.value, _mask_dtype(emitter))
 
 
-def zeroed_keys(
-    site: AttentionSite, fill: FillTerm, emitter: Emitter, k: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """(key, attn_mask) where a small fill replaces the scores of some keys: they are zeroed, and the
-    fill is added.
+def zeroed_keys(emitter: Emitter, fill: FillTerm, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(key, attn_mask) where a small fill replaces the scores of some keys: these are zeroed, and
+    the fill is added.
     """
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*site.key_dims, ()))
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*emitter.site.key_dims, ()))
     if not fill.where:
         mask = inverted(emitter, mask)
     k = emitter.method("masked_fill", k, mask, 0.0)
-    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, site.mask_dims)
+    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
     added = emitter.method("to", full, torch.float32)
     if not fill.where:
         added = emitter.function(operator.sub, 1.0, added)
     return k, emitter.function(operator.mul, added, fill.value)
 
 
-def _keep(site: AttentionSite, emitter: Emitter, keep: KeepMask) -> fx.Node:
-    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, site.mask_dims)
+def _keep(emitter: Emitter, keep: KeepMask) -> fx.Node:
+    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, emitter.site.mask_dims)
     if keep.kept_value is True:
         return mask
     if keep.kept_value is False:
@@ -159,20 +151,20 @@ def _keep(site: AttentionSite, emitter: Emitter, keep: KeepMask) -> fx.Node:
 
 
 def needs_separate_sink(site: AttentionSite, masks: MaskArguments) -> bool:
-    """Whether the operator cannot apply the sink: it differs between queries, or rows are shifted."""
+    """Whether the operator cannot apply the sink: it differs by query, or rows are shifted."""
     sink = site.scores.sink
     per_query = sink is not None and not sink.axes() <= set(site.heads)
     return site.has_sink and (bool(masks.float_terms) or per_query)
 
 
-def emit_sink(site: AttentionSite, emitter: Emitter, q: fx.Node, separate: bool) -> fx.Node | float:
+def emit_sink(emitter: Emitter, q: fx.Node, separate: bool) -> fx.Node | float:
     """The sink: one logit for each query head, or broadcastable to (B, Hq, Sq) if `separate`."""
-    sink = site.scores.sink or Leaf(0.0)
+    sink = emitter.site.scores.sink or Leaf(0.0)
     if separate:
-        return aligned(emitter, sink, site.row_dims)
+        return aligned(emitter, sink, emitter.site.row_dims)
     if isinstance(sink.value, float):
         heads = emitter.method("size", q, 1)
         return emitter.method("new_full", q, (heads,), sink.value, dtype=torch.float32)
-    sinks = emitter.arrange(sink.value.node, sink.dims, (site.heads,), full=True)
-    allowed = (site.dtype, torch.float32)
+    sinks = emitter.arrange(sink.value.node, sink.dims, (emitter.site.heads,), full=True)
+    allowed = (emitter.site.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)

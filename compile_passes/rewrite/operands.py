@@ -9,7 +9,6 @@ from torch import fx
 
 from compile_passes.graph.axes import Dims
 from compile_passes.graph.ir import Value, example, is_tensor
-from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, Leaf
 from compile_passes.report import Refused
 from compile_passes.rewrite.emitter import Emitter, has_contiguous_rows
@@ -43,11 +42,11 @@ def aligned(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node | float:
     return emitter.arrange(node, leaf.dims, dims)
 
 
-def bias(site: AttentionSite, emitter: Emitter, term: BiasTerm) -> fx.Node:
+def bias(emitter: Emitter, term: BiasTerm) -> fx.Node:
     """A bias times its coefficient, floating point, (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
     if not is_tensor(term.leaf.value):
         raise Refused("a symbolic number is added to the scores")
-    node = emitter.arrange(term.leaf.value.node, term.leaf.dims, site.mask_dims)
+    node = emitter.arrange(term.leaf.value.node, term.leaf.dims, emitter.site.mask_dims)
     if not example(node).dtype.is_floating_point:
         node = emitter.method("to", node, torch.float32)
     if term.coefficient != 1.0:

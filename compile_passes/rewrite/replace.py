@@ -21,20 +21,10 @@ from compile_passes.masks.mask_arguments import EmptyRows, MaskArguments
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
-from compile_passes.rewrite import lse_nodes
+from compile_passes.rewrite import lse_nodes, mask_nodes
 from compile_passes.rewrite.emitter import Emitter
-from compile_passes.rewrite.empty_row_gradients import (
-    EmittedCall,
-    empty_row_gradients,
-    scores_require_grad,
-)
+from compile_passes.rewrite.empty_rows import EmittedCall, add_gradients, scores_require_grad
 from compile_passes.rewrite.interval_nodes import emit_key_interval
-from compile_passes.rewrite.mask_nodes import (
-    emit_masks,
-    emit_sink,
-    needs_separate_sink,
-    zeroed_keys,
-)
 from compile_passes.rewrite.operands import aligned, cast, contiguous_rows, operand
 from compile_passes.rewrite.strides import restride
 from compile_passes.rewrite.verify import Unverified, difference
@@ -53,28 +43,29 @@ WITH_LSE = torch.ops.fa.attention_with_lse.default
 def rewrite(
     site: AttentionSite, masks: MaskArguments, view: GraphView, verify: bool = False
 ) -> fx.Node:
-    """Replace an attention and return the call. Raises Refused, with the graph unchanged, where that
-    can't be done, or where with `verify` the numbers differ.
+    """Replace an attention and return the call. Raises Refused, with the graph unchanged, where it
+    can't be replaced, or where with `verify` the numbers differ.
     """
     leaves = [site.q, site.k, site.v, *_other_leaves(site)]
     leaves += [leaf for leaf in masks.leaves if leaf not in leaves]
     _check_leaves(leaves, site, view)
     out = site.core.out.node
-    emitter = Emitter(view.graph, out, [x for x in leaves if isinstance(x.value.tensor, Tensor)])
+    emitter = Emitter(view.graph, site, leaves)
     try:
-        call, replaced = _emit_call(site, masks, emitter, view)
+        call, replaced = _emit_call(emitter, masks, view)
         for old, new in replaced.items():
             _check_result(example(new), example(old))
         erased = _nodes_to_erase(site)
         if erased & emitter.inputs():
             raise Refused("an operand of the scores depends on their shape")
-        late = lse_nodes.lse_readers(site, view, emitter, erased)
+        late = lse_nodes.lse_readers(emitter, view, erased)
         for old, new in replaced.items() if verify else ():
-            _verify(site, view, emitter, old, new)
+            _verify(emitter, view, old, new)
     except BaseException:
         emitter.undo()
         raise
-    lse_nodes.move(late, out)
+    for node in reversed(late):
+        out.append(node)
     for old, new in replaced.items():
         old.replace_all_uses_with(new, lambda user: user not in erased)
     _erase({*erased, out}, view)
@@ -113,10 +104,9 @@ def _check_result(result: Tensor, wanted: Tensor) -> None:
         )
 
 
-def _verify(
-    site: AttentionSite, view: GraphView, emitter: Emitter, old: fx.Node, new: fx.Node
-) -> None:
+def _verify(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> None:
     """Raises Refused where the replacement gives other numbers."""
+    site = emitter.site
     if site.core.weights.dropout_p:
         return  # the two draw other masks
     inputs = {leaf.value.node for leaf in (site.q, site.k, site.v)}
@@ -127,7 +117,7 @@ def _verify(
         return node in emitted or name in PURE or name in ("tensor", "scalar_tensor")
 
     try:
-        found = difference(view, old, new, inputs, runs)
+        found = difference(view.graph, old, new, inputs, runs)
     except Unverified as failure:
         counters["fa_ops"]["not verified"] += 1
         log.warning("a rewrite could not be verified: %s", failure)
@@ -138,30 +128,31 @@ def _verify(
 
 
 def _emit_call(
-    site: AttentionSite, masks: MaskArguments, emitter: Emitter, view: GraphView
+    emitter: Emitter, masks: MaskArguments, view: GraphView
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """(the call, the replacement of each node that the model reads)"""
+    site = emitter.site
     if site.lses:
         lse_nodes.check_lse(site, masks)
     q = operand(emitter, site.q, (*site.row_dims, site.head_dim), site.dtype)
     k = operand(emitter, site.k, (*site.key_dims, site.head_dim), site.dtype)
     v = operand(emitter, site.v, (*site.key_dims, site.features), site.dtype)
-    q, k, scale = _scale(site, emitter, q, k)
+    q, k, scale = _scale(emitter, q, k)
     if scale is not None and scale < 0:  # kernels may take the maximum before they scale
         q, scale = emitter.function(operator.neg, q), -scale
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     empty_rows = None
     if masks.interval:
         fill_empty = masks.empty_rows is not EmptyRows.ZERO
-        keys, empty_rows = emit_key_interval(site, masks.interval, view, emitter, q, fill_empty)
+        keys, empty_rows = emit_key_interval(emitter, view, masks.interval, q, fill_empty)
         options |= keys
-    emitted = emit_masks(site, masks, emitter, q, empty_rows)
+    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows)
     mask = emitted.mask
     if masks.zeroed_keys:
-        k, mask = zeroed_keys(site, masks.zeroed_keys, emitter, k)
-    options |= _scalar_options(site, masks, emitter, q)
-    separate = needs_separate_sink(site, masks)
-    sink = emit_sink(site, emitter, q, separate) if site.has_sink else None
+        k, mask = mask_nodes.zeroed_keys(emitter, masks.zeroed_keys, k)
+    options |= _scalar_options(emitter, masks, q)
+    separate = mask_nodes.needs_separate_sink(site, masks)
+    sink = mask_nodes.emit_sink(emitter, q, separate) if site.has_sink else None
     if site.has_sink and not separate:
         options["sinks"] = sink
     dropout_p = site.core.weights.dropout_p
@@ -172,25 +163,23 @@ def _emit_call(
     lse = None
     if target is WITH_LSE:
         result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
-        lse = lse_nodes.eager_lse(site, emitter, masks, emitted, lse)
+        lse = lse_nodes.eager_lse(emitter, masks, emitted, lse)
     if masks.empty_rows is EmptyRows.ABSORBED and scores_require_grad(site, masks):
-        first = EmittedCall(contiguous_rows(emitter, q), k, v, dropout_p, options)
-        more = empty_row_gradients(masks, emitted, emitter, first, result, bool(site.lses))
-        result = cast(emitter, emitter.function(operator.add, result, more[0]), site.dtype)
-        lse = emitter.function(operator.add, lse, more[1]) if site.lses else lse
+        q = contiguous_rows(emitter, q)
+        first = EmittedCall(q, k, v, dropout_p, options, result, lse)
+        result, lse = add_gradients(emitter, masks, emitted, first)
     if separate:
-        result = lse_nodes.scale_by_sink(emitter, result, lse, sink, site.dtype)
+        result = lse_nodes.scale_by_sink(emitter, result, lse, sink)
     out = site.core.out.node
-    replaced = {out: restride(emitter, _restore_layout(site, emitter, result), out)}
-    for old, new in lse_nodes.replaced_lses(site, emitter, lse).items():
+    replaced = {out: restride(emitter, _restore_layout(emitter, result), out)}
+    for old, new in lse_nodes.replaced_lses(emitter, lse).items():
         replaced[old] = restride(emitter, new, old)
     return call, replaced
 
 
-def _scalar_options(
-    site: AttentionSite, masks: MaskArguments, emitter: Emitter, q: fx.Node
-) -> dict[str, object]:
+def _scalar_options(emitter: Emitter, masks: MaskArguments, q: fx.Node) -> dict[str, object]:
     """The options that are not tensors, and the seed of a dropout."""
+    site = emitter.site
     options: dict[str, object] = {}
     if site.scores.softcap:
         options["softcap"] = site.scores.softcap
@@ -205,8 +194,9 @@ def _scalar_options(
     return options
 
 
-def _restore_layout(site: AttentionSite, emitter: Emitter, result: fx.Node) -> fx.Node:
+def _restore_layout(emitter: Emitter, result: fx.Node) -> fx.Node:
     """The result times the factors of the weights, in the dims of the original."""
+    site = emitter.site
     gain = site.core.weights.gain
     if not math.isclose(gain, 1.0, rel_tol=1e-9):
         result = emitter.function(operator.mul, result, gain)
@@ -217,13 +207,11 @@ def _restore_layout(site: AttentionSite, emitter: Emitter, result: fx.Node) -> f
     return emitter.arrange(result, site.out_dims, site.core.dims)
 
 
-def _scale(
-    site: AttentionSite, emitter: Emitter, q: fx.Node, k: fx.Node
-) -> tuple[fx.Node, fx.Node, float | None]:
+def _scale(emitter: Emitter, q: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node, float | None]:
     """(query, key, the operator's scale): constant factors become the scale; tensors and symbolic
     numbers multiply the query or the key.
     """
-    scores = site.scores
+    site, scores = emitter.site, emitter.site.scores
     factors = [(x, operator.mul) for x in scores.factors]
     factors += [(x, operator.truediv) for x in scores.divisors]
     alone = len(factors) == 1 and scores.scale == 1.0 and not scores.softcap
@@ -248,12 +236,10 @@ def _is_default_scale(site: AttentionSite, leaf: Leaf, apply) -> bool:
     if not isinstance(x, torch.SymFloat) or len(site.head_dim) != 1:
         return False
     size = site.head_dim[0].size
-    root = torch.sym_sqrt(size)
-    wanted = root if apply is operator.truediv else 1.0 / root
-    power = size**0.5 if apply is operator.truediv else size**-0.5
-    return any(
-        isinstance(w, torch.SymFloat) and x.node.expr == w.node.expr for w in (wanted, power)
-    )
+    roots = (torch.sym_sqrt(size), size**0.5)
+    if apply is operator.mul:
+        roots = (1.0 / roots[0], size**-0.5)
+    return any(isinstance(r, torch.SymFloat) and x.node.expr == r.node.expr for r in roots)
 
 
 def _nodes_to_erase(site: AttentionSite) -> set[fx.Node]:

@@ -1,4 +1,4 @@
-"""Keeping the strides of a replaced result wherever a later operation or the caller could see them."""
+"""Strides of a result, kept wherever a later operation or the caller could see them."""
 
 from __future__ import annotations
 

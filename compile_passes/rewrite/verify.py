@@ -6,9 +6,8 @@ query, key and value, and the tensors that masks and biases are computed from by
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 
 from compile_passes.graph import vocabulary
-from compile_passes.graph.ir import GraphView, example
+from compile_passes.graph.ir import example, run
 from compile_passes.rewrite.strides import hint, memory_order
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -28,33 +27,23 @@ class Unverified(Exception):
 
 
 def difference(
-    view: GraphView,
-    old: fx.Node,
-    new: fx.Node,
-    leaves: set[fx.Node],
-    pure: Callable[[fx.Node], bool],
+    graph: fx.Graph, old: fx.Node, new: fx.Node, leaves: set[fx.Node], pure: Callable
 ) -> str:
     """A description of how two nodes or their gradients differ; empty if they agree.
 
     Raises Unverified where they can't be run. Where `old` is NaN or infinite, as in rows without
     keys, `new` may be anything.
     """
-    nodes = _nodes_to_run(view.graph, old, new, leaves, pure)
+    nodes = _nodes_to_run(graph, old, new, leaves, pure)
     failure: Exception | None = None
     for dtype in (torch.float64, None):
         try:
-            with unset_fake_temporarily(), torch.enable_grad(), _fixed_seed():
+            with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng():
+                torch.manual_seed(0)
                 return _compare(nodes, old, new, leaves, dtype)
         except Exception as error:  # a fixed dtype, an index out of range, no memory
             failure = error
     raise Unverified(f"{type(failure).__name__}: {failure}") from failure
-
-
-@contextlib.contextmanager
-def _fixed_seed() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def _nodes_to_run(
@@ -63,43 +52,29 @@ def _nodes_to_run(
     """The nodes to run in graph order, each with whether it is an input."""
     wanted: dict[fx.Node, bool] = {}
     pending = [old, new]
-    core = _between(old, leaves) | _between(new, leaves) | _constants(graph)
+    computable = _computable(graph, leaves)
     while pending:
         node = pending.pop()
         if node in wanted:
             continue
-        runs = node not in leaves and (node in core or pure(node))
+        runs = node not in leaves and (node in computable or pure(node))
         wanted[node] = not runs
         if runs:
-            pending += node.all_input_nodes
-            pending += [
-                u for u in node.users if vocabulary.operation(u)[2] and u.args[:1] == (node,)
-            ]
+            writers = [u for u in node.users if vocabulary.operation(u)[2]]
+            pending += [*node.all_input_nodes, *(u for u in writers if u.args[:1] == (node,))]
     return [(node, wanted[node]) for node in graph.nodes if node in wanted]
 
 
-def _constants(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on no input of the graph."""
-    found: set[fx.Node] = set()
+def _computable(graph: fx.Graph, leaves: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on a leaf, or on no input of the graph."""
+    dependent, constant = set(leaves), set()
     for node in graph.nodes:
-        calls = node.op in ("call_function", "call_method")
-        if calls and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _between(node: fx.Node, leaves: set[fx.Node]) -> set[fx.Node]:
-    """The nodes on the paths from the leaves to `node`."""
-    known: dict[fx.Node, bool] = {}
-
-    def depends_on_leaf(n: fx.Node) -> bool:
-        if n not in known:
-            known[n] = n in leaves
-            known[n] |= any([depends_on_leaf(x) for x in n.all_input_nodes])
-        return known[n]
-
-    depends_on_leaf(node)
-    return {n for n, depends in known.items() if depends}
+        inputs, calls = node.all_input_nodes, node.op in ("call_function", "call_method")
+        if not dependent.isdisjoint(inputs):
+            dependent.add(node)
+        elif calls and constant.issuperset(inputs):
+            constant.add(node)
+    return dependent | constant
 
 
 def _compare(
@@ -131,7 +106,8 @@ def _run(nodes: list, inputs: dict[fx.Node, object], wanted: fx.Node) -> list[Te
     require_grad = []
     for node, given in nodes:
         if not given:
-            values[node] = _call(node, values)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = run(node.op, node.target, args, kwargs)
             continue
         x = inputs[node]
         if isinstance(x, Tensor) and x.is_floating_point() and example(node).requires_grad:
@@ -146,15 +122,6 @@ def _run(nodes: list, inputs: dict[fx.Node, object], wanted: fx.Node) -> list[Te
     seed = torch.where(torch.isfinite(out).all(-1, keepdim=True), seed, 0)
     grads = torch.autograd.grad(out, require_grad, seed, allow_unused=True)
     return [out.detach(), *grads]
-
-
-def _call(node: fx.Node, values: dict) -> object:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)
-    raise TypeError(f"{node.op} can't be run")
 
 
 def _random(x: object, dtype: torch.dtype | None, leaf: bool) -> object:

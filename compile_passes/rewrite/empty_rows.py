@@ -1,11 +1,11 @@
 """Gradients of empty rows, whose keys are all masked, under finite fills that absorb the scores.
 
 Beside a fill such as finfo.min real scores vanish: the row averages its keys, yet its gradient
-reaches every score. The call gives such rows a query of 0, which averages as well but passes no
-gradient on. The missing gradient comes from a second call, over these rows alone, at a temperature T
-so low that its weights are those of the average: softmax(T s) v = mean v + T d(out)/d(s) s to first
-order, so that its gradient divided by T is the one wanted. Its forward value is subtracted again.
-Where no row is empty the second call attends no keys.
+reaches every score. The call gives such rows a query of 0, which averages as well but has no
+gradient. The missing gradient comes from a second call, over these rows alone, at so low a
+temperature T that its weights are those of the average: softmax(T s) v = mean v + T d(out)/d(s) s
+to first order, so that its gradient divided by T is the one wanted. Its forward value is subtracted
+again. Where no row is empty the second call attends no keys.
 """
 
 from __future__ import annotations
@@ -42,24 +42,22 @@ def _biases_require_grad(masks: MaskArguments) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class EmittedCall:
-    """The arguments of the first call, with the query before its empty rows were zeroed."""
+    """The arguments and results of the first call; empty rows of the query are not yet zeroed."""
 
     q: fx.Node
     k: fx.Node
     v: fx.Node
     dropout_p: float
     options: dict
+    result: fx.Node
+    lse: fx.Node | None
 
 
-def empty_row_gradients(
-    masks: MaskArguments,
-    emitted: MaskNodes,
-    emitter: Emitter,
-    call: EmittedCall,
-    result: fx.Node,
-    with_lse: bool,
+def add_gradients(
+    emitter: Emitter, masks: MaskArguments, emitted: MaskNodes, call: EmittedCall
 ) -> tuple[fx.Node, fx.Node | None]:
-    """The addends to the result and to its lse: 0 forward, the empty rows' gradients backward."""
+    """(result, lse) with the gradients of empty rows, the lse only if the model reads it."""
+    site, lse = emitter.site, call.lse
     q, k, v = call.q, call.k, emitter.method("detach", call.v)
     if example(q).dtype == torch.float16:  # which cannot hold a gradient divided by T
         q, k, v = (emitter.method("to", x, torch.float32) for x in (q, k, v))
@@ -68,24 +66,26 @@ def empty_row_gradients(
         q = emitter.function(operator.mul, q, TEMPERATURE)
     options |= {n: options[n] * TEMPERATURE for n in ("scale", "softcap") if n in options}
     options["key_ranges"] = _all_keys(emitter, emitted.empty_rows, k)
-    mask = _mask(masks, emitted, emitter)
+    mask = _mask(emitter, masks, emitted)
     second = emitter.function(WITH_LSE, q, k, v, mask, call.dropout_p, False, **options)
-    out, lse = emitter.function(operator.getitem, second, 0), None
-    if with_lse or emitted.filled is not None:
-        lse = emitter.function(operator.getitem, second, 1)
-        no_keys = emitter.function(operator.eq, lse, -math.inf)
-        lse = emitter.method("masked_fill", lse, no_keys, 0.0)
+    out = emitter.function(operator.getitem, second, 0)
+    if site.lses or emitted.filled is not None:
+        second_lse = emitter.function(operator.getitem, second, 1)
+        no_keys = emitter.function(operator.eq, second_lse, -math.inf)
+        second_lse = emitter.method("masked_fill", second_lse, no_keys, 0.0)
     if emitted.filled is not None:
-        out = _with_filled_keys(emitted, emitter, out, lse, result)
+        out = _with_filled_keys(emitter, emitted, out, second_lse, call.result)
     factor = masks.grad_share / TEMPERATURE
     out = _only_backward(emitter, emitter.function(operator.mul, out, factor))
-    if with_lse:  # eager mode sums n gradients there: beside the fill its lse cannot hold log n
-        lse = emitter.function(operator.mul, lse, _key_count(emitted, emitter, k))
-        lse = _only_backward(emitter, emitter.function(operator.mul, lse, factor))
-    return out, lse
+    if site.lses:  # eager mode sums n gradients there: beside the fill its lse cannot hold log n
+        second_lse = emitter.function(operator.mul, second_lse, _key_count(emitter, emitted, k))
+        second_lse = emitter.function(operator.mul, second_lse, factor)
+        second_lse = _only_backward(emitter, second_lse)
+    result = cast(emitter, emitter.function(operator.add, call.result, out), site.dtype)
+    return result, emitter.function(operator.add, lse, second_lse) if site.lses else lse
 
 
-def _key_count(emitted: MaskNodes, emitter: Emitter, k: fx.Node) -> fx.Node:
+def _key_count(emitter: Emitter, emitted: MaskNodes, k: fx.Node) -> fx.Node:
     """The number of keys that an empty row averages."""
     if emitted.averaged is None or is_one(example(emitted.averaged).shape[-1]):
         return emitter.method("size", k, 2)
@@ -105,7 +105,7 @@ def _all_keys(emitter: Emitter, empty_rows: fx.Node, k: fx.Node) -> fx.Node:
     return emitter.function(torch.stack, (low, high), -1)
 
 
-def _mask(masks: MaskArguments, emitted: MaskNodes, emitter: Emitter) -> fx.Node | None:
+def _mask(emitter: Emitter, masks: MaskArguments, emitted: MaskNodes) -> fx.Node | None:
     """The keys that an empty row averages and whose scores were not filled; a mask that requires
     grad is added there as 0 with its gradient.
     """
@@ -122,7 +122,7 @@ def _mask(masks: MaskArguments, emitted: MaskNodes, emitter: Emitter) -> fx.Node
 
 
 def _with_filled_keys(
-    emitted: MaskNodes, emitter: Emitter, out: fx.Node, lse: fx.Node, result: fx.Node
+    emitter: Emitter, emitted: MaskNodes, out: fx.Node, lse: fx.Node, result: fx.Node
 ) -> fx.Node:
     """`out` is over the keys that kept their scores, the average over these and the filled ones: if
     w is the share of the former, d(average) = w (d(out) + d(lse) (out - average)).
