@@ -1,5 +1,5 @@
-"""Rules for operations on scores. A rule returns the state of the result, or raises Refused
-with the reason why it is not supported, in which "they" are the scores.
+"""Rules for operations on scores. A rule returns the state of the result, or raises Refused with the
+reason why it is not supported, in which "they" are the scores.
 """
 
 from __future__ import annotations
@@ -154,12 +154,8 @@ def pad(value: Value, s: MatchedScores, name: str) -> State:
     """A sink that is one number, written as padding."""
     width, mode, fill = (value.args.get(x) for x in ("pad", "mode", "value"))
     logit = constant_value(0.0 if fill is None else fill)
-    if (
-        tuple(width) not in ((0, 1), (1, 0))
-        or mode not in (None, "constant")
-        or s.sink
-        or logit is None
-    ):
+    one_column = tuple(width) in ((0, 1), (1, 0)) and mode in (None, "constant")
+    if not one_column or s.sink or logit is None:
         raise Refused("they are padded")
     return _with_sink(value, s, Leaf(float(logit)), width[0] == 1)
 

@@ -1,4 +1,4 @@
-"""What conditions and choices make of one another."""
+"""Simplification of conditions and choices."""
 
 from compile_passes.masks.affine import Affine, AtMost, Choice, at_most, choose, negate
 
@@ -7,8 +7,8 @@ def variable(name: str) -> Affine:
     return Affine.variable(name)
 
 
-def test_a_long_chain_of_choices():
-    """As documents' ends make one: in time that grows with its square, not with a power of two."""
+def test_long_chains_of_choices_take_quadratic_time():
+    """The ends of packed documents give such chains; simplification must not be exponential."""
     chosen = Affine.from_size(0)
     for i in range(60):
         chosen = choose(AtMost(variable(f"end {i}")), Affine.from_size(i + 1), chosen)
@@ -19,7 +19,7 @@ def test_a_long_chain_of_choices():
     assert chosen == Affine.from_size(0)
 
 
-def test_what_is_known_is_not_asked_again():
+def test_nested_choices_drop_known_conditions():
     a, b = AtMost(variable("a")), AtMost(variable("b"))
     one, two, three = (Affine.from_size(n) for n in (1, 2, 3))
     inner = choose(b, choose(a, one, two), three)
