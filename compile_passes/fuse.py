@@ -10,9 +10,9 @@ from compile_passes import report
 from compile_passes.graph import multi_head
 from compile_passes.graph.ir import GraphView, Value
 from compile_passes.graph.vocabulary import raw_name
+from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
 from compile_passes.masks.exactness import Exactness
-from compile_passes.masks.mask_arguments import MaskArguments
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import attention_site
 from compile_passes.match.match_state import Core, RowStatistic
@@ -43,7 +43,7 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         return []
     evaluator = SymbolicEvaluator(Exactness(graph))
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
-    results: dict[Value, tuple[fx.Node, MaskArguments] | str] = dict(matcher.misses)
+    results: dict[Value, tuple[fx.Node, ClassifiedMasks] | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
@@ -79,7 +79,7 @@ def _fuse_core(
     lses: list[RowStatistic],
     evaluator: SymbolicEvaluator,
     verify: bool,
-) -> tuple[fx.Node, MaskArguments] | str:
+) -> tuple[fx.Node, ClassifiedMasks] | str:
     """The call that replaced the core and its masks, or the reason why the core stays."""
     try:
         site = attention_site(core, lses)

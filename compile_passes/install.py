@@ -44,6 +44,7 @@ class FusionPass(CustomGraphPass):
         self.verify = verify
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Fuse the attention of a graph in place."""
         with dynamo_timed(TIMER):
             fuse(graph, self.verify)
 
@@ -59,6 +60,7 @@ class PassChain(CustomGraphPass):
         self.others, self.fusion = others, fusion
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Run all passes on a graph, in order."""
         for step in (*self.others, self.fusion):
             step(graph)
 

@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 if TYPE_CHECKING:
-    from compile_passes.masks.mask_arguments import MaskArguments
+    from compile_passes.masks.classified_masks import ClassifiedMasks
 
 log = logging.getLogger("compile_passes")
 
@@ -85,7 +85,7 @@ class Report:
         return "\n".join([head, *map(str, self.findings)])
 
 
-def make_finding(softmax: fx.Node, result: tuple[fx.Node, MaskArguments] | str) -> Finding:
+def make_finding(softmax: fx.Node, result: tuple[fx.Node, ClassifiedMasks] | str) -> Finding:
     """The finding for a softmax, from its call and masks or the reason why it was not fused."""
     place = locate(softmax)
     if isinstance(result, str):
@@ -134,7 +134,7 @@ def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
-def _describe_masks(masks: MaskArguments) -> str:
+def _describe_masks(masks: ClassifiedMasks) -> str:
     parts = []
     if masks.right == 0:
         parts.append("is_causal")

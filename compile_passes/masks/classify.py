@@ -15,8 +15,8 @@ from compile_passes.graph.axes import resolve_dims
 from compile_passes.graph.constants import is_finite
 from compile_passes.graph.ir import Value, requires_grad, same_contents
 from compile_passes.masks.affine import all_of
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.masks.key_intervals import attends_itself, key_interval
-from compile_passes.masks.mask_arguments import EmptyRows, KeepMask, MaskArguments
 from compile_passes.masks.mask_terms import (
     MaskEffect,
     Term,
@@ -45,7 +45,7 @@ Effects = dict[Term, MaskEffect | None]  # None: not a mask of known content
 
 def classify_masks(
     site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool = True
-) -> MaskArguments:
+) -> ClassifiedMasks:
     """The arguments of the operator that the masks become.
 
     Raises Refused where a fill can't be kept. Without `intervals`, masks that are no windows stay
@@ -58,7 +58,7 @@ def classify_masks(
 
 def _classified(
     site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool
-) -> MaskArguments:
+) -> ClassifiedMasks:
     terms = mask_terms(site, evaluator)
     effects = {t: mask_effect(t, evaluator) for t in terms}
     _check_clamps(site, effects)
@@ -148,7 +148,7 @@ def _grad_share(site: AttentionSite, term: BiasTerm, effects: Effects) -> float:
 
 def _as_interval(
     site: AttentionSite, window: Window, dense: list[Term], bands: list[Term], effects: Effects
-) -> MaskArguments | None:
+) -> ClassifiedMasks | None:
     """Masks that together leave each query one interval of keys."""
     masks = [t for t in dense if effects[t]]
     biases = tuple(t for t in dense if not effects[t])
@@ -167,23 +167,23 @@ def _as_interval(
     keep = all_of(keep, *(effects[t].keep for t in bands))
     no_empty_rows = not biases and attends_itself(keep, single_axis(site.queries), j)
     if no_empty_rows or all(effects[t].fill == -math.inf for t in masks):
-        return MaskArguments(*window, biases=biases, interval=interval)
+        return ClassifiedMasks(*window, biases=biases, interval=interval)
     if biases or bands or len(masks) > 1 or not effects[first].uniform:
         return None
     if isinstance(first, FillTerm):
-        return MaskArguments(interval=interval, empty_rows=EmptyRows.UNIFORM, fill=first.value)
+        return ClassifiedMasks(interval=interval, empty_rows=EmptyRows.UNIFORM, fill=first.value)
     return dataclasses.replace(_additive_mask(site, first, effects), interval=interval)
 
 
-def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> MaskArguments | None:
+def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> ClassifiedMasks | None:
     """A single mask, if it is additive or has a small fill."""
     if isinstance(term, BiasTerm) and effects[term] and effects[term].uniform:
         keeps = (KeepMask(term.leaf, 0.0),)
         return dataclasses.replace(_additive_mask(site, term, effects), keeps=keeps)
-    return MaskArguments(zeroed_keys=term) if _can_zero_keys(term, site) else None
+    return ClassifiedMasks(zeroed_keys=term) if _can_zero_keys(term, site) else None
 
 
-def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> MaskArguments:
+def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> ClassifiedMasks:
     """The treatment of empty rows under an additive mask of 0 and one fill."""
     fill, empty_rows = effects[term].fill, EmptyRows.ADDED
     if fill == -math.inf:
@@ -191,7 +191,7 @@ def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> Mas
     elif absorbs_scores(fill, term.dtype):
         empty_rows = EmptyRows.ABSORBED
     share = _grad_share(site, term, effects)
-    return MaskArguments(empty_rows=empty_rows, grad_share=share, fill=fill)
+    return ClassifiedMasks(empty_rows=empty_rows, grad_share=share, fill=fill)
 
 
 def _can_zero_keys(term: Term, site: AttentionSite) -> bool:
@@ -207,7 +207,7 @@ def _can_zero_keys(term: Term, site: AttentionSite) -> bool:
 
 def _as_dense(
     site: AttentionSite, window: Window, dense: list[Term], effects: Effects, terms: list[Term]
-) -> MaskArguments:
+) -> ClassifiedMasks:
     """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
@@ -218,18 +218,18 @@ def _as_dense(
     if not site.requires_grad and _can_add_fill(terms, finite, site):
         others = tuple(t for t in biases if t is not finite[0])
         keeps = tuple(_keep_mask(t) for t in dense if t in exact)
-        return MaskArguments(*window, others, keeps, added_fill=finite[0])
+        return ClassifiedMasks(*window, others, keeps, added_fill=finite[0])
     several = len(terms) > len(dense) or len(exact) > 0
     several = several or any(_may_hide_keys(t, effects[t]) for t in biases)
     if finite and _needs_float_mask(dense, finite, several):
         return _as_float_mask(site, window, terms)
     keeps = tuple(_keep_mask(t) for t in dense if t in exact or t in fills)
     if not finite:
-        return MaskArguments(*window, biases, keeps)
-    return MaskArguments(*window, biases, keeps, EmptyRows.UNIFORM, fill=finite[0].value)
+        return ClassifiedMasks(*window, biases, keeps)
+    return ClassifiedMasks(*window, biases, keeps, EmptyRows.UNIFORM, fill=finite[0].value)
 
 
-def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> MaskArguments:
+def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> ClassifiedMasks:
     """Several masks with finite fills, or masks of unknown content. The window, which hides keys
     with -inf, is among the terms and a flag as well, unless a later fill replaces that -inf.
     """
@@ -244,7 +244,7 @@ def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> Ma
     for term in terms[finite[0] :] if finite and site.requires_grad else []:
         if isinstance(term, BiasTerm) and requires_grad(term.leaf.value):
             raise Refused("a bias that requires grad is added after a finite fill value")
-    return MaskArguments(*window, float_terms=tuple(terms), empty_rows=EmptyRows.ABSORBED)
+    return ClassifiedMasks(*window, float_terms=tuple(terms), empty_rows=EmptyRows.ABSORBED)
 
 
 def _replaces_absorbed(fill: FillTerm, site: AttentionSite) -> bool:

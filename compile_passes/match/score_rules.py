@@ -1,5 +1,5 @@
-"""Rules for operations on scores. A rule returns the state of the result, or raises Refused with the
-reason why it is not supported, in which "they" are the scores.
+"""Rules for operations on scores. A rule returns the state of the result, or raises Refused with
+the reason why it is not supported, in which "they" are the scores.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import fx
 
 from compile_passes.graph.axes import is_one
 from compile_passes.graph.ir import example, requires_grad
-from compile_passes.masks.mask_arguments import MaskArguments
+from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm
 from compile_passes.rewrite.emitter import Emitter
@@ -30,12 +30,12 @@ TEMPERATURE = 2.0**-30  # exact in float32 and bfloat16; the error is T times th
 WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
-def scores_require_grad(site: AttentionSite, masks: MaskArguments) -> bool:
+def scores_require_grad(site: AttentionSite, masks: ClassifiedMasks) -> bool:
     """Whether any input of the scores requires grad."""
     return requires_grad(site.q.value) or requires_grad(site.k.value) or _biases_require_grad(masks)
 
 
-def _biases_require_grad(masks: MaskArguments) -> bool:
+def _biases_require_grad(masks: ClassifiedMasks) -> bool:
     terms = masks.float_terms
     return any(requires_grad(t.leaf.value) for t in terms if isinstance(t, BiasTerm))
 
@@ -54,7 +54,7 @@ class EmittedCall:
 
 
 def add_gradients(
-    emitter: Emitter, masks: MaskArguments, emitted: MaskNodes, call: EmittedCall
+    emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes, call: EmittedCall
 ) -> tuple[fx.Node, fx.Node | None]:
     """(result, lse) with the gradients of empty rows, the lse only if the model reads it."""
     site, lse = emitter.site, call.lse
@@ -105,7 +105,7 @@ def _all_keys(emitter: Emitter, empty_rows: fx.Node, k: fx.Node) -> fx.Node:
     return emitter.function(torch.stack, (low, high), -1)
 
 
-def _mask(emitter: Emitter, masks: MaskArguments, emitted: MaskNodes) -> fx.Node | None:
+def _mask(emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes) -> fx.Node | None:
     """The keys that an empty row averages and whose scores were not filled; a mask that requires
     grad is added there as 0 with its gradient.
     """

@@ -11,7 +11,7 @@ from torch import fx
 
 from compile_passes.graph.ir import GraphView, example, is_random
 from compile_passes.graph.vocabulary import raw_name
-from compile_passes.masks.mask_arguments import EmptyRows, MaskArguments
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, ClampTerm
 from compile_passes.report import Refused
@@ -20,7 +20,7 @@ from compile_passes.rewrite.mask_nodes import MaskNodes
 from compile_passes.rewrite.operands import cast
 
 
-def check_lse(site: AttentionSite, masks: MaskArguments) -> None:
+def check_lse(site: AttentionSite, masks: ClassifiedMasks) -> None:
     """Raises Refused where the operator's log-sum-exp is not the model's."""
     terms = site.scores.terms
     shifted = any(isinstance(t, BiasTerm) and isinstance(t.leaf.value, float) for t in terms)
@@ -30,7 +30,9 @@ def check_lse(site: AttentionSite, masks: MaskArguments) -> None:
         raise Refused("the scores are also read by logsumexp, which is not the operator's")
 
 
-def eager_lse(emitter: Emitter, masks: MaskArguments, emitted: MaskNodes, lse: fx.Node) -> fx.Node:
+def eager_lse(
+    emitter: Emitter, masks: ClassifiedMasks, emitted: MaskNodes, lse: fx.Node
+) -> fx.Node:
     """The log-sum-exp of eager mode. That of an empty row is its fill, which absorbs the logarithm
     of the number of keys; to other rows what their masks were reduced by is added.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from compile_passes.graph.ir import example
-from compile_passes.masks.mask_arguments import EmptyRows, KeepMask, MaskArguments
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
     MAX_ROW_MASK,
@@ -46,7 +46,7 @@ class MaskNodes:
 
 
 def emit_masks(
-    emitter: Emitter, masks: MaskArguments, q: fx.Node, empty_rows: fx.Node | None
+    emitter: Emitter, masks: ClassifiedMasks, q: fx.Node, empty_rows: fx.Node | None
 ) -> MaskNodes:
     """The masks as nodes. `empty_rows` are known already where a key interval was emitted."""
     if masks.float_terms:
@@ -70,7 +70,7 @@ def emit_masks(
     return MaskNodes(total, q, empty_rows)
 
 
-def _emit_float_mask(emitter: Emitter, masks: MaskArguments, q: fx.Node) -> MaskNodes:
+def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> MaskNodes:
     """All masks as the float that eager mode adds to each score, or replaces it by.
 
     A row is empty if its maximum absorbs real scores; it averages the keys that have the maximum.
@@ -150,7 +150,7 @@ def _keep(emitter: Emitter, keep: KeepMask) -> fx.Node:
     return emitter.function(operator.eq, mask, keep.kept_value)
 
 
-def needs_separate_sink(site: AttentionSite, masks: MaskArguments) -> bool:
+def needs_separate_sink(site: AttentionSite, masks: ClassifiedMasks) -> bool:
     """Whether the operator cannot apply the sink: it differs by query, or rows are shifted."""
     sink = site.scores.sink
     per_query = sink is not None and not sink.axes() <= set(site.heads)

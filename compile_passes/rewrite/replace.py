@@ -17,7 +17,7 @@ from compile_passes.graph import constants, vocabulary
 from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.ir import GraphView, Value, example
 from compile_passes.masks import symbolic_rules
-from compile_passes.masks.mask_arguments import EmptyRows, MaskArguments
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
@@ -41,7 +41,7 @@ WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 
 def rewrite(
-    site: AttentionSite, masks: MaskArguments, view: GraphView, verify: bool = False
+    site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False
 ) -> fx.Node:
     """Replace an attention and return the call. Raises Refused, with the graph unchanged, where it
     can't be replaced, or where with `verify` the numbers differ.
@@ -128,7 +128,7 @@ def _verify(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> No
 
 
 def _emit_call(
-    emitter: Emitter, masks: MaskArguments, view: GraphView
+    emitter: Emitter, masks: ClassifiedMasks, view: GraphView
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """(the call, the replacement of each node that the model reads)"""
     site = emitter.site
@@ -177,7 +177,7 @@ def _emit_call(
     return call, replaced
 
 
-def _scalar_options(emitter: Emitter, masks: MaskArguments, q: fx.Node) -> dict[str, object]:
+def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dict[str, object]:
     """The options that are not tensors, and the seed of a dropout."""
     site = emitter.site
     options: dict[str, object] = {}

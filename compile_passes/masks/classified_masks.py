@@ -29,7 +29,7 @@ class KeepMask:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskArguments:
+class ClassifiedMasks:
     """The arguments that the masks become.
 
     `left` and `right` are the window around the bottom-right diagonal, unbounded where None; with
