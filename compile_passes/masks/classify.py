@@ -105,12 +105,13 @@ def _zeroed_fill(site: AttentionSite, terms: list[Term], effects: Effects) -> Te
     if zero is None:
         return None
     fills = [t for t in terms if isinstance(t, FillTerm)]
-    for fill in fills:
+    if len(fills) == 1:
+        (fill,) = fills
         equal = same_contents(fill.mask.value, zero.mask.value) and fill.where == zero.where
         equal = equal and resolve_dims(fill.mask.dims) == resolve_dims(zero.mask.dims)
         others = any(_may_hide_keys(t, effects[t]) for t in terms if isinstance(t, BiasTerm))
         lowest = fill.value == -math.inf or (fill.value <= MAX_MASK_FILL and not others)
-        if equal and lowest and len(fills) == 1:
+        if equal and lowest:
             return fill
     raise Refused("the attention weights are masked after the softmax, not as the scores were")
 

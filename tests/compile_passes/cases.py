@@ -54,8 +54,8 @@ def registry() -> tuple[dict[str, Case], Callable]:
 
     def case(expected: str, inputs: Callable = bsc, cores: int = 1, tags: str = ""):
         def register(f):
-            made = f() if isinstance(f, type) else f
-            cases[f.__name__] = Case(made, inputs, expected, cores, tuple(tags.split()))
+            function = f() if isinstance(f, type) else f
+            cases[f.__name__] = Case(function, inputs, expected, cores, tuple(tags.split()))
             return f
 
         return register

@@ -94,8 +94,8 @@ MODULES = {
 
 def qkv_of(module: nn.MultiheadAttention) -> tuple[torch.Tensor, ...]:
     sizes = ((L, E), (S, module.kdim), (S, module.vdim))
-    made = [randn(n, B, size, seed=20 + i) for i, (n, size) in enumerate(sizes)]
-    return tuple(x.transpose(0, 1) if module.batch_first else x for x in made)
+    inputs = [randn(n, B, size, seed=20 + i) for i, (n, size) in enumerate(sizes)]
+    return tuple(x.transpose(0, 1) if module.batch_first else x for x in inputs)
 
 
 CASES = [(options, mask) for options in ("plain", "both keys") for mask in MASKS]
@@ -169,8 +169,8 @@ def test_traced_nodes_require_grad_as_the_call_does(train):
     with torch.set_grad_enabled(train):
         fusion.run(randn(L, B, E))
     linear = torch.ops.aten.linear.default
-    made = [n.meta["example_value"] for n in fusion.graphs[-1].nodes if n.target is linear]
-    assert [x.requires_grad for x in made] == [train, train]
+    projected = [n.meta["example_value"] for n in fusion.graphs[-1].nodes if n.target is linear]
+    assert [x.requires_grad for x in projected] == [train, train]
 
 
 @pytest.mark.parametrize("weights", [True, False])
