@@ -37,6 +37,8 @@ class Encoding(enum.Enum):
     RANGES_KEYS = "ranges, keys"  # ranges, of which some keys are kept
     DENSE = "dense"  # what a CompactMask becomes once a model has computed with it
 
+    __hash__ = object.__hash__  # Enum's own is not in C, and decoding steps look encodings up
+
 
 # The tensors that hold each encoding.
 _TENSORS = {
@@ -77,9 +79,8 @@ class MaskArguments(NamedTuple):
         return self._replace(kv_lens=None, key_ranges=ranges[:, None, None])
 
     def is_bool_row(self) -> bool:
-        """Whether nothing but a bool mask (B, 1, 1, Sk) says which keys are kept."""
-        mask = self.attn_mask
-        return mask is not None and mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
+        """Whether `attn_mask` is a bool mask (B, 1, 1, Sk)."""
+        return self.attn_mask.dtype == torch.bool and tuple(self.attn_mask.shape[1:3]) == (1, 1)
 
     def keep(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
         """Bool, broadcastable to (B, H, Sq, Sk): all of the mask but a float `attn_mask`."""

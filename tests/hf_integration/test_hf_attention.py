@@ -246,7 +246,9 @@ def test_dropout_is_drawn_from_torch_and_leaves_the_mean():
 @pytest.mark.parametrize("name", ["cache", "block_indices"])
 def test_what_only_others_can_do_is_refused(name):
     q, k, v = inputs()
-    with pytest.raises(NotImplementedError, match=f"does not take `{name}`, which Module passes"):
+    with pytest.raises(
+        NotImplementedError, match=f"does not support `{name}`, which Module passes"
+    ):
         forward(q, k, v, **{name: SimpleNamespace()})
 
 
@@ -284,11 +286,11 @@ def test_a_step_with_padding_in_front_splits_its_keys_on_a_gpu(rows, monkeypatch
     lo, hi = torch.tensor([[3], [0]])[:rows], torch.tensor([[7], [9]])[:rows]
     mask, module = encodings.ranges((2, 1, 1, 9), lo, hi), torch.nn.Module()
     options = {"scale": None, "softcap": 0.0, "dropout_p": 0.0}
-    call = operators.Inputs(q, k, v, encodings.arguments(mask), None, options)
+    call = operators.LayerCall(q, k, v, encodings.arguments(mask), None, options)
     with torch.no_grad():
         assert operators.is_step(call)
         outs = [operators.step(module, call) for _ in range(2)]
-    check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask.ranges))
+    check(outs[0][0], q, k, v, Spec(key_ranges=mask.ranges))
     assert given[0] is given[1] and given[0].is_contiguous()
     assert given[0].tolist() == [7, 9][:rows] * (2 // rows)
 
@@ -302,7 +304,7 @@ def test_lengths_are_those_of_every_row_that_a_model_repeats():
 
 
 def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
-    monkeypatch.setattr(operators, "_is_too_wide", lambda q, v: True)
+    monkeypatch.setattr(operators, "is_too_wide", lambda call: True)
     monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was asked"))
     q, k, v = inputs()
     for form in MASKS:

@@ -1,4 +1,4 @@
-"""Which operator computes a layer, and that remembered choices are those of the general path."""
+"""The operator that computes a layer, and remembered decisions, which are the general path's."""
 
 import random
 
@@ -45,11 +45,10 @@ def inputs(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16):
 
 
 @pytest.fixture
-def choices(monkeypatch) -> operators.Choices:
-    """The choices that are remembered, none yet."""
-    fresh = operators.Choices()
-    monkeypatch.setattr(attention, "_choices", fresh)
-    return fresh
+def remembered(monkeypatch) -> dict[tuple, attention.Decisions]:
+    """The decisions that are remembered, none at first."""
+    monkeypatch.setattr(attention, "_remembered", {})
+    return attention._remembered
 
 
 @pytest.fixture
@@ -66,14 +65,14 @@ def forward(q, k, v, mask, module=None, **options):
 
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}, {"softcap": 2.0, "scaling": 0.5}])
 @pytest.mark.parametrize("form", MASKS)
-def test_a_remembered_choice_computes_the_same(form, options, choices, on_gpu):
+def test_a_remembered_choice_computes_the_same(form, options, remembered, on_gpu):
     make, spec = MASKS[form]
     q, k, v = inputs()
     first = forward(q, k, v, make(), position_ids=torch.tensor([[8]]), **options)
     operator = operators.dense if form == "full" else operators.step
-    assert list(choices._operators.values()) == [operator]
+    assert [known.operator for known in remembered.values()] == [operator]
     again = forward(q, k, v, make(), **options)
-    assert len(choices._operators) == 1
+    assert len(remembered) == 1
     assert first.is_contiguous() and torch.equal(first, again)
     spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
     spec = spec._replace(softcap=options.get("softcap", 0.0))
@@ -81,7 +80,7 @@ def test_a_remembered_choice_computes_the_same(form, options, choices, on_gpu):
     torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
 
 
-def test_lengths_follow_their_mask(choices):
+def test_lengths_follow_their_mask(remembered):
     q, k, v = inputs()
     mask = lengths()
     forward(q, k, v, mask)
@@ -90,12 +89,12 @@ def test_lengths_follow_their_mask(choices):
     assert torch.equal(out, forward(q, k, v, lengths(torch.tensor([2, 2]))))
 
 
-def test_a_copied_mask_is_still_a_compact_one(choices):
+def test_a_copied_mask_is_still_a_compact_one(remembered):
     """As a mask is that was moved to another device, or saved by a checkpoint."""
     q, k, v = inputs()
     for copy in (lengths().clone(), lengths().detach(), lengths().to("cpu", copy=True)):
         assert torch.equal(forward(q, k, v, copy), forward(q, k, v, lengths()))
-    assert len(choices._operators) == 1
+    assert len(remembered) == 1
 
 
 class Latent(nn.Module):
@@ -138,9 +137,9 @@ def test_calls_of_many_kinds_do_not_share_a_choice(seed, monkeypatch):
     """In any order, each is what it is alone."""
     known, alone = calls(), {}
     for name, (given, options) in known.items():
-        monkeypatch.setattr(attention, "_choices", operators.Choices())
+        monkeypatch.setattr(attention, "_remembered", {})
         alone[name] = forward(*given, **options)
-    monkeypatch.setattr(attention, "_choices", operators.Choices())
+    monkeypatch.setattr(attention, "_remembered", {})
     names = list(known) * 3
     random.Random(seed).shuffle(names)
     for name in names:
@@ -148,36 +147,36 @@ def test_calls_of_many_kinds_do_not_share_a_choice(seed, monkeypatch):
         assert torch.equal(forward(*given, **options), alone[name]), name
 
 
-def test_dropout_and_gradients_are_never_remembered(choices):
+def test_dropout_and_gradients_are_never_remembered(remembered):
     q, k, v = inputs()
     mask = lengths()
     q.requires_grad_()
     out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
     assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
     forward(q.detach(), k, v, full(), dropout=0.5)
-    assert choices._operators == {}
+    assert remembered == {}
     forward(q.detach(), k, v, mask)  # which is, and does not hold with a gradient
     out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
     assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
 
 
-def test_few_choices_are_kept(choices, monkeypatch):
-    monkeypatch.setattr(operators.Choices, "KEPT", 3)
+def test_few_choices_are_kept(remembered, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_REMEMBERED", 3)
     for Sk in range(2, 8):
         forward(
             *inputs(Hkv=1 if Sk % 2 else 2, D=8 * Sk, Sk=Sk), encodings.full((2, 1, 1, Sk), "cpu")
         )
-        assert len(choices._operators) <= 3
+        assert len(remembered) <= 3
 
 
-def test_a_compiler_sees_the_general_path(choices):
+def test_a_compiler_sees_the_general_path(remembered):
     def run(q, k, v, ends):
         return forward(q, k, v, encodings.lengths(SHAPE, ends))
 
     q, k, v = inputs()
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     out = compiled(q, k, v, LENS)
-    assert choices._operators == {}
+    assert remembered == {}
     torch.testing.assert_close(out, run(q, k, v, LENS))
 
 
