@@ -75,7 +75,10 @@ def fa_ops_attention_forward(
     if cache is not None or block_indices is not None:
         _refuse(module, block_indices, cache)
         kwargs |= dict(zip(_LENGTHS, lens, strict=True))
-        return _batched(module, query, key, value, cache, sinks, options, kwargs), None
+        call = LayerCall(query, key, value, MaskArguments(), sinks, options)
+        call = rewrites.without_latents(module, call)
+        call = rewrites.with_uniform_tensors(module, call)
+        return paged.attention(module, call, cache, kwargs), None
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
     plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
@@ -90,28 +93,25 @@ def fa_ops_attention_forward(
         is_given = not is_compact and attention_mask is not None
         extras = Extras(position_bias, indices, lens, position_ids, is_given, output_attentions)
         call = LayerCall(query, key, value, mask, sinks, options, extras)
-        decisions, call = _decide(module, call)
-        if family is not None:
-            _remember(family, decisions)
+        decisions, call = _decide(module, call, family)
     out, weights = decisions.operator(module, call)
     return (out if call.up_v is None else latent.project_out(out, call.up_v)), weights
 
 
-def _decide(layer: nn.Module, call: LayerCall) -> tuple[Decisions, LayerCall]:
-    """The decisions for a call, and the rewritten call."""
+def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[Decisions, LayerCall]:
+    """Make the decisions for a call, and remember those for its family; also rewrite the call."""
     applied = []
     for rewrite in rewrites.REWRITES:
         rewritten = rewrite(layer, call)
         if rewritten is not call:
             applied.append(rewrite)
             call = rewritten
-    return Decisions(tuple(applied), operators.choose(call)), call
-
-
-def _remember(family: tuple, decisions: Decisions) -> None:
-    if len(_remembered) >= MAX_REMEMBERED:
-        _remembered.clear()
-    _remembered[family] = decisions
+    decisions = Decisions(tuple(applied), operators.choose(call))
+    if family is not None:
+        if len(_remembered) >= MAX_REMEMBERED:
+            _remembered.clear()
+        _remembered[family] = decisions
+    return decisions, call
 
 
 def _family(query, key, value, encoding, mask: MaskArguments, sinks) -> tuple | None:
@@ -142,14 +142,6 @@ def _refuse(module: nn.Module, block_indices: Tensor | None, cache: object) -> N
         f"attn_implementation='fa_ops' does not support `{name}`, which {type(module).__name__} "
         "passes; use 'sdpa' or 'eager'"
     )
-
-
-def _batched(module: nn.Module, query, key, value, cache, sinks, options, keywords) -> Tensor:
-    """Attention of continuous batching."""
-    if latent.is_latent(module, query, key):
-        key, value = latent.expand(module, key, value)
-    query, key, value = rewrites.uniform(query, key, value)
-    return paged.attention(module, query, key, value, cache, sinks, options, keywords)
 
 
 def _mask_arguments(

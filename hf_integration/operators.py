@@ -6,29 +6,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from hf_integration import encodings, weights
+from hf_integration import encodings
 from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
-# A call of at most so many queries counts as a decoding step.
-MAX_STEP_QUERIES = 16
-# The largest head dimension of the GPU kernels other than the decoding kernel.
-MAX_HEAD_DIM = 256
+MAX_STEP_QUERIES = 16  # of a decoding step
+MAX_HEAD_DIM = 256  # of the GPU kernels other than the decoding kernel
 
 
 class Extras(NamedTuple):
-    """Arguments that few calls have; decoding steps whose decisions are remembered have none."""
+    """Arguments that only rewrites read; calls whose decisions are remembered have none."""
 
     position_bias: Tensor | None = None
     indices: Tensor | None = None
     cu_seqlens: tuple = (None, None, None, None)  # of queries, of keys, and the longest of each
     position_ids: Tensor | None = None
-    is_user_mask: bool = False  # the mask was not made by this package
+    is_user_mask: bool = False  # the mask is not a CompactMask
     output_attentions: bool = False
 
 
@@ -36,7 +35,7 @@ NO_EXTRAS = Extras()
 
 
 class LayerCall(NamedTuple):
-    """The attention call of a layer. Tensors are (B, H, S, D)."""
+    """The attention call of a layer; its tensors are (B, H, S, D)."""
 
     query: Tensor
     key: Tensor
@@ -45,8 +44,8 @@ class LayerCall(NamedTuple):
     sinks: Tensor | None
     options: dict  # scale, dropout_p, softcap
     extras: Extras = NO_EXTRAS
-    documents: Documents | None = None  # packed into one row
-    up_v: Tensor | None = None  # the projection of the output, where latents are attended
+    documents: Documents | None = None  # packed into one row, and not part of the mask
+    up_v: Tensor | None = None  # the projection of the output, if latents are attended
 
 
 # Returns (B, Sq, Hq, Dv), and the weights (B, Hq, Sq, Sk) or None.
@@ -103,16 +102,9 @@ def step(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have key ranges
         lens = lens[:1].expand(B)
     out = fa_ops.attention_with_kv_cache(
-        query,
-        key,
-        value,
-        lens,
-        is_causal=mask.is_causal,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        sinks=sinks,
-        key_ranges=mask.key_ranges,
-    )
+        query, key, value, lens, is_causal=mask.is_causal, scale=options["scale"],
+        softcap=options["softcap"], sinks=sinks, key_ranges=mask.key_ranges,
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 
@@ -138,7 +130,7 @@ def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
         f"no GPU kernel has head dimension {max(call.query.shape[-1], call.value.shape[-1])}: such "
         "layers run eager attention, with memory for every weight."
     )
-    return weights.attention(*call[:5], **call.options)[0], None
+    return _eager_attention(call)[0], None
 
 
 def with_weights(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -147,7 +139,30 @@ def with_weights(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
         "`output_attentions=True` asks for attention weights, which fused attention never forms: "
         "such calls run eager attention, with memory for every weight."
     )
-    return weights.attention(*call[:5], **call.options)
+    return _eager_attention(call)
+
+
+def _eager_attention(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Attention with its weights; those of a row without any visible key are zero."""
+    query, key, value, mask, sinks, options = call[:6]
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scale, softcap = options["scale"], options["softcap"]
+    scores = (query @ key.transpose(-1, -2)).float()
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
+        scores = scores + mask.attn_mask
+    keep = mask.keep(query.shape[2], key.shape[2], query.device)
+    scores = scores.masked_fill(~keep, float("-inf"))
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+        scores = torch.cat([scores, column.float().expand(*scores.shape[:3], 1)], -1)
+    is_empty = (scores == float("-inf")).all(-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(is_empty, 0.0), -1).masked_fill(is_empty, 0.0)
+    p = F.dropout(p[..., : key.shape[2]], options["dropout_p"]).to(value.dtype)
+    return (p @ value).transpose(1, 2).contiguous(), p
 
 
 def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:

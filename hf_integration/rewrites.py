@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_integration import latent, packing
 from hf_integration.encodings import MaskArguments, PackingHint
@@ -49,8 +49,9 @@ def without_latents(layer: nn.Module, call: LayerCall) -> LayerCall:
     return call._replace(key=key, value=value)
 
 
-def uniform(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the tensors one dtype, one batch size and a contiguous last dimension."""
+def with_uniform_tensors(layer: nn.Module, call: LayerCall) -> LayerCall:
+    """Give query, key and value one dtype, one batch size and a contiguous last dimension."""
+    query, key, value = call[:3]
     if not query.dtype == key.dtype == value.dtype:
         device = query.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -61,12 +62,6 @@ def uniform(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
     if not (query.stride(-1) == key.stride(-1) == value.stride(-1) == 1):
         tensors = (query, key, value)
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
-    return query, key, value
-
-
-def with_uniform_tensors(layer: nn.Module, call: LayerCall) -> LayerCall:
-    """Give query, key and value one dtype, one batch size and a contiguous last dimension."""
-    query, key, value = uniform(*call[:3])
     if query is call.query and key is call.key and value is call.value:
         return call
     return call._replace(query=query, key=key, value=value)
@@ -136,10 +131,6 @@ def with_bias(layer: nn.Module, call: LayerCall) -> LayerCall:
 
 
 REWRITES = (
-    without_hidden_keys,
-    without_latents,
-    with_uniform_tensors,
-    with_selected_keys,
-    with_documents,
+    without_hidden_keys, without_latents, with_uniform_tensors, with_selected_keys, with_documents,
     with_bias,
-)
+)  # fmt: skip

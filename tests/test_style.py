@@ -19,7 +19,6 @@ SHARED_CLASS_NAMES = {
 }
 LONG_FILES = {"fa_ops/backends/hopper/cuda/forward.cu"}
 LONG_FUNCTIONS = {
-    "fa_ops.compat.flash_attn.flash_attn_with_kvcache",
     "fa_ops.kv_cache.attention_with_kv_cache",
 }
 MOST_LINES, MOST_FUNCTION_LINES = 600, 60

@@ -33,7 +33,7 @@ def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"types": ["nosuch"]}, "'nosuch' is no model type"),
+        ({"types": ["nosuch"]}, "'nosuch' is not a model type"),
         ({"scenarios": "nopad,fast"}, "no scenario is called 'fast'"),
         ({"against": "fast"}, "no implementation is called 'fast'"),
         ({"json_file": Path(__file__)}, "test_hf_sweep.py holds no results"),

@@ -1,4 +1,4 @@
-"""Whole models: "fa_ops" against eager, architecture by architecture."""
+"""Models with "fa_ops" against eager attention, by architecture."""
 
 import pytest
 import tiny_models
@@ -9,9 +9,7 @@ from torch import Tensor
 
 import hf_integration
 
-TOLERANCE = (
-    2e-5  # relative to the largest logit; a wrong mask or feature changes it by 1e-2 or more
-)
+TOLERANCE = 2e-5  # relative to the largest logit; a wrong mask or feature changes 1e-2 or more
 
 
 def outputs(model, implementation: str, **inputs) -> Tensor:
@@ -80,7 +78,7 @@ GRADIENTS = [*CAUSAL, *ENCODERS, "t5"]
 
 @pytest.mark.parametrize("model_type", GRADIENTS)
 def test_gradients(model_type):
-    """Of every parameter, with padding: sinks of gpt-oss and position biases of T5 among them."""
+    """Of every parameter, with padding; they include sinks (gpt-oss) and position biases (T5)."""
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
     if model_type in SEQ2SEQ:
@@ -103,7 +101,7 @@ def test_gradients(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "mistral"])
-def test_packed_documents_do_not_see_each_other(model_type):
+def test_packed_documents_do_not_attend_each_other(model_type):
     model, ids = build(model_type), tokens(1, 12)
     positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
     with torch.no_grad():
@@ -142,7 +140,7 @@ def test_vision_towers(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "t5"])
-def test_output_attentions_takes_the_eager_path(model_type):
+def test_output_attentions_returns_the_weights_of_eager_attention(model_type):
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
     if model_type in SEQ2SEQ:
@@ -160,7 +158,7 @@ def test_output_attentions_takes_the_eager_path(model_type):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    """With fp32 weights, rotary embeddings hand on fp32 queries and keys, whatever values are."""
+    """With fp32 weights, rotary embeddings return fp32 queries and keys, but values are 16-bit."""
     for model_type in ("llama", "deepseek_v3", "bert"):
         model, ids = build(model_type), tokens()
         exact = outputs(model, "eager", input_ids=ids)
@@ -191,7 +189,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("feature", BROKEN)
-def test_these_models_notice_a_missing_feature(feature):
+def test_models_differ_without_the_feature(feature):
     """Negative control: with the feature dropped, the comparison above fails."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -213,5 +211,5 @@ def test_these_models_notice_a_missing_feature(feature):
     assert (ours - eager).abs()[keep].max() > 100 * TOLERANCE * eager.abs().max()
 
 
-def test_every_model_type_listed_is_built_from_a_tiny_config():
+def test_every_model_type_is_tiny():
     assert all(sum(p.numel() for p in build(t).parameters()) < 1e6 for t in tiny_models.CAUSAL)

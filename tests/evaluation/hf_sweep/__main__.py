@@ -40,7 +40,7 @@ def main(
     """
     for name in types or ():
         if name not in CONFIG_MAPPING_NAMES:
-            raise typer.BadParameter(f"{name!r} is no model type that transformers knows")
+            raise typer.BadParameter(f"{name!r} is not a model type of transformers")
     for name in scenarios.split(","):
         if name not in SCENARIOS:
             raise typer.BadParameter(f"no scenario is called {name!r}: {', '.join(SCENARIOS)}")
