@@ -1,8 +1,9 @@
 """The attention function that transformers calls for `attn_implementation="fa_ops"`.
 
-A call is changed by rewrites until an operator of fa_ops can compute it. Which rewrites apply, and
-which operator is chosen, depends on the family of the call and not on the numbers in its tensors.
-A decoding step takes as long as the host needs to launch it, so its decisions are remembered.
+A call is rewritten until an operator of fa_ops can compute it. Which rewrites apply, and which
+operator is chosen, depends on the family of the call (dtypes, layouts, encoding of the mask), but
+not on the values of its tensors. An eager decoding step takes as long as the host needs to launch
+it, so the decisions for its family are remembered and replayed.
 """
 
 from __future__ import annotations
@@ -90,16 +91,16 @@ def fa_ops_attention_forward(
         for rewrite in decisions.rewrites:
             call = rewrite(module, call)
     else:
-        is_given = not is_compact and attention_mask is not None
-        extras = Extras(position_bias, indices, lens, position_ids, is_given, output_attentions)
-        call = LayerCall(query, key, value, mask, sinks, options, extras)
+        is_user_mask = not is_compact and attention_mask is not None
+        optional = (position_bias, indices, lens, position_ids, is_user_mask, output_attentions)
+        call = LayerCall(query, key, value, mask, sinks, options, Extras(*optional))
         decisions, call = _decide(module, call, family)
     out, weights = decisions.operator(module, call)
     return (out if call.up_v is None else latent.project_out(out, call.up_v)), weights
 
 
 def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[Decisions, LayerCall]:
-    """Make the decisions for a call, and remember those for its family; also rewrite the call."""
+    """Decide how to compute a call, and remember it for its family; also rewrite the call."""
     applied = []
     for rewrite in rewrites.REWRITES:
         rewritten = rewrite(layer, call)
@@ -120,7 +121,7 @@ def _family(query, key, value, encoding, mask: MaskArguments, sinks) -> tuple | 
     None for calls whose decisions are not remembered.
     """
     queries, (B, Hkv, Sk, D) = query.shape, key.shape
-    # Where keys are latents, which are narrower than queries, the weights of the layer decide too.
+    # Latents, which are narrower than queries, are rewritten depending on the layer's weights.
     if queries[2] != 1 or queries[3] != D:
         return None
     if torch.is_grad_enabled() and operators.any_requires_grad(query, key, value, sinks):
@@ -134,7 +135,7 @@ def _family(query, key, value, encoding, mask: MaskArguments, sinks) -> tuple | 
 
 
 def _refuse(module: nn.Module, block_indices: Tensor | None, cache: object) -> None:
-    """Raise NotImplementedError for arguments that fa_ops has no counterpart for."""
+    """Raise NotImplementedError unless the cache is that of continuous batching."""
     if block_indices is None and paged.is_batch(cache):
         return
     name = "cache" if block_indices is None else "block_indices"
@@ -158,7 +159,6 @@ def _mask_arguments(
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))
     if not is_causal or query.shape[2] == 1:
         return MaskArguments()
-    # Aligned as in SDPA: query i attends keys 0 to i; later keys are the unused end of a static
-    # cache.
+    # As in SDPA, query i attends keys 0 to i. Later keys are the unused end of a static cache.
     visible = query.shape[2] if key.shape[2] > query.shape[2] else None
     return MaskArguments(visible, is_causal=True, packing=PackingHint.POSSIBLE)

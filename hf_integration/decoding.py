@@ -6,7 +6,7 @@ ones, the extended mask still keeps one range of keys in each row. A mask is the
 the continuation of the mask last read for the same cache and batch size if it is one token longer.
 That it does keep one range is asserted on the device, without synchronising.
 
-Requests are told apart by their caches. transformers does not pass the cache to mask functions, so
+Requests are identified by their caches. transformers does not pass the cache to mask functions, so
 `install` wraps the function that prepares their arguments to record it.
 """
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_integration.memo import PerTensorMemo
 
-# How often each encoding was made, dense and float masks with the reason; traced code counts none.
+# How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()
 _memo = PerTensorMemo()
 
@@ -33,17 +33,17 @@ class Encoding(enum.Enum):
     LENGTHS = "lengths"  # the only query attends keys j < lengths[b]
     RANGES = "ranges"  # query i attends keys ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1]
     KEYS = "keys"  # every query attends the kept keys
-    CAUSAL_KEYS = "causal, keys"  # causal over the first n keys, only kept ones
-    RANGES_KEYS = "ranges, keys"  # ranges, only kept keys
+    CAUSAL_KEYS = "causal, keys"  # causal over the kept ones of the first n keys
+    RANGES_KEYS = "ranges, keys"  # the kept keys in ranges
     DENSE = "dense"  # a CompactMask after a model has computed with it
 
-    __hash__ = object.__hash__  # Enum's is not in C, and every decoding step looks encodings up
+    __hash__ = object.__hash__  # Enum's is slow, and every decoding step looks encodings up
 
 
 class PackingHint(enum.Enum):
-    """Whether a mask may cover, or covers, documents that are packed into one row."""
+    """How a mask relates to documents that may be packed into one row."""
 
-    NONE = "the mask is not causal, or separates documents and masks more than that"
+    NONE = "the mask is not causal, or already separates documents, but not only that"
     POSSIBLE = "the mask is causal; positions may show that it covers several documents"
     ONLY = "the key ranges are causal within each document, and mask nothing else"
 
@@ -70,7 +70,7 @@ class MaskArguments(NamedTuple):
         return self.attn_mask.dtype == torch.bool and tuple(self.attn_mask.shape[1:3]) == (1, 1)
 
     def keep(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
-        """Bool, broadcastable to (B, H, Sq, Sk): all of the mask but a float `attn_mask`."""
+        """The mask without a float `attn_mask`, as bool broadcastable to (B, H, Sq, Sk)."""
         j = torch.arange(Sk, device=device)
         keep = torch.ones((1, 1, Sq, Sk), dtype=torch.bool, device=device)
         if self.is_causal:
@@ -210,7 +210,7 @@ def lengths(shape, ends: Tensor) -> CompactMask:
 def ranges(
     shape, lo: Tensor, hi: Tensor, kept: Tensor | None = None, packing=PackingHint.NONE
 ) -> CompactMask:
-    """A mask of the keys lo <= j < hi, for bounds (B or 1, Sq or 1), that are `kept` if given."""
+    """A mask of the keys lo <= j < hi, (B or 1, Sq or 1), that are True in `kept` if given."""
     bounds = torch.stack(torch.broadcast_tensors(lo, hi), -1)[:, None].to(torch.int32)
     if kept is None:
         return CompactMask(Encoding.RANGES, packing, shape, bounds)
@@ -218,12 +218,12 @@ def ranges(
 
 
 def keys(shape, kept: Tensor) -> CompactMask:
-    """A mask with which every query attends the keys that a bool `kept` (B or 1, n) holds."""
+    """A mask with which every query attends the keys that are True in `kept` (B or 1, n)."""
     return CompactMask(Encoding.KEYS, PackingHint.NONE, shape, kept)
 
 
 def causal_keys(shape, kept: Tensor) -> CompactMask:
-    """A causal mask over the first n keys, without those that `kept` (B or 1, n) excludes."""
+    """A causal mask over those of the first n keys that are True in `kept` (B or 1, n)."""
     return CompactMask(Encoding.CAUSAL_KEYS, PackingHint.POSSIBLE, shape, kept)
 
 
@@ -243,13 +243,13 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
 
 
 class Codec(NamedTuple):
-    """The attributes of a `CompactMask` that store an encoding, and what decodes them."""
+    """The attributes of a `CompactMask` that store an encoding, and their decoder."""
 
     tensors: tuple[str, ...]
     arguments: Callable[[CompactMask, nn.Module | None], MaskArguments]
 
 
-_EVERYTHING = MaskArguments()
+_NO_MASK = MaskArguments()
 
 
 def _causal_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
@@ -271,7 +271,7 @@ def _ranges(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
 
 
 _CODECS = {
-    Encoding.FULL: Codec(("extent",), lambda mask, layer: _EVERYTHING),
+    Encoding.FULL: Codec(("extent",), lambda mask, layer: _NO_MASK),
     Encoding.CAUSAL: Codec(("extent",), _causal),
     Encoding.LENGTHS: Codec(("lengths",), lambda mask, _: MaskArguments(kv_lens=mask.lengths)),
     Encoding.RANGES: Codec(("ranges",), _ranges),

@@ -136,7 +136,7 @@ def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
 def with_weights(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
     """Eager attention, which has weights to return."""
     _logger.warning_once(
-        "`output_attentions=True` asks for attention weights, which fused attention never forms: "
+        "`output_attentions=True` requests attention weights, which fused attention never forms: "
         "such calls run eager attention, with memory for every weight."
     )
     return _eager_attention(call)

@@ -1,8 +1,8 @@
 """Rewrites of a layer's call into one that an operator of fa_ops can compute.
 
-A rewrite is a function of the layer and its call that returns another call, or the same object
-where there is nothing to change. Whether it changes a call depends on the call's family alone,
-where that has one.
+A rewrite is a function of the layer and its call that returns a changed call, or the same object if
+there is nothing to change. For calls whose decisions are remembered, whether it changes the call
+must depend only on the family of the call.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def with_selected_keys(layer: nn.Module, call: LayerCall) -> LayerCall:
 def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
     """Separate documents that are packed into the only row of a batch.
 
-    They are found by cu_seqlens, or else by positions. Where nothing else is masked, the call
-    becomes a packed one; elsewhere they become part of the mask.
+    cu_seqlens or else positions describe the documents. If nothing else is masked, the call becomes
+    a packed one; otherwise the documents become part of the mask.
     """
     mask, extras, Sq = call.mask, call.extras, call.query.shape[2]
     if call.query.shape[0] != 1 or extras.is_user_mask:

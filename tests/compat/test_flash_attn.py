@@ -161,7 +161,7 @@ def test_a_cache_is_appended_to_and_attended(name, page_size):
 
 
 @torch.no_grad()
-def test_lengths_and_left_padding_of_a_cache():
+def test_lengths_and_left_padding_of_a_cache_limit_its_keys():
     k_cache, v_cache, _ = caches()
     q = draw(2, 1, 4, 8)
     attend = compat.flash_attn_with_kvcache
@@ -177,7 +177,7 @@ def test_lengths_and_left_padding_of_a_cache():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @torch.no_grad()
-def test_rotary_embedding_of_queries_and_new_keys(interleaved):
+def test_rotary_embedding_rotates_queries_and_new_keys(interleaved):
     k_cache, v_cache, _ = caches()
     q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
     angle = torch.rand(30, 2, dtype=torch.float64) * 6
@@ -211,7 +211,7 @@ def test_rotary_embedding_of_queries_and_new_keys(interleaved):
 )  # fmt: skip
 @pytest.mark.parametrize("Sq, Sn", [(1, 1), (1, 4), (4, 1), (3, 3), (2, 4), (4, 2)])
 @torch.no_grad()
-def test_rotary_positions(Sq, Sn, options, page_size, interleaved):
+def test_rotary_positions_are_those_of_flash_attn(Sq, Sn, options, page_size, interleaved):
     """They follow the keys in the cache, padding included; without causality there is only one."""
     k_cache, v_cache, table = caches(page_size)
     held = [rows_of(cache, table).clone() for cache in (k_cache, v_cache)]
@@ -267,7 +267,7 @@ def calls_with(number):
 
 
 @pytest.mark.parametrize("number", [torch.tensor, lambda x: np.array(x)[()]], ids=["0-d", "NumPy"])
-def test_numbers_may_be_0d_tensors_or_of_numpy(number):
+def test_numbers_may_be_0d_tensors_or_numpy_numbers(number):
     for found, expected in zip(calls_with(number), calls_with(lambda x: x), strict=True):
         assert all(map(torch.equal, found, expected))
 
@@ -322,7 +322,7 @@ def test_values_of_another_width_and_a_side_that_is_none():
     torch.testing.assert_close(out[0], naive(q[0], k[0], v[0], causal=True)[0])
 
 
-def test_it_compiles():
+def test_compiled_calls_give_the_same_result():
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
     compiled = torch.compile(compat.flash_attn_func, backend="eager", fullgraph=True)

@@ -40,7 +40,7 @@ CALLS = pytest.mark.parametrize(
 @CALLS
 @pytest.mark.parametrize("Hkv", [4, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_and_gradients(layout, Hkv, options, active):
+def test_results_and_gradients_are_those_of_sdpa(layout, Hkv, options, active):
     q, k, v = inputs(layout, Hkv)
     out = flash(q, k, v, **options)[0]
     wanted = expected(q, k, v, **options)
@@ -59,7 +59,7 @@ def test_fake_results_have_the_layout_of_real_ones(layout, active):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_compiles_with_its_backward(layout, active):
+def test_compiled_results_and_gradients_are_the_same(layout, active):
     torch._dynamo.reset()
 
     def block(q, k, v):
@@ -73,7 +73,7 @@ def test_it_compiles_with_its_backward(layout, active):
         torch.testing.assert_close(found, other)
 
 
-def test_activation_and_restoration():
+def test_activation_registers_the_kernels_until_restored():
     assert sdpa.NAME in torch_attention.list_flash_attention_impls()
     q, k, v = inputs("(B, H, S, D)")
     torch_attention.activate_flash_attention_impl("fa_ops")
@@ -106,7 +106,7 @@ def test_unsupported_calls_raise(options, message, active):
         flash(q, k, v, **options)
 
 
-def test_results_without_gradients(active):
+def test_results_without_gradients_are_those_of_sdpa(active):
     q, k, v = inputs("(B, S, H, D)")
     with torch.no_grad():
         out = flash(q, k, v)[0]

@@ -142,7 +142,7 @@ def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_ring_attention(name, verdicts):
+def test_checks_pass_in_every_process(name, verdicts):
     assert_passed(name, *verdicts)
 
 

@@ -131,5 +131,5 @@ def verdicts(tmp_path_factory) -> Path:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_dtensors(name, verdicts):
+def test_checks_pass_in_every_process(name, verdicts):
     assert_passed(name, WORLD, verdicts)

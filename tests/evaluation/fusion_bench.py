@@ -99,8 +99,8 @@ def build(shape: dict, layers: int, variant: str, device: str, like: object = No
     with torch.device(device):
         model = LlamaModel(config).to(torch.bfloat16)
     if like is not None:
-        for mine, theirs in zip(model.parameters(), like.parameters(), strict=True):
-            mine.data = theirs.data
+        for parameter, shared in zip(model.parameters(), like.parameters(), strict=True):
+            parameter.data = shared.data
     return model
 
 

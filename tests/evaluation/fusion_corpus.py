@@ -73,8 +73,8 @@ def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -
         torch.manual_seed(0)
         actual = _evaluate(compiled, inputs, train, module=case.fn)
         fused = counters["fa_ops"]["fused"]
-        theirs = 0 if fused else counters["inductor"]["fuse_attention"]
-        compare = compare and not theirs  # then the difference is Inductor's
+        by_inductor = 0 if fused else counters["inductor"]["fuse_attention"]
+        compare = compare and not by_inductor  # then the difference is Inductor's
         wrong = _difference(case, inputs, train, actual, baseline) if compare else ""
     except Exception as error:
         fused, wrong = (
@@ -83,8 +83,8 @@ def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -
         )
     finally:
         uninstall()
-    theirs = _inductor(case.fn, inputs, train, dynamic) if peer else 0
-    return Outcome(fused, theirs, wrong)
+    by_inductor = _inductor(case.fn, inputs, train, dynamic) if peer else 0
+    return Outcome(fused, by_inductor, wrong)
 
 
 def _inductor(function: Callable, inputs: tuple, train: bool, dynamic: bool) -> int:
@@ -132,13 +132,13 @@ def _evaluate(
     for t in leaves:
         t.requires_grad_()
     outputs = [t for t in tree_leaves(function(*inputs)) if isinstance(t, Tensor)]
-    wanted = [t for t in outputs if t.requires_grad]
+    roots = [t for t in outputs if t.requires_grad]
     seeds = [
         torch.randn(t.shape, generator=torch.Generator().manual_seed(i))
-        for i, t in enumerate(wanted)
+        for i, t in enumerate(roots)
     ]
-    seeds = [s.to(t.dtype) for s, t in zip(seeds, wanted, strict=True)]
-    grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True, materialize_grads=True)
+    seeds = [s.to(t.dtype) for s, t in zip(seeds, roots, strict=True)]
+    grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
     return [t.detach() for t in outputs] + [t.contiguous() for t in grads]
 
 
@@ -221,13 +221,13 @@ def show(cases: dict, results: dict[str, dict[str, Outcome]], modes: list[str], 
                 totals[mode][1] += outcome.inductor >= case.cores
         problem = next((f"{m}: {o.wrong}" for m, o in outcomes.items() if o.wrong), "")
         ours = [_verdict(case, o) for o in outcomes.values()]
-        theirs = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
-        table.add_row(name, case.expected, *ours, *(theirs if peer else []), problem)
+        by_inductor = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
+        table.add_row(name, case.expected, *ours, *(by_inductor if peer else []), problem)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     fusable = sum(c.expected == "fuse" for c in cases.values())
-    for mode, (ours, theirs) in totals.items():
-        beside = f", Inductor alone {theirs}" if peer else ""
+    for mode, (ours, by_inductor) in totals.items():
+        beside = f", Inductor alone {by_inductor}" if peer else ""
         console.print(f"{mode}: {ours} of {fusable} fused{beside}")
     console.print(f"{wrong} wrong")
     return wrong

@@ -102,10 +102,10 @@ def _floats(output: object) -> list[Tensor]:
 def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     model.train(train)
     findings: list = []
-    theirs = 0
+    by_inductor = 0
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        nonlocal theirs
+        nonlocal by_inductor
         inner = lambda gm, *_, **__: make_boxed_func(gm.forward)  # noqa: E731
         counters["inductor"].clear()
         with contextlib.suppress(Exception):
@@ -114,7 +114,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         alone = counters["inductor"]["fuse_attention"]
         found = fuse_module(gm)
         compiled = compile_fx(gm, example_inputs, inner_compile=inner)
-        theirs += alone  # not if compiling raises, since Dynamo then tries smaller graphs
+        by_inductor += alone  # not if compiling raises, since Dynamo then tries smaller graphs
         findings.extend(found)
         return compiled
 
@@ -141,7 +141,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         "softmaxes": len(findings),
         "cores": len(cores),
         "fused": sum(f.fused for f in findings),
-        "inductor": min(theirs, len(cores)),
+        "inductor": min(by_inductor, len(cores)),
         "output": output,
         "gradient": gradient,
         "wrong": wrong,
@@ -158,21 +158,21 @@ def _results(run: Callable, model: nn.Module, given: dict, train: bool) -> tuple
         with torch.no_grad():
             return _floats(run(**given)), []
     outputs = _floats(run(**given))
-    wanted = [t for t in outputs if t.requires_grad]
-    generators = (torch.Generator().manual_seed(i) for i in range(len(wanted)))
-    seeds = [torch.randn(t.shape, generator=g).to(t) for t, g in zip(wanted, generators)]
+    roots = [t for t in outputs if t.requires_grad]
+    generators = (torch.Generator().manual_seed(i) for i in range(len(roots)))
+    seeds = [torch.randn(t.shape, generator=g).to(t) for t, g in zip(roots, generators)]
     leaves = [p for p in model.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True)
+    grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     return [t.detach() for t in outputs], list(grads)
 
 
 def _compare(model, given, train, actual, expected) -> tuple[float, float | None, str]:
     """The relative differences of outputs and gradients, and what exceeds the budget."""
     worst, over = [0.0, 0.0], []
-    for kind, (mine, eager) in enumerate(zip(actual, expected, strict=True)):
-        assert len(mine) == len(eager)
+    for kind, (found, eager) in enumerate(zip(actual, expected, strict=True)):
+        assert len(found) == len(eager)
         scale = max((e.abs().max().item() for e in eager if e is not None and e.numel()), default=0)
-        for i, (a, e) in enumerate(zip(mine, eager, strict=True)):
+        for i, (a, e) in enumerate(zip(found, eager, strict=True)):
             if a is None and e is None:
                 continue
             if a is None or e is None:
@@ -238,12 +238,14 @@ def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
     )
     for mode in ("eval", "train"):
         modes = [r[mode] for r in ran.values()]
-        cores, fused, theirs = (sum(r[x] for r in modes) for x in ("cores", "fused", "inductor"))
+        cores, fused, by_inductor = (
+            sum(r[x] for r in modes) for x in ("cores", "fused", "inductor")
+        )
         bad = sum(bool(r["wrong"]) for r in modes)
         wrong += bad
         share = fused / max(cores, 1)
         console.print(
-            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {theirs}; "
+            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {by_inductor}; "
             f"{bad} architectures differ beyond the budget"
         )
     reasons: dict[str, list[str]] = collections.defaultdict(list)

@@ -143,10 +143,10 @@ def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCau
     return model.to(device).eval()
 
 
-def _names(wanted: list[str]) -> list[str]:
+def _names(names: list[str]) -> list[str]:
     """The implementations, with FlashAttention 3 under the name by which it is available here."""
-    other = peers.register() if "flash_attention_3" in wanted else None
-    return [other if other and name == "flash_attention_3" else name for name in wanted]
+    other = peers.register() if "flash_attention_3" in names else None
+    return [other if other and name == "flash_attention_3" else name for name in names]
 
 
 def main(
@@ -179,7 +179,7 @@ def main(
             if word not in known:
                 raise typer.BadParameter(f"no {name} is called {word!r}: {', '.join(known)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch sees no such device")
+        raise typer.BadParameter("--device cuda: torch has no such device")
     if device == "cpu" and not tiny:
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     logging.set_verbosity_error()

@@ -131,7 +131,7 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch sees no such device")
+        raise typer.BadParameter("--device cuda: torch has no such device")
     if packages := smollm.missing():
         raise SystemExit(f"packages are missing: pip install {' '.join(packages)}")
     model, tokenizer = smollm.load(device, getattr(torch, dtype))

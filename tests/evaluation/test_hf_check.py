@@ -29,7 +29,7 @@ def test_bad_arguments_are_refused(monkeypatch):
     with pytest.raises(typer.BadParameter, match="dtype must be float32, .*got 'half'"):
         check.main("cpu", "half")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="torch sees no such device"):
+    with pytest.raises(typer.BadParameter, match="torch has no such device"):
         check.main("cuda:1", "")
 
 

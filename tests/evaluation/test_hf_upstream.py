@@ -60,7 +60,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path, capsys):
+def test_the_tests_run_with_fa_ops_and_are_compared(folder, tmp_path, capsys):
     pytest.importorskip("parameterized")
     file = tmp_path / "results.json"
     with pytest.raises(typer.Exit) as end:

@@ -63,7 +63,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("form", MASKS)
-def test_every_keyword_with_every_mask(form, option):
+def test_every_keyword_with_every_mask_matches_the_oracle(form, option):
     q, k, v = inputs()
     (mask, spec), (options, fields) = MASKS[form], OPTIONS[option]
     out, weights = forward(q, k, v, mask, **options)
@@ -103,7 +103,7 @@ def test_weights_are_those_of_eager_attention(form, sinks):
     torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_sinks_of_every_query():
+def test_sinks_may_differ_by_query():
     q, k, v = inputs()
     sinks = random(2, 4, 12, 1).requires_grad_()
     out, _ = forward(q, k, v, MASKS["causal"][0], sinks=sinks)
@@ -151,7 +151,7 @@ def test_without_a_mask_the_unused_end_of_a_cache_is_not_attended():
     check(out, q[:, :, :1], k, v, Spec())
 
 
-def test_causal_over_the_filled_part_of_a_cache():
+def test_a_causal_mask_over_the_filled_part_of_a_cache():
     q, k, v = inputs(make_case(Sq=5, Sk=12))
     bias = random(1, 4, 5, 12)
     out, _ = forward(q, k, v, encodings.causal((2, 1, 5, 12), 9, "cpu"), position_bias=bias)
@@ -255,7 +255,7 @@ def test_unsupported_arguments_raise(name):
 
 
 @pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (288, False, 1), (16, False, 0)])
-def test_decoding_steps_that_need_the_cache_operator(D, lengths, cached, monkeypatch):
+def test_some_decoding_steps_run_the_cache_operator(D, lengths, cached, monkeypatch):
     """Lengths on the device, and head dimensions that other kernels do not support."""
     calls = []
     attend = fa_ops.attention_with_kv_cache

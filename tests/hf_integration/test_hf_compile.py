@@ -54,7 +54,7 @@ def logits(out):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_one_graph_over_several_lengths(model_type):
+def test_several_lengths_are_one_graph(model_type):
     model = build(model_type)
     run, graphs = compiled(model, dynamic=True)
     for S in (9, 12, 16, 21):
@@ -155,7 +155,7 @@ def test_decoding_with_a_static_cache_passes_lengths():
     assert set(graphs.masks()) == {"lengths"}
 
 
-def test_generate_with_a_compiled_forward():
+def test_generate_with_a_compiled_forward_gives_the_same_tokens():
     model = build("llama")
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, attention_mask=padding())
     eager = model.generate(tokens(), **options)
@@ -166,7 +166,7 @@ def test_generate_with_a_compiled_forward():
 @pytest.mark.parametrize(
     "model_type, strict", [("llama", False), ("llama", True), ("gemma3_text", False)]
 )
-def test_export(model_type, strict):
+def test_exported_programs_are_exact_without_a_dense_mask(model_type, strict):
     """The program holds the operators, is exact for every mask, and holds no dense mask."""
     model, S = build(model_type), 23
     with torch.no_grad():

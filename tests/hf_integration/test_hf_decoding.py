@@ -135,7 +135,7 @@ def test_threads_do_not_share_masks():
 
 
 def test_another_model_may_continue_a_cache():
-    """Requests are told apart by their caches, not by their models."""
+    """Requests are identified by their caches, not by their models."""
     one, other = build("llama"), build("llama")
     with torch.no_grad():
         cache = one(tokens(), attention_mask=padding(), use_cache=True).past_key_values

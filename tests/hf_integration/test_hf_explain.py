@@ -75,7 +75,7 @@ def test_doctor_shows_models_with_their_own_attention_code(model_type):
     assert "has its own attention code" in out
 
 
-def test_doctor_reads_a_folder(tmp_path):
+def test_doctor_explains_the_model_of_a_folder(tmp_path):
     tiny_models.config("llama").save_pretrained(tmp_path)
     out = doctor("--model", str(tmp_path)).stdout
     assert "model llama" in out and "LlamaAttention  2 x fa_ops" in out

@@ -20,7 +20,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_scenario(model_type):
+def test_every_scenario_matches_eager_attention(model_type):
     assert model_type in CONFIG_MAPPING
     results = run.compare(run.Base(model_type), "fa_ops", list(SCENARIOS))
     passed = {scenario for scenario, (status, _) in results.items() if status == "pass"}

@@ -67,7 +67,7 @@ def test_a_model_with_its_own_attention_code_gets_float_masks():
     torch.testing.assert_close(forced, eager)
 
 
-def test_setting_the_implementation_of_a_submodule():
+def test_a_dictionary_sets_the_implementation_of_a_submodel():
     model = tiny_models.build("bart")
     model.set_attn_implementation({"": "eager"})
     assert model.config._attn_implementation == "eager"

@@ -40,19 +40,19 @@ def check_tokens(model, ids=None, **options) -> None:
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_strategy(model_type, strategy, cache):
+def test_every_strategy_gives_the_tokens_of_eager_attention(model_type, strategy, cache):
     check_tokens(build(model_type), cache_implementation=cache, **STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beams"])
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
-def test_encoder_decoder_caches(model_type, cache, strategy):
+def test_encoder_decoder_caches_give_the_tokens_of_eager_attention(model_type, cache, strategy):
     check_tokens(build(model_type), cache_implementation=cache, **STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_assisted_generation(model_type):
+def test_assisted_generation_gives_the_tokens_of_eager_attention(model_type):
     """Steps of several queries on a filled cache, some of which are rolled back."""
     if model_type == "gemma3_text" and transformers.__version__ < "5.18":
         pytest.skip("transformers 5.17 fails with eager attention, too")
@@ -60,14 +60,14 @@ def test_assisted_generation(model_type):
     check_tokens(model, tokens(1), assistant_model=assistant, do_sample=False)
 
 
-def test_prompt_lookup():
+def test_prompt_lookup_gives_the_tokens_of_eager_attention():
     ids = tokens(1, 4).repeat(1, 3)
     check_tokens(build("llama"), ids, prompt_lookup_num_tokens=3, do_sample=False)
 
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss"])
-def test_sliding_caches_beyond_their_window(model_type, cache):
+def test_sliding_caches_work_beyond_their_window(model_type, cache):
     """A prompt of twelve tokens and twelve new ones, with windows of five."""
     options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
     check_tokens(build(model_type), cache_implementation=cache, **options)
@@ -92,12 +92,12 @@ def quantised(config) -> DynamicCache:
     return cache
 
 
-def test_a_quantised_cache():
+def test_a_quantised_cache_gives_the_tokens_of_eager_attention():
     model = build("llama")
     check_tokens(model, past_key_values=lambda: quantised(model.config), do_sample=False)
 
 
-def test_a_prefill_in_chunks():
+def test_a_prefill_in_chunks_gives_the_tokens_of_eager_attention():
     model = build("llama")
     check_tokens(model, prefill_chunk_size=5, do_sample=False)
 
@@ -112,7 +112,7 @@ def test_decoding_makes_no_dense_mask():
         assert not [name for name in hf_integration.mask_counts if ":" in name]
 
 
-def test_an_implementation_set_by_a_dictionary():
+def test_a_dictionary_sets_the_implementation():
     model = build("bart")
     ids = tokens()
     with torch.no_grad():

@@ -320,7 +320,7 @@ def test_decoding_with_a_bounded_mask_gives_that_of_the_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("start", range(2))
-def test_the_key_range_of_every_padding_mask(start):
+def test_every_padding_mask_has_the_right_key_range(start):
     """All masks of five keys, of which the cache may have dropped the first."""
     valid = torch.tensor([[bool(n >> j & 1) for j in range(5)] for n in range(32)])
     fields = {"batch_size": 32, "q_length": 1, "kv_length": 5 - start, "kv_offset": start}

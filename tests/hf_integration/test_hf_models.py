@@ -28,7 +28,7 @@ def assert_same(model, keep: Tensor | None = None, **inputs) -> None:
 
 
 @pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
-def test_logits_of_unpadded_and_padded_batches(model_type):
+def test_logits_of_unpadded_and_padded_batches_are_those_of_eager_attention(model_type):
     model, ids = build(model_type), tokens()
     hf_integration.mask_counts.clear()
     assert_same(model, input_ids=ids)
@@ -39,7 +39,7 @@ def test_logits_of_unpadded_and_padded_batches(model_type):
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
 @pytest.mark.parametrize("model_type", CAUSAL)
-def test_greedy_tokens(model_type, cache):
+def test_greedy_tokens_are_those_of_eager_attention(model_type, cache):
     model = build(model_type)
     if (model_type, cache) == ("llama4_text", "static") and transformers.__version__ < "5.18":
         pytest.skip("transformers 5.17 cannot generate with this model and a static cache")
@@ -62,7 +62,7 @@ def test_greedy_tokens(model_type, cache):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss"])
-def test_prefill_in_chunks(model_type):
+def test_a_prefill_in_two_pieces_gives_the_logits_of_one(model_type):
     model, ids = build(model_type), tokens()
     with torch.no_grad():
         whole = outputs(model, "eager", input_ids=ids)
@@ -77,7 +77,7 @@ GRADIENTS = [*CAUSAL, *ENCODERS, "t5"]
 
 
 @pytest.mark.parametrize("model_type", GRADIENTS)
-def test_gradients(model_type):
+def test_gradients_are_those_of_eager_attention(model_type):
     """Of every parameter, with padding; they include sinks (gpt-oss) and position biases (T5)."""
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
@@ -114,7 +114,7 @@ def test_packed_documents_do_not_attend_each_other(model_type):
 
 
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
-def test_encoder_decoders(model_type):
+def test_encoder_decoders_match_eager_attention(model_type):
     model, ids, target = build(model_type), tokens(), tokens(S=7, seed=1)
     assert_same(model, input_ids=ids, decoder_input_ids=target)
     for mask in (padding(side="right"), padding()):
@@ -127,14 +127,14 @@ def test_encoder_decoders(model_type):
     assert torch.equal(*results)
 
 
-def test_whisper():
+def test_whisper_matches_eager_attention():
     model = build("whisper")
     features = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
     assert_same(model, input_features=features, decoder_input_ids=tokens(S=7))
 
 
 @pytest.mark.parametrize("model_type", VISION)
-def test_vision_towers(model_type):
+def test_vision_towers_match_eager_attention(model_type):
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert_same(build(model_type), pixel_values=pixels)
 
@@ -157,7 +157,7 @@ def test_output_attentions_returns_the_weights_of_eager_attention(model_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
+def test_autocast_is_as_accurate_as_eager_attention(dtype):
     """With fp32 weights, rotary embeddings return fp32 queries and keys, but values are 16-bit."""
     for model_type in ("llama", "deepseek_v3", "bert"):
         model, ids = build(model_type), tokens()

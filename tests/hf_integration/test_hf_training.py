@@ -196,7 +196,7 @@ def test_checkpointing_repeats_dropout_and_packing(packed, reentrant):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_trainer(bf16, tmp_path):
+def test_trainer_has_the_losses_of_eager_attention(bf16, tmp_path):
     """Three steps from the same weights have the losses of eager attention."""
     losses = {}
     for name in ("eager", "fa_ops"):
@@ -244,7 +244,7 @@ def test_autocast_accepts_mixed_dtypes(dtypes):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("model_type", ["mistral", "gpt_oss"])
-def test_gradients_per_sample(model_type, padded):
+def test_gradients_per_sample_are_those_of_eager_attention(model_type, padded):
     """The host cannot read tensors that are mapped by vmap."""
     model, inputs = build(model_type), {"input_ids": tokens()}
     inputs["position_ids"] = torch.arange(12).expand(2, -1).contiguous()

@@ -117,7 +117,7 @@ def sink(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 
 def packed(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """Two documents in one row, told apart by their positions."""
+    """Two documents in one row, separated by their positions."""
     _need(model, "position_ids", "past_key_values")
     if getattr(model.config, "is_encoder_decoder", False):
         raise Skip("not a decoder")
@@ -216,7 +216,7 @@ def _generate(
 
 def _need(model: PreTrainedModel, *names: str) -> None:
     for name in set(names) - make.names(model):
-        raise Skip(f"takes no {name}")
+        raise Skip(f"no parameter {name}")
 
 
 # Caches, and weights, which only eager attention returns by default.
