@@ -59,9 +59,7 @@ class MaskArguments(NamedTuple):
     packing: PackingHint = PackingHint.NONE
 
     def without_lens(self) -> MaskArguments:
-        """The same mask with the lengths as key ranges."""
-        if self.kv_lens is None:
-            return self
+        """The same mask with its lengths as key ranges."""
         ranges = torch.stack([torch.zeros_like(self.kv_lens), self.kv_lens], -1)
         return self._replace(kv_lens=None, key_ranges=ranges[:, None, None])
 
@@ -99,8 +97,8 @@ class CompactMask(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
     def __new__(cls, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
+        """Make a tensor without storage; `__init__` sets the attributes."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=tensors[0].device)
 
     def __init__(self, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):

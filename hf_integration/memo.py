@@ -39,10 +39,8 @@ class PerTensorMemo:
             elif known_version == version and (type(version) is int or layer_id != id(layer)):
                 return value
         value = compute()
-        self._entries = (
-            (weakref.ref(tensor), version, id(layer), value),
-            *others[: self.MAX_ENTRIES - 1],
-        )
+        entry = (weakref.ref(tensor), version, id(layer), value)
+        self._entries = (entry, *others[: self.MAX_ENTRIES - 1])
         return value
 
 

@@ -31,6 +31,7 @@ class Result(unittest.TestResult):
         self.calls, self.found = calls, {}
 
     def startTest(self, test) -> None:
+        """Reset the count of attention calls."""
         super().startTest(test)
         self.calls.clear()
 
@@ -40,17 +41,21 @@ class Result(unittest.TestResult):
             self.found[name] = [outcome, self.calls.total(), why[:300]]
 
     def addSuccess(self, test) -> None:
+        """Record a passed test."""
         self._note(test, "passed")
 
     def addSkip(self, test, reason: str) -> None:
+        """Record a skipped test."""
         self._note(test, "skipped", reason)
 
     def addFailure(self, test, error) -> None:
+        """Record a failed test."""
         self._note(test, "failed", _line(error))
 
     addError = addFailure
 
     def addSubTest(self, test, subtest, error) -> None:
+        """Record a test with a failed subtest."""
         if error is not None:
             self._note(test, "failed", _line(error))
 
