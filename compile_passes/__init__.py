@@ -1,4 +1,14 @@
-"""torch.compile passes that rewrite hand-written attention into torch.ops.fa.attention."""
+"""torch.compile passes that rewrite hand-written attention into torch.ops.fa.attention.
+
+The path of one graph, which `fuse.py` follows from top to bottom:
+
+    graph/multi_head.py      calls of nn.MultiheadAttention are inlined
+    graph/ir.py              nodes become values with canonical operation names; writes are tracked
+    match/matcher.py         each softmax: product of query and key -> scores -> weights -> output
+    match/attention_site.py  which axes of a match are batch, heads, queries, keys and features
+    masks/classify.py        its masks, evaluated symbolically (symbolic_eval.py), become arguments
+    rewrite/replace.py       the call is emitted, optionally verified (verify.py), and put in place
+"""
 
 from compile_passes.explain import explain
 from compile_passes.fuse import fuse, fuse_module

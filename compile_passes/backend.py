@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="fa_ops")`: Inductor with fusion, found through the
+"""`torch.compile(model, backend="fa_ops")`: Inductor with the fusion pass, registered by the
 torch_dynamo_backends entry point.
 """
 
@@ -10,7 +10,7 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
-from compile_passes.install import chained, holds_ours
+from compile_passes.install import append_fusion, contains_fusion
 
 
 def fa_ops(
@@ -20,11 +20,9 @@ def fa_ops(
     mode: str | None = None,
     options: dict | None = None,
 ) -> Callable:
-    """Inductor's backend with the fusion pass; `mode` and `options` are those of
-    `torch.compile`.
-    """
+    """Compile with Inductor and the pass; `mode` and `options` are those of `torch.compile`."""
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= options or {}
     slot = patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    patches["pre_grad_custom_pass"] = slot if holds_ours(slot) else chained(slot)
+    patches["pre_grad_custom_pass"] = slot if contains_fusion(slot) else append_fusion(slot)
     return compile_fx(gm, example_inputs, config_patches=patches)

@@ -14,11 +14,12 @@ from compile_passes.report import Finding, Report
 def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **kwargs) -> Report:
     """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
 
-    The function runs once, eagerly. Every softmax is in the report, with its place in the source,
-    whether it was fused into which call, and why not. `print` the report or read its `findings`.
+    The function runs once, eagerly. The report lists every softmax with its source location and
+    the call that it was fused into, or the reason why it was not fused. `print` the report or read
+    its `findings`.
 
     Args:
-        function: a function or module, compiled already or not.
+        function: a function or module, compiled or not.
         inputs, kwargs: its arguments.
         dynamic: as in `torch.compile`.
     """

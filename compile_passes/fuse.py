@@ -1,4 +1,4 @@
-"""The pass over one graph: match, classify the masks, rewrite, and report what happened."""
+"""The pass over one graph: match every softmax, classify its masks, rewrite it, report it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch._dynamo.utils import counters
 
 from compile_passes import report
 from compile_passes.graph import multi_head
-from compile_passes.graph.ir import Value, View
+from compile_passes.graph.ir import GraphView, Value
 from compile_passes.graph.vocabulary import raw_name
-from compile_passes.masks.classify import Masks, classify_masks
+from compile_passes.masks.classified_masks import ClassifiedMasks
+from compile_passes.masks.classify import classify_masks
 from compile_passes.masks.exactness import Exactness
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import attention_site
@@ -28,61 +29,60 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
 
     With `verify`, each rewrite is first run beside what it replaces, on random inputs.
     """
-    if not any(map(_may_hold_attention, graph.nodes)):
+    if not _may_hold_attention(graph):
         return []
-    if any("jvp" in raw_name(node) or "make_dual" in raw_name(node) for node in graph.nodes):
-        return []  # the operator has no forward-mode derivative
-    opened, closed = multi_head.open_calls(graph)
+    inlined, not_inlined = multi_head.inline_calls(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    view = View(graph)
     try:
+        view = GraphView(graph)
         matcher = Matcher(view)
-    except Exception:  # a bug of ours must not break the user's compilation
+    except Exception:  # a bug of the pass must not break the user's compilation
         report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
         counters["fa_ops"]["internal error"] += 1
-        _settle(opened, set())
+        _finish_inlined(inlined, set())
         return []
     evaluator = SymbolicEvaluator(Exactness(graph))
-    origins = {value: value.node for value in matcher.softmaxes}
-    results: dict[Value, tuple[fx.Node, Masks] | str] = dict(matcher.misses)
+    nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
+    results: dict[Value, tuple[fx.Node, ClassifiedMasks] | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
         if not isinstance(results.get(softmax), tuple):
-            results[softmax] = _try(core, view, matcher.sums, evaluator, verify)
-    found = {node: _finding(node, reason) for node, reason in closed.items()}
-    found |= {node: _finding(node, results.get(x, NO_VALUE)) for x, node in origins.items()}
-    _settle(opened, {node for node, finding in found.items() if finding.fused})
+            results[softmax] = _fuse_core(core, view, matcher.lses, evaluator, verify)
+    found = {node: report.make_finding(node, reason) for node, reason in not_inlined.items()}
+    for softmax, node in nodes.items():
+        found[node] = report.make_finding(node, results.get(softmax, NO_VALUE))
+    _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
     return findings
 
 
-def _may_hold_attention(node: fx.Node) -> bool:
-    named = raw_name(node).endswith(("softmax", "exp", "exp_"))
-    return named or multi_head.holds_attention(node)
+def _may_hold_attention(graph: fx.Graph) -> bool:
+    names = [raw_name(node) for node in graph.nodes]
+    if any("jvp" in name or "make_dual" in name for name in names):
+        return False  # the operator has no forward-mode derivative
+    softmax = any(name.endswith(("softmax", "exp", "exp_")) for name in names)
+    return softmax or any(map(multi_head.is_attention_call, graph.nodes))
 
 
-def _settle(opened: list[multi_head.Opened], fused: set[fx.Node]) -> None:
-    for one in opened:
-        if fused.isdisjoint(one.made):
-            one.undo()
+def _finish_inlined(inlined: list[multi_head.InlinedCall], fused: set[fx.Node]) -> None:
+    for call in inlined:
+        if fused.isdisjoint(call.nodes):
+            call.undo()
         else:
-            one.keep()
+            call.commit()
 
 
-def _finding(softmax: fx.Node, result: tuple[fx.Node, Masks] | str) -> Finding:
-    place = report.locate(softmax)
-    if isinstance(result, str):
-        return Finding(softmax.name, place, False, reason=result)
-    call, masks = result
-    return Finding(softmax.name, place, True, describe(call), masks.describe())
-
-
-def _try(
-    core: Core, view: View, sums: list[RowStatistic], evaluator: SymbolicEvaluator, verify: bool
-) -> tuple[fx.Node, Masks] | str:
+def _fuse_core(
+    core: Core,
+    view: GraphView,
+    lses: list[RowStatistic],
+    evaluator: SymbolicEvaluator,
+    verify: bool,
+) -> tuple[fx.Node, ClassifiedMasks] | str:
+    """The call that replaced the core and its masks, or the reason why the core stays."""
     try:
-        site = attention_site(core, sums)
+        site = attention_site(core, lses)
         masks = classify_masks(site, evaluator)
         try:
             return rewrite(site, masks, view, verify), masks
@@ -93,30 +93,13 @@ def _try(
             return rewrite(site, masks, view, verify), masks
     except Refused as refusal:
         return str(refusal)
-    except Exception as error:  # the same
+    except Exception as error:  # a bug of the pass must not break the user's compilation
         report.log.warning("could not fuse %s", core.out, exc_info=True)
-        return f"internal error, please report: {type(error).__name__}: {error}"
-
-
-def describe(call: fx.Node) -> str:
-    """The call as one would write it, without what is at its default."""
-    q, k, v, *rest = call.args
-    mask, dropout_p, is_causal = rest
-    options = {"attn_mask": mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None}
-    options |= call.kwargs
-    given = [f"{k}={_short(v)}" for k, v in options.items() if v is not None]
-    name = call.target._schema.name
-    return f"{name}({', '.join([q.name, k.name, v.name, *given])})"
-
-
-def _short(x: object) -> str:
-    return f"{x:.6g}" if isinstance(x, float) else str(x)
+        return report.internal_error(error)
 
 
 def fuse_module(module: torch.nn.Module, verify: bool = False) -> list[Finding]:
-    """`fuse` on a graph module and on the graph modules inside it (bodies of checkpointed
-    regions).
-    """
+    """Run `fuse` on a graph module and on those inside it, such as checkpointed regions."""
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):

@@ -1,6 +1,4 @@
-"""Putting the pass into Inductor: `install`, `uninstall`, and chaining with a pass that is there
-already.
-"""
+"""Adding the pass to Inductor, beside any pass that is installed already, and removing it."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ from compile_passes.fuse import fuse
 TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 
-# What decides a rewrite: these folders and files, and the operators' schemas.
-DECIDING = ("graph", "match", "masks", "rewrite", "fuse.py")
+# The cache key covers what decides a rewrite: these sources and the operators' schemas.
+HASHED_SOURCES = ("graph", "match", "masks", "rewrite", "fuse.py")
 _OPERATORS = (torch.ops.fa.attention.default, torch.ops.fa.attention_with_lse.default)
 
 
 @cache
 def source_hash() -> str:
     """A digest of what decides a rewrite: editing it invalidates compiled caches, and editing
-    reports or commands does not.
+    reports or the installation does not.
     """
     digest = hashlib.sha256("".join(str(op._schema) for op in _OPERATORS).encode())
     root = Path(__file__).parent
-    for name in DECIDING:
+    for name in HASHED_SOURCES:
         for path in sorted((root / name).rglob("*.py")) or [root / name]:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\0".encode())
@@ -46,87 +44,89 @@ class FusionPass(CustomGraphPass):
         self.verify = verify
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Fuse the attention of a graph in place."""
         with dynamo_timed(TIMER):
             fuse(graph, self.verify)
 
     def uuid(self) -> str:
+        """The pass's part of Inductor's cache key."""
         return source_hash() + "-verified" * self.verify
 
 
-class Chain(CustomGraphPass):
-    """Other passes first, then ours. It has no uuid where one of them has none: then nothing is
-    cached, as without this pass.
-    """
+class PassChain(CustomGraphPass):
+    """Other passes, then the fusion pass."""
 
-    def __init__(self, others: tuple, ours: FusionPass) -> None:
-        self.others, self.ours = others, ours
+    def __init__(self, others: tuple, fusion: FusionPass) -> None:
+        self.others, self.fusion = others, fusion
 
     def __call__(self, graph: fx.Graph) -> None:
-        for step in (*self.others, self.ours):
+        """Run all passes on a graph, in order."""
+        for step in (*self.others, self.fusion):
             step(graph)
 
     def uuid(self) -> tuple | None:
+        """All passes' keys; None where one has none, so that Inductor caches nothing."""
         ids = [step.uuid() if hasattr(step, "uuid") else None for step in self.others]
-        return None if None in ids else (*ids, self.ours.uuid())
+        return None if None in ids else (*ids, self.fusion.uuid())
 
 
-def chained(existing: object, verify: bool = False) -> CustomGraphPass:
-    """Our pass behind what is in the slot."""
+def append_fusion(existing: object, verify: bool = False) -> CustomGraphPass:
+    """The fusion pass, after the passes that the slot holds already."""
     if not existing:
         return FusionPass(verify)
     others = existing if isinstance(existing, (list, tuple)) else (existing,)
-    return Chain(tuple(others), FusionPass(verify))
+    return PassChain(tuple(others), FusionPass(verify))
 
 
-def holds_ours(slot: object) -> bool:
+def contains_fusion(slot: object) -> bool:
+    """Whether a pass, or a list of passes, includes the fusion pass."""
     if isinstance(slot, (list, tuple)):
-        return any(map(holds_ours, slot))
-    return isinstance(slot, (FusionPass, Chain))
+        return any(map(contains_fusion, slot))
+    return isinstance(slot, (FusionPass, PassChain))
 
 
 class Installation:
-    """What `install` returns; as a context manager it uninstalls at its end."""
+    """The result of `install`; as a context manager it uninstalls on exit."""
 
-    def __init__(self, done: bool) -> None:
-        self._done = done
+    def __init__(self, installed: bool) -> None:
+        self._installed = installed
 
     def __enter__(self) -> Installation:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._done:
+        if self._installed:
             uninstall()
 
 
 def install(verify: bool = False) -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
-    With `verify`, each rewrite is checked while compiling: what was written and what replaces it
-    run on random inputs of the example's shapes, forward and backward, and where they differ the
-    code stays as it was and `explain`'s reason says by how much. Costs their time and memory once.
+    With `verify`, each rewrite is checked at compile time: the original and its replacement run on
+    random inputs of the example's shapes, forward and backward, and where they differ the original
+    is kept and the reason in the report states by how much. This costs their time and memory once.
 
-    Functions compiled before keep what they have. A pass that already stands in Inductor's
-    `pre_grad_custom_pass` runs first. Calling it again changes nothing. `with install(): ...`
-    undoes it at the end.
+    Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
+    already runs first. A second call changes nothing. `with install(): ...` uninstalls at the end.
     """
     slot = config.pre_grad_custom_pass
-    if holds_ours(slot):
+    if contains_fusion(slot):
         return Installation(False)
-    config.pre_grad_custom_pass = chained(slot, verify)
+    config.pre_grad_custom_pass = append_fusion(slot, verify)
     return Installation(True)
 
 
 def uninstall() -> None:
-    """Take the pass out again; what was in the slot before stays."""
-    config.pre_grad_custom_pass = _without_ours(config.pre_grad_custom_pass)
+    """Remove the pass; other passes in the slot stay."""
+    config.pre_grad_custom_pass = _without_fusion(config.pre_grad_custom_pass)
 
 
-def _without_ours(slot: object) -> object:
+def _without_fusion(slot: object) -> object:
     if isinstance(slot, FusionPass):
         return None
-    if isinstance(slot, Chain):
+    if isinstance(slot, PassChain):
         return slot.others[0] if len(slot.others) == 1 else list(slot.others)
     if isinstance(slot, (list, tuple)):
-        kept = [x for x in map(_without_ours, slot) if x is not None]
+        kept = [x for x in map(_without_fusion, slot) if x is not None]
         return type(slot)(kept) if kept else None
     return slot

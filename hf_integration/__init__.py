@@ -1,9 +1,9 @@
-"""transformers, with `attn_implementation="fa_ops"`: importing this package registers the name.
+"""fa_ops for transformers: importing this package registers `attn_implementation="fa_ops"`.
 
     import hf_integration
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
 
-Without the import transformers raises its ValueError for an unknown implementation.
+Without the import, transformers raises a ValueError for an unknown implementation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 
 def register() -> None:
-    """Make "fa_ops" and "paged|fa_ops" known to transformers. Idempotent; the import does it."""
+    """Register "fa_ops" and "paged|fa_ops" with transformers; called on import. Idempotent."""
     gate.install((NAME, PAGED))
     hooks.install_batching()
-    hooks.state["padding in decoding"] = decoding.install()
+    hooks.states["padding in decoding"] = decoding.install()
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)

@@ -1,13 +1,13 @@
-"""What a prefill has read of a padding mask that decoding then extends.
+"""Padding masks of decoding steps, which extend the mask of the prefill.
 
-A step of decoding on a GPU must not read its padding mask on the host. generate() appends a column
-of ones to the prefill's mask with every token: a mask that was read then, had no holes and ended in
-ones still keeps one range of keys in each row. So a mask counts as the continuation of the one read
-last for the same cache and batch size if it is one token longer; that it keeps one range is checked
-on the device, where an error costs no wait.
+A decoding step on a GPU must not read its padding mask on the host. generate() appends a column of
+ones to the mask of the prefill with every token. If that mask was read, has no holes and ends in
+ones, the extended mask still keeps one range of keys in each row. A mask is therefore treated as
+the continuation of the mask last read for the same cache and batch size if it is one token longer.
+That it does keep one range is asserted on the device, without synchronising.
 
-A cache is one request. Mask functions are not given the cache, so the function that prepares their
-arguments is wrapped to note it.
+Requests are identified by their caches. transformers does not pass the cache to mask functions, so
+`install` wraps the function that prepares their arguments to record it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREPARES = "_preprocess_mask_arguments"
 
 
 class ReadMask(NamedTuple):
-    """The mask that was last read, or taken for a continuation, for a cache."""
+    """The mask last read for a cache, or last accepted as its continuation."""
 
     batch_size: int
     length: int
@@ -38,10 +38,10 @@ _thread = threading.local()  # .cache: weak reference to the cache of the mask b
 
 
 def install() -> str:
-    """Note the cache for which masks are made. Idempotent; returns "on", or why it is off."""
+    """Record the cache for which masks are made. Idempotent; returns "on", or why it is off."""
     original = getattr(masking_utils, _PREPARES, None)
     if original is None or "past_key_values" not in inspect.signature(original).parameters:
-        return f"off: transformers.masking_utils.{_PREPARES} takes no past_key_values"
+        return f"off: transformers.masking_utils.{_PREPARES} has no past_key_values"
     if hasattr(original, "_fa_ops"):
         return "on"
     parameters = inspect.signature(original)
@@ -49,7 +49,7 @@ def install() -> str:
     @functools.wraps(original)
     def prepare(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            _note(parameters.bind(*args, **kwargs).arguments.get("past_key_values"))
+            _record_cache(parameters.bind(*args, **kwargs).arguments.get("past_key_values"))
         return original(*args, **kwargs)
 
     prepare._fa_ops = True
@@ -57,21 +57,21 @@ def install() -> str:
     return "on"
 
 
-def _note(cache: object) -> None:
+def _record_cache(cache: object) -> None:
     try:
         _thread.cache = weakref.ref(cache)
     except TypeError:  # None, or a tuple
         _thread.cache = None
 
 
-def noted_cache() -> object | None:
-    """The cache for which this thread is making a mask, once."""
-    note, _thread.cache = getattr(_thread, "cache", None), None
-    return None if note is None else note()
+def pop_cache() -> object | None:
+    """Return the cache for which this thread is making a mask, and forget it."""
+    reference, _thread.cache = getattr(_thread, "cache", None), None
+    return None if reference is None else reference()
 
 
 def remember(request, padded: bool, extensible: bool) -> None:
-    """Record a mask that was read; `extensible`: it stays one range when ones are appended."""
+    """Record a mask that was read; an `extensible` one stays one range when ones are appended."""
     if request.cache is None:
         return
     if extensible:
@@ -82,12 +82,12 @@ def remember(request, padded: bool, extensible: bool) -> None:
 
 
 def forget() -> None:
-    """Take no mask for a continuation until the next prefill."""
+    """Treat no mask as a continuation until the next prefill."""
     _read.clear()
 
 
 def continued(request) -> ReadMask | None:
-    """The mask that this one continues, or None."""
+    """Return the mask that this one continues, or None."""
     known = None if request.cache is None else _read.get(request.cache)
     if known is None:
         return None
@@ -99,9 +99,9 @@ def continued(request) -> ReadMask | None:
 
 
 def check(holds: Tensor) -> None:
-    """Stop with an error, without waiting for it, unless a bool tensor holds."""
+    """Raise an error unless a bool tensor is True, on a GPU without synchronising."""
     torch._assert_async(
         holds,
-        "an attention mask in decoding is not the one of the prefill, extended by ones: it has "
-        "holes. Call hf_integration.decoding.forget() before decoding with such a mask",
+        "the attention mask of a decoding step is not that of the prefill, extended by ones: it "
+        "has holes. Call hf_integration.decoding.forget() before decoding with such a mask",
     )

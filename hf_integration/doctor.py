@@ -1,4 +1,4 @@
-"""What `python -m fa_ops doctor --model` shows: which attention runs in each layer, and why."""
+"""The report of `python -m fa_ops doctor --model`: which attention runs in each layer, and why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Rows = list[tuple[str, str]]
 
 
 def sections(model: str) -> Iterator[tuple[str, Rows]]:
-    """Titles with rows (name, text); `model` is a model type, or a folder with a config.json.
+    """Yield titles with rows (name, text) for a model type, or a folder with a config.json.
 
-    The model is built without memory for its weights. Raises LookupError where none can be built.
+    The model is built without memory for its weights. Raises LookupError if none can be built.
     """
     config = _config(model)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -25,7 +25,7 @@ def sections(model: str) -> Iterator[tuple[str, Rows]]:
         warnings.simplefilter("always")
         try:
             built = AutoModel.from_config(config, attn_implementation="fa_ops", dtype=dtype)
-        except Exception as error:  # modeling code fails in ways of its own
+        except Exception as error:  # modeling code can raise anything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise LookupError(f"no model can be built from {model!r}: {reason}") from None
     rows = [
@@ -33,7 +33,7 @@ def sections(model: str) -> Iterator[tuple[str, Rows]]:
         for layers in explain(built).layers
     ]
     yield f"model {config.model_type}", rows or [("attention", "none")]
-    refusals = dict.fromkeys(str(w.message) for w in raised if "cannot serve" in str(w.message))
+    refusals = dict.fromkeys(str(w.message) for w in raised if "attention code" in str(w.message))
     if refusals:
         yield "refused", [("because", text) for text in refusals]
 
@@ -45,5 +45,5 @@ def _config(model: str) -> PreTrainedConfig:
         except (OSError, ValueError) as error:
             raise LookupError(f"no model's config can be read from {model}: {error}") from None
     if model not in CONFIG_MAPPING:
-        raise LookupError(f"{model!r} is neither a folder nor a model type that transformers knows")
+        raise LookupError(f"{model!r} is neither a folder nor a model type of transformers")
     return CONFIG_MAPPING[model]()

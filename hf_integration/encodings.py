@@ -1,8 +1,8 @@
-"""Attention masks that stay small: bool masks of shape (B, 1, Sq, Sk), held as a few integers.
+"""Compact attention masks: bool masks of shape (B, 1, Sq, Sk) that are stored as a few integers.
 
-A mask function of transformers returns a mask that is handed from layer to layer as it is, and that
-some models compute with. `CompactMask` serves both: the attention function reads its encoding, and
-any other operation sees the bool tensor that SDPA's mask function would have returned.
+A mask made by a mask function of transformers is passed unchanged to every layer, but some models
+compute with it. `CompactMask` supports both: the attention function reads its encoding, and any
+other operation gets the bool tensor that SDPA's mask function would have returned.
 """
 
 from __future__ import annotations
@@ -20,43 +20,32 @@ from torch import Tensor, nn
 
 from hf_integration.memo import PerTensorMemo
 
-# How often each encoding was made, dense and float masks with the reason; not counted by Dynamo.
+# How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()
 _memo = PerTensorMemo()
 
 
 class Encoding(enum.Enum):
-    """How a mask is held. A value is the name under which masks are counted."""
+    """How a mask is stored. The values are the names under which masks are counted."""
 
     FULL = "full"  # every query attends every key
     CAUSAL = "causal"  # causal over the first n keys, aligned at the bottom right
-    LENGTHS = "lengths"  # the one query attends keys j < lengths[b]
+    LENGTHS = "lengths"  # the only query attends keys j < lengths[b]
     RANGES = "ranges"  # query i attends keys ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1]
-    KEYS = "keys"  # the keys that are kept, for every query
-    CAUSAL_KEYS = "causal, keys"  # causal over the first n keys, of which some are kept
-    RANGES_KEYS = "ranges, keys"  # ranges, of which some keys are kept
-    DENSE = "dense"  # what a CompactMask becomes once a model has computed with it
+    KEYS = "keys"  # every query attends the kept keys
+    CAUSAL_KEYS = "causal, keys"  # causal over the kept ones of the first n keys
+    RANGES_KEYS = "ranges, keys"  # the kept keys in ranges
+    DENSE = "dense"  # a CompactMask after a model has computed with it
 
-
-# The tensors that hold each encoding.
-_TENSORS = {
-    Encoding.FULL: ("extent",),
-    Encoding.CAUSAL: ("extent",),
-    Encoding.LENGTHS: ("lengths",),
-    Encoding.RANGES: ("ranges",),
-    Encoding.KEYS: ("kept",),
-    Encoding.CAUSAL_KEYS: ("kept",),
-    Encoding.RANGES_KEYS: ("ranges", "kept"),
-    Encoding.DENSE: ("dense",),
-}
+    __hash__ = object.__hash__  # Enum's is slow, and every decoding step looks encodings up
 
 
 class PackingHint(enum.Enum):
-    """What is known of documents that are packed into one row, when a mask is made."""
+    """How a mask relates to documents that may be packed into one row."""
 
-    NONE = "the mask is not causal, or holds them already together with other limits"
+    NONE = "the mask is not causal, or already separates documents, but not only that"
     POSSIBLE = "the mask is causal; positions may show that it covers several documents"
-    ONLY = "the key ranges are causal within each document, and nothing else"
+    ONLY = "the key ranges are causal within each document, and mask nothing else"
 
 
 class MaskArguments(NamedTuple):
@@ -70,19 +59,16 @@ class MaskArguments(NamedTuple):
     packing: PackingHint = PackingHint.NONE
 
     def without_lens(self) -> MaskArguments:
-        """The lengths as key ranges."""
-        if self.kv_lens is None:
-            return self
+        """The same mask with its lengths as key ranges."""
         ranges = torch.stack([torch.zeros_like(self.kv_lens), self.kv_lens], -1)
         return self._replace(kv_lens=None, key_ranges=ranges[:, None, None])
 
     def is_bool_row(self) -> bool:
-        """Whether nothing but a bool mask (B, 1, 1, Sk) says which keys are kept."""
-        mask = self.attn_mask
-        return mask is not None and mask.dtype == torch.bool and tuple(mask.shape[1:3]) == (1, 1)
+        """Whether `attn_mask` is a bool mask (B, 1, 1, Sk)."""
+        return self.attn_mask.dtype == torch.bool and tuple(self.attn_mask.shape[1:3]) == (1, 1)
 
     def keep(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
-        """Bool, broadcastable to (B, H, Sq, Sk): all of the mask but a float `attn_mask`."""
+        """The mask without a float `attn_mask`, as bool broadcastable to (B, H, Sq, Sk)."""
         j = torch.arange(Sk, device=device)
         keep = torch.ones((1, 1, Sq, Sk), dtype=torch.bool, device=device)
         if self.is_causal:
@@ -97,13 +83,12 @@ class MaskArguments(NamedTuple):
 
 
 class CompactMask(Tensor):
-    """A bool mask (B, 1, Sq, Sk) that is materialised only if something other than attention
-    reads it. Added to floats it is what eager attention adds: 0, or the lowest number.
+    """A bool mask (B, 1, Sq, Sk) that is materialised only if code other than attention reads it.
 
-    Made by the functions below. Attributes: `encoding`, `packing`, and the tensors of the
-    encoding:
+    Added to floats it is the mask that eager attention adds: 0, or the lowest finite number. The
+    constructors are below. Attributes: `encoding`, `packing`, and the tensors of the encoding:
 
-        extent   (n, 0), without elements: n keys
+        extent   (n, 0), no elements: n keys
         lengths  int32 (B,)
         ranges   int32 (B or 1, 1, Sq or 1, 2)
         kept     bool (B or 1, n)
@@ -112,22 +97,22 @@ class CompactMask(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
     def __new__(cls, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
+        """Make a tensor without storage; `__init__` sets the attributes."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=tensors[0].device)
 
     def __init__(self, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
         self.encoding, self.packing = encoding, packing
-        for name, tensor in zip(_TENSORS[encoding], tensors, strict=True):
+        for name, tensor in zip(_CODECS[encoding].tensors, tensors, strict=True):
             setattr(self, name, tensor)
 
     def __tensor_flatten__(self):
-        return list(_TENSORS[self.encoding]), (self.encoding, self.packing)
+        return list(_CODECS[self.encoding].tensors), (self.encoding, self.packing)
 
     @staticmethod
     def __tensor_unflatten__(tensors, context, shape, stride):
-        encoding, packing = context
-        return CompactMask(encoding, packing, shape, *(tensors[n] for n in _TENSORS[encoding]))
+        names = _CODECS[context[0]].tensors
+        return CompactMask(*context, shape, *(tensors[name] for name in names))
 
     def __repr__(self) -> str:
         return f"CompactMask({self.encoding.value}, shape={tuple(self.shape)})"
@@ -154,38 +139,31 @@ class CompactMask(Tensor):
         return function(*args, **kwargs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the mask."""
-        return tuple(getattr(self, name) for name in _TENSORS[self.encoding])
+        """The tensors of the encoding."""
+        return tuple(getattr(self, name) for name in _CODECS[self.encoding].tensors)
 
     def is_concrete(self) -> bool:
-        """Whether the mask holds numbers, and is not being traced."""
+        """Whether the tensors have values, as they do not while being traced."""
         return all(type(tensor) is Tensor for tensor in self.tensors())
 
 
-_COPIES = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-}
-# Code that adds its mask to scores means eager attention's float mask.
-_ADDITIONS = {torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.baddbmm}
+_aten = torch.ops.aten
+_COPIES = {each.default for each in (_aten.detach, _aten.alias, _aten.clone, _aten._to_copy)}
+# Code that adds its mask to scores expects the float mask of eager attention.
+_ADDITIONS = {_aten.add, _aten.add_, _aten.baddbmm}
 
 
 def _additive(mask: CompactMask, dtype: torch.dtype) -> Tensor:
-    """The mask as transformers' eager attention adds it."""
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
-        ~materialise(mask), lowest
-    )
+    """The mask as transformers' eager attention adds it to scores."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill(~materialise(mask), torch.finfo(dtype).min)
 
 
 def materialise(mask: CompactMask) -> Tensor:
-    """The mask as a plain bool tensor (B, 1, Sq, Sk).
+    """Return the mask as a plain bool tensor (B, 1, Sq, Sk), and store it as that.
 
-    From then on the mask is held as that tensor, so that what a model writes to it, or to a view of
-    it, holds for attention, and other layers don't materialise it again. While tracing it is made
-    anew each time.
+    Attention then sees what a model writes to the tensor or to a view of it, and other layers do
+    not materialise the mask again. A traced mask is materialised each time.
     """
     if mask.encoding is Encoding.DENSE:
         return mask.dense
@@ -206,23 +184,21 @@ def materialise(mask: CompactMask) -> Tensor:
 
 
 def full(shape, device: torch.device | str) -> CompactMask:
-    """Every query attends every key."""
-    return _of_extent(Encoding.FULL, shape, shape[3], device)
+    """A mask with which every query attends every key."""
+    return CompactMask(Encoding.FULL, PackingHint.NONE, shape, _extent(shape[3], device))
 
 
 def causal(shape, visible_keys: int, device: torch.device | str) -> CompactMask:
-    """Causal over the first `visible_keys` keys."""
-    return _of_extent(Encoding.CAUSAL, shape, visible_keys, device)
+    """A causal mask over the first `visible_keys` keys."""
+    return CompactMask(Encoding.CAUSAL, PackingHint.POSSIBLE, shape, _extent(visible_keys, device))
 
 
-def _of_extent(encoding: Encoding, shape, keys: int, device: torch.device | str) -> CompactMask:
-    packing = PackingHint.POSSIBLE if encoding is Encoding.CAUSAL else PackingHint.NONE
-    extent = torch.empty((keys, 0), dtype=torch.int32, device=device)
-    return CompactMask(encoding, packing, shape, extent)
+def _extent(count: int, device: torch.device | str) -> Tensor:
+    return torch.empty((count, 0), dtype=torch.int32, device=device)
 
 
 def lengths(shape, ends: Tensor) -> CompactMask:
-    """One query in each row, of keys below `ends`, (B or 1) or (B or 1, 1)."""
+    """A mask for one query that attends the keys below `ends`, (B or 1) or (B or 1, 1)."""
     ends = ends.to(torch.int32).flatten()
     if ends.shape[0] != shape[0]:
         ends = ends.expand(shape[0])
@@ -230,13 +206,9 @@ def lengths(shape, ends: Tensor) -> CompactMask:
 
 
 def ranges(
-    shape,
-    lo: Tensor,
-    hi: Tensor,
-    kept: Tensor | None = None,
-    packing: PackingHint = PackingHint.NONE,
+    shape, lo: Tensor, hi: Tensor, kept: Tensor | None = None, packing=PackingHint.NONE
 ) -> CompactMask:
-    """Keys lo <= j < hi, from bounds of shape (B or 1, Sq or 1); of these the ones in `kept`."""
+    """A mask of the keys lo <= j < hi, (B or 1, Sq or 1), that are True in `kept` if given."""
     bounds = torch.stack(torch.broadcast_tensors(lo, hi), -1)[:, None].to(torch.int32)
     if kept is None:
         return CompactMask(Encoding.RANGES, packing, shape, bounds)
@@ -244,19 +216,19 @@ def ranges(
 
 
 def keys(shape, kept: Tensor) -> CompactMask:
-    """The keys of a bool `kept` (B or 1, n)."""
+    """A mask with which every query attends the keys that are True in `kept` (B or 1, n)."""
     return CompactMask(Encoding.KEYS, PackingHint.NONE, shape, kept)
 
 
 def causal_keys(shape, kept: Tensor) -> CompactMask:
-    """Causal over the first n keys, of which those of a bool `kept` (B or 1, n)."""
+    """A causal mask over those of the first n keys that are True in `kept` (B or 1, n)."""
     return CompactMask(Encoding.CAUSAL_KEYS, PackingHint.POSSIBLE, shape, kept)
 
 
 def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
-    """A mask, compact or given by the user, as arguments of an attention call of a layer.
+    """A mask, compact or passed by the user, as arguments of an attention call of a layer.
 
-    Raises ValueError for a tensor that is no mask.
+    Raises ValueError for a tensor that is neither bool nor floating point.
     """
     if type(mask) is not CompactMask:
         if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
@@ -265,10 +237,17 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
                 f"{tuple(mask.shape)}"
             )
         return MaskArguments(attn_mask=mask)
-    return _ARGUMENTS[mask.encoding](mask, layer)
+    return _CODECS[mask.encoding].arguments(mask, layer)
 
 
-_EVERYTHING = MaskArguments()
+class Codec(NamedTuple):
+    """The attributes of a `CompactMask` that store an encoding, and their decoder."""
+
+    tensors: tuple[str, ...]
+    arguments: Callable[[CompactMask, nn.Module | None], MaskArguments]
+
+
+_NO_MASK = MaskArguments()
 
 
 def _causal_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
@@ -281,38 +260,42 @@ def _ranges_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
     return MaskArguments(key_ranges=mask.ranges, attn_mask=added, packing=mask.packing)
 
 
-_ARGUMENTS: dict[Encoding, Callable[[CompactMask, nn.Module | None], MaskArguments]] = {
-    Encoding.FULL: lambda mask, layer: _EVERYTHING,
-    Encoding.CAUSAL: lambda mask, layer: MaskArguments(
-        mask.extent.shape[0], True, packing=mask.packing
-    ),
-    Encoding.LENGTHS: lambda mask, layer: MaskArguments(kv_lens=mask.lengths),
-    Encoding.RANGES: lambda mask, layer: MaskArguments(
-        key_ranges=mask.ranges, packing=mask.packing
-    ),
-    Encoding.KEYS: lambda mask, layer: MaskArguments(attn_mask=mask.kept[:, None, None]),
-    Encoding.CAUSAL_KEYS: _causal_keys,
-    Encoding.RANGES_KEYS: _ranges_keys,
-    Encoding.DENSE: lambda mask, layer: MaskArguments(attn_mask=mask.dense),
+def _causal(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    return MaskArguments(mask.extent.shape[0], True, packing=mask.packing)
+
+
+def _ranges(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
+    return MaskArguments(key_ranges=mask.ranges, packing=mask.packing)
+
+
+_CODECS = {
+    Encoding.FULL: Codec(("extent",), lambda mask, layer: _NO_MASK),
+    Encoding.CAUSAL: Codec(("extent",), _causal),
+    Encoding.LENGTHS: Codec(("lengths",), lambda mask, _: MaskArguments(kv_lens=mask.lengths)),
+    Encoding.RANGES: Codec(("ranges",), _ranges),
+    Encoding.KEYS: Codec(("kept",), lambda m, _: MaskArguments(attn_mask=m.kept[:, None, None])),
+    Encoding.CAUSAL_KEYS: Codec(("kept",), _causal_keys),
+    Encoding.RANGES_KEYS: Codec(("ranges", "kept"), _ranges_keys),
+    Encoding.DENSE: Codec(("dense",), lambda mask, _: MaskArguments(attn_mask=mask.dense)),
 }
 
 
 def added_to_scores(kept: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """0 where a bool tensor is True, -inf elsewhere."""
+    """A tensor that is 0 where a bool tensor is True, and -inf elsewhere."""
     zeros = torch.zeros(kept.shape, dtype=dtype, device=kept.device)
     return zeros.masked_fill(~kept, -math.inf)
 
 
 def range_ends(ranges: Tensor, batch_size: int, layer: nn.Module) -> Tensor:
-    """Lengths (B,) that cover every range of shape (B or 1, 1, 1, 2); contiguous."""
+    """The ends of key ranges (B or 1, 1, 1, 2) as contiguous lengths (B,)."""
     return _memo.get(ranges, layer, lambda: ranges[:, 0, 0, 1].expand(batch_size).contiguous())
 
 
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> MaskArguments:
-    """A bool mask of one query (B, 1, 1, Sk), with the range of keys outside which none is kept.
+    """A bool mask (B, 1, 1, Sk) of one query as the range of keys that contains all kept ones.
 
-    So a kernel reads the filled part of a cache only, and the host reads nothing. Within the range
-    the mask is added to the scores, in `dtype`: padding in decoding may have holes.
+    A kernel then reads only the filled part of a cache, and the host reads nothing. The mask itself
+    is added to the scores, in `dtype`, because the padding of a decoding step may have holes.
     """
     row = mask.tensors()[0] if type(mask) is CompactMask else mask
     found = _memo.get(row, layer, lambda: _bound(row.flatten(0, -2), dtype))

@@ -1,4 +1,4 @@
-"""`explain(model)`: which attention runs in each layer, and why."""
+"""Explain which attention runs in each layer of a model, and why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_integration import architectures, hooks, latent, masks
 
 
 class Layers(NamedTuple):
-    """Layers that run the same attention for the same reasons."""
+    """Layers of one class that run the same attention for the same reasons."""
 
     names: list[str]
-    kind: str  # the class
-    runs: str
+    kind: str  # the name of the class
+    runs: str  # the attention that runs
     why: str
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Layers(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What runs in every attention layer, and how often each encoding of masks was made so far."""
+    """The attention of every layer, counts of the mask encodings made, and states of the hooks."""
 
     layers: list[Layers]
     masks: dict[str, int]
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Which attention runs in each layer of a transformers model, and why. Computes nothing.
+    """Explain which attention runs in each layer of a transformers model, without running it.
 
     Example:
         >>> print(hf_integration.explain(model))
@@ -53,13 +53,13 @@ def explain(model: nn.Module) -> Explanation:
     """
     groups: dict[tuple, list[str]] = {}
     for name, layer, owner in _attention_layers(model):
-        groups.setdefault((type(layer).__name__, *_about(layer, owner)), []).append(name)
+        groups.setdefault((type(layer).__name__, *_explain_layer(layer, owner)), []).append(name)
     layers = [Layers(names, *key) for key, names in groups.items()]
-    return Explanation(layers, dict(Counter(masks.counts)), dict(hooks.state))
+    return Explanation(layers, dict(Counter(masks.counts)), dict(hooks.states))
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """The innermost modules named attention, each with the model that holds its config."""
+    """The innermost modules whose class is named Attention, each with the model that owns it."""
     owners = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     for name, module in model.named_modules():
         inner = (type(part).__name__ for part in module.modules() if part is not module)
@@ -71,19 +71,19 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTra
             yield name, module, owners[owner]
 
 
-def _about(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
-    """What runs and why."""
+def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
+    """The attention that runs in a layer, and why."""
     config = getattr(layer, "config", None) or owner.config
     module = sys.modules[type(layer).__module__]
-    if architectures.owns_attention(module):
+    if architectures.bypasses_interface(module):
         return "its own attention code", "the model never calls transformers' attention interface"
     if not hooks.is_ours(config):
         chosen = getattr(config, "_attn_implementation", None)
-        return str(chosen), "the config says so; model.set_attn_implementation('fa_ops') changes it"
+        return str(chosen), "set in the config; model.set_attn_implementation('fa_ops') changes it"
     notes = [*_features(layer), _masks(config)]
     tensors = _example(layer, config)
     if tensors is None:
-        return "fa_ops", "; ".join(["its sizes are not known", *notes])
+        return "fa_ops", "; ".join(["its head dimension is unknown", *notes])
     found = dispatch.explain(*tensors)
     refused = [f"{name}: {why}" for name, why in found.reasons.items() if why]
     order = list(dispatch.BACKENDS)
@@ -104,18 +104,18 @@ def _features(layer: nn.Module) -> Iterator[str]:
 
 
 def _masks(config) -> str:
-    facts = architectures.facts(config)
-    if facts.floating:
-        return f"float masks, because {facts.floating}"
-    if facts.dense:
-        return f"dense masks, because of {facts.dense}"
-    return "masks stay compact" + (" until the model computes with them" if facts.computes else "")
+    needs = architectures.mask_needs(config)
+    if needs.floating:
+        return f"float masks, because {needs.floating}"
+    if needs.dense:
+        return f"dense masks, because of {needs.dense}"
+    return "masks stay compact" + (" until the model computes with them" if needs.computes else "")
 
 
 def _example(layer: nn.Module, config) -> tuple[torch.Tensor, ...] | None:
-    """Small query, key and value of the layer's head dimensions, dtype and device.
+    """A small query, key and value with the head dimensions, dtype and device of a layer.
 
-    None where its head dimension is not known.
+    None if its head dimension is unknown.
     """
     D = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
     D = D or getattr(config, "head_dim", None) or getattr(layer, "attention_head_size", None)
@@ -124,8 +124,8 @@ def _example(layer: nn.Module, config) -> tuple[torch.Tensor, ...] | None:
         return None
     Dv = getattr(layer, "v_head_dim", None) or D
     device = weight.device
-    if device.type == "meta":  # where such a model will most likely be loaded
+    if device.type == "meta":  # explain the device where the model will most likely be loaded
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    make = {"dtype": weight.dtype, "device": device}
-    q, v = torch.empty((1, 1, 1, D), **make), torch.empty((1, 1, 1, Dv), **make)
+    factory = {"dtype": weight.dtype, "device": device}
+    q, v = torch.empty((1, 1, 1, D), **factory), torch.empty((1, 1, 1, Dv), **factory)
     return q, q, v

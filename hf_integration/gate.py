@@ -1,8 +1,8 @@
-"""Models that transformers builds with "fa_ops" although their code never calls it.
+"""Refuse "fa_ops" for models whose code never calls transformers' attention interface.
 
-transformers checks only that an attention name is registered. A model with attention code of its
-own would then receive masks that it misreads. Such a model keeps what transformers chooses by
-default, and is named in a warning.
+transformers only checks that the name of an implementation is registered. A model with its own
+attention code would then misread our masks. Such a model keeps the implementation that transformers
+chooses by default, and a warning names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _METHOD = "get_correct_attn_implementation"
 
 
 def install(names: tuple[str, ...]) -> None:
-    """Wrap the method by which every model chooses its attention implementation. Idempotent.
+    """Wrap the method with which every model chooses its attention implementation. Idempotent.
 
     Raises RuntimeError if this transformers release has no such method.
     """
@@ -36,20 +36,20 @@ def install(names: tuple[str, ...]) -> None:
     @functools.wraps(original)
     def choose(self, requested_attention, *args, **kwargs):
         if requested_attention in names:
-            architectures.facts(self.config)  # found now: Dynamo cannot look them up
+            architectures.mask_needs(self.config)  # read now, because Dynamo cannot read them
             module = sys.modules.get(type(self).__module__)
-            if module is not None and architectures.owns_attention(module):
+            if module is not None and architectures.bypasses_interface(module):
                 chosen = original(self, None, *args, **kwargs)
                 warnings.warn(
-                    f"{type(self).__name__} has attention code of its own, which never calls "
-                    f"transformers' attention interface: {names[0]!r} cannot serve it, "
-                    f"{chosen!r} is used",
+                    f"{type(self).__name__} has its own attention code, which never calls "
+                    f"transformers' attention interface: {chosen!r} is used instead of "
+                    f"{names[0]!r}",
                     stacklevel=2,
                 )
                 return chosen
             if module is not None:
                 _complete_class_tables(module, requested_attention)
-                hooks.install_tower(module)
+                hooks.install_cu_seqlens(module)
                 latent.install(module, hooks.is_ours)
         return original(self, requested_attention, *args, **kwargs)
 
@@ -58,7 +58,7 @@ def install(names: tuple[str, ...]) -> None:
 
 
 def _complete_class_tables(module: ModuleType, name: str) -> None:
-    """Where layer classes are listed by implementation, ours gets SDPA's, or else the eager one."""
+    """Add our name to tables of layer classes by implementation, with SDPA's or eager's class."""
     for table in vars(module).values():
         if isinstance(table, dict) and isinstance(table.get("eager"), type):
             table.setdefault(name, table.get("sdpa", table["eager"]))

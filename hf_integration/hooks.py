@@ -1,9 +1,9 @@
-"""Features that transformers reserves for implementations whose name contains "flash".
+"""Enable features that transformers reserves for implementations whose name contains "flash".
 
-Two depend on the name: vision and audio towers describe packed images by cu_seq_lens instead of
-looping over them, and continuous batching accepts the implementation. Each hook first checks that
-this transformers release has what it changes; where not, the feature stays off, for the reason in
-`hooks.state`.
+There are two: vision and audio towers describe packed images by cu_seq_lens instead of looping over
+them, and continuous batching accepts the implementation. Each hook first checks that this
+transformers release has the code to be patched. If not, the feature stays off, and `states` holds
+the reason.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _IS_FLASH = "is_flash_attention_requested"
 _BATCHING = "transformers.generation.continuous_batching"
 
 # Feature -> "on", or why it is off.
-state: dict[str, str] = {"continuous batching": "not installed yet"}
+states: dict[str, str] = {"continuous batching": "not installed yet"}
 
 
 def is_ours(config: object) -> bool:
-    """Whether a config's attention implementation is ours, paged or not."""
+    """Whether the attention implementation of a config is fa_ops, paged or not."""
     return getattr(config, "_attn_implementation", None) in (NAME, PAGED)
 
 
-def install_tower(module: ModuleType) -> bool:
+def install_cu_seqlens(module: ModuleType) -> bool:
     """Make the towers of a modeling module pass cu_seq_lens to our function. Idempotent."""
     is_flash = getattr(module, _IS_FLASH, None)
     if is_flash is None:
@@ -40,14 +40,14 @@ def install_tower(module: ModuleType) -> bool:
     except OSError:
         return False
     if "cu_seq_lens_q=" not in source:
-        return False  # the answer is used for something else
-    setattr(module, _IS_FLASH, _also_ours(is_flash))
+        return False  # the module uses the function for something else
+    setattr(module, _IS_FLASH, _accepting_ours(is_flash))
     return True
 
 
 def install_batching() -> None:
-    """Make continuous batching accept our name. Idempotent; writes `state`."""
-    if state["continuous batching"] == "on":
+    """Make continuous batching accept our name, and set its state. Idempotent."""
+    if states["continuous batching"] == "on":
         return
     try:
         modules = [
@@ -55,25 +55,25 @@ def install_batching() -> None:
             for name in ("continuous_api", "initialization", "cache")
         ]
     except ImportError as error:
-        state["continuous batching"] = f"off: {error}"
+        states["continuous batching"] = f"off: {error}"
         return
     update = inspect.signature(modules[2].PagedAttentionCache.update).parameters
     if not ("kwargs" in update or {"read_index", "write_index"} <= update.keys()):
-        state["continuous batching"] = "off: PagedAttentionCache.update takes other arguments"
+        states["continuous batching"] = "off: PagedAttentionCache.update has other arguments"
         return
     for module in modules:
         is_flash = getattr(module, _IS_FLASH, None)
         if is_flash is not None and not hasattr(is_flash, "_fa_ops"):
-            setattr(module, _IS_FLASH, _also_ours(is_flash))
+            setattr(module, _IS_FLASH, _accepting_ours(is_flash))
     for name in ("lazy_import_flash_attention", "lazy_import_paged_flash_attention"):
         imports = getattr(modules[1], name, None)
         if imports is not None and not hasattr(imports, "_fa_ops"):
             setattr(modules[1], name, _with_cache(imports, name))
-    state["continuous batching"] = "on"
+    states["continuous batching"] = "on"
 
 
-def _also_ours(is_flash: Callable) -> Callable:
-    """`is_flash_attention_requested` that is true for our name too."""
+def _accepting_ours(is_flash: Callable) -> Callable:
+    """`is_flash_attention_requested` that also returns True for our name."""
 
     @functools.wraps(is_flash)
     def wrapper(config=None, requested_attention_implementation=None, *args, **kwargs):
@@ -87,7 +87,7 @@ def _also_ours(is_flash: Callable) -> Callable:
 
 
 def _with_cache(imports: Callable, name: str) -> Callable:
-    """The import of flash functions; continuous batching only checks for the one with a cache."""
+    """The import of flash functions, of which continuous batching needs the one with a cache."""
 
     @functools.wraps(imports)
     def wrapper(implementation, *args, **kwargs):

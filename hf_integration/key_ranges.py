@@ -1,9 +1,9 @@
-"""From transformers' mask functions to one range of keys [lo, hi) for each query.
+"""Convert mask functions of transformers to one range of keys [lo, hi) for each query.
 
 A mask function of transformers.masking_utils maps indices (batch, head, query, key) to bool and is
-composed of closures. Two exact ways to find its ranges: `bounds` reads the closures, each kind of
-which has a closed form; `search` only calls the function, so that it also works while Dynamo
-traces, which cannot read closures.
+composed of closures. Its ranges are found exactly by one of two methods: `bounds` reads the
+closures, each kind of which has a closed form; `search` only calls the function, and therefore also
+works while Dynamo traces, which cannot read closures.
 """
 
 from __future__ import annotations
@@ -20,22 +20,15 @@ MaskFunction = Callable[..., Tensor]
 causal = masking_utils.causal_mask_function
 bidirectional = masking_utils.bidirectional_mask_function
 
-# What always leaves a range that contains the query's own position. `search` relies on that and
-# cannot check it, so it is used only if this transformers release has nothing else.
+# Mask functions that always keep one range of keys, which contains the query's own position.
+# `search` relies on that and cannot check it, so it needs a transformers release without others.
 _CONTIGUOUS = {
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "chunked_overlay",
-    "blockwise_overlay",
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_causal_mask_function",
-    "sliding_window_bidirectional_mask_function",
-    "chunked_causal_mask_function",
-    "padding_mask_function",
-    "packed_sequence_mask_function",
+    "sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay",
+    "blockwise_overlay", "causal_mask_function", "bidirectional_mask_function",
+    "sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function",
+    "chunked_causal_mask_function", "padding_mask_function", "packed_sequence_mask_function",
     "add_offsets_to_mask_function",
-}
+}  # fmt: skip
 UNKNOWN_OVERLAYS = {
     name for name in vars(masking_utils) if name.endswith(("_overlay", "_mask_function"))
 } - _CONTIGUOUS
@@ -44,7 +37,7 @@ UNION_CODE = masking_utils.or_masks(causal).__code__
 
 
 class UnknownMaskFunction(Exception):
-    """A mask function that may leave a query more than one range of keys."""
+    """A mask function that may keep more than one range of keys for a query."""
 
 
 class KeyRange(NamedTuple):
@@ -55,16 +48,15 @@ class KeyRange(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries whose bounds are wanted. Rules append 0-d bool tensors to `conditions`; the bounds
-    are exact where all of them hold."""
+    """The queries to find bounds for."""
 
-    batch: Tensor | None  # (B, 1); None where every part is causal
+    batch: Tensor | None  # (B, 1); None if every part is causal
     position: Tensor  # (1 or B, Sq), absolute
-    conditions: list[Tensor]
+    conditions: list[Tensor]  # 0-d bools that rules append; if all hold, the bounds are exact
 
 
 def factory_name(function: MaskFunction) -> str:
-    """Which factory of masking_utils made the function, or its own name; "" for any other."""
+    """The name of a function of masking_utils, or of the factory that made it; else ""."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return ""
     return function.__qualname__.partition(".")[0]
@@ -77,7 +69,7 @@ def captured(function: MaskFunction) -> dict:
 
 
 def conjuncts(function: MaskFunction) -> list[MaskFunction]:
-    """The functions whose conjunction this one is, less bidirectional ones, which mask nothing."""
+    """The functions of which this one is the conjunction, without bidirectional ones."""
     if function is bidirectional:
         return []
     if factory_name(function) != "and_masks":
@@ -86,12 +78,12 @@ def conjuncts(function: MaskFunction) -> list[MaskFunction]:
 
 
 def is_packing(parts: list[MaskFunction]) -> bool:
-    """Whether conjuncts keep several documents apart."""
+    """Whether conjuncts separate packed documents."""
     return any(factory_name(part) == "packed_sequence_mask_function" for part in parts)
 
 
 def is_causal_packing(parts: list[MaskFunction]) -> bool:
-    """Whether conjuncts are causal within each of several documents, and mask nothing else."""
+    """Whether conjuncts are causal within each packed document, and mask nothing else."""
     kinds = [factory_name(part) for part in parts]
     inner = [
         captured(part)["mask_function"] if name == "remap_positions_for_packed_sequence" else part
@@ -102,7 +94,7 @@ def is_causal_packing(parts: list[MaskFunction]) -> bool:
 
 
 def can_mask_out(function: MaskFunction, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-    """Whether a conjunct can exclude a key, given first and last query and key positions."""
+    """Whether a conjunct can mask out a key, given the first and last query and key positions."""
     if function is causal:
         return keys[1] > queries[0]
     if factory_name(function) == "sliding_window_overlay":
@@ -116,9 +108,9 @@ def can_mask_out(function: MaskFunction, queries: tuple[int, int], keys: tuple[i
 def bounds(function: MaskFunction, at: Queries) -> KeyRange:
     """The ranges of a mask function in closed form.
 
-    Raises UnknownMaskFunction where none is known.
+    Raises UnknownMaskFunction if no closed form is known.
     """
-    if function is causal:  # not by its name, which Dynamo cannot read
+    if function is causal:  # compared by identity, because Dynamo cannot read its name
         return KeyRange(hi=at.position + 1)
     rule = _RULES.get(factory_name(function))
     if rule is None:
@@ -127,16 +119,16 @@ def bounds(function: MaskFunction, at: Queries) -> KeyRange:
 
 
 def intersect(ranges: list[KeyRange]) -> KeyRange:
-    """The keys that are in all of the ranges."""
+    """The ranges of keys that are in all of the given ranges."""
     lows = [each.lo for each in ranges if each.lo is not None]
     highs = [each.hi for each in ranges if each.hi is not None]
     return KeyRange(_fold(torch.maximum, lows), _fold(torch.minimum, highs))
 
 
 def search(function: MaskFunction, at: Queries, first_key: int, kv_length: int) -> KeyRange:
-    """Both ends of every range, from calls of a function that holds at the query itself.
+    """The ranges of a function that keeps the query's own position, found by calling it.
 
-    The distance from the query to either end is found digit by digit in base 16, with six calls
+    The distances from the query to both ends are found digit by digit in base 16, with six calls
     that probe fifteen keys for each query and side. Nothing is read on the host.
     """
     position = at.position.clamp(first_key, first_key + kv_length - 1)[..., None]
@@ -154,10 +146,10 @@ def search(function: MaskFunction, at: Queries, first_key: int, kv_length: int) 
     return KeyRange(position.squeeze(-1) - left, position.squeeze(-1) + right + 1)
 
 
-def same_value(values: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last + 1 position of each value of `own` in `values`, whose rows never decrease."""
+def equal_range(values: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The half-open range of each `wanted` value in `values`, whose rows never decrease."""
     values = values.contiguous()
-    return torch.searchsorted(values, own), torch.searchsorted(values, own, right=True)
+    return torch.searchsorted(values, wanted), torch.searchsorted(values, wanted, right=True)
 
 
 def _fold(operation: Callable, tensors: list[Tensor]) -> Tensor | None:
@@ -191,19 +183,19 @@ def _chunk(at: Queries, chunk_size: int, left_padding: Tensor) -> KeyRange:
 
 def _packed(at: Queries, packed_sequence_mask: Tensor) -> KeyRange:
     documents = packed_sequence_mask.to(at.position.device)
-    return KeyRange(*same_value(documents, documents[at.batch, at.position]))
+    return KeyRange(*equal_range(documents, documents[at.batch, at.position]))
 
 
 def _remapped(at: Queries, mask_function: MaskFunction, position_ids: Tensor) -> KeyRange:
-    """Bounds in positions within a packed sequence, moved to where the sequence is."""
-    own = position_ids.to(at.position.device)[at.batch, at.position]
-    found = bounds(mask_function, at._replace(position=own))
-    shift = at.position - own
+    """Bounds in positions within a packed document, shifted to where the document begins."""
+    position = position_ids.to(at.position.device)[at.batch, at.position]
+    found = bounds(mask_function, at._replace(position=position))
+    shift = at.position - position
     return KeyRange(*(bound if bound is None else bound + shift for bound in found))
 
 
 def _union(at: Queries, mask_functions) -> KeyRange:
-    """A range and contiguous blocks (images): a range again, because both contain the query."""
+    """A range united with contiguous blocks (images); both contain the query, so it is a range."""
     blocks = [part for part in mask_functions if factory_name(part) == "blockwise_overlay"]
     others = [part for part in mask_functions if factory_name(part) != "blockwise_overlay"]
     if len(blocks) != 1 or len(others) != 1:
@@ -213,7 +205,7 @@ def _union(at: Queries, mask_functions) -> KeyRange:
     ordered = ids.sort(-1).values
     at.conditions.append((_count_segments(ids) == _count_segments(ordered)).all())
     segments = _starts(ids).cumsum(-1)
-    first, end = same_value(segments, segments[at.batch, at.position])
+    first, end = equal_range(segments, segments[at.batch, at.position])
     inside = ids[at.batch, at.position] >= 0
     lo, hi = found
     if lo is not None:
@@ -224,13 +216,13 @@ def _union(at: Queries, mask_functions) -> KeyRange:
 
 
 def _starts(ids: Tensor) -> Tensor:
-    """True where a segment of equal ids begins."""
+    """Bool (B, S), True where a segment of equal ids begins."""
     first = torch.ones_like(ids[:, :1], dtype=torch.bool)
     return torch.cat([first, ids[:, 1:] != ids[:, :-1]], 1)
 
 
 def _count_segments(ids: Tensor) -> Tensor:
-    """How many segments of equal ids each row has; negative ids are outside every block."""
+    """The number of segments of equal ids in each row; negative ids are outside every block."""
     return (_starts(ids) & (ids >= 0)).sum(-1)
 
 

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, and kin) on the latent cache.
+"""Multi-head latent attention (DeepSeek V2, V3 and similar models) on the latent cache.
 
-transformers caches one latent of r numbers and one rotated key per token, and expands all of them
-to keys and values of every head in each step. Decoding needs neither: with W_UK absorbed into the
-query and W_UV into the output, every head attends the latents themselves, as one key head of
-r + rope dimensions whose values are its first r.
+transformers caches one latent of r numbers and one rotated key per token, and in each step expands
+all of them to the keys and values of every head. Decoding does not need that: with W_UK absorbed
+into the query and W_UV into the output, every head attends the latents themselves, as one key head
+of r + rope dimensions whose values are its first r dimensions.
 
 Source: DeepSeek-AI, DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
 """
@@ -18,15 +18,15 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-# More queries than these expand: each costs three to four times the arithmetic when absorbed.
+# Calls with more queries expand: absorbed ones take three to four times the arithmetic per query.
 MAX_ABSORBED_QUERIES = 16
 
 
 def install(module: ModuleType, is_ours: Callable[[object], bool]) -> bool:
-    """Make the attention classes of a modeling module pass latents on. Idempotent.
+    """Make the attention classes of a modeling module pass latents unexpanded. Idempotent.
 
-    `is_ours(config)`: whether our attention function will be called. Returns whether there
-    is such a class; one whose `expand_kv` takes other arguments is left alone.
+    `is_ours(config)` is whether our attention function will be called. Returns whether there is a
+    class to patch; one whose `expand_kv` has other parameters is not patched.
     """
     found = False
     for value in list(vars(module).values()):
@@ -53,18 +53,18 @@ def _deferred(original: Callable, is_ours: Callable[[object], bool]) -> Callable
 
 
 def is_latent(layer: nn.Module, query: Tensor, key: Tensor) -> bool:
-    """Whether key and value are what `expand_kv` was to expand."""
+    """Whether key and value are latents that `expand_kv` did not expand."""
     patched = hasattr(getattr(type(layer), "expand_kv", None), "_fa_ops_original")
     return patched and key.shape[1] == 1 and key.shape[-1] == layer.qk_rope_head_dim
 
 
 def expand(layer: nn.Module, k_rot: Tensor, kv_nope: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of every head."""
+    """Expand latents to the keys and values of every head."""
     return type(layer).expand_kv._fa_ops_original(layer, kv_nope, k_rot)
 
 
 def can_absorb(layer: nn.Module, query: Tensor, key: Tensor) -> bool:
-    """Few queries on a longer cache, and a plain projection, whose weight can be read."""
+    """Whether there are few queries on a longer cache, and the projection is a plain weight."""
     project = layer.kv_b_proj
     plain = type(project) is nn.Linear and project.bias is None
     if not plain or not project.weight.dtype.is_floating_point:
@@ -75,11 +75,11 @@ def can_absorb(layer: nn.Module, query: Tensor, key: Tensor) -> bool:
 def absorb(
     layer: nn.Module, query: Tensor, k_rot: Tensor, kv_nope: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query (B, Hq, Sq, r + rope), key (B, 1, Sk, r + rope), value (B, 1, Sk, r), and W_UV."""
+    """Return query (B, Hq, Sq, r + rope), key (B, 1, Sk, r + rope), value (B, 1, Sk, r), W_UV."""
     up_k, up_v = _up_projections(layer)
     q_nope, q_rot = query.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
     q_latent = torch.einsum("bhqn,hnr->bhqr", q_nope, up_k.to(query.dtype))
-    key = torch.cat([kv_nope, k_rot], -1)  # values are a view of it: a kernel reads them once
+    key = torch.cat([kv_nope, k_rot], -1)  # values are a view of it, so a kernel reads them once
     return torch.cat([q_latent, q_rot], -1), key, key[..., : kv_nope.shape[-1]], up_v
 
 
@@ -91,5 +91,5 @@ def _up_projections(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def project_out(out: Tensor, up_v: Tensor) -> Tensor:
-    """(B, Sq, H, r) to (B, Sq, H, Dv)."""
+    """Project the output from latents (B, Sq, H, r) to values (B, Sq, H, Dv)."""
     return torch.einsum("bqhr,hvr->bqhv", out, up_v.to(out.dtype)).contiguous()

@@ -1,8 +1,8 @@
-"""What modeling code does with the masks that transformers' mask functions return.
+"""Find what modeling code does with the masks that transformers' mask functions return.
 
 A mask is followed through assignments, containers, and arguments of functions, methods and
-submodules of the same file. `uses(source)` returns what is done to it other than passing it on.
-Code that runs with eager attention alone, or behind a test of the mask's dtype, is left out.
+submodules of the same file. `uses(source)` returns every use other than passing the mask on. Code
+that runs only with eager attention, or depends on the dtype of the mask, is ignored.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
-SOURCES = re.compile(r"create_\w*mask\w*|_prepare_4d_\w*|\w*_mask_for_sdpa|eager_mask|sdpa_mask")
-# Of the 2-D padding, not an attention mask.
-OTHERS = {"create_recurrent_attention_mask"}
+FACTORIES = re.compile(r"create_\w*mask\w*|_prepare_4d_\w*|\w*_mask_for_sdpa|eager_mask|sdpa_mask")
+NOT_ATTENTION_MASKS = {"create_recurrent_attention_mask"}  # returns 2-D padding
 METADATA = {"shape", "dtype", "device", "ndim", "dim", "size", "is_cuda", "numel"}
-# Methods whose result has the values of the mask.
+# Methods whose result has the same values as the mask.
 SAME_VALUES = {
     "bool", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "flip", "float",
     "permute", "repeat", "reshape", "squeeze", "to", "transpose", "type", "unsqueeze", "view",
@@ -32,26 +32,30 @@ class Use(NamedTuple):
     detail: str
 
 
-# A value that is a mask, a container that holds one, or a function that returns one.
-MASK, BOX, MAKER = "mask", "box", "maker"
+# The kind of a value: a mask, a container that holds one, or a function that returns one.
+MASK, CONTAINER, FACTORY = "mask", "container", "factory"
 
 
 class Function(NamedTuple):
+    """A function of a file, or a method with its class."""
+
     name: str
-    owner: str | None  # class
+    owner: str | None  # the class
     node: ast.FunctionDef
 
     def parameters(self) -> list[str]:
+        """The names of the positional parameters, without self."""
         args = self.node.args
         names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
         return names[1:] if self.owner else names
 
-    def takes(self, name: str) -> bool:
+    def has_parameter(self, name: str | None) -> bool:
+        """Whether there is a parameter of that name."""
         return name in self.parameters() or any(a.arg == name for a in self.node.args.kwonlyargs)
 
 
 class Module:
-    """The functions of a file, and which class each attribute of a module is made from."""
+    """The functions of a file, and the names from which each attribute of a class is made."""
 
     def __init__(self, source: str) -> None:
         tree = ast.parse(source)
@@ -80,53 +84,54 @@ class Module:
             if isinstance(target, ast.Attribute) and _is_self(target.value):
                 self.attributes[owner, target.attr] |= names
 
-    def lineage(self, owner: str | None):
+    def ancestors(self, owner: str | None) -> Iterator[str]:
         """A class and its bases in this file."""
         if owner in self.bases:
             yield owner
             for base in self.bases[owner]:
-                yield from self.lineage(base)
+                yield from self.ancestors(base)
 
     def method(self, owner: str | None, name: str) -> Function | None:
-        found = (self.functions.get(f"{each}.{name}") for each in self.lineage(owner))
+        """The method of a class, which may be inherited from a class of this file."""
+        found = (self.functions.get(f"{each}.{name}") for each in self.ancestors(owner))
         return next((function for function in found if function), None)
 
     def submodules(self, owner: str | None, attribute: str) -> list[Function]:
         """The forward functions that calling an attribute of a module may run."""
         classes = set()
-        for each in self.lineage(owner):
+        for each in self.ancestors(owner):
             classes |= self.attributes.get((each, attribute), set())
         return [f for name in sorted(classes) if (f := self.method(name, "forward"))]
 
 
 def uses(source: str) -> set[Use]:
-    """Everything that a file does with its attention masks."""
-    if not SOURCES.search(source):
+    """All uses of attention masks in a file."""
+    if not FACTORIES.search(source):
         return set()
     module = Module(source)
     tables = _Tables({name: {} for name in module.functions}, {}, set(), set())
     mentioned = {name: _mentions(function.node) for name, function in module.functions.items()}
-    waiting = {name for name, words in mentioned.items() if any(_is_source(word) for word in words)}
-    while waiting:
-        name = waiting.pop()
+    pending = {name for name, words in mentioned.items() if any(map(_is_factory, words))}
+    while pending:
+        name = pending.pop()
         known = tables.returns.get(name)
         visitor = _Visitor(module, module.functions[name], tables)
         for statement in module.functions[name].node.body:
             visitor.visit(statement)
         if tables.returns.get(name) != known:
-            own = name.rpartition(".")[2]
-            waiting |= {other for other, words in mentioned.items() if own in words}
-        waiting |= tables.changed
+            unqualified = name.rpartition(".")[2]
+            pending |= {other for other, words in mentioned.items() if unqualified in words}
+        pending |= tables.changed
         tables.changed.clear()
     return tables.found
 
 
 class _Tables(NamedTuple):
-    """What is known of all functions of a file."""
+    """The analysis of all functions of a file."""
 
-    parameters: dict[str, dict[str, str]]  # which are masks or boxes
-    returns: dict[str, str]
-    changed: set[str]  # functions whose parameters became masks
+    parameters: dict[str, dict[str, str]]  # function -> parameter -> kind
+    returns: dict[str, str]  # function -> kind
+    changed: set[str]  # functions whose parameters were found to be masks
     found: set[Use]
 
 
@@ -134,26 +139,32 @@ def _mentions(node: ast.AST) -> set[str]:
     return {_name(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
 
 
-def _is_source(name: str) -> bool:
-    return SOURCES.fullmatch(name) is not None and name not in OTHERS
+def _is_factory(name: str) -> bool:
+    return FACTORIES.fullmatch(name) is not None and name not in NOT_ATTENTION_MASKS
 
 
 class _Visitor(ast.NodeVisitor):
-    """Follows masks through one function; writes what it finds to the shared tables."""
+    """Follow masks through one function, and add what is found to the shared tables."""
 
     def __init__(self, module: Module, function: Function, tables: _Tables) -> None:
         self.module, self.function, self.tables = module, function, tables
         self.names: dict[str, str] = dict(tables.parameters[function.name])
-        self.layers: dict[str, list[Function]] = {}  # loop variables over submodules
+        self.layers: dict[str, list[Function]] = {}  # loop variable -> forwards of submodules
 
-    def note(self, kind: str, detail: str) -> None:
+    def add_use(self, kind: str, detail: str) -> None:
+        """Add a use of a mask in this function."""
         self.tables.found.add(Use(self.function.name, kind, detail))
 
+    def add_arithmetic(self, node: ast.BinOp | ast.AugAssign) -> None:
+        """Add an operator of which a mask is an operand."""
+        is_addition = isinstance(node.op, ast.Add | ast.Sub)
+        self.add_use("add" if is_addition else "arithmetic", ast.unparse(node))
+
     def kind(self, node: ast.AST | None) -> str | None:
-        """MASK, BOX, MAKER or None: what an expression's value is."""
+        """The kind of an expression's value: MASK, CONTAINER, FACTORY or None."""
         match node:
             case ast.Name(id=name):
-                return self.names.get(name) or (MAKER if _is_source(name) else None)
+                return self.names.get(name) or (FACTORY if _is_factory(name) else None)
             case ast.Attribute(value=value, attr=attr) if _is_self(value):
                 return self.names.get(f"self.{attr}")
             case ast.IfExp(body=body, orelse=orelse):
@@ -163,9 +174,9 @@ class _Visitor(ast.NodeVisitor):
             case ast.NamedExpr(value=value) | ast.Starred(value=value):
                 return self.kind(value)
             case ast.Dict(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return BOX if any(map(self.kind, parts)) else None
+                return CONTAINER if any(map(self.kind, parts)) else None
             case ast.DictComp(value=value) | ast.ListComp(elt=value):
-                return BOX if self.kind(value) else None
+                return CONTAINER if self.kind(value) else None
             case ast.Subscript(value=value) if self.kind(value):
                 return MASK
             case ast.BinOp(op=ast.BitAnd() | ast.BitOr(), left=left, right=right):
@@ -177,9 +188,10 @@ class _Visitor(ast.NodeVisitor):
         return None
 
     def call_kind(self, node: ast.Call) -> str | None:
+        """The kind of the value that a call returns."""
         name = _name(node.func)
-        if _is_source(name) or self.kind(node.func) in (MAKER, MASK):
-            return BOX if name.endswith("for_generate") else MASK
+        if _is_factory(name) or self.kind(node.func) in (FACTORY, MASK):
+            return CONTAINER if name.endswith("for_generate") else MASK
         for function in self.targets(node):
             if function.name in self.tables.returns:
                 return self.tables.returns[function.name]
@@ -187,7 +199,7 @@ class _Visitor(ast.NodeVisitor):
             base = self.kind(node.func.value)
             if base == MASK and node.func.attr in SAME_VALUES:
                 return MASK
-            if base == BOX and node.func.attr in ("get", "pop"):
+            if base == CONTAINER and node.func.attr in ("get", "pop"):
                 return MASK
         return None
 
@@ -199,8 +211,8 @@ class _Visitor(ast.NodeVisitor):
             case ast.Name(id=name) if name in self.module.functions:
                 return [self.module.functions[name]]
             case ast.Attribute(value=value, attr=attr) if _is_self(value):
-                own = self.module.method(self.function.owner, attr)
-                return [own] if own else self.module.submodules(self.function.owner, attr)
+                method = self.module.method(self.function.owner, attr)
+                return [method] if method else self.module.submodules(self.function.owner, attr)
             case ast.Attribute(value=ast.Attribute(value=value, attr=attr), attr=method) if (
                 _is_self(value)
             ):
@@ -212,6 +224,7 @@ class _Visitor(ast.NodeVisitor):
         return []
 
     def bind(self, target: ast.AST, kind: str | None) -> None:
+        """Assign a value of a kind to a target."""
         match target:
             case ast.Name(id=name):
                 if kind:
@@ -223,9 +236,9 @@ class _Visitor(ast.NodeVisitor):
                     self.bind(part, MASK if kind and "mask" in _name(part) else None)
             case ast.Subscript(value=value):
                 if self.kind(value) == MASK:
-                    self.note("write", ast.unparse(target))
+                    self.add_use("write", ast.unparse(target))
                 elif kind and isinstance(value, ast.Name):
-                    self.names[value.id] = BOX
+                    self.names[value.id] = CONTAINER
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
@@ -251,17 +264,15 @@ class _Visitor(ast.NodeVisitor):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
         if self.kind(node.target) == MASK:
-            self.note("write", ast.unparse(node))
+            self.add_use("write", ast.unparse(node))
         elif self.kind(node.value) == MASK:
-            additive = isinstance(node.op, ast.Add | ast.Sub)
-            self.note("add" if additive else "arithmetic", ast.unparse(node))
+            self.add_arithmetic(node)
 
     def visit_For(self, node: ast.For) -> None:
-        attributes = [n for n in ast.walk(node.iter) if isinstance(n, ast.Attribute)]
         forwards = []
-        for attribute in attributes:
-            if _is_self(attribute.value):
-                forwards += self.module.submodules(self.function.owner, attribute.attr)
+        for part in ast.walk(node.iter):
+            if isinstance(part, ast.Attribute) and _is_self(part.value):
+                forwards += self.module.submodules(self.function.owner, part.attr)
         for name in ast.walk(node.target):
             if isinstance(name, ast.Name):
                 self.layers[name.id] = forwards
@@ -274,14 +285,13 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.generic_visit(node)
-        if any(self.kind(part) == MASK for part in (node.left, node.right)):
-            additive = isinstance(node.op, ast.Add | ast.Sub)
-            self.note("add" if additive else "arithmetic", ast.unparse(node))
+        if MASK in (self.kind(node.left), self.kind(node.right)):
+            self.add_arithmetic(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self.generic_visit(node)
         if self.kind(node.value) == MASK and isinstance(node.ctx, ast.Load):
-            self.note("index", ast.unparse(node))
+            self.add_use("index", ast.unparse(node))
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -291,25 +301,25 @@ class _Visitor(ast.NodeVisitor):
         method, base = node.func.attr, node.func.value
         if self.kind(base) == MASK and method not in METADATA:
             in_place = method.endswith("_") and not method.endswith("__")
-            self.note("write" if in_place else "method", method)
+            self.add_use("write" if in_place else "method", method)
         root = base
         while isinstance(root, ast.Attribute):
             root = root.value
-        given = (*node.args, *(keyword.value for keyword in node.keywords))
+        arguments = (*node.args, *(keyword.value for keyword in node.keywords))
         is_library = isinstance(root, ast.Name) and root.id in LIBRARIES
-        if is_library and any(self.kind(argument) == MASK for argument in given):
+        if is_library and any(self.kind(argument) == MASK for argument in arguments):
             kind = "write" if method.endswith("_") else "function"
-            self.note("add" if method in ("add", "baddbmm") else kind, method)
+            self.add_use("add" if method in ("add", "baddbmm") else kind, method)
 
     def follow(self, node: ast.Call) -> None:
-        """Arguments that are masks become parameters of the functions that are called."""
+        """Mark the parameters of called functions whose arguments are masks."""
         for function in self.targets(node):
             positional = zip(function.parameters(), node.args, strict=False)
-            named = ((k.arg, k.value) for k in node.keywords if k.arg and function.takes(k.arg))
+            named = ((k.arg, k.value) for k in node.keywords if function.has_parameter(k.arg))
             for name, value in (*positional, *named):
-                own = self.tables.parameters[function.name]
-                if name not in own and (kind := self.kind(value)):
-                    own[name] = kind
+                kinds = self.tables.parameters[function.name]
+                if name not in kinds and (kind := self.kind(value)):
+                    kinds[name] = kind
                     self.tables.changed.add(function.name)
 
 

@@ -15,7 +15,7 @@ from hf_integration.readable import is_readable, reads_are_free
 
 
 class Request(NamedTuple):
-    """What transformers asks for; field names are the keywords of its mask functions."""
+    """A request for a mask; the names of fields are keywords of transformers' mask functions."""
 
     batch_size: int
     q_length: int
@@ -26,15 +26,16 @@ class Request(NamedTuple):
     attention_mask: Tensor | None = None  # 2-D padding mask, True keeps
     local_size: int | None = None
     allow_is_causal_skip: bool = True
-    allow_is_bidirectional_skip: bool | None = None  # not given for causal masks
+    allow_is_bidirectional_skip: bool | None = None  # not passed for causal masks
     use_vmap: bool = False
     device: torch.device | str = "cpu"
     dtype: torch.dtype | None = None
     config: object = None
-    cache: object = None  # not a keyword: the cache that the mask is made for
+    cache: object = None  # no keyword: the cache that the mask is made for
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """(B, 1, Sq, Sk)."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
 
@@ -42,39 +43,39 @@ _KEYWORDS = frozenset(Request._fields) - {"cache"}
 
 
 class NotCompact(Exception):
-    """Why a mask has to be dense."""
+    """Raised with the reason why a mask must be dense."""
 
 
 class Padding(NamedTuple):
     """A padding mask as ranges of keys, relative to the first key in the cache."""
 
-    width: int  # how many keys there are
-    keys: int | None  # every row keeps exactly the keys [0, keys); None: the bounds below
+    width: int  # the number of keys
+    keys: int | None  # every row keeps exactly the keys [0, keys); None: see the bounds
     lo: Tensor | None = None  # (B, 1)
     hi: Tensor | None = None
     kept: Tensor | None = None  # bool (B, width), unless there are certainly no holes
 
 
 def fa_ops_mask(*args, **kwargs) -> Tensor:
-    """The smallest exact mask for a request: a `CompactMask` wherever possible, never None.
+    """Make the smallest exact mask: a `CompactMask` wherever possible, and never None.
 
     None would leave causality to the model's `is_causal`, which is not reliable. Device values are
-    read at most once in a prefill and never in decoding or while tracing. What is not certainly one
-    range of keys for each query becomes transformers' own dense mask.
+    read at most once in a prefill, and never in decoding or while tracing. A mask that may not be
+    one range of keys for each query becomes transformers' dense mask.
     """
     kwargs |= dict(zip(Request._fields, args, strict=False))
     compiling = torch.compiler.is_compiling()
-    cache = None if compiling else decoding.noted_cache()
-    facts = architectures.facts(kwargs.get("config"), look=not compiling)
-    if facts.floating is not None:
+    cache = None if compiling else decoding.pop_cache()
+    needs = architectures.mask_needs(kwargs.get("config"), may_read_source=not compiling)
+    if needs.floating is not None:
         kwargs["dtype"] = kwargs.get("dtype") or torch.float32
-        _count(f"float: {facts.floating}", compiling)
+        _count(f"float: {needs.floating}", compiling)
         return eager_mask(**kwargs)
     try:
         if not kwargs.keys() <= _KEYWORDS:
-            raise NotCompact("keywords that are not known")
-        if facts.dense is not None:
-            raise NotCompact(facts.dense)
+            raise NotCompact("unknown keywords")
+        if needs.dense is not None:
+            raise NotCompact(needs.dense)
         mask = _compact(Request(**kwargs, cache=cache), compiling)
     except NotCompact as reason:
         _count(f"dense: {reason}", compiling)
@@ -92,10 +93,10 @@ def _count(name: str, compiling: bool) -> None:
 
 def _compact(request: Request, compiling: bool) -> CompactMask:
     if request.use_vmap:
-        raise NotCompact("a mask function of the model's own")
+        raise NotCompact("a mask function of the model itself")
     if isinstance(request.kv_offset, Tensor):
         raise NotCompact("a cache whose first position is on the device")
-    mask = _of_newest_token(request)
+    mask = _newest_token_mask(request)
     if mask is not None:
         return mask
     parts = _parts(request, compiling)
@@ -103,7 +104,7 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
     found, conditions = KeyRange(), []
     if parts and not is_causal:
         found, conditions = _bounds(request, parts, compiling)
-    padding, q_offset = _read(request, conditions, is_causal, whole=not parts)
+    padding, q_offset = _read(request, conditions, is_causal, only_padding=not parts)
     if not parts and padding.kept is not None:
         shape = (*request.shape[:3], padding.kept.shape[1])
         return encodings.keys(shape, padding.kept)
@@ -120,13 +121,13 @@ def _compact(request: Request, compiling: bool) -> CompactMask:
     return _ranges(request, found, padding, _packing_hint(request, parts, padding, compiling))
 
 
-def _of_newest_token(request: Request) -> CompactMask | None:
-    """The mask of one token behind a cache without padding, which most steps of decoding need.
+def _newest_token_mask(request: Request) -> CompactMask | None:
+    """The mask of one token at the end of a cache without padding, as in most decoding steps.
 
-    None where the request is another, or where reading its offset allows a cheaper mask.
+    None for other requests, and if reading the offset allows a cheaper mask.
     """
-    plain = request.mask_function is key_ranges.causal and request.attention_mask is None
-    if not plain or request.q_length != 1:
+    is_plain = request.mask_function is key_ranges.causal and request.attention_mask is None
+    if not is_plain or request.q_length != 1:
         return None
     if not isinstance(request.q_offset, Tensor):
         last_key = request.kv_offset + request.kv_length - 1
@@ -140,7 +141,7 @@ def _of_newest_token(request: Request) -> CompactMask | None:
 
 
 def _parts(request: Request, compiling: bool) -> list[key_ranges.MaskFunction]:
-    """The conjuncts that can exclude a key; the whole is one part while Dynamo traces."""
+    """The conjuncts that can mask out a key; while Dynamo traces, the whole function is one."""
     function = request.mask_function
     if compiling:
         parts = [] if function is key_ranges.bidirectional else [function]
@@ -148,7 +149,7 @@ def _parts(request: Request, compiling: bool) -> list[key_ranges.MaskFunction]:
         parts = key_ranges.conjuncts(function)
     keys = (request.kv_offset, request.kv_offset + request.kv_length - 1)
     if isinstance(request.q_offset, Tensor):
-        queries = keys  # somewhere in the cache
+        queries = keys  # anywhere in the cache
     else:
         queries = (request.q_offset, request.q_offset + request.q_length - 1)
     if compiling and function is not key_ranges.causal:
@@ -159,7 +160,7 @@ def _parts(request: Request, compiling: bool) -> list[key_ranges.MaskFunction]:
 def _packing_hint(
     request: Request, parts: list[key_ranges.MaskFunction], padding: Padding, compiling: bool
 ) -> PackingHint:
-    """What is known of packed documents, for a mask of key ranges."""
+    """The packing hint for a mask of key ranges."""
     if request.allow_is_bidirectional_skip is not None:
         return PackingHint.NONE
     if compiling or not key_ranges.is_packing(parts):
@@ -171,16 +172,16 @@ def _packing_hint(
 def _bounds(
     request: Request, parts: list[key_ranges.MaskFunction], compiling: bool
 ) -> tuple[KeyRange, list[Tensor]]:
-    is_causal = all(part is key_ranges.causal for part in parts)  # which is the same in every row
+    is_causal = all(part is key_ranges.causal for part in parts)  # then all rows are the same
     batch = None if is_causal else torch.arange(request.batch_size, device=request.device)[:, None]
     at = key_ranges.Queries(batch, _positions(request), [])
     if compiling and not is_causal:
         if key_ranges.UNKNOWN_OVERLAYS:
-            raise NotCompact("mask functions of a newer transformers release, while tracing")
+            raise NotCompact("mask functions of a newer transformers release while tracing")
         if parts[0].__code__ is key_ranges.UNION_CODE:
-            raise NotCompact("block overlays, while tracing")
+            raise NotCompact("block overlays while tracing")
         if request.kv_length > 16**key_ranges.SEARCH_DIGITS:
-            raise NotCompact("too many keys to search, while tracing")
+            raise NotCompact("too many keys to search while tracing")
         return key_ranges.search(parts[0], at, request.kv_offset, request.kv_length), []
     try:
         found = key_ranges.intersect([key_ranges.bounds(part, at) for part in parts])
@@ -190,41 +191,41 @@ def _bounds(
 
 
 def _positions(request: Request) -> Tensor:
-    """(1, Sq), of the queries in the cache."""
+    """The positions (1, Sq) of the queries in the cache."""
     if request.q_length == 1 and isinstance(request.q_offset, Tensor):
         return request.q_offset.reshape(1, 1)
     return torch.arange(request.q_length, device=request.device)[None] + request.q_offset
 
 
 def _read(
-    request: Request, conditions: list[Tensor], want_offset: bool, whole: bool
+    request: Request, conditions: list[Tensor], want_offset: bool, only_padding: bool
 ) -> tuple[Padding, int | None]:
-    """The padding, and the query offset where that is on the device, in one read of the device."""
+    """Read the padding and, if it is on the device, the query offset, in one read of the device."""
     offset = request.q_offset
     mask = request.attention_mask
     on_device = isinstance(offset, Tensor)
-    wanted = [offset if on_device else None, mask, *conditions]
-    tracing = not all(is_readable(tensor) for tensor in wanted if tensor is not None)
+    tensors = [offset if on_device else None, mask, *conditions]
+    tracing = not all(is_readable(tensor) for tensor in tensors if tensor is not None)
     may_read = not tracing and (request.q_length > 1 or reads_are_free(request.device))
     if (mask is not None or conditions) and not may_read:
         known_offset = None if on_device else offset
         if tracing and conditions:
             raise NotCompact("packing while tracing")
         if tracing:
-            return _kept_keys(request, whole), known_offset
+            return _kept_keys(request, only_padding), known_offset
         if conditions or request.mask_function is key_ranges.bidirectional:
             raise NotCompact("padding in decoding")
         return _continued(request), known_offset
-    padding, asked = Padding(request.kv_length, request.kv_length), list(conditions)
+    padding, scalars = Padding(request.kv_length, request.kv_length), list(conditions)
     if mask is not None:
-        padding, is_range = _padding_ranges(request, whole)
+        padding, is_range = _padding_ranges(request, only_padding)
         count, reaches_end = padding.hi - padding.lo, request.attention_mask[:, -1].all()
-        asked[:0] = padding.lo.max(), count.min(), count.max(), is_range, reaches_end
+        scalars[:0] = padding.lo.max(), count.min(), count.max(), is_range, reaches_end
     if on_device:
         offset = None
         if want_offset and may_read:
-            asked.append(request.q_offset.reshape(()))
-    numbers = torch.stack([value.long() for value in asked]).tolist() if asked else []
+            scalars.append(request.q_offset.reshape(()))
+    numbers = torch.stack([value.long() for value in scalars]).tolist() if scalars else []
     if on_device and want_offset and may_read:
         offset = numbers.pop()
     if mask is not None:
@@ -232,7 +233,7 @@ def _read(
         if request.mask_function is not key_ranges.bidirectional:
             decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
         if not has_no_holes:
-            padding = _kept_keys(request, whole)
+            padding = _kept_keys(request, only_padding)
         elif last_start == 0 and fewest == most:
             padding = padding._replace(keys=most)
     if not all(numbers):
@@ -241,11 +242,11 @@ def _read(
 
 
 def _continued(request: Request) -> Padding:
-    """The padding of a step of decoding, from what the prefill has read; nothing is read."""
-    known = decoding.continued(request)
-    if known is None:
+    """The padding of a decoding step, derived from that of the prefill without reading the mask."""
+    prefill = decoding.continued(request)
+    if prefill is None:
         raise NotCompact("padding in decoding that no prefill has read")
-    if not known.padded:
+    if not prefill.padded:
         decoding.check(request.attention_mask.all())
         return Padding(request.kv_length, request.kv_length)
     padding, is_range = _padding_ranges(request, False)
@@ -253,30 +254,30 @@ def _continued(request: Request) -> Padding:
     return padding
 
 
-def _padding_ranges(request: Request, whole: bool) -> tuple[Padding, Tensor]:
-    """The valid keys of every row, and whether they are one range in each, as a 0-d tensor."""
-    valid = _valid_keys(request, whole)
+def _padding_ranges(request: Request, only_padding: bool) -> tuple[Padding, Tensor]:
+    """The ranges of valid keys, and a 0-d tensor: whether every row has only one range."""
+    valid = _valid_keys(request, only_padding)
     count, lo = valid.sum(-1), valid.to(torch.uint8).argmax(-1)
     starts = (valid[:, 1:] > valid[:, :-1]).sum(-1) + valid[:, 0]
     return Padding(valid.shape[1], None, lo[:, None], (lo + count)[:, None]), (starts <= 1).all()
 
 
-def _kept_keys(request: Request, whole: bool) -> Padding:
-    """The padding where it may have holes: ranges end with the last valid key."""
-    kept = _valid_keys(request, whole)
+def _kept_keys(request: Request, only_padding: bool) -> Padding:
+    """The padding if it may have holes: ranges from the first to the last valid key."""
+    kept = _valid_keys(request, only_padding)
     valid, width = kept.to(torch.uint8), kept.shape[1]
     lo, hi = valid.argmax(-1), width - valid.flip(-1).argmax(-1)
     return Padding(width, None, lo[:, None], hi[:, None], kept)
 
 
-def _valid_keys(request: Request, whole: bool) -> Tensor:
+def _valid_keys(request: Request, only_padding: bool) -> Tensor:
     """The padding mask as bool (B or 1, keys).
 
-    `whole`: nothing but the padding restricts the keys, so its own length counts; kv_length may be
-    that of another cache then.
+    With `only_padding` nothing else restricts the keys. The length of the mask is then the number
+    of keys, because kv_length may be the length of another cache.
     """
     valid = prepare_padding_mask(request.attention_mask, request.kv_length, request.kv_offset)
-    if not whole or request.kv_offset != 0:
+    if not only_padding or request.kv_offset != 0:
         valid = valid[:, request.kv_offset : request.kv_offset + request.kv_length]
     if valid.shape[0] not in (1, request.batch_size):
         raise NotCompact("a padding mask of another batch size")
@@ -286,18 +287,18 @@ def _valid_keys(request: Request, whole: bool) -> Tensor:
 def _ranges(
     request: Request, found: KeyRange, padding: Padding, packing: PackingHint
 ) -> CompactMask:
-    own = found
+    relative = found
     if type(request.kv_offset) is not int or request.kv_offset != 0:
-        own = KeyRange(*(b if b is None else b - request.kv_offset for b in found))
+        relative = KeyRange(*(b if b is None else b - request.kv_offset for b in found))
     if padding.keys is None:
-        # Where flags say which keys are kept, ranges still end at the query's own key, from which
-        # packed documents are told apart.
-        hi = None if padding.kept is not None and own.hi is not None else padding.hi
-        own = key_ranges.intersect([own, KeyRange(padding.lo, hi)])
+        # Even if `kept` masks keys, ranges end at the query's own key, from which the beginning of
+        # its packed document is computed.
+        hi = None if padding.kept is not None and relative.hi is not None else padding.hi
+        relative = key_ranges.intersect([relative, KeyRange(padding.lo, hi)])
     end = padding.width if padding.keys is None else padding.keys
-    if own.lo is None and own.hi is not None and request.q_length == 1:
-        return encodings.lengths(request.shape, own.hi.clamp(0, end))
-    lo, hi = own
+    if relative.lo is None and relative.hi is not None and request.q_length == 1:
+        return encodings.lengths(request.shape, relative.hi.clamp(0, end))
+    lo, hi = relative
     if found.lo is not None:
         lo = lo.clamp(min=0)
     elif lo is None:

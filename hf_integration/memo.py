@@ -1,4 +1,4 @@
-"""Values derived from a tensor, kept as long as it: the layers of a forward pass share them."""
+"""Values derived from a tensor, which the layers of a forward pass share."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from hf_integration.readable import is_capturing
 
 
 class PerTensorMemo:
-    """Keeps the values derived from a few tensors, each until the tensor is changed in place.
+    """The values derived from a few tensors, each valid until its tensor is changed in place.
 
-    A few, because layers of different kinds have a mask for each kind. Inference tensors do not
-    count their changes, and a CUDA graph has to record how its values are computed: there a value
-    is valid until the layer that computed it asks again, which is the next forward pass.
-    Threads may share it.
+    Several are kept because a model has a mask for each kind of layer. Inference tensors do not
+    count their changes, and a CUDA graph must record how its values are computed. For these a value
+    is valid until the layer that computed it requests it again, which is the next forward pass.
+    Thread-safe.
     """
 
-    KEPT = 4
+    MAX_ENTRIES = 4
 
     def __init__(self) -> None:
-        # tensor, version, id of the layer that computed it, value; replaced whole, for threads
+        # (tensor, version, id of the layer, value); replaced as a whole, because threads share it
         self._entries: tuple[tuple, ...] = ()
 
     def get(self, tensor: Tensor, layer: nn.Module | None, compute: Callable[[], Any]) -> Any:
-        """The value derived from `tensor`, computed if it is new or has changed."""
+        """Return the value derived from `tensor`, computed if the tensor is new or has changed."""
         if torch.compiler.is_compiling():
             return compute()
         version, others = _version(tensor), []
         for entry in self._entries:
-            known, seen, owner, value = entry
-            if known() is not tensor:
+            known_tensor, known_version, layer_id, value = entry
+            if known_tensor() is not tensor:
                 others.append(entry)
-            elif seen == version and (type(version) is int or owner != id(layer)):
+            elif known_version == version and (type(version) is int or layer_id != id(layer)):
                 return value
         value = compute()
-        self._entries = (
-            (weakref.ref(tensor), version, id(layer), value),
-            *others[: self.KEPT - 1],
-        )
+        entry = (weakref.ref(tensor), version, id(layer), value)
+        self._entries = (entry, *others[: self.MAX_ENTRIES - 1])
         return value
 
 
 def _version(tensor: Tensor) -> int | str:
-    """A number that counts changes, or why there is none to rely on."""
+    """The number of in-place changes, or why it cannot be relied on."""
     if is_capturing(tensor):
         return "capturing"
     return "inference" if tensor.is_inference() else tensor._version

@@ -1,8 +1,4 @@
-"""Which operator of fa_ops computes a layer, and the calls of each.
-
-A choice depends on the kind of a call and not on its numbers, so `Choices` remembers it: a step of
-decoding takes as long as the host needs to launch it.
-"""
+"""A layer's attention call, and the operators of fa_ops that compute it."""
 
 from __future__ import annotations
 
@@ -10,22 +6,36 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from hf_integration import encodings, weights
-from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
+from hf_integration import encodings
+from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
-# Queries up to which a call is a step of decoding, for the kernel that splits the keys, and the
-# largest head dimension of the other GPU kernels; smaller heads need that kernel for lengths alone.
-MAX_STEP_QUERIES, MAX_HEAD_DIM = 16, 256
+MAX_STEP_QUERIES = 16  # of a decoding step
+MAX_HEAD_DIM = 256  # of the GPU kernels other than the decoding kernel
 
 
-class Inputs(NamedTuple):
-    """A layer's tensors as the operators take them: (B, H, S, D), one dtype, rows contiguous."""
+class Extras(NamedTuple):
+    """Arguments that only rewrites read; calls whose decisions are remembered have none."""
+
+    position_bias: Tensor | None = None
+    indices: Tensor | None = None
+    cu_seqlens: tuple = (None, None, None, None)  # of queries, of keys, and the longest of each
+    position_ids: Tensor | None = None
+    is_user_mask: bool = False  # the mask is not a CompactMask
+    output_attentions: bool = False
+
+
+NO_EXTRAS = Extras()
+
+
+class LayerCall(NamedTuple):
+    """The attention call of a layer; its tensors are (B, H, S, D)."""
 
     query: Tensor
     key: Tensor
@@ -33,133 +43,133 @@ class Inputs(NamedTuple):
     mask: MaskArguments
     sinks: Tensor | None
     options: dict  # scale, dropout_p, softcap
+    extras: Extras = NO_EXTRAS
+    documents: Documents | None = None  # packed into one row, and not part of the mask
+    up_v: Tensor | None = None  # the projection of the output, if latents are attended
 
 
-Operator = Callable[[nn.Module, Inputs], Tensor]  # returns (B, Hq, Sq, Dv)
+# Returns (B, Sq, Hq, Dv), and the weights (B, Hq, Sq, Sk) or None.
+Operator = Callable[[nn.Module, LayerCall], tuple[Tensor, Tensor | None]]
 
 
-def choose(inputs: Inputs) -> Operator:
-    """The operator for a call whose mask is not packed."""
-    query, value, mask = inputs.query, inputs.value, inputs.mask
+def choose(call: LayerCall) -> Operator:
+    """The operator for a call to which all rewrites have been applied."""
+    query, mask = call.query, call.mask
+    if call.documents is not None:
+        return packed
+    if call.extras.output_attentions:
+        return with_weights
     splits_keys = mask.kv_lens is not None or query.shape[-1] > MAX_HEAD_DIM
     splits_keys = splits_keys or (mask.key_ranges is not None and query.is_cuda)
-    if splits_keys and is_step(inputs):
+    if splits_keys and is_step(call):
         return step
-    return eager if _is_too_wide(query, value) else dense
+    return eager if is_too_wide(call) else dense
 
 
-def is_step(inputs: Inputs) -> bool:
-    """Whether the kernel for few queries and many keys can compute the call."""
-    query, key, _, mask, sinks, options = inputs
+def is_step(call: LayerCall) -> bool:
+    """Whether the decoding kernel, for few queries and many keys, supports the call."""
+    query, key, value, mask, sinks, options = call[:6]
     if mask.attn_mask is not None or options["dropout_p"]:
         return False
-    # in this order: a prefill of any length is one graph to a compiler
+    # In this order, so that torch.compile traces one graph for prefills of all lengths.
     if key.shape[2] <= query.shape[2] or query.shape[2] > MAX_STEP_QUERIES:
         return False
     if mask.key_ranges is not None and tuple(mask.key_ranges.shape[1:3]) != (1, 1):
         return False
     if sinks is not None and sinks.dim() != 1:
         return False
-    return not (torch.is_grad_enabled() and _requires_grad(*inputs[:3], sinks))
+    return not (torch.is_grad_enabled() and any_requires_grad(query, key, value, sinks))
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
+def is_too_wide(call: LayerCall) -> bool:
+    """Whether no GPU kernel but the decoding kernel has the head dimensions of the call."""
+    return call.query.is_cuda and max(call.query.shape[-1], call.value.shape[-1]) > MAX_HEAD_DIM
+
+
+def any_requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether any of the tensors that are not None requires a gradient."""
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _is_too_wide(query: Tensor, value: Tensor) -> bool:
-    return query.is_cuda and max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM
-
-
-def step(layer: nn.Module, inputs: Inputs) -> Tensor:
-    """A step of decoding, whose keys are split over the GPU."""
-    query, key, value, mask, sinks, options = inputs
+def step(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
+    """A decoding step by fa_ops.attention_with_kv_cache, which splits the keys over the GPU."""
+    query, key, value, mask, sinks, options = call[:6]
     lens, B = mask.kv_lens, key.shape[0]
     if lens is None and mask.key_ranges is not None:
         lens = encodings.range_ends(mask.key_ranges, B, layer)
     elif lens is None:
         lens = torch.full((B,), key.shape[2], dtype=torch.int32, device=key.device)
-    elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have ranges
+    elif lens.shape[0] != B:  # the model repeats its batch; rows that differ have key ranges
         lens = lens[:1].expand(B)
-    return fa_ops.attention_with_kv_cache(
-        query,
-        key,
-        value,
-        lens,
-        is_causal=mask.is_causal,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        sinks=sinks,
-        key_ranges=mask.key_ranges,
-    )
+    out = fa_ops.attention_with_kv_cache(
+        query, key, value, lens, is_causal=mask.is_causal, scale=options["scale"],
+        softcap=options["softcap"], sinks=sinks, key_ranges=mask.key_ranges,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
 
 
-def dense(layer: nn.Module, inputs: Inputs) -> Tensor:
-    """fa_ops.attention."""
-    query, key, value, mask, sinks, options = inputs
+def dense(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
+    """A call of fa_ops.attention."""
+    query, key, value, mask, sinks, options = call[:6]
     if mask.kv_lens is not None:
         mask = mask.without_lens()
     _, is_causal, key_ranges, attn_mask, _, _ = mask
     options = {"is_causal": is_causal, "key_ranges": key_ranges, **options}
     if sinks is None or sinks.dim() == 1:
-        return fa_ops.attention(query, key, value, attn_mask, sinks=sinks, **options)
-    # A sink per query: it adds exp(sink) to the denominator exp(lse), which scales the row.
+        out = fa_ops.attention(query, key, value, attn_mask, sinks=sinks, **options)
+        return out.transpose(1, 2), None
+    # A sink per query adds exp(sink) to the denominator exp(lse), which scales the row.
     out, lse = fa_ops.attention(query, key, value, attn_mask, return_lse=True, **options)
     share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
-    return (out * share).to(out.dtype)
+    return (out * share).to(out.dtype).transpose(1, 2), None
 
 
-def eager(layer: nn.Module, inputs: Inputs) -> Tensor:
+def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     """Eager attention, for heads that are wider than those of any GPU kernel."""
-    query, key, value, mask, sinks, options = inputs
     _logger.warning_once(
-        f"no GPU kernel has head dimension {max(query.shape[-1], value.shape[-1])}: such layers "
-        "run eager attention, with memory for every weight."
+        f"no GPU kernel has head dimension {max(call.query.shape[-1], call.value.shape[-1])}: such "
+        "layers run eager attention, with memory for every weight."
     )
-    return weights.attention(query, key, value, mask, sinks, **options)[0].transpose(1, 2)
+    return _eager_attention(call)[0], None
 
 
-def packed(inputs: Inputs, documents: Documents) -> Tensor:
-    """(1, T, Hq, Dv): fa_ops.attention_varlen on documents packed into one row."""
-    mask = inputs.mask
-    tokens = (t[0].transpose(0, 1) for t in inputs[:3])
-    is_causal = mask.is_causal or mask.packing is PackingHint.ONLY
-    return fa_ops.attention_varlen(
-        *tokens, *documents, is_causal=is_causal, sinks=inputs.sinks, **inputs.options
-    )[None]
+def with_weights(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Eager attention, which has weights to return."""
+    _logger.warning_once(
+        "`output_attentions=True` requests attention weights, which fused attention never forms: "
+        "such calls run eager attention, with memory for every weight."
+    )
+    return _eager_attention(call)
 
 
-class Choices:
-    """The operators chosen for calls with one query and a compact mask, by the kind of the call.
+def _eager_attention(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Attention with its weights; those of a row without any visible key are zero."""
+    query, key, value, mask, sinks, options = call[:6]
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scale, softcap = options["scale"], options["softcap"]
+    scores = (query @ key.transpose(-1, -2)).float()
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
+        scores = scores + mask.attn_mask
+    keep = mask.keep(query.shape[2], key.shape[2], query.device)
+    scores = scores.masked_fill(~keep, float("-inf"))
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+        scores = torch.cat([scores, column.float().expand(*scores.shape[:3], 1)], -1)
+    is_empty = (scores == float("-inf")).all(-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(is_empty, 0.0), -1).masked_fill(is_empty, 0.0)
+    p = F.dropout(p[..., : key.shape[2]], options["dropout_p"]).to(value.dtype)
+    return (p @ value).transpose(1, 2).contiguous(), p
 
-    Only for calls whose tensors reach the operator as the layer passed them.
-    """
 
-    KEPT = 256
-
-    def __init__(self) -> None:
-        self._operators: dict[tuple, Operator] = {}
-
-    @staticmethod
-    def kind(
-        layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: CompactMask, sinks
-    ) -> tuple | None:
-        """All that a choice depends on, or None for calls whose choice is not remembered."""
-        queries, (rows, heads, keys, _) = query.shape, key.shape
-        if queries[2] != 1 or (
-            torch.is_grad_enabled() and _requires_grad(query, key, value, sinks)
-        ):
-            return None
-        return (
-            type(layer), mask.encoding, queries, rows, heads, keys > 1, value.shape[3],
-            query.dtype, key.dtype, value.dtype, query.is_cuda,
-            query.stride()[3], key.stride()[3], value.stride()[3], sinks is None or sinks.dim(),
-        )  # fmt: skip
-
-    def get(self, kind: tuple | None) -> Operator | None:
-        return self._operators.get(kind)
-
-    def remember(self, kind: tuple, operator: Operator) -> None:
-        if len(self._operators) >= self.KEPT:
-            self._operators.clear()
-        self._operators[kind] = operator
+def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
+    """A call of fa_ops.attention_varlen, for documents that are packed into one row."""
+    tokens = (t[0].transpose(0, 1) for t in call[:3])
+    is_causal = call.mask.is_causal or call.mask.packing is PackingHint.ONLY
+    out = fa_ops.attention_varlen(
+        *tokens, *call.documents, is_causal=is_causal, sinks=call.sinks, **call.options
+    )
+    return out[None], None

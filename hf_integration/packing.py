@@ -1,9 +1,9 @@
-"""Documents packed into one row, told apart by position_ids.
+"""Documents packed into one row, separated by position_ids.
 
-transformers' mask functions look at positions only if there is neither an attention mask nor a
-cache, and by default there is a cache; its FlashAttention path always does where there is one row.
-So does this module: in a causal self-attention of one row, whatever the mode, a document begins
-wherever a position is not its predecessor plus one.
+transformers' mask functions consider positions only if there is neither an attention mask nor a
+cache, and by default there is a cache. Its FlashAttention path always does for a single row, and so
+does this module: in causal self-attention over one row, a document begins wherever a position is
+not its predecessor plus one, in every mode.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hf_integration.memo import PerTensorMemo
 
 
 class Documents(NamedTuple):
-    """Sequences packed into one row: where each ends among the queries and among the keys."""
+    """Where the documents packed into one row end, among the queries and among the keys."""
 
-    q_ends: Tensor  # int32 (documents + 1,), from 0
+    q_ends: Tensor  # int32 (documents + 1,), beginning with 0
     k_ends: Tensor
     longest_q: int | None = None
     longest_k: int | None = None
@@ -31,7 +31,7 @@ _memo = PerTensorMemo()
 
 
 def documents(position_ids: Tensor, layer: nn.Module) -> Documents | None:
-    """The documents of one row (1, S) of positions, or None where it is a single one.
+    """The documents of one row of positions (1, S), or None if there is only one document.
 
     Reads the device once in a forward pass.
     """
@@ -49,42 +49,40 @@ def _find(positions: Tensor) -> Documents | None:
 
 
 def _begins_document(positions: Tensor) -> Tensor:
-    """Bool (S,): where a document begins behind another."""
+    """Bool (S,), True where a document begins after another."""
     return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
 
 
 def within_documents(mask: MaskArguments, documents: Documents, Sq: int) -> MaskArguments:
-    """The mask with every query confined to the keys of its own document."""
-    i = torch.arange(Sq, device=documents.q_ends.device, dtype=torch.int32)
-    own = torch.searchsorted(documents.q_ends, i, right=True).clamp(
-        1, documents.q_ends.shape[0] - 1
-    )
-    return _confined(mask, documents.k_ends[own - 1], documents.k_ends[own])
+    """The mask with every query restricted to the keys of its own document."""
+    q_ends, k_ends, *_ = documents
+    i = torch.arange(Sq, device=q_ends.device, dtype=torch.int32)
+    document = torch.searchsorted(q_ends, i, right=True).clamp(1, q_ends.shape[0] - 1)
+    return _restricted(mask, k_ends[document - 1], k_ends[document])
 
 
 def within_positions(mask: MaskArguments, position_ids: Tensor, Sq: int) -> MaskArguments:
-    """The same from positions (1, S) that the host cannot read.
+    """The same for positions (1, S) that the host cannot read, and a causal mask.
 
-    A causal mask: the last key of each query is its own, and its document begins as many keys
-    before as queries.
+    The last key of a query is its own, and its document begins as many keys before it as queries.
     """
     i = torch.arange(Sq, device=position_ids.device)
     document = _begins_document(position_ids[0]).cumsum(0)
-    first, _ = key_ranges.same_value(document, document)
+    first, _ = key_ranges.equal_range(document, document)
     if mask.key_ranges is None:
-        return _confined(mask._replace(is_causal=False), first, i + 1)
+        return _restricted(mask._replace(is_causal=False), first, i + 1)
     end = mask.key_ranges[0, 0, :, 1]
-    return _confined(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
+    return _restricted(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
 
 
-def _confined(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:
-    """The mask with bounds (Sq,) on the keys of each query."""
+def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:
+    """The mask with the keys of each query restricted to bounds (Sq,)."""
     if mask.key_ranges is not None:
         lo = torch.maximum(mask.key_ranges[..., 0], lo)
         hi = torch.minimum(mask.key_ranges[..., 1], hi)
     else:
         lo, hi = lo[None, None], hi[None, None]
     kept = mask.attn_mask
-    if kept is not None and kept.dtype == torch.bool:  # the operator takes one or the other
+    if kept is not None and kept.dtype == torch.bool:  # which excludes key ranges
         kept = encodings.added_to_scores(kept)
     return mask._replace(key_ranges=torch.stack([lo, hi], -1).int(), attn_mask=kept)

@@ -1,9 +1,8 @@
 """Attention of continuous batching: sequences packed into one row, keys in pages of a cache.
 
-transformers calls the attention function with its PagedAttentionCache among the keywords. Steps
-that only decode bring a block table: the pages are then attended where they are, and the operator
-writes the new key of each sequence itself. Other steps get the keys of every sequence gathered
-behind each other, and are a packed batch.
+transformers passes its PagedAttentionCache as a keyword. Steps that only decode also get a block
+table: the pages are then attended in place, and the operator itself writes the new key of each
+sequence. In other steps the cache gathers the keys of all sequences, which are a packed batch.
 """
 
 from __future__ import annotations
@@ -14,36 +13,30 @@ from torch import Tensor, nn
 
 import fa_ops
 from hf_integration.memo import PerTensorMemo
+from hf_integration.operators import LayerCall
 
-_memo = PerTensorMemo()  # keys of each sequence before the step
+_memo = PerTensorMemo()  # the number of keys of each sequence before the step
 
 
 class Pages(NamedTuple):
-    """The pages of one layer and where each sequence's are."""
+    """The pages of one layer, and the table of the pages of each sequence."""
 
     key: Tensor  # (pages, page_size, Hkv, D)
     value: Tensor
-    table: Tensor  # int32 (sequences, pages of the longest)
+    table: Tensor  # int32 (sequences, pages of the longest sequence)
 
 
-def attention(
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: object,
-    sinks: Tensor | None,
-    options: dict,
-    keywords: dict,
-) -> Tensor:
-    """(1, T, Hq, Dv) for query (1, Hq, T, D): causal, within the layer's window if it has one.
+def attention(layer: nn.Module, call: LayerCall, cache: object, keywords: dict) -> Tensor:
+    """Causal attention of query (1, Hq, T, D), within the layer's window; returns (1, T, Hq, Dv).
 
-    `options` are those of fa_ops.attention, `keywords` what transformers passes on.
+    `keywords` are the other keywords that transformers passes, which describe the batch.
     """
-    options = {name: value for name, value in options.items() if name != "dropout_p"}
+    query, key, value, _, sinks, options = call[:6]
     window = keywords.get("sliding_window") or getattr(layer, "sliding_window", None)
-    options |= {"is_causal": True, "sinks": sinks}
-    options["window"] = (int(window) - 1, 0) if window else None
+    options = {
+        "is_causal": True, "scale": options["scale"], "softcap": options["softcap"], "sinks": sinks,
+        "window": (int(window) - 1, 0) if window else None,
+    }  # fmt: skip
     if hasattr(cache, "layer_index_to_group_indices"):
         step = _before_5_19(layer, key, value, cache, window, keywords)
     else:
@@ -63,19 +56,19 @@ Step = tuple[Tensor, int | None, Pages | None, Tensor, Tensor]
 
 
 def _update(layer: nn.Module, key, value, cache, keywords: dict) -> Step:
-    """The cache fills in this layer's keywords, and gathers the keys unless there is a table."""
-    own = dict(keywords)
+    """Let the cache fill in this layer's keywords, and gather the keys unless there is a table."""
+    filled = dict(keywords)
     key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=layer.layer_idx, kwargs=own
+        key_states=key, value_states=value, layer_idx=layer.layer_idx, kwargs=filled
     )
     pages = None
-    if own.get("block_table") is not None:
-        pages = Pages(own["k_cache"], own["v_cache"], own["block_table"])
-    return own["cu_seq_lens_k"].int(), own["max_length_k"], pages, key, value
+    if filled.get("block_table") is not None:
+        pages = Pages(filled["k_cache"], filled["v_cache"], filled["block_table"])
+    return filled["cu_seq_lens_k"].int(), filled["max_length_k"], pages, key, value
 
 
 def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) -> Step:
-    """The keywords list what to gather, and pages are found by the layer's group."""
+    """The same before transformers 5.19: the keywords list the keys to gather for each group."""
     k_ends, longest_k = keywords["cu_seq_lens_k"], keywords["max_seqlen_k"]
     if isinstance(k_ends, dict):
         kind = "sliding_attention" if window else "full_attention"
@@ -97,23 +90,17 @@ def _before_5_19(layer: nn.Module, key, value, cache, window, keywords: dict) ->
 def _decode(
     layer: nn.Module, query, key, value, pages: Pages, k_ends: Tensor, options: dict
 ) -> Tensor:
-    """One token of each sequence; its key goes to the page where the sequence ends."""
+    """Attend with one token of each sequence, whose key is written behind the sequence's last."""
     query, key, value = (t[0].transpose(0, 1).unsqueeze(2) for t in (query, key, value))
     N = query.shape[0]
     before = _memo.get(k_ends, layer, lambda: (k_ends[1 : N + 1] - k_ends[:N] - 1).clamp(min=0))
+    table = pages.table[:N].int()
     out = fa_ops.attention_with_kv_cache(
-        query,
-        pages.key,
-        pages.value,
-        before,
-        pages.table[:N].int(),
-        key=key,
-        value=value,
-        **options,
+        query, pages.key, pages.value, before, table, key=key, value=value, **options
     )
     return out[:, :, 0][None]
 
 
 def is_batch(cache: object) -> bool:
-    """Whether the `cache` keyword is continuous batching's."""
+    """Whether the `cache` keyword is a cache of continuous batching."""
     return hasattr(cache, "update") and type(cache).__name__ == "PagedAttentionCache"

@@ -1,4 +1,4 @@
-"""Tensors whose values the host can read, and those whose values it must not read."""
+"""Whether the host can read the values of a tensor, and at what cost."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers.utils.import_utils import is_tracing
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values: not while tracing, under vmap or recording a CUDA graph."""
+    """Whether a tensor has values: not while tracing, under vmap or during graph capture."""
     return not (is_tracing(tensor) or _is_mapped(tensor))
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether work on the tensor's device is being recorded into a CUDA graph."""
+    """Whether the current stream of a tensor's device is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def reads_are_free(device: torch.device | str) -> bool:
-    """Whether the host can read tensors on a device without waiting for it."""
+    """Whether the host can read tensors on a device without synchronising with it."""
     return torch.device(device).type == "cpu"
 
 

@@ -19,9 +19,7 @@ SHARED_CLASS_NAMES = {
 }
 LONG_FILES = {"fa_ops/backends/hopper/cuda/forward.cu"}
 LONG_FUNCTIONS = {
-    "fa_ops.compat.flash_attn.flash_attn_with_kvcache",
     "fa_ops.kv_cache.attention_with_kv_cache",
-    "hf_integration.attention.fa_ops_attention_forward",
 }
 MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 

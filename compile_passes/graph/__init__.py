@@ -1,3 +1,3 @@
-"""The graph as the pass reads it: values, one vocabulary of operations, dimensions, views,
+"""The graph as the pass reads it: values, canonical operation names, dimensions, layouts and
 constants.
 """

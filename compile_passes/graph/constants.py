@@ -1,23 +1,16 @@
-"""Tensors and scalars whose every element is one known number."""
+"""Tensors and scalars all of whose elements are one known number."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import Tensor
 
-from compile_passes.graph.ir import Value
+from compile_passes.graph.ir import Value, is_tensor
+from compile_passes.graph.vocabulary import LAYOUT
 
-FILLED = {
-    "zeros": 0.0,
-    "zeros_like": 0.0,
-    "new_zeros": 0.0,
-    "ones": 1.0,
-    "ones_like": 1.0,
-    "new_ones": 1.0,
-}
-_SHAPED = frozenset({"reshape", "expand", "permute", "copy", "cast", "getitem"})
+FILLS = dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0.0)
+FILLS |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 _UNARY = {
     "neg": lambda x: -x,
     "sqrt": math.sqrt,
@@ -34,27 +27,27 @@ _BINARY = {
 }
 
 
-def number(x: object, depth: int = 8) -> float | int | bool | None:
-    """The number that x is everywhere, as its dtype holds it; None if that is not known."""
+def constant_value(x: object, depth: int = 8) -> float | int | bool | None:
+    """The number that every element of x is, as its dtype stores it; None if it is not known."""
     if isinstance(x, (bool, int, float)):
         return x
     if not isinstance(x, Value) or depth == 0:
         return None
-    if not isinstance(x.tensor, Tensor):
+    if not is_tensor(x):
         return _scalar(x.tensor)
     try:
-        return held(_compute(x, depth - 1), x.dtype)
+        return stored_value(_compute(x, depth - 1), x.dtype)
     except (ValueError, ZeroDivisionError, OverflowError):
         return None
 
 
-def specialised(x: object) -> float | int | bool | None:
-    """As `number`; a symbol becomes the number that it is now, guarded, as for a probability of
-    dropout or the fill of a mask, which are constants in all but name. None if it has none yet.
+def guarded_constant(x: object) -> float | int | bool | None:
+    """As `constant_value`, but a symbolic float becomes its current number, with a guard: dropout
+    probabilities and mask fills rarely change.
     """
-    known = number(x)
+    known = constant_value(x)
     if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
-        return specialised(x.args.get("data"))
+        return guarded_constant(x.args.get("data"))
     if known is None and isinstance(x, Value) and isinstance(x.tensor, torch.SymFloat):
         return float(x.tensor) if x.tensor.node.has_hint() else None
     return known
@@ -69,29 +62,29 @@ def _scalar(x: object) -> float | int | bool | None:
 
 def _compute(x: Value, depth: int) -> float | int | bool | None:
     if x.op == "fill":
-        return number(x.args.get("other", x.args.get("value")), depth)
+        return constant_value(x.args.get("other", x.args.get("value")), depth)
     if x.writes:
         return None
-    if x.op in FILLED:
-        return FILLED[x.op]
+    if x.op in FILLS:
+        return FILLS[x.op]
     if x.op in ("full", "full_like", "new_full"):
-        return number(x.args.get("fill_value"), depth)
+        return constant_value(x.args.get("fill_value"), depth)
     if x.op in ("tensor", "scalar_tensor"):
         data = x.args.get("data")
         return data if isinstance(data, (bool, int, float)) else None
-    if x.op in _SHAPED:
-        return number(x.args.get("input"), depth)
+    if x.op in LAYOUT:
+        return constant_value(x.args.get("input"), depth)
     if x.op in _UNARY and len(x.args) == 1:
-        value = number(x.args.get("input"), depth)
+        value = constant_value(x.args.get("input"), depth)
         return None if value is None else _UNARY[x.op](value)
     if x.op in _BINARY and set(x.args) == {"input", "other"}:
-        a, b = number(x.args["input"], depth), number(x.args["other"], depth)
+        a, b = (constant_value(x.args[name], depth) for name in ("input", "other"))
         return None if a is None or b is None else _BINARY[x.op](a, b)
     return None
 
 
-def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
-    """What a tensor of this dtype holds when the number is written to it."""
+def stored_value(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
+    """The number that a tensor of this dtype holds once `value` is written to it."""
     if value is None or dtype.is_complex:
         return None
     if dtype == torch.bool:
@@ -99,55 +92,53 @@ def held(value: float | None, dtype: torch.dtype) -> float | int | bool | None:
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return int(value) if limits.min <= value <= limits.max else None
-    nearest = rounded(value, dtype)
+    nearest = round_to(value, dtype)
     return nearest if nearest is None or math.isinf(nearest) else float(value)
 
 
-_MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def rounded(value: float, dtype: torch.dtype) -> float | None:
-    """The nearest floating point number of the dtype, by way of float32 as torch rounds to 16
-    bits.
-    """
-    if dtype not in _MANTISSA:
+def round_to(value: float, dtype: torch.dtype) -> float | None:
+    """The nearest number of a floating point dtype; as in torch, 16-bit dtypes round twice."""
+    if dtype not in _MANTISSA_BITS:
         return None
     limit = torch.finfo(dtype).max
     if abs(value) >= 2 * limit:
         return math.copysign(math.inf, value)
     wide = dtype in (torch.float64, torch.float32)
-    value = float(value) if wide else rounded(value, torch.float32)
+    value = float(value) if wide else round_to(value, torch.float32)
     if not math.isfinite(value) or value == 0 or dtype == torch.float64:
         return value
     exponent = max(math.frexp(value)[1], math.frexp(torch.finfo(dtype).tiny)[1])
-    step = math.ldexp(1.0, exponent - _MANTISSA[dtype])
+    step = math.ldexp(1.0, exponent - _MANTISSA_BITS[dtype])
     nearest = round(value / step) * step
     return math.copysign(math.inf, value) if abs(nearest) > limit else nearest
 
 
-# Their elements are those of their input.
-_MOVED = frozenset(
-    "reshape expand permute copy cast getitem repeat repeat_interleave index_select gather tril "
-    "triu flip".split()
-)
+# The elements of the result are elements of the input.
+_MOVES = LAYOUT | set("repeat repeat_interleave index_select gather tril triu flip".split())
+# The result is finite if all tensor arguments are.
 _FINITE = frozenset("cumsum arange cat stack tanh sigmoid zeros ones zeros_like ones_like".split())
-# Their numbers become elements.
+# The same, but numbers among the arguments become elements too.
 _NUMERIC = frozenset(
     "add sub mul neg abs clamp minimum maximum where masked_fill pad full tensor "
     "scalar_tensor".split()
 )
-# An infinity would not come out of these as such, but make NaN of everything.
+# Layers of a network: an infinity in their input would make everything NaN.
 _ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
 
 
-def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
-    """Whether a tensor holds no infinity, by how it was made: from layers of the network, from
-    parameters that learn, from positions and constants. With a limit, whether its constants stay
-    below it as well and no integers of unknown size are in it, so that it is no mask.
+def is_finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
+    """Whether a tensor provably holds no infinity: it is made of outputs of layers, parameters
+    that require grad, positions and constants.
+
+    With a limit, whether it is also no mask: its constants are below the limit, and it contains
+    no integers of unknown size.
     """
     if isinstance(x, (tuple, list)):
-        return all(finite(y, depth, limit) for y in x)
-    if not isinstance(x, Value) or not isinstance(x.tensor, Tensor):
+        return all(is_finite(y, depth, limit) for y in x)
+    if not is_tensor(x):
         x = x.tensor if isinstance(x, Value) else x
         if isinstance(x, torch.SymFloat):
             x = x.node.hint if x.node.has_hint() else math.inf
@@ -161,16 +152,16 @@ def finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
         return x.tensor.requires_grad and learned
     if x.op in _ACTIVATIONS:
         return True
-    if x.op in _MOVED:
-        return not x.writes and finite(x.args.get("input"), depth - 1, limit)
+    if x.op in _MOVES:
+        return not x.writes and is_finite(x.args.get("input"), depth - 1, limit)
     if x.op in _NUMERIC and not all(abs(y) < limit for y in x.args.values() if type(y) is int):
         return False
     if x.op in ("div", "pow"):
-        known = number(x.args.get("other"))
+        known = constant_value(x.args.get("other"))
         near = limit == math.inf or (x.op == "div" and known and abs(known) * limit > 1)
-        return bool(known and near) and _made_of_finite(x, depth, limit)
-    return x.op in _FINITE | _NUMERIC and not x.writes and _made_of_finite(x, depth, limit)
+        return bool(known and near) and _all_args_finite(x, depth, limit)
+    return x.op in _FINITE | _NUMERIC and not x.writes and _all_args_finite(x, depth, limit)
 
 
-def _made_of_finite(x: Value, depth: int, limit: float) -> bool:
-    return all(finite(y, depth - 1, limit) for y in x.args.values())
+def _all_args_finite(x: Value, depth: int, limit: float) -> bool:
+    return all(is_finite(y, depth - 1, limit) for y in x.args.values())

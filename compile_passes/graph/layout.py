@@ -1,16 +1,12 @@
-"""Layout operations: which dimension goes where, forward through a node and backward to what it was
-made from.
-"""
+"""Layout operations: which dimension of the input becomes which dimension of the result."""
 
 from __future__ import annotations
 
 import torch
 
-from compile_passes.graph.axes import Axis, Dims, is_one, regroup, resolve_dims, same
-from compile_passes.graph.ir import Value, requires_grad
+from compile_passes.graph.axes import Axis, Dims, is_one, regroup, resolve_dims, sizes_equal
+from compile_passes.graph.ir import Value, is_tensor, requires_grad
 from compile_passes.graph.vocabulary import raw_name
-
-LAYOUT = frozenset({"permute", "reshape", "expand", "copy", "cast", "getitem"})
 
 
 def source(value: Value) -> Value | None:
@@ -19,46 +15,46 @@ def source(value: Value) -> Value | None:
     return x if isinstance(x, Value) else None
 
 
-def forward(value: Value, dims: Dims) -> Dims | None:
-    """Dims of a layout operation's result, from those of its input."""
+def result_dims(value: Value, dims: Dims) -> Dims | None:
+    """Dims of a layout operation's result, from the dims of its input."""
     shape = value.shape
     if value.writes:
         return None
     if value.op in ("copy", "cast"):
-        return dims if _stays(value) else None
+        return dims if _same_device(value) else None
     if value.op == "permute":
         order = permutation(value)
         return tuple(dims[i] for i in order) if order else None
-    if value.op == "reshape" or (value.op == "getitem" and only_inserts(value)):
+    if value.op == "reshape" or (value.op == "getitem" and only_inserts_dims(value)):
         return regroup(dims, shape)
     if value.op == "expand":
         new = len(shape) - len(dims)
         old = source(value).shape
         kept = zip(dims, old, shape[new:], strict=True)
-        grown = tuple(g if same(n, m) else (Axis(m, "expanded"),) for g, n, m in kept)
+        grown = tuple(g if sizes_equal(n, m) else (Axis(m, "expanded"),) for g, n, m in kept)
         return tuple(() if is_one(m) else (Axis(m, "expanded"),) for m in shape[:new]) + grown
     return None
 
 
-def _stays(value: Value) -> bool:
-    """Whether its device is its source's."""
+def _same_device(value: Value) -> bool:
+    """Whether the value is on the device of its source."""
     return value.tensor.device == source(value).tensor.device
 
 
-def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
-    """Dims of a layout operation's input from those of its result, and whether a repetition was
-    undone.
-    """
+def input_dims(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
+    """(dims of a layout operation's input, whether it repeats elements), from its result's dims."""
     x = source(value)
-    if x is None or value.writes or not isinstance(x.tensor, torch.Tensor):
+    if not is_tensor(x) or value.writes:
         return None
     shape = x.shape
-    if value.op == "copy" or (value.op == "cast" and x.dtype == value.dtype and _stays(value)):
+    if value.op == "copy" or (
+        value.op == "cast" and x.dtype == value.dtype and _same_device(value)
+    ):
         return dims, False
     if value.op == "permute":
         order = permutation(value)
         return (tuple(dims[order.index(i)] for i in range(len(order))), False) if order else None
-    if value.op == "reshape" or (value.op == "getitem" and only_inserts(value)):
+    if value.op == "reshape" or (value.op == "getitem" and only_inserts_dims(value)):
         before = regroup(dims, shape)
         return None if before is None else (before, False)
     if value.op == "expand":
@@ -71,7 +67,7 @@ def backward(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
 
 
 def _undo_interleave(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
-    """Each index stood `repeats` times in a row: the repetition is the inner part of the axis."""
+    """`input_dims` of repeat_interleave: the repetition is the inner part of the axis."""
     times, dim = value.args.get("repeats"), value.args.get("dim")
     if not isinstance(times, int) or not isinstance(dim, int) or not dims[dim]:
         return None
@@ -84,7 +80,7 @@ def _undo_interleave(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
 
 
 def permutation(value: Value) -> tuple[int, ...] | None:
-    """Result dimension -> input dimension of a transpose-like operation."""
+    """The input dimension of each result dimension of a transpose-like operation."""
     rank = len(value.shape)
     name = raw_name(value.node).rstrip("_")
     order = list(range(rank))
@@ -98,7 +94,7 @@ def permutation(value: Value) -> tuple[int, ...] | None:
     if name == "permute":
         ints = all(isinstance(i, int) for i in dims)
         return tuple(i % rank for i in dims) if ints and len(dims) == rank else None
-    first, second = _two(value, dims)
+    first, second = _swapped_dims(value, dims)
     if not (isinstance(first, int) and isinstance(second, int)):
         return None
     first, second = first % rank, second % rank
@@ -109,47 +105,48 @@ def permutation(value: Value) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _two(value: Value, dims: tuple) -> tuple[object, object]:
+def _swapped_dims(value: Value, dims: tuple) -> tuple[object, object]:
     kwargs = value.node.kwargs
     names = [("dim0", "dim1"), ("axis0", "axis1"), ("source", "destination")]
     named = [kwargs[n] for pair in names for n in pair if n in kwargs]
-    both = (*dims, *named)
-    return both if len(both) == 2 else (None, None)
+    pair = (*dims, *named)
+    return pair if len(pair) == 2 else (None, None)
 
 
-def only_inserts(value: Value) -> bool:
-    """Whether an index holds nothing but None, Ellipsis and full slices."""
+def only_inserts_dims(value: Value) -> bool:
+    """Whether an index consists of None, Ellipsis and full slices, which only insert dimensions."""
     index = value.args.get("index")
     index = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or i == slice(None) for i in index)
 
 
-def peel(value: Value, dims: Dims, dtype: torch.dtype, reader: Value) -> tuple[Value, Dims]:
-    """Walk from an operand of `reader` back to where it was before its heads were repeated or it
-    was cast up from `dtype`.
+def undo_layout(value: Value, dims: Dims, dtype: torch.dtype, reader: Value) -> tuple[Value, Dims]:
+    """Walk from an operand of `reader` back to the tensor before its heads were repeated or it was
+    cast up from `dtype`.
 
-    Permutations are undone too; a view or a copy only if one of those lies behind it. Not so what
-    was made under another gradient mode: no gradient passed there.
+    Permutations are undone too, views and copies only if one of these precedes them. Operations
+    under another gradient mode are kept, since no gradient flows through them.
     """
     best = value, resolve_dims(dims)
     while True:
         dims = resolve_dims(dims)
         cast_up = value.op == "cast" and value.dtype != dtype and source(value).dtype == dtype
-        step = (dims, True) if cast_up and _stays(value) else backward(value, dims)
+        step = (dims, True) if cast_up and _same_device(value) else input_dims(value, dims)
         if step is None or (value.grad != reader.grad and requires_grad(source(value))):
             return best
-        (before, gained), free = step, value.op == "permute" or _parts(step[0]) == _parts(dims)
+        before, gained = step
+        free = value.op == "permute" or _nontrivial(before) == _nontrivial(dims)
         gained = gained or (free and value is best[0] and value.op != "copy")
-        gained = gained or _merged(before) < _merged(dims)
+        gained = gained or _count_merged(before) < _count_merged(dims)
         value, dims = source(value), before
         if gained:
             best = value, dims
 
 
-def _merged(dims: Dims) -> int:
+def _count_merged(dims: Dims) -> int:
     return sum(len(group) > 1 for group in resolve_dims(dims))
 
 
-def _parts(dims: Dims) -> list:
+def _nontrivial(dims: Dims) -> list:
     """The dimensions that are not of size 1."""
     return [group for group in resolve_dims(dims) if group]

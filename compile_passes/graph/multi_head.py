@@ -1,8 +1,8 @@
-"""`F.multi_head_attention_forward`, one call in Dynamo's graphs, as the operations it is made of.
+"""Inlining of `F.multi_head_attention_forward`, which Dynamo captures as one call.
 
-The function is traced with the call's own arguments, so that its meaning is torch's, whatever the
-options. The operations stand in the graph ahead of the call until the pass has fused them; then
-they take its place, and otherwise they go and the call stays as it was.
+torch's own function is traced with the arguments of the call, so that every option keeps its
+meaning. The traced operations are inserted before the call. If the pass fuses them they replace the
+call; otherwise they are erased and the call is left unchanged.
 """
 
 from __future__ import annotations
@@ -21,62 +21,63 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from compile_passes.graph.ir import PLACE, example, meta_key
-from compile_passes.graph.vocabulary import raw_name
-from compile_passes.report import Refused, log
+from compile_passes.graph.ir import SOURCE_METADATA, example, meta_key
+from compile_passes.graph.vocabulary import raw_name, read_elsewhere
+from compile_passes.report import Refused, internal_error, log
 
 FORWARD = F.multi_head_attention_forward
-# What the modules of torch.nn call in eval mode without gradients.
-_WHOLE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+# Operators that modules of torch.nn call in eval mode without gradients.
+_OPERATORS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
-def holds_attention(node: fx.Node) -> bool:
-    """Whether a node is one call around attention with its projections."""
-    return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _WHOLE)
+def is_attention_call(node: fx.Node) -> bool:
+    """Whether a node is one call of attention together with its projections."""
+    return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _OPERATORS)
 
 
 @dataclasses.dataclass
-class Opened:
-    """A call and what it is made of, in order; `out` is what replaces the first of its results."""
+class InlinedCall:
+    """A call and its traced operations, of which `out` computes the call's first result."""
 
     call: fx.Node
-    made: list[fx.Node] = dataclasses.field(default_factory=list)
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
     out: fx.Node | None = None
 
-    def keep(self) -> None:
-        """Put the operations in the call's place."""
+    def commit(self) -> None:
+        """Replace the call by its operations."""
         for part in list(self.call.users):
             part.replace_all_uses_with(self.out)
             part.graph.erase_node(part)
         self.call.graph.erase_node(self.call)
 
     def undo(self) -> None:
-        for node in reversed(self.made):
+        """Erase the operations; the call is left unchanged."""
+        for node in reversed(self.nodes):
             node.graph.erase_node(node)
-        self.made.clear()
+        self.nodes.clear()
 
 
-def open_calls(graph: fx.Graph) -> tuple[list[Opened], dict[fx.Node, str]]:
-    """Every call whose weights are unused, opened, and the reasons why the others are not."""
-    opened: list[Opened] = []
-    closed: dict[fx.Node, str] = {}
-    for call in filter(holds_attention, list(graph.nodes)):
+def inline_calls(graph: fx.Graph) -> tuple[list[InlinedCall], dict[fx.Node, str]]:
+    """The inlined calls, and the reasons why the others cannot be inlined."""
+    inlined: list[InlinedCall] = []
+    not_inlined: dict[fx.Node, str] = {}
+    for call in filter(is_attention_call, list(graph.nodes)):
         try:
             _check(call)
-            opened.append(_open(call))
+            inlined.append(_inlined(call))
         except Refused as refusal:
-            closed[call] = str(refusal)
-        except Exception as error:  # a bug of ours must not break the user's compilation
-            log.warning("could not open %s", call, exc_info=True)
-            closed[call] = f"internal error, please report: {type(error).__name__}: {error}"
-    return opened, closed
+            not_inlined[call] = str(refusal)
+        except Exception as error:  # a bug of the pass must not break the user's compilation
+            log.warning("could not inline %s", call, exc_info=True)
+            not_inlined[call] = internal_error(error)
+    return inlined, not_inlined
 
 
 def _check(call: fx.Node) -> None:
     if call.target is not FORWARD:
         raise Refused(
             f"torch.{raw_name(call)} is one operator; "
-            "torch.backends.mha.set_fastpath_enabled(False) takes what can be fused"
+            "torch.backends.mha.set_fastpath_enabled(False) selects the code that can be fused"
         )
     for node in call.all_input_nodes:
         x = example(node)
@@ -86,30 +87,29 @@ def _check(call: fx.Node) -> None:
         part = user.args[1] if user.target is operator.getitem else None
         readers = () if part == 0 else user.users if part == 1 else (user,)
         for reader in readers:
-            used = "returned" if reader.op == "output" else f"also read by {raw_name(reader)}"
-            raise Refused(f"the attention weights are {used}; fused attention never computes them")
+            raise Refused(read_elsewhere("the attention weights are", reader))
 
 
-def _open(call: fx.Node) -> Opened:
-    opened = Opened(call)
+def _inlined(call: fx.Node) -> InlinedCall:
+    inlined = InlinedCall(call)
     (mode,) = {x.fake_mode for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)}
     try:
         with mode, enable_python_dispatcher(), _modes(call), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the call itself gave them
-            _inline(_traced(call), opened)
-        made, wanted = example(opened.out), example(call)[0]
-        if (made.shape, made.dtype) != (wanted.shape, wanted.dtype):
-            raise AssertionError(f"{made.shape} {made.dtype}, not {wanted.shape} {wanted.dtype}")
-        if not any(raw_name(node) == "softmax" for node in opened.made):
+            warnings.simplefilter("ignore")  # the original call has issued them
+            _copy_nodes(_traced(call), inlined)
+        out, wanted = example(inlined.out), example(call)[0]
+        if (out.shape, out.dtype) != (wanted.shape, wanted.dtype):
+            raise AssertionError(f"{out.shape} {out.dtype}, not {wanted.shape} {wanted.dtype}")
+        if not any(raw_name(node) == "softmax" for node in inlined.nodes):
             raise AssertionError("no softmax was traced")
     except BaseException:
-        opened.undo()
+        inlined.undo()
         raise
-    return opened
+    return inlined
 
 
 def _traced(call: fx.Node) -> fx.Graph:
-    """The first result as a graph of aten operators, its placeholders the call's input nodes."""
+    """The first result as a graph of aten operators; its placeholders are the call's inputs."""
     given = call.all_input_nodes
 
     def first_result(*values: object) -> Tensor:
@@ -117,16 +117,16 @@ def _traced(call: fx.Node) -> fx.Graph:
         args, kwargs = map_arg((call.args, call.kwargs), by_node.__getitem__)
         return FORWARD(*args, **kwargs)[0]
 
-    table = {torch.ops.aten.scaled_dot_product_attention.default: _written_out}
+    table = {torch.ops.aten.scaled_dot_product_attention.default: _decomposed_sdpa}
     traced = make_fx(first_result, table, pre_dispatch=True)(*map(example, given)).graph
     traced.eliminate_dead_code()
     return traced
 
 
-def _written_out(
+def _decomposed_sdpa(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """F.scaled_dot_product_attention as the function above calls it."""
+    """F.scaled_dot_product_attention written out, with the defaults of multi-head attention."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if is_causal:
         hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
@@ -137,22 +137,22 @@ def _written_out(
     return F.dropout(weights, dropout_p) @ v if dropout_p > 0 else weights @ v
 
 
-def _inline(traced: fx.Graph, opened: Opened) -> None:
-    """Copy the operations to where the call is, each with its example."""
-    call = opened.call
+def _copy_nodes(traced: fx.Graph, inlined: InlinedCall) -> None:
+    """Copy the traced operations to before the call, each with its example."""
+    call = inlined.call
     key = meta_key(call.graph)
-    place = {k: call.meta[k] for k in PLACE if k in call.meta}
+    place = {k: call.meta[k] for k in SOURCE_METADATA if k in call.meta}
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(call.all_input_nodes)
     for node in traced.nodes:
         if node.op == "placeholder":
             copies[node] = next(given)
         elif node.op == "output":
-            opened.out = copies[node.args[0]]
+            inlined.out = copies[node.args[0]]
         elif node.op == "call_function":
             with call.graph.inserting_before(call):
                 copies[node] = copy = call.graph.node_copy(node, copies.__getitem__)
-            opened.made.append(copy)
+            inlined.nodes.append(copy)
             args, kwargs = map_arg((copy.args, copy.kwargs), example)
             copy.meta = {**place, key: copy.target(*args, **kwargs)}
         else:
@@ -161,8 +161,8 @@ def _inline(traced: fx.Graph, opened: Opened) -> None:
 
 @contextlib.contextmanager
 def _modes(call: fx.Node) -> Iterator[None]:
-    """The modes under which the call gave its example. The graph alone does not tell: it may be
-    the body of a region inside another.
+    """The autocast and gradient modes of the call, inferred from its example, since an enclosing
+    graph may have set them.
     """
     out = example(call)[0]
     given = [x for x in map(example, call.all_input_nodes) if isinstance(x, Tensor)]

@@ -1,1 +1,1 @@
-"""Masks: symbolic evaluation of their elements, and which arguments of the operator they become."""
+"""Masks: symbolic evaluation of their elements, and the operator's arguments that they become."""

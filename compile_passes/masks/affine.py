@@ -1,5 +1,5 @@
-"""What one element of a mask is, as an expression of its coordinates: integers that are affine in
-them, and conditions on those.
+"""Expressions for one element of a mask in terms of its coordinates: integers that are affine in
+them, and conditions on such integers.
 
 A condition is True, False, `AtMost(a)` (a <= 0), `Not`, `All` or `Any` of conditions, or `Opaque`:
 read from a tensor of unknown content.
@@ -19,26 +19,28 @@ from compile_passes.graph.ir import Value
 
 
 def symbolic(n: Size) -> sympy.Expr:
+    """A size as a sympy expression."""
     return n.node.expr if isinstance(n, SymInt) else sympy.Integer(n)
 
 
 class Affine(NamedTuple):
-    """constant + sum of coefficient * variable; variables are axes (their index) and opaque
-    integers.
-    """
+    """constant + sum of coefficient * variable, which is an axis, a Quotient or an Opaque."""
 
     terms: frozenset[tuple[object, int]]
     constant: sympy.Expr
 
     @staticmethod
-    def of(x: Size | sympy.Expr) -> Affine:
+    def from_size(x: Size | sympy.Expr) -> Affine:
+        """A constant: a number, or an expression of sizes."""
         return Affine(frozenset(), x if isinstance(x, sympy.Expr) else symbolic(x))
 
     @staticmethod
     def variable(x: object) -> Affine:
+        """A single variable with coefficient 1."""
         return Affine(frozenset({(x, 1)}), sympy.Integer(0))
 
     def plus(self, other: Affine, sign: int = 1) -> Affine:
+        """self + sign * other"""
         terms = dict(self.terms)
         for x, c in other.terms:
             terms[x] = terms.get(x, 0) + sign * c
@@ -46,45 +48,47 @@ class Affine(NamedTuple):
         return Affine(frozenset((x, c) for x, c in terms.items() if c), constant)
 
     def times(self, c: int) -> Affine:
+        """c * self"""
         terms = frozenset((x, k * c) for x, k in self.terms) if c else frozenset()
         return Affine(terms, sympy.expand(self.constant * c))
 
     def is_constant(self) -> bool:
+        """Whether it has no variables."""
         return not self.terms
 
-    def bound(self, highest: bool, reach: int = 2**64) -> sympy.Expr | None:
-        """A bound on its values over all indices of the axes and all contents of tensors, which
-        are taken to lie within `reach` of 0.
+    def bound(self, highest: bool, magnitude: int = 2**64) -> sympy.Expr | None:
+        """An upper or lower bound over all indices of the axes and all contents of tensors, which
+        are assumed to be at most `magnitude` in absolute value.
         """
         total = self.constant
         for x, c in self.terms:
-            limit = _bound(x, (c > 0) == highest, reach)
+            limit = _bound(x, (c > 0) == highest, magnitude)
             if limit is None:
                 return None
             total += c * limit
         return sympy.expand(total)
 
 
-def _bound(x: object, highest: bool, reach: int) -> sympy.Expr | None:
+def _bound(x: object, highest: bool, magnitude: int) -> sympy.Expr | None:
     if isinstance(x, Axis):
         return symbolic(x.size) - 1 if highest else sympy.Integer(0)
     if isinstance(x, Quotient):
-        limit = x.a.bound(highest, reach)
+        limit = x.a.bound(highest, magnitude)
         return None if limit is None else FloorDiv(limit, x.n)
     if isinstance(x, Opaque) and isinstance(x.value, Value):
         limits = torch.iinfo(x.value.dtype)
-        return sympy.Integer(min(limits.max, reach) if highest else max(limits.min, -reach))
+        return sympy.Integer(min(limits.max, magnitude) if highest else max(limits.min, -magnitude))
     return None
 
 
 class Quotient(NamedTuple):
-    """a // n, a variable of affine expressions"""
+    """a // n"""
 
     a: Affine
     n: int
 
 
-class Distance(NamedTuple):
+class AbsoluteValue(NamedTuple):
     """|a|"""
 
     a: Affine
@@ -104,19 +108,25 @@ class Opaque(NamedTuple):
 
 
 class Not(NamedTuple):
+    """The negation of an opaque condition."""
+
     condition: object
 
 
 class All(NamedTuple):
+    """The conjunction of conditions."""
+
     conditions: frozenset
 
 
 class Any(NamedTuple):
+    """The disjunction of conditions."""
+
     conditions: frozenset
 
 
 class Choice(NamedTuple):
-    """`yes` where the condition holds, else `no`."""
+    """`yes` where the condition holds, `no` elsewhere."""
 
     condition: object
     yes: object
@@ -124,20 +134,21 @@ class Choice(NamedTuple):
 
 
 Condition = bool | AtMost | Not | All | Any | Opaque
-Element = Affine | float | Distance | Choice | Condition
+Element = Affine | float | AbsoluteValue | Choice | Condition
+Coordinates = tuple[Affine, ...]
 
 
-def order(x: object) -> str:
-    """A key that sorts conditions and terms alike in every process; the repr of a set does not."""
+def sort_key(x: object) -> str:
+    """A key that sorts conditions and terms in the same order in every process."""
     if isinstance(x, frozenset):
-        return f"{{{', '.join(sorted(map(order, x)))}}}"
+        return f"{{{', '.join(sorted(map(sort_key, x)))}}}"
     if isinstance(x, tuple):
-        return f"{type(x).__name__}({', '.join(map(order, x))})"
+        return f"{type(x).__name__}({', '.join(map(sort_key, x))})"
     return repr(x)
 
 
 def at_most(a: Affine) -> Condition:
-    """a <= 0, decided where the axes' sizes decide it."""
+    """a <= 0, as True or False where the sizes of the axes decide it."""
     highest, lowest = a.bound(True), a.bound(False)
     if highest is not None and highest.is_nonpositive:
         return True
@@ -147,12 +158,13 @@ def at_most(a: Affine) -> Condition:
 
 
 def negate(c: Condition) -> Condition:
+    """not c"""
     if isinstance(c, bool):
         return not c
     if isinstance(c, Not):
         return c.condition
     if isinstance(c, AtMost):  # not (a <= 0) is 1 - a <= 0
-        return at_most(Affine.of(1).plus(c.a, -1))
+        return at_most(Affine.from_size(1).plus(c.a, -1))
     if isinstance(c, All):
         return any_of(*map(negate, c.conditions))
     if isinstance(c, Any):
@@ -161,6 +173,7 @@ def negate(c: Condition) -> Condition:
 
 
 def all_of(*conditions: Condition) -> Condition:
+    """The conjunction, simplified."""
     found: set = set()
     for c in conditions:
         if c is False:
@@ -173,6 +186,7 @@ def all_of(*conditions: Condition) -> Condition:
 
 
 def any_of(*conditions: Condition) -> Condition:
+    """The disjunction, simplified."""
     found: set = set()
     for c in conditions:
         if c is True:
@@ -185,9 +199,10 @@ def any_of(*conditions: Condition) -> Condition:
 
 
 def choose(condition: Condition, yes: Element, no: Element) -> Element:
+    """`yes` where the condition holds, `no` elsewhere, simplified."""
     if isinstance(condition, bool):
         return yes if condition else no
-    return _choice(condition, _given(condition, yes), _given(negate(condition), no))
+    return _choice(condition, _assume(condition, yes), _assume(negate(condition), no))
 
 
 def _choice(condition: Condition, yes: Element, no: Element) -> Element:
@@ -196,10 +211,10 @@ def _choice(condition: Condition, yes: Element, no: Element) -> Element:
     return yes if yes == no and type(yes) is type(no) else Choice(condition, yes, no)
 
 
-def _given(condition: Condition, x: Element) -> Element:
-    """x where the condition is known to hold."""
+def _assume(condition: Condition, x: Element) -> Element:
+    """x, simplified where the condition holds."""
     if not isinstance(x, Choice):
         return x
     if condition in (x.condition, negate(x.condition)):
-        return _given(condition, x.yes if condition == x.condition else x.no)
-    return _choice(x.condition, _given(condition, x.yes), _given(condition, x.no))
+        return _assume(condition, x.yes if condition == x.condition else x.no)
+    return _choice(x.condition, _assume(condition, x.yes), _assume(condition, x.no))

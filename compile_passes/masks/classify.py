@@ -1,200 +1,134 @@
-"""Classification of the masks among the terms: causal, windows, key intervals, or dense.
+"""Classification of masks: causal, windows, key intervals, or dense.
 
 A finite fill (finfo.min, -1e9) is not -inf: a row whose keys are all filled averages every value.
-It may become a flag of the operator only where every row provably attends a key. Else the fill is
-kept: as part of an additive mask where the user adds it, and where scores are replaced by it, by
-giving the rows without keys a zero query and all keys.
+Such a fill may become a flag of the operator only where every row provably attends a key. Elsewhere
+it is kept: as a part of an additive mask where the model adds it, and where it replaces scores by
+giving empty rows a query of zero and all keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 
-import torch
-
 from compile_passes.graph.axes import resolve_dims
-from compile_passes.graph.constants import finite
-from compile_passes.graph.ir import Value, alike, requires_grad
+from compile_passes.graph.constants import is_finite
+from compile_passes.graph.ir import Value, requires_grad, same_contents
 from compile_passes.masks.affine import all_of
-from compile_passes.masks.key_intervals import KeyInterval, attends_itself, key_interval
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
+from compile_passes.masks.key_intervals import attends_itself, key_interval
 from compile_passes.masks.mask_terms import (
     MaskEffect,
     Term,
     Window,
+    common_window,
     every_row_attends,
-    only,
-    read,
-    terms_of,
-    window_of,
+    mask_effect,
+    mask_terms,
+    single_axis,
 )
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
-    FAR,
-    LARGEST_SUM,
+    MAX_MASK_FILL,
+    MAX_ROW_MASK,
     BiasTerm,
+    ClampTerm,
     FillTerm,
-    FloorTerm,
-    Leaf,
-    vanishes_beside,
+    absorbs_scores,
 )
 from compile_passes.report import Refused
 
-NEAR = 1e3  # a bias made of greater constants may be a mask
-
-
-class Dead(enum.Enum):
-    """What a dead row gives: one whose keys are all masked."""
-
-    ZERO = "0 (eager: NaN)"
-    UNIFORM = "the mean of the values; scores are replaced by the fill"
-    ABSORBED = "the mean of the values; scores vanish beside the fill, gradients pass to them"
-    ADDED = "as if nothing were masked; the fill is common to the row"
-
-
-@dataclasses.dataclass(frozen=True)
-class Keep:
-    """Scores stay where the leaf is `kept`: True, False, or 0 for an additive mask."""
-
-    leaf: Leaf
-    kept: bool | float
-
-
-@dataclasses.dataclass(frozen=True)
-class Masks:
-    """`window` is (left, right) around the bottom-right diagonal; None: unbounded, right 0: causal.
-
-    `biases` and `keeps` stay dense.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    biases: tuple[BiasTerm, ...] = ()
-    keeps: tuple[Keep, ...] = ()
-    dead: Dead = Dead.ZERO
-    zeroed: FillTerm | None = None  # by zeroed keys and a bias
-    interval: KeyInterval | None = None  # as kv_lens or key_ranges
-    added: FillTerm | None = None  # as a bias: real scores vanish beside it
-    levels: tuple[Term, ...] = ()  # one float mask, whose dead rows are found as it runs
-    share: float = 1.0  # of an absorbed row's gradient that reaches its scores
-    fill: float | None = None  # of the one mask that makes rows dead
-    inexact: torch.dtype | None = None  # why a mask of positions stays dense
-
-    @property
-    def terms(self) -> tuple[BiasTerm | Keep | FillTerm, ...]:
-        """The tensors that the masks are written from."""
-        return (*self.biases, *self.keeps, *self.levels)
-
-    def describe(self) -> str:
-        parts = []
-        if self.right == 0:
-            parts.append("is_causal")
-        if self.left is not None or self.right not in (None, 0):
-            parts.append(f"window=({self.left}, {self.right})")
-        if self.interval:
-            parts.append("a key range for each query")
-        if self.biases or self.keeps or self.zeroed or self.added or self.levels:
-            why = f" (positions may not be exact in {self.inexact})" if self.inexact else ""
-            parts.append("dense attn_mask" + why)
-        return ", ".join(parts) or "no mask"
+MAX_BIAS = 1e3  # a bias made of greater constants may be a mask
+Effects = dict[Term, MaskEffect | None]  # None: not a mask of known content
 
 
 def classify_masks(
     site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool = True
-) -> Masks:
-    """Which arguments of the operator the masks become.
+) -> ClassifiedMasks:
+    """The arguments of the operator that the masks become.
 
-    Raises Refused where a fill can't be kept. Without `intervals`, a mask that is no window stays
+    Raises Refused where a fill can't be kept. Without `intervals`, masks that are no windows stay
     dense.
     """
     masks = _classified(site, evaluator, intervals)
-    leaves = [t.mask if isinstance(t, FillTerm) else t.leaf for t in masks.terms]
-    inexact = (evaluator.inexact(leaf.value) for leaf in leaves)
-    return dataclasses.replace(masks, inexact=next(filter(None, inexact), None))
+    inexact = (evaluator.inexact_dtype(leaf.value) for leaf in masks.leaves)
+    return dataclasses.replace(masks, inexact_dtype=next(filter(None, inexact), None))
 
 
-def _classified(site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool) -> Masks:
-    terms = terms_of(site, evaluator)
-    effects = {t: read(t, evaluator) for t in terms}
-    _check_floor(site, effects)
+def _classified(
+    site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool
+) -> ClassifiedMasks:
+    terms = mask_terms(site, evaluator)
+    effects = {t: mask_effect(t, evaluator) for t in terms}
+    _check_clamps(site, effects)
     terms = [t for t in terms if effects[t] is None or effects[t].keep is not True]
-    zeroed = _zeroed_alike(site, terms, effects)
-    if zeroed and effects[zeroed]:
-        exact = dataclasses.replace(zeroed, value=-math.inf)
-        effects[exact] = effects[zeroed]
-        terms = [exact if t is zeroed else t for t in terms]
-        zeroed = exact
-    for t in terms if site.sunk else [zeroed] if zeroed else []:
-        if effects[t]:  # rows without keys give 0, as -inf does
-            effects[t] = MaskEffect(effects[t].keep, -math.inf)
-    if _rows_attend_themselves(terms, effects, site):  # then any fill does what -inf does
-        effects |= {t: MaskEffect(effects[t].keep, -math.inf) for t in terms}
-    bands = [t for t in terms if effects[t] and window_of([effects[t]], site) is not None]
+    terms, effects = _with_exact_fills(site, terms, effects)
+    bands = [t for t in terms if effects[t] and common_window([effects[t]], site) is not None]
     dense = [t for t in terms if t not in bands]
-    window = window_of([effects[t] for t in bands], site)
+    window = common_window([effects[t] for t in bands], site)
     if dense or not every_row_attends(window, site):  # then only an exact -inf may be a flag
         bands = [t for t in bands if effects[t].fill == -math.inf]
         dense = [t for t in terms if t not in bands]
-        window = window_of([effects[t] for t in bands], site)
-    made = _as_interval(site, window, dense, bands, effects) if intervals else None
-    if made is not None:
-        return made
-    if len(dense) == 1 and not bands:
-        keep = _additive(dense[0], effects[dense[0]])
-        if keep is not None:
-            share = _share(site, dense[0], effects)
-            fill = effects[dense[0]].fill
-            return Masks(keeps=(keep[0],), dead=keep[1], share=share, fill=fill)
-        zeroed = _small_fill(dense[0], site)
-        if zeroed is not None:
-            return Masks(zeroed=zeroed)
-    return _fallback(site, window, dense, effects, terms)
+        window = common_window([effects[t] for t in bands], site)
+    masks = _as_interval(site, window, dense, bands, effects) if intervals else None
+    if masks is None and len(dense) == 1 and not bands:
+        masks = _as_single_mask(site, dense[0], effects)
+    return masks or _as_dense(site, window, dense, effects, terms)
 
 
-def _as_interval(
-    site: AttentionSite, window: Window, dense: list[Term], bands: list[Term], effects: dict
-) -> Masks | None:
-    """Masks that leave each query one interval of keys."""
-    masks = [t for t in dense if effects[t]]
-    others = tuple(t for t in dense if not effects[t])
-    j = only(site.keys)
-    if j is None or not masks or not all(isinstance(t, BiasTerm) for t in others):
-        return None
-    if site.trains and any(_is_mask(t, None) for t in others):
-        return None
-    keep = all_of(*(effects[t].keep for t in masks))
-    made = key_interval(keep, j)
-    if made is None:
-        return None
-    first = masks[0]
-    made = dataclasses.replace(made, leaf=first.leaf if isinstance(first, BiasTerm) else first.mask)
-    whole = all_of(keep, *(effects[t].keep for t in bands))
-    alive = not others and attends_itself(whole, only(site.queries), j)
-    if alive or all(effects[t].fill == -math.inf for t in masks):
-        return Masks(*window, biases=others, interval=made)
-    if others or bands or len(masks) > 1 or not effects[first].level:
-        return None
-    if isinstance(first, FillTerm):
-        return Masks(interval=made, dead=Dead.UNIFORM, fill=first.value)
-    dead = _additive(first, effects[first])[1]
-    share = _share(site, first, effects)
-    return Masks(interval=made, dead=dead, share=share, fill=effects[first].fill)
+def _with_exact_fills(
+    site: AttentionSite, terms: list[Term], effects: Effects
+) -> tuple[list[Term], Effects]:
+    """The terms with fills of -inf where these have the same effect: where masked weights are
+    zeroed, beside a sink, and where each query keeps the key at its own position.
+    """
+    zeroed = _zeroed_fill(site, terms, effects)
+    if zeroed and effects[zeroed]:
+        exact = dataclasses.replace(zeroed, value=-math.inf)
+        effects = {**effects, exact: effects[zeroed]}
+        terms = [exact if t is zeroed else t for t in terms]
+        zeroed = exact
+    if site.has_sink or _rows_attend_themselves(terms, effects, site):
+        exact_terms = terms
+    else:
+        exact_terms = [zeroed] if zeroed else []
+    exact_effects = {t: MaskEffect(effects[t].keep, -math.inf) for t in exact_terms if effects[t]}
+    return terms, {**effects, **exact_effects}
 
 
-def _rows_attend_themselves(terms: list[Term], effects: dict, site: AttentionSite) -> bool:
-    """Whether all masks are known and leave every query the key on its own place."""
-    j = only(site.keys)
+def _zeroed_fill(site: AttentionSite, terms: list[Term], effects: Effects) -> Term | None:
+    """The fill whose mask also zeroes the weights after the softmax. A finite fill must be the only
+    mask: beside it, keys that another mask hides with a lower number would be averaged.
+    """
+    zero = site.core.weights.zero_fill
+    if zero is None:
+        return None
+    fills = [t for t in terms if isinstance(t, FillTerm)]
+    if len(fills) == 1:
+        (fill,) = fills
+        equal = same_contents(fill.mask.value, zero.mask.value) and fill.where == zero.where
+        equal = equal and resolve_dims(fill.mask.dims) == resolve_dims(zero.mask.dims)
+        others = any(_may_hide_keys(t, effects[t]) for t in terms if isinstance(t, BiasTerm))
+        lowest = fill.value == -math.inf or (fill.value <= MAX_MASK_FILL and not others)
+        if equal and lowest:
+            return fill
+    raise Refused("the attention weights are masked after the softmax, not as the scores were")
+
+
+def _rows_attend_themselves(terms: list[Term], effects: Effects, site: AttentionSite) -> bool:
+    """Whether all masks are known and leave each query the key at its own position."""
+    j = single_axis(site.keys)
     if j is None or not all(effects[t] for t in terms):
         return False
-    return attends_itself(all_of(*(effects[t].keep for t in terms)), only(site.queries), j)
+    keep = all_of(*(effects[t].keep for t in terms))
+    return attends_itself(keep, single_axis(site.queries), j)
 
 
-def _check_floor(site: AttentionSite, effects: dict[Term, MaskEffect | None]) -> None:
-    """A lower bound changes nothing but rows without keys, and there only what lay below it."""
+def _check_clamps(site: AttentionSite, effects: Effects) -> None:
+    """Raises Refused where a clamp would change anything but empty rows."""
     terms = site.scores.terms
-    last = max((i for i, t in enumerate(terms) if isinstance(t, FloorTerm)), default=0)
+    last = max((i for i, t in enumerate(terms) if isinstance(t, ClampTerm)), default=0)
     for term in terms[:last]:
         if isinstance(term, BiasTerm) and term in effects:
             effect = effects[term]
@@ -202,147 +136,164 @@ def _check_floor(site: AttentionSite, effects: dict[Term, MaskEffect | None]) ->
                 raise Refused("a lower bound follows a bias that may lie below it")
 
 
-def _share(site: AttentionSite, term: BiasTerm, effects: dict[Term, MaskEffect | None]) -> float:
-    """What a lower bound leaves of the gradient of scores that lie at it."""
-    floors = [t for t in site.scores.terms if isinstance(t, FloorTerm)]
+def _grad_share(site: AttentionSite, term: BiasTerm, effects: Effects) -> float:
+    """The share of the gradient that a clamp passes on to scores that equal its bound."""
+    clamps = [t for t in site.scores.terms if isinstance(t, ClampTerm)]
     fill = effects[term].fill
-    if not floors or fill == -math.inf:
+    if not clamps or fill == -math.inf:
         return 1.0
-    if len(floors) > 1 or not (_absorbs(term, effects[term]) or floors[0].value < 2 * fill):
-        raise Refused("a lower bound on the scores is within the reach of masked ones")
-    return floors[0].share if fill == floors[0].value else 1.0
+    if len(clamps) > 1 or not (absorbs_scores(fill, term.dtype) or clamps[0].value < 2 * fill):
+        raise Refused("masked scores may lie below a lower bound on the scores")
+    return clamps[0].grad_share if fill == clamps[0].value else 1.0
 
 
-def _zeroed_alike(site: AttentionSite, terms: list[Term], effects: dict) -> Term | None:
-    """The mask of the scores with which the weights are masked again after the softmax. Keys that
-    another mask hides further down would come up beside a finite fill.
+def _as_interval(
+    site: AttentionSite, window: Window, dense: list[Term], bands: list[Term], effects: Effects
+) -> ClassifiedMasks | None:
+    """Masks that together leave each query one interval of keys."""
+    masks = [t for t in dense if effects[t]]
+    biases = tuple(t for t in dense if not effects[t])
+    j = single_axis(site.keys)
+    if j is None or not masks or not all(isinstance(t, BiasTerm) for t in biases):
+        return None
+    if site.requires_grad and any(_may_hide_keys(t, None) for t in biases):
+        return None
+    keep = all_of(*(effects[t].keep for t in masks))
+    interval = key_interval(keep, j)
+    if interval is None:
+        return None
+    first = masks[0]
+    leaf = first.leaf if isinstance(first, BiasTerm) else first.mask
+    interval = dataclasses.replace(interval, leaf=leaf)
+    keep = all_of(keep, *(effects[t].keep for t in bands))
+    no_empty_rows = not biases and attends_itself(keep, single_axis(site.queries), j)
+    if no_empty_rows or all(effects[t].fill == -math.inf for t in masks):
+        return ClassifiedMasks(*window, biases=biases, interval=interval)
+    if biases or bands or len(masks) > 1 or not effects[first].uniform:
+        return None
+    if isinstance(first, FillTerm):
+        return ClassifiedMasks(interval=interval, empty_rows=EmptyRows.UNIFORM, fill=first.value)
+    return dataclasses.replace(_additive_mask(site, first, effects), interval=interval)
+
+
+def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> ClassifiedMasks | None:
+    """A single mask, if it is additive or has a small fill."""
+    if isinstance(term, BiasTerm) and effects[term] and effects[term].uniform:
+        keeps = (KeepMask(term.leaf, 0.0),)
+        return dataclasses.replace(_additive_mask(site, term, effects), keeps=keeps)
+    return ClassifiedMasks(zeroed_keys=term) if _can_zero_keys(term, site) else None
+
+
+def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> ClassifiedMasks:
+    """The treatment of empty rows under an additive mask of 0 and one fill."""
+    fill, empty_rows = effects[term].fill, EmptyRows.ADDED
+    if fill == -math.inf:
+        empty_rows = EmptyRows.ZERO
+    elif absorbs_scores(fill, term.dtype):
+        empty_rows = EmptyRows.ABSORBED
+    share = _grad_share(site, term, effects)
+    return ClassifiedMasks(empty_rows=empty_rows, grad_share=share, fill=fill)
+
+
+def _can_zero_keys(term: Term, site: AttentionSite) -> bool:
+    """Whether a fill is near real scores and its mask the same for every query, so that keys can be
+    zeroed and the fill added.
     """
-    zeroed = site.core.weights.zeroed
-    if zeroed is None:
-        return None
-    masked = [t for t in terms if isinstance(t, FillTerm)]
-    for fill in masked:
-        same = alike(fill.mask.value, zeroed.mask.value) and fill.where == zeroed.where
-        same = same and resolve_dims(fill.mask.dims) == resolve_dims(zeroed.mask.dims)
-        beside = any(_is_mask(t, effects[t]) for t in terms if isinstance(t, BiasTerm))
-        lowest = fill.value == -math.inf or (fill.value <= FAR and not beside)
-        if same and lowest and len(masked) == 1:
-            return fill
-    raise Refused("the attention weights are masked after the softmax, not as the scores were")
+    if not isinstance(term, FillTerm) or not MAX_MASK_FILL < term.value < math.inf:
+        return False
+    if site.requires_grad and abs(term.value) > MAX_ROW_MASK:
+        return False
+    return term.mask.axes() <= {*site.batch, *site.kv_heads, *site.keys}
 
 
-def _small_fill(term: Term, site: AttentionSite) -> FillTerm | None:
-    """A fill that real scores could pass, the same for every query: then the keys can be zeroed and
-    the fill added.
-    """
-    if not isinstance(term, FillTerm) or not FAR < term.value < math.inf:
-        return None
-    if site.trains and abs(term.value) > LARGEST_SUM:
-        return None
-    keys = {*site.batch, *site.kv_heads, *site.keys}
-    return term if term.mask.axes() <= keys else None
-
-
-def _additive(term: Term, effect: MaskEffect | None) -> tuple[Keep, Dead] | None:
-    """An additive mask of 0 and one far number as a bool mask, and what dead rows give."""
-    if not isinstance(term, BiasTerm) or effect is None or not effect.level:
-        return None
-    if effect.fill == -math.inf:
-        return Keep(term.leaf, 0.0), Dead.ZERO
-    return Keep(term.leaf, 0.0), Dead.ABSORBED if _absorbs(term, effect) else Dead.ADDED
-
-
-def _absorbs(term: BiasTerm, effect: MaskEffect) -> bool:
-    """Whether real scores vanish beside the fill."""
-    return vanishes_beside(effect.fill, term.dtype)
-
-
-def _fallback(
-    site: AttentionSite, window: Window, dense: list[Term], effects: dict, terms: list[Term]
-) -> Masks:
-    """Dense masks: biases added up and bool masks joined."""
+def _as_dense(
+    site: AttentionSite, window: Window, dense: list[Term], effects: Effects, terms: list[Term]
+) -> ClassifiedMasks:
+    """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
     fills = [t for t in dense if isinstance(t, FillTerm)]
-    finites = [t for t in fills if t not in exact]
-    if site.trains and any(_may_fill_rows(t, effects[t], site) for t in biases):
-        return _levels(site, window, terms)
-    if not site.trains and _vanishes_in(terms, finites, site):
-        rest = tuple(t for t in biases if t is not finites[0])
-        keeps = tuple(_keep_of(t) for t in dense if t in exact)
-        return Masks(*window, rest, keeps, added=finites[0])
-    others = len(terms) > len(dense) or len(exact) > 0
-    if _tangled(dense, finites, others or any(_is_mask(t, effects[t]) for t in biases)):
-        return _levels(site, window, terms)
-    keeps = tuple(_keep_of(t) for t in dense if t in exact or t in fills)
-    if not finites:
-        return Masks(*window, biases, keeps)
-    return Masks(*window, biases, keeps, Dead.UNIFORM, fill=finites[0].value)
+    finite = [t for t in fills if t not in exact]
+    if site.requires_grad and any(_may_empty_rows(t, effects[t], site) for t in biases):
+        return _as_float_mask(site, window, terms)
+    if not site.requires_grad and _can_add_fill(terms, finite, site):
+        others = tuple(t for t in biases if t is not finite[0])
+        keeps = tuple(_keep_mask(t) for t in dense if t in exact)
+        return ClassifiedMasks(*window, others, keeps, added_fill=finite[0])
+    several = len(terms) > len(dense) or len(exact) > 0
+    several = several or any(_may_hide_keys(t, effects[t]) for t in biases)
+    if finite and _needs_float_mask(dense, finite, several):
+        return _as_float_mask(site, window, terms)
+    keeps = tuple(_keep_mask(t) for t in dense if t in exact or t in fills)
+    if not finite:
+        return ClassifiedMasks(*window, biases, keeps)
+    return ClassifiedMasks(*window, biases, keeps, EmptyRows.UNIFORM, fill=finite[0].value)
 
 
-def _levels(site: AttentionSite, window: Window, terms: list[Term]) -> Masks:
+def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> ClassifiedMasks:
     """Several masks with finite fills, or masks of unknown content. The window, which hides keys
-    with -inf, is among the terms and a flag as well, unless a fill then replaces that -inf.
+    with -inf, is among the terms and a flag as well, unless a later fill replaces that -inf.
     """
-    near = [t for t in terms if isinstance(t, FillTerm) and not _far(t, site)]
-    known = site.sunk and any(isinstance(t, FillTerm) for t in terms)
-    if near or known or any(isinstance(t, FloorTerm) for t in site.scores.terms):
+    fills = [t for t in terms if isinstance(t, FillTerm)]
+    near = any(not _replaces_absorbed(t, site) for t in fills)
+    clamped = any(isinstance(t, ClampTerm) for t in site.scores.terms)
+    if near or (site.has_sink and fills) or clamped:
         raise Refused("several masks with different fill values: rows without keys would differ")
-    if any(isinstance(t, FillTerm) and t.value != -math.inf for t in terms[1:]):
+    finite = [i for i, t in enumerate(terms) if t in fills and t.value != -math.inf]
+    if any(finite):  # after the first term
         window = (None, None)
-    replaced = [i for i, t in enumerate(terms) if isinstance(t, FillTerm) and t.value != -math.inf]
-    for term in terms[replaced[0] :] if replaced and site.trains else []:
+    for term in terms[finite[0] :] if finite and site.requires_grad else []:
         if isinstance(term, BiasTerm) and requires_grad(term.leaf.value):
-            raise Refused("a bias that learns is added to scores after a finite fill value")
-    return Masks(*window, levels=tuple(terms), dead=Dead.ABSORBED)
+            raise Refused("a bias that requires grad is added after a finite fill value")
+    return ClassifiedMasks(*window, float_terms=tuple(terms), empty_rows=EmptyRows.ABSORBED)
 
 
-def _far(fill: FillTerm, site: AttentionSite) -> bool:
-    return vanishes_beside(fill.value, site.scores.product.dtype)
+def _replaces_absorbed(fill: FillTerm, site: AttentionSite) -> bool:
+    """Whether adding the fill would give the same as replacing the scores by it."""
+    return absorbs_scores(fill.value, site.scores.product.dtype)
 
 
-def _may_fill_rows(term: BiasTerm, effect: MaskEffect | None, site: AttentionSite) -> bool:
-    """Whether a bias may leave a row nothing but numbers beside which real scores vanish, or the
-    sum of their exponentials does. A sink is greater than a fill.
+def _may_empty_rows(term: BiasTerm, effect: MaskEffect | None, site: AttentionSite) -> bool:
+    """Whether a bias may leave a row only numbers that absorb its scores, or the sum of their
+    exponentials. A sink is greater than a fill.
     """
     if effect is None:
-        return _is_mask(term, effect)
-    return not site.sunk and _absorbs(term, effect)
+        return _may_hide_keys(term, effect)
+    return not site.has_sink and absorbs_scores(effect.fill, term.dtype)
 
 
-def _is_mask(term: BiasTerm, effect: MaskEffect | None) -> bool:
-    """Whether a bias hides keys, as far as is known."""
-    x, near = term.leaf.value, abs(term.coefficient) < NEAR
-    return effect is not None or (isinstance(x, Value) and not (near and finite(x, limit=NEAR)))
+def _may_hide_keys(term: BiasTerm, effect: MaskEffect | None) -> bool:
+    """Whether a bias is not provably free of mask fills."""
+    x, small = term.leaf.value, abs(term.coefficient) < MAX_BIAS
+    bounded = small and is_finite(x, limit=MAX_BIAS)
+    return effect is not None or (isinstance(x, Value) and not bounded)
 
 
-def _keep_of(term: Term) -> Keep:
-    return Keep(term.leaf, 0.0) if isinstance(term, BiasTerm) else Keep(term.mask, not term.where)
+def _keep_mask(term: Term) -> KeepMask:
+    if isinstance(term, BiasTerm):
+        return KeepMask(term.leaf, 0.0)
+    return KeepMask(term.mask, not term.where)
 
 
-def _vanishes_in(terms: list[Term], fills: list[FillTerm], site: AttentionSite) -> bool:
-    """Whether a fill before biases can be added instead: what it replaces is absorbed by it."""
+def _can_add_fill(terms: list[Term], fills: list[FillTerm], site: AttentionSite) -> bool:
+    """Whether the one fill, which precedes biases, can be added: it absorbs what it replaces."""
     if len(fills) != 1 or len(terms) < 2:
         return False
     (fill,), before = fills, terms[: terms.index(fills[0])]
-    later = any(isinstance(t, BiasTerm) for t in terms[len(before) + 1 :])
-    far = _far(fill, site)
-    known = all(isinstance(t, BiasTerm) and finite(t.leaf.value, limit=NEAR) for t in before)
-    return later and far and known and math.isfinite(fill.value)
+    biased_later = any(isinstance(t, BiasTerm) for t in terms[len(before) + 1 :])
+    absorbed = _replaces_absorbed(fill, site) and math.isfinite(fill.value)
+    bounded = all(
+        isinstance(t, BiasTerm) and is_finite(t.leaf.value, limit=MAX_BIAS) for t in before
+    )
+    return biased_later and absorbed and bounded
 
 
-def _tangled(dense: list[Term], finite: list[FillTerm], others: bool) -> bool:
+def _needs_float_mask(dense: list[Term], finite: list[FillTerm], several: bool) -> bool:
     """Whether one bool mask cannot express what the finite fills do."""
-    if not finite:
-        return False
-    if any(not f.value <= FAR for f in finite):
+    if any(not fill.value <= MAX_MASK_FILL for fill in finite):
         raise Refused(
             f"scores are filled with {finite[0].value:g}, which is not far enough below them to "
             "be a mask"
         )
-    first = dense.index(finite[0])
-    return (
-        len({f.value for f in finite}) > 1
-        or others
-        or any(isinstance(t, BiasTerm) for t in dense[first:])
-    )
+    biased_later = any(isinstance(t, BiasTerm) for t in dense[dense.index(finite[0]) :])
+    return several or biased_later or len({fill.value for fill in finite}) > 1

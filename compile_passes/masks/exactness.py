@@ -1,6 +1,4 @@
-"""Which integers a dtype holds exactly, and whether an expression stays among them whatever the
-symbolic sizes turn out to be.
-"""
+"""Proofs that integer expressions are exact in a dtype, whatever the symbolic sizes are."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from compile_passes.graph.axes import Axis
 from compile_passes.graph.ir import example, meta_key
 from compile_passes.masks.affine import Affine
 
-LARGEST_SIZE = 2**48  # of a tensor's dimension: no memory holds more
-UNBOUNDED = 2**62  # a range that goes further is torch's default
-REACH = 2**61  # of an integer that a tensor holds and that is added to a position
+MAX_SIZE = 2**48  # of a dimension: no memory holds a larger tensor
+UNBOUNDED = 2**62  # a range with a higher upper limit is torch's default, not declared
+MAX_OFFSET = 2**61  # assumed limit of a tensor's integer that is added to a position
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def exact_range(dtype: torch.dtype) -> tuple[int, int] | None:
-    """The least and the greatest of the consecutive integers that a dtype holds exactly."""
+    """The lowest and highest of the consecutive integers that a dtype represents exactly."""
     if dtype in _FLOATS:
         limit = round(2 / torch.finfo(dtype).eps)
         return -limit, limit
@@ -34,9 +32,9 @@ def exact_range(dtype: torch.dtype) -> tuple[int, int] | None:
 class Exactness:
     """Proves that an affine expression is exact in a dtype, by interval arithmetic over the sizes.
 
-    A position plus a tensor's integer is taken not to overflow int64; torch defines no result then.
-    Where a size has no known upper bound and the graph is Dynamo's, the sizes at hand decide, and a
-    guard recompiles for larger ones. An exported program has no guards: there only a proof counts.
+    A position plus a tensor's integer is assumed not to overflow int64, which torch leaves
+    undefined. Where a size has no known upper bound, in Dynamo's graphs its current value decides
+    and a guard recompiles for larger ones; exported programs have no guards and need a proof.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -46,12 +44,12 @@ class Exactness:
         self._declared = dict(self._env.var_to_range) if self._env else {}
         self._known: dict[tuple[sympy.Expr, int], bool] = {}
         self.refused: list[torch.dtype] = []
-        self.failures: set[str] = set()
 
-    def holds(self, a: Affine, dtype: torch.dtype) -> bool:
+    def is_exact(self, a: Affine, dtype: torch.dtype) -> bool:
+        """Whether the dtype holds every value of the expression; a failure adds to `refused`."""
         positions = dtype == torch.int64 and any(isinstance(x, Axis) for x, _ in a.terms)
-        reach = REACH if positions else 2**64
-        limits, low, high = exact_range(dtype), a.bound(False, reach), a.bound(True, reach)
+        magnitude = MAX_OFFSET if positions else 2**64
+        limits, low, high = exact_range(dtype), a.bound(False, magnitude), a.bound(True, magnitude)
         known = limits is not None and low is not None and high is not None
         if known and self._at_most(high, limits[1]) and self._at_most(-low, -limits[0]):
             return True
@@ -72,8 +70,8 @@ class Exactness:
         return all(map(self._may_narrow, expr.free_symbols)) and self._guarded(expr, limit)
 
     def _range(self, symbol: sympy.Symbol) -> ValueRanges:
-        """Of a tensor's size as far as one fits into memory."""
-        fits = ValueRanges(0, LARGEST_SIZE) if self._is_size(symbol) else ValueRanges.unknown_int()
+        """The range of a symbol; the size of a tensor is limited by memory."""
+        fits = ValueRanges(0, MAX_SIZE) if self._is_size(symbol) else ValueRanges.unknown_int()
         return self._env.var_to_range.get(symbol, ValueRanges.unknown_int()) & fits
 
     def _is_size(self, symbol: sympy.Symbol) -> bool:
@@ -81,7 +79,7 @@ class Exactness:
         return any(isinstance(source, TensorPropertySource) for source in sources)
 
     def _may_narrow(self, symbol: sympy.Symbol) -> bool:
-        """Not the range with which a dimension was marked dynamic: torch would raise."""
+        """Whether a guard may narrow the range: torch raises if the user has declared it."""
         known = self._declared.get(symbol)
         unbounded = known is not None and known.upper >= UNBOUNDED
         return self._may_guard and (unbounded or not self._is_size(symbol))

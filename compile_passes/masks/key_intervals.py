@@ -1,8 +1,7 @@
-"""Masks that let each query attend one interval of keys.
+"""Masks with which each query attends one interval of keys.
 
-A condition on the key j is an interval if it bounds j from below and above by what does not depend
-on j: causal with an offset that is only known at run time, windows, chunks (i // c == j // c),
-prefixes.
+A condition on the key j is an interval if its bounds on j do not depend on j: causal masks with an
+offset that is known only at run time, windows, chunks (i // c == j // c), prefixes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from compile_passes.masks.affine import (
     all_of,
     any_of,
     at_most,
-    order,
+    sort_key,
     symbolic,
 )
 from compile_passes.match.match_state import Leaf
 
 
 class Extreme(NamedTuple):
-    """The greatest or the least of several bounds."""
+    """The maximum or minimum of several bounds."""
 
-    greatest: bool
+    is_max: bool
     bounds: tuple
 
 
@@ -42,7 +41,7 @@ Bound = Affine | Extreme
 
 @dataclasses.dataclass(frozen=True)
 class KeyInterval:
-    """low <= j < high; None: the first or the last key. `leaf` is the mask that it stands for."""
+    """low <= j < high, unbounded where None. `leaf` is the mask that it replaces."""
 
     low: Bound | None
     high: Bound | None
@@ -50,14 +49,14 @@ class KeyInterval:
 
 
 def key_interval(keep: Condition, j: Axis) -> KeyInterval | None:
-    """The interval of keys that a condition keeps; None if it is not known to be one."""
+    """The interval of keys that a condition keeps; None if it is not provably one."""
     if keep is True:
         return KeyInterval(None, None)
     if isinstance(keep, AtMost):
-        return _literal(keep.a, j)
+        return _inequality_interval(keep.a, j)
     if not isinstance(keep, (All, Any)):
         return None
-    intervals = [key_interval(c, j) for c in sorted(keep.conditions, key=order)]
+    intervals = [key_interval(c, j) for c in sorted(keep.conditions, key=sort_key)]
     if None in intervals:
         return None
     lows = [r.low for r in intervals if r.low is not None]
@@ -66,23 +65,23 @@ def key_interval(keep: Condition, j: Axis) -> KeyInterval | None:
         return KeyInterval(_extreme(True, lows), _extreme(False, highs))
     if lows and highs:
         return None
-    return KeyInterval(_extreme(False, lows), _extreme(True, highs))  # of intervals that end alike
+    return KeyInterval(_extreme(False, lows), _extreme(True, highs))  # all unbounded on one side
 
 
-def _extreme(greatest: bool, bounds: list[Bound]) -> Bound | None:
+def _extreme(is_max: bool, bounds: list[Bound]) -> Bound | None:
     if len(bounds) < 2:
         return bounds[0] if bounds else None
-    return Extreme(greatest, tuple(bounds))
+    return Extreme(is_max, tuple(bounds))
 
 
-def _literal(a: Affine, j: Axis) -> KeyInterval | None:
-    """c * j + rest <= 0, or c * (j // n) + rest <= 0, for c = 1 and -1."""
-    ours = [(x, c) for x, c in a.terms if _depends(x, j)]
-    if len(ours) != 1 or abs(ours[0][1]) != 1:
+def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
+    """Where a <= 0, for a = c * j + rest or c * ((j + shift) // n) + rest with c = 1 or -1."""
+    terms = [(x, c) for x, c in a.terms if _depends(x, j)]
+    if len(terms) != 1 or abs(terms[0][1]) != 1:
         return None
-    ((x, c),) = ours
+    ((x, c),) = terms
     rest = a.plus(Affine.variable(x).times(c), -1)
-    shift, n = Affine.of(0), 1
+    shift, n = Affine.from_size(0), 1
     if isinstance(x, Quotient):
         shift, n = x.a.plus(Affine.variable(j), -1), x.n
         if any(_depends(y, j) for y, _ in shift.terms):
@@ -90,7 +89,7 @@ def _literal(a: Affine, j: Axis) -> KeyInterval | None:
     elif x is not j:
         return None
     if c > 0:  # (j + shift) // n <= -rest
-        return KeyInterval(None, Affine.of(1).plus(rest, -1).times(n).plus(shift, -1))
+        return KeyInterval(None, Affine.from_size(1).plus(rest, -1).times(n).plus(shift, -1))
     return KeyInterval(rest.times(n).plus(shift, -1), None)
 
 
@@ -103,28 +102,28 @@ def _depends(x: object, j: Axis) -> bool:
 
 
 def attends_itself(keep: Condition, i: Axis | None, j: Axis) -> bool:
-    """Whether each query keeps the key on its own place, of which there is one."""
+    """Whether each query provably keeps the key at its own position, and that key exists."""
     if i is None:
         return False
     surplus = sympy.expand(symbolic(j.size) - symbolic(i.size))
-    place = Affine.variable(i).plus(Affine.of(surplus))
-    return bool(surplus.is_nonnegative) and _at(keep, j, place) is True
+    position = Affine.variable(i).plus(Affine.from_size(surplus))
+    return bool(surplus.is_nonnegative) and _at(keep, j, position) is True
 
 
-def _at(c: Condition, j: Axis, place: Affine) -> Condition:
-    """The condition where the key is `place`."""
+def _at(c: Condition, j: Axis, position: Affine) -> Condition:
+    """The condition for the key at `position`."""
     if isinstance(c, (All, Any)):
         join = all_of if isinstance(c, All) else any_of
-        return join(*(_at(x, j, place) for x in c.conditions))
-    return at_most(_put(c.a, j, place)) if isinstance(c, AtMost) else c
+        return join(*(_at(x, j, position) for x in c.conditions))
+    return at_most(_substitute(c.a, j, position)) if isinstance(c, AtMost) else c
 
 
-def _put(a: Affine, j: Axis, place: Affine) -> Affine:
-    result = Affine.of(a.constant)
+def _substitute(a: Affine, j: Axis, position: Affine) -> Affine:
+    result = Affine.from_size(a.constant)
     for x, c in a.terms:
         if isinstance(x, Quotient):
-            x = Affine.variable(Quotient(_put(x.a, j, place), x.n))
+            x = Affine.variable(Quotient(_substitute(x.a, j, position), x.n))
         else:
-            x = place if x is j else Affine.variable(x)
+            x = position if x is j else Affine.variable(x)
         result = result.plus(x.times(c))
     return result

@@ -1,3 +1,3 @@
-"""From a product of query and key to the product with the value: what each operation does to the
-scores and weights, and the axes of the call that replaces them.
+"""Matching attention: what each operation does to scores and weights, from the product of query and
+key to the product with the value, and the axes of the call that replaces them.
 """

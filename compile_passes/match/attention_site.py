@@ -1,6 +1,4 @@
-"""From a matched core to the operator's arguments: which axes are batch, heads, queries, keys,
-features.
-"""
+"""The axes of a matched attention: batch, heads, queries, keys and features of the call."""
 
 from __future__ import annotations
 
@@ -12,19 +10,18 @@ import torch
 from torch import fx
 
 from compile_passes.graph import layout
-from compile_passes.graph.axes import Axis, Dims, Group, flat, resolve, same
-from compile_passes.graph.ir import Value
-from compile_passes.graph.vocabulary import raw_name
+from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve, sizes_equal
+from compile_passes.graph.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refused
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite:
-    """An attention and the axes of its call.
+    """An attention and the axes of the call that can replace it.
 
-    Query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`, which are
-    the first of `heads`.
+    The query is laid out (batch, heads, queries, head_dim), key and value with `kv_heads`, which
+    are the leading axes of `heads`.
     """
 
     core: Core
@@ -38,143 +35,155 @@ class AttentionSite:
     keys: Group
     head_dim: Group
     features: Group
-    dtype: torch.dtype  # what q, k, v are computed in
-    sums: tuple[RowStatistic, ...] = ()  # log-sum-exps of the scores that something else reads
+    dtype: torch.dtype  # of the arguments and the result
+    lses: tuple[RowStatistic, ...] = ()  # log-sum-exps of the scores that the model reads
 
     @property
     def scores(self) -> MatchedScores:
+        """The scores of the attention."""
         return self.core.weights.scores
 
     @property
-    def sunk(self) -> bool:
-        """Whether a sink stands in the denominator."""
-        return self.core.weights.zero_sink or self.scores.column is not None
+    def has_sink(self) -> bool:
+        """Whether the denominator has a sink."""
+        return self.core.weights.zero_sink or self.scores.sink is not None
 
     @property
-    def trains(self) -> bool:
+    def requires_grad(self) -> bool:
         """Whether a gradient flows through the weights."""
         return self.core.out.tensor.requires_grad
 
     @property
+    def row_dims(self) -> Dims:
+        """(B, Hq, Sq), the dims of the log-sum-exp."""
+        return (self.batch, self.heads, self.queries)
+
+    @property
+    def key_dims(self) -> Dims:
+        """(B, Hkv, Sk), the leading dims of key and value."""
+        return (self.batch, self.kv_heads, self.keys)
+
+    @property
     def out_dims(self) -> Dims:
-        return (self.batch, self.heads, self.queries, self.features)
+        """(B, Hq, Sq, Dv), the dims of the result."""
+        return (*self.row_dims, self.features)
 
     @property
     def mask_dims(self) -> Dims:
-        return (self.batch, self.heads, self.queries, self.keys)
+        """(B, Hq, Sq, Sk), the dims of the scores."""
+        return (*self.row_dims, self.keys)
 
 
-def attention_site(core: Core, sums: Sequence[RowStatistic] = ()) -> AttentionSite:
-    """The call that a core becomes. Raises Refused where it can't be one that changes nothing.
-
-    `sums`: every log-sum-exp of the graph.
+def attention_site(core: Core, lses: Sequence[RowStatistic] = ()) -> AttentionSite:
+    """The site of a core; `lses` are all log-sum-exps of the graph. Raises Refused where no call
+    computes the same.
     """
-    sums = tuple(row for row in sums if _is_its_sum(row, core))
-    _check_uses(core, sums)
+    lses = tuple(row for row in lses if _is_lse_of_scores(row, core))
+    _check_uses(core, lses)
     _check_modes(core)
     scores = core.weights.scores
     keys = resolve(core.weights.keys)
     q, k = scores.a, scores.b
     if set(keys) & q.axes():
         q, k = k, q
-    rows = _rows(scores, q, k)
+    queries = _query_axis(scores, q, k)
     dtype = core.out.dtype
-    q, k, v = (Leaf(*layout.peel(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
+    q, k, v = (Leaf(*layout.undo_layout(x.value, x.dims, dtype, core.out)) for x in (q, k, core.v))
     _check_dtypes(core, (q, k, v))
-    rows, keys = resolve(rows), resolve(keys)
-    batch = [a for a in flat(core.weights.dims) if a not in rows and a not in keys]
+    queries, keys = resolve(queries), resolve(keys)
+    batch = [a for a in all_axes(core.weights.dims) if a not in queries and a not in keys]
     shared = [a for a in batch if a not in k.axes() and a not in v.axes()]
-    sink = scores.column.axes() if scores.column else set()
-    batch_group, heads, kv_heads = _split(batch, shared, sink, core.weights.dims)
-    made = AttentionSite(
-        core, q, k, v, batch_group, heads, kv_heads, rows, keys,
-        resolve(scores.summed), resolve(core.features), dtype, sums,
+    sink = scores.sink.axes() if scores.sink else set()
+    batch_group, heads, kv_heads = _split_heads(batch, shared, sink, core.weights.dims)
+    site = AttentionSite(
+        core, q, k, v, batch_group, heads, kv_heads, queries, keys,
+        resolve(scores.summed), resolve(core.features), dtype, lses,
     )  # fmt: skip
-    _check_supported(made)
-    return made
+    _check_supported(site)
+    return site
 
 
-def _rows(scores: MatchedScores, q: Leaf, k: Leaf) -> Group:
-    """The query axis: the last of the product's axes that the key lacks. Others are heads that
-    share a key.
-    """
+def _query_axis(scores: MatchedScores, q: Leaf, k: Leaf) -> Group:
+    """The last of the product's axes that the key lacks; the others are heads that share a key."""
     alone = q.axes() - k.axes() - set(resolve(scores.summed))
-    rows = [g for g in scores.product_dims if g and set(resolve(g)) <= alone]
-    return rows[-1] if rows else ()
+    found = [g for g in scores.product_dims if g and set(resolve(g)) <= alone]
+    return found[-1] if found else ()
 
 
-def _split(
+def _split_heads(
     batch: list[Axis], shared: list[Axis], sink: set[Axis], dims: Dims
 ) -> tuple[Group, Group, Group]:
-    """(batch, heads, key heads): trailing axes that key and value lack are query heads grouped on
-    one key head; what a sink varies over is a head, and what stands behind a batch of 1 in `dims`.
+    """(batch, heads, key heads): trailing axes that key and value lack are query heads that share a
+    key head. A single remaining axis is heads if a sink varies along it or if `dims` start with a
+    batch of 1, and batch otherwise.
     """
     group: list[Axis] = []
     rest = list(batch)
     while rest and rest[-1] in shared:
         group.insert(0, rest.pop())
-    behind = rest and dims[0] == () and any(rest[-1] in resolve(group) for group in dims)
-    headed = len(rest) >= 2 or behind or (rest and rest[-1] in sink)
-    kv = (rest.pop(),) if headed else ()
+    batch_of_one = rest and dims[0] == () and any(rest[-1] in resolve(group) for group in dims)
+    has_heads = len(rest) >= 2 or batch_of_one or (rest and rest[-1] in sink)
+    kv = (rest.pop(),) if has_heads else ()
     return tuple(rest), (*kv, *group), kv
 
 
-_SAME = ("a", "b", "scale", "factors", "divisors", "softcap", "terms", "summed")
+_DEFINING_FIELDS = ("a", "b", "scale", "factors", "divisors", "softcap", "terms", "summed")
 
 
-def _is_its_sum(row: RowStatistic, core: Core) -> bool:
-    """Whether a log-sum-exp that is read outside the core is that of its scores."""
-    mine, theirs = core.weights.scores, row.scores
-    shifted = theirs.shift or theirs.column or mine.column
-    if shifted or resolve(row.keys) != resolve(core.weights.keys):
+def _is_lse_of_scores(row: RowStatistic, core: Core) -> bool:
+    """Whether a log-sum-exp is read outside the core and is that of its scores."""
+    scores, others = core.weights.scores, row.scores
+    if (
+        others.shift
+        or others.sink
+        or scores.sink
+        or resolve(row.keys) != resolve(core.weights.keys)
+    ):
         return False
-    if not all(getattr(mine, name) == getattr(theirs, name) for name in _SAME):
+    if not all(getattr(scores, name) == getattr(others, name) for name in _DEFINING_FIELDS):
         return False
     inside = {value.node for value in core.path}
     return not inside.issuperset(row.path[-1].node.users)
 
 
-def _check_uses(core: Core, sums: tuple[RowStatistic, ...]) -> None:
-    apart = {row.path[-1].node for row in sums}
-    inside = {value.node for value in core.path} | {core.out.node} | apart
+def _check_uses(core: Core, lses: tuple[RowStatistic, ...]) -> None:
+    """Raises Refused where the scores or weights are read by anything outside the core."""
+    replaced = {row.path[-1].node for row in lses}
+    inside = {value.node for value in core.path} | {core.out.node} | replaced
     for value in core.path:
-        for user in value.node.users if value.node not in apart else ():
+        weights = value.index >= core.weights.softmax.index
+        for user in value.node.users if value.node not in replaced else ():
             if user not in inside and not _reads_shape_only(value.node, user, inside):
-                what = "the attention weights are" if _is_weights(value, core) else "the scores are"
-                reader = "returned" if user.op == "output" else f"also read by {raw_name(user)}"
-                raise Refused(f"{what} {reader}; fused attention never computes them")
+                what = "the attention weights are" if weights else "the scores are"
+                raise Refused(read_elsewhere(what, user))
 
 
 _SHAPE_READERS = frozenset(
     "size dim numel shape full_like zeros_like ones_like rand_like new_zeros new_full".split()
 )
-_SECOND_SHAPE = frozenset("expand_as view_as reshape_as type_as".split())
+_SHAPE_OF_SECOND = frozenset("expand_as view_as reshape_as type_as".split())
 _VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze".split())
 
 
 def _reads_shape_only(node: fx.Node, user: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether `user` asks only for the shape, and nothing that lives on needs its result."""
+    """Whether `user` depends on the shape alone, and only nodes of the core need its result."""
     name = raw_name(user)
-    if name in _VIEWS and _unread(user):  # tracing has turned its shape into numbers
+    if name in _VIEWS and _is_unread(user):  # tracing replaced its shape by numbers
         return True
-    second = name in _SECOND_SHAPE and user.args[0] is not node
-    return (second or name in _SHAPE_READERS) and _dies(user, inside)
+    as_second = name in _SHAPE_OF_SECOND and user.args[0] is not node
+    return (as_second or name in _SHAPE_READERS) and _only_feeds(user, inside)
 
 
-def _dies(node: fx.Node, inside: set[fx.Node]) -> bool:
-    return all(user in inside or _dies(user, inside) for user in node.users)
+def _only_feeds(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return all(user in inside or _only_feeds(user, inside) for user in node.users)
 
 
-def _unread(node: fx.Node) -> bool:
-    """Whether a view's contents are not read, or only for an unused mean:
-    nn.MultiheadAttention's average over the heads, in exported programs.
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a view is not read, or only by an unused mean: exported programs compute
+    nn.MultiheadAttention's average over the heads.
     """
     known = raw_name(node) in _VIEWS | _SHAPE_READERS | {"mean"}
-    return known and all(map(_unread, node.users))
-
-
-def _is_weights(value: Value, core: Core) -> bool:
-    return value.index >= core.weights.softmax.index
+    return known and all(map(_is_unread, node.users))
 
 
 def _check_modes(core: Core) -> None:
@@ -188,26 +197,26 @@ MAX_HEAD_DIM = 256  # of the GPU kernels
 
 
 def _check_supported(site: AttentionSite) -> None:
-    """What would make the call itself raise."""
+    """Raises Refused where the operator would raise."""
     for name, leaf in (("query", site.q), ("key", site.k), ("value", site.v)):
-        tensor = leaf.value.tensor
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise Refused(f"{name} is on {tensor.device.type}")
-    if any(same(a.size, 0) for a in (*site.head_dim, *site.features)):
+        device = leaf.value.tensor.device.type
+        if device not in ("cpu", "cuda"):
+            raise Refused(f"{name} is on {device}")
+    if any(sizes_equal(a.size, 0) for a in (*site.head_dim, *site.features)):
         raise Refused("a head dimension is 0")
     if site.q.value.tensor.device.type == "cuda":
         for group in (site.head_dim, site.features):
             size = math.prod(a.size for a in group)
             if type(size) is not int or size > MAX_HEAD_DIM:
-                raise Refused(f"the head dimension is {size}, the kernels go to {MAX_HEAD_DIM}")
+                raise Refused(
+                    f"the head dimension is {size}, and GPU kernels support at most {MAX_HEAD_DIM}"
+                )
         if site.dtype == torch.float64:
             raise Refused("float64 is supported on CPU only")
 
 
 def _check_dtypes(core: Core, operands: tuple[Leaf, ...]) -> None:
-    """The operator computes in one dtype and returns it; rounding an operand to it is right only
-    where autocast did the same.
-    """
+    """Raises Refused where an operand would be rounded that autocast does not round."""
     out, product = core.out.dtype, core.weights.scores.product.dtype
     for leaf in operands:
         given = leaf.value.dtype

@@ -1,5 +1,5 @@
-"""What the matcher has found about a value: scores, weights, a softmax in parts, or why they were
-lost.
+"""What the matcher has found about a value: scores, weights, a softmax in parts, or why it is none
+of these.
 """
 
 from __future__ import annotations
@@ -8,32 +8,34 @@ import dataclasses
 
 import torch
 
-from compile_passes.graph.axes import Axis, Dims, Group, flat, resolve
+from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve
 from compile_passes.graph.ir import Value
 
-# A fill at or below this is out of reach of real scores: exp(fill - score) is 0 in every dtype.
-FAR = -1e4
-# A number is as far from 0 as that over eps: real scores vanish beside it. finfo(float16).min is.
-VANISHING = 63.0
-# In training no row's masks may exceed it: the log-sum-exp that the backward pass reads the weights
-# from is one float32.
-LARGEST_SUM = 64.0
+# A fill at or below this is taken as a mask: exp(fill - score) is 0 in every dtype.
+MAX_MASK_FILL = -1e4
+# Real scores are lost to rounding beside a number whose spacing (number * eps) is at least this.
+# finfo(float16).min is such a number.
+MIN_ABSORBING_SPACING = 63.0
+# The largest maximum of a row's masks in training: the backward pass reads the weights from a
+# log-sum-exp, which is one float32.
+MAX_ROW_MASK = 64.0
 
 
-def vanishes_beside(number: float, dtype: torch.dtype) -> bool:
+def absorbs_scores(number: float, dtype: torch.dtype) -> bool:
     """Whether real scores added to the number in this dtype are lost to rounding."""
-    return abs(number) * torch.finfo(dtype).eps >= VANISHING
+    return abs(number) * torch.finfo(dtype).eps >= MIN_ABSORBING_SPACING
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What joins the scores from outside: a number, a symbol, or a tensor aligned with them."""
+    """An operand of the scores or weights: a number, a symbol, or a tensor with its dims."""
 
     value: Value | float
     dims: Dims = ()
 
     def axes(self) -> set[Axis]:
-        return set(flat(self.dims))
+        """The axes along which the operand varies."""
+        return set(all_axes(self.dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class BiasTerm:
 
 @dataclasses.dataclass(frozen=True)
 class FillTerm:
-    """Scores become `value` where the mask is `where`."""
+    """Scores are replaced by `value` where the mask equals `where`."""
 
     mask: Leaf
     where: bool
@@ -55,30 +57,30 @@ class FillTerm:
 
 
 @dataclasses.dataclass(frozen=True)
-class FloorTerm:
-    """Scores below `value` become it; those at it pass on this share of their gradient."""
+class ClampTerm:
+    """max(scores, value); scores equal to `value` receive this share of their gradient."""
 
     value: float
-    share: float
+    grad_share: float
 
 
 @dataclasses.dataclass(frozen=True)
-class _Followed:
-    """`path`: every node so far, none of which survives the rewrite."""
+class Tracked:
+    """A tensor with axes `dims`, computed by the nodes in `path`, which a rewrite removes."""
 
     dims: Dims
     path: tuple[Value, ...]
 
-    def then(self, value: Value, **changes):
+    def extend(self, value: Value, **changes):
+        """The state of `value`, the next node of the path."""
         return dataclasses.replace(self, **{"path": (*self.path, value), **changes})
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedScores(_Followed):
-    """softcap * tanh(scale * factors * (a . b) / softcap), then the terms in order.
+class MatchedScores(Tracked):
+    """softcap * tanh(scale * factors / divisors * (a . b) / softcap), then the terms in order.
 
-    `column`: a sink logit was concatenated to the keys, which were `keys_before`; it stands `ahead`
-    of them or behind.
+    `sink`: a logit that was concatenated to the keys, before them if `sink_first`.
     """
 
     a: Leaf
@@ -87,21 +89,19 @@ class MatchedScores(_Followed):
     product: Value
     product_dims: Dims
     scale: float = 1.0
-    factors: tuple[Leaf, ...] = ()  # multiply
+    factors: tuple[Leaf, ...] = ()
     divisors: tuple[Leaf, ...] = ()
     softcap: float = 0.0
-    terms: tuple[BiasTerm | FillTerm | FloorTerm, ...] = ()
-    shift: RowStatistic | None = None  # subtracted: the same number in a whole row
-    column: Leaf | None = None
-    ahead: bool = False
-    keys_before: Group = ()
+    terms: tuple[BiasTerm | FillTerm | ClampTerm, ...] = ()
+    shift: RowStatistic | None = None  # subtracted from each row
+    sink: Leaf | None = None
+    sink_first: bool = False
+    keys_without_sink: Group = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedWeights(_Followed):
-    """softmax(scores) over the axes `keys`, perhaps dropped out, times gain and factors (constant
-    along the keys).
-    """
+class MatchedWeights(Tracked):
+    """softmax(scores) over `keys`, with dropout, times `gain` and `factors` without key axes."""
 
     scores: MatchedScores
     softmax: Value
@@ -109,25 +109,24 @@ class MatchedWeights(_Followed):
     dropout_p: float = 0.0
     gain: float = 1.0
     factors: tuple[Leaf, ...] = ()
-    zero_sink: bool = False  # 1 + sum(exp(scores)) was the denominator
-    zeroed: FillTerm | None = None  # masked again after the softmax, with 0
+    zero_sink: bool = False  # the denominator was 1 + sum(exp(scores))
+    zero_fill: FillTerm | None = None  # weights that were filled with 0 after the softmax
 
     def key_axes(self) -> set[Axis]:
+        """The axes of the keys."""
         return set(resolve(self.keys))
 
 
 @dataclasses.dataclass(frozen=True)
-class LogWeights(_Followed):
+class LogWeights(Tracked):
     """log(weights)"""
 
     weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class RowStatistic(_Followed):
-    """One number per row of the scores: their maximum, or something made of it; `lse`: their
-    log-sum-exp.
-    """
+class RowStatistic(Tracked):
+    """The log-sum-exp of each row of the scores if `lse`, else a function of their maximum."""
 
     scores: MatchedScores
     keys: Group
@@ -136,51 +135,51 @@ class RowStatistic(_Followed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exps(_Followed):
+class ScoreExps(Tracked):
     """exp(scores - shift)"""
 
     scores: MatchedScores
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftExp(_Followed):
+class ShiftExp(Tracked):
     """exp(-shift), a sink of 0 beside shifted scores"""
 
     row: RowStatistic
 
 
 @dataclasses.dataclass(frozen=True)
-class Total(_Followed):
-    """The sum of Exps over the keys, perhaps with a sink of 0."""
+class ExpSum(Tracked):
+    """The sum of ScoreExps over the keys, and of a sink of 0 if `zero_sink`."""
 
-    exps: Exps
+    exps: ScoreExps
     keys: Group
     zero_sink: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Late(_Followed):
-    """Exps times the value, not yet divided by their Total."""
+class UnnormalizedOutput(Tracked):
+    """ScoreExps times the value, not yet divided by their ExpSum."""
 
-    exps: Exps
+    exps: ScoreExps
     keys: Group
     v: Leaf
     features: Group
 
 
 @dataclasses.dataclass(frozen=True)
-class Lost:
-    """Was scores or weights until `value` did something that a softmax attention does not do."""
+class Mismatch:
+    """A value derived from scores or weights by an operation that softmax attention lacks."""
 
     reason: str
     value: Value
     softmax: Value | None = None
-    single: Value | None = None  # a softmax over one key: attention only if a value follows
+    size_one_softmax: Value | None = None  # attention over one key, if a value follows
 
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """One whole attention: weights times `v`, laid out as `dims`."""
+    """One complete attention: weights times `v`, with axes `dims`."""
 
     weights: MatchedWeights
     v: Leaf
@@ -190,10 +189,8 @@ class Core:
 
     @property
     def path(self) -> tuple[Value, ...]:
+        """The nodes that compute the weights."""
         return self.weights.path
 
 
-Followed = (
-    MatchedScores | MatchedWeights | LogWeights | RowStatistic | Exps | ShiftExp | Total | Late
-)
-State = Followed | Lost
+State = Tracked | Mismatch

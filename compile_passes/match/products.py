@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from compile_passes.graph.axes import Size, is_one
-from compile_passes.graph.ir import Value
+from compile_passes.graph.ir import Value, is_tensor
 
 Labels = tuple[str | None, ...]
 
 
 class Contraction(NamedTuple):
-    """out[lo] = sum over the labels missing from lo of a[la] * b[lb]. A label is None where a
-    dimension has size 1.
+    """out[out_labels] = a[a_labels] * b[b_labels], summed over the other labels. The label of a
+    dimension of size 1 is None.
     """
 
     a: Value
     b: Value
-    la: Labels
-    lb: Labels
-    lo: Labels
+    a_labels: Labels
+    b_labels: Labels
+    out_labels: Labels
     sizes: dict[str, Size]
 
     @property
     def summed(self) -> tuple[str, ...]:
-        return tuple(x for x in self.la if x is not None and x in self.lb and x not in self.lo)
+        """The labels that are summed over."""
+        shared = (x for x in self.a_labels if x is not None and x in self.b_labels)
+        return tuple(x for x in shared if x not in self.out_labels)
 
 
 def contraction(value: Value) -> Contraction | None:
@@ -41,7 +43,7 @@ def contraction(value: Value) -> Contraction | None:
 
 
 def _matmul(a: object, b: object) -> Contraction | None:
-    if not (_tensor(a) and _tensor(b)) or len(a.shape) < 2 or len(b.shape) < 2:
+    if not (is_tensor(a) and is_tensor(b)) or len(a.shape) < 2 or len(b.shape) < 2:
         return None
     rank = max(len(a.shape), len(b.shape)) - 2
     batch = [f"batch{i}" for i in range(rank)]
@@ -54,7 +56,7 @@ def _einsum(value: Value) -> Contraction | None:
     equation, operands = value.args.get("equation"), value.args.get("operands", ())
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or not all(map(_tensor, operands)):
+    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
         return None
     equation = equation.replace(" ", "")
     if "->" not in equation:
@@ -64,24 +66,20 @@ def _einsum(value: Value) -> Contraction | None:
     if len(terms) != 2:
         return None
     la, lb = (_letters(t, len(x.shape), equation) for t, x in zip(terms, operands, strict=True))
-    rank = max((n for n in map(_dots, (la, lb))), default=0)
+    rank = max(sum(x.startswith(".") for x in labels) for labels in (la, lb))
     lo = _letters(out, len(out.replace("...", "")) + rank, equation)
     if len(set(la)) < len(la) or len(set(lb)) < len(lb):
-        return None  # a diagonal
+        return None  # the diagonal of an operand
     return _checked(*operands, la, lb, lo)
 
 
 def _letters(term: str, rank: int, equation: str) -> tuple[str, ...]:
-    """One label per dimension; an ellipsis becomes ".1", ".0" counted from its right end."""
+    """One label for each dimension; those of an ellipsis are ..., ".1", ".0"."""
     if "..." not in term:
         return tuple(term)
     before, after = term.split("...")
     dots = rank - len(before) - len(after)
     return (*before, *(f".{i}" for i in reversed(range(dots))), *after)
-
-
-def _dots(labels: tuple[str, ...]) -> int:
-    return sum(x.startswith(".") for x in labels)
 
 
 def _checked(a: Value, b: Value, la: tuple, lb: tuple, lo: tuple) -> Contraction | None:
@@ -101,7 +99,3 @@ def _checked(a: Value, b: Value, la: tuple, lb: tuple, lo: tuple) -> Contraction
     lb = tuple(None if is_one(n) else x for x, n in zip(lb, b.shape, strict=True))
     lo = tuple(None if is_one(sizes[x]) else x for x in lo)
     return Contraction(a, b, la, lb, lo, sizes)
-
-
-def _tensor(x: object) -> bool:
-    return isinstance(x, Value) and hasattr(x.tensor, "shape")

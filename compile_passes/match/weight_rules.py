@@ -1,68 +1,65 @@
-"""What operations do to attention weights. A rule returns the next state, or in words why there is
-none.
+"""Rules for operations on attention weights. A rule returns the state of the result, or raises
+Refused with the reason why it is not supported, in which "they" are the weights.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from compile_passes.graph.axes import flat, same
-from compile_passes.graph.constants import number, specialised
-from compile_passes.graph.ir import Value
-from compile_passes.match.joining import join, other, uninverted
+from compile_passes.graph.axes import all_axes, sizes_equal
+from compile_passes.graph.constants import constant_value, guarded_constant
+from compile_passes.graph.ir import Value, is_tensor
+from compile_passes.match.alignment import align, other_operand, without_inversion
 from compile_passes.match.match_state import FillTerm, MatchedWeights, State
+from compile_passes.report import Refused
 
 
-def dropout(value: Value, w: MatchedWeights, name: str) -> State | str:
-    p, training = specialised(value.args.get("p", 0.5)), number(value.args.get("training", True))
+def dropout(value: Value, w: MatchedWeights, name: str) -> State:
+    """Dropout by a function of torch."""
+    p = guarded_constant(value.args.get("p", 0.5))
+    training = constant_value(value.args.get("training", True))
     if training in (False, 0) or p == 0:
-        return w.then(value)
+        return w.extend(value)
     if p is None or training is None:
-        return "the dropout probability is not a constant of the graph"
+        raise Refused("the dropout probability is not a constant of the graph")
     return _dropped(value, w, float(p), 1.0, ())
 
 
-def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State | str:
+def _dropped(value: Value, w: MatchedWeights, p: float, gain: float, mask: tuple) -> State:
     if w.dropout_p:
-        return "dropout is applied twice"
+        raise Refused("dropout is applied twice")
     if not 0.0 < p < 1.0:
-        return f"dropout with p = {p}"
-    return w.then(value, dropout_p=p, gain=w.gain * gain, path=(*w.path, *mask, value))
+        raise Refused(f"dropout with p = {p}")
+    return w.extend(value, dropout_p=p, gain=w.gain * gain, path=(*w.path, *mask, value))
 
 
-def mul(value: Value, w: MatchedWeights, name: str) -> State | str:
-    x = other(value, name)
-    if value.op == "div" and (name != "input" or number(x) in (None, 0)):
-        return "they are divided by something"
-    manual = _drop_mask(x, w) if isinstance(x, Value) and value.op == "mul" else None
-    if manual is not None:
-        keep, gain, nodes = manual
+def mul(value: Value, w: MatchedWeights, name: str) -> State:
+    """They are multiplied by a dropout mask, a number, or a tensor constant along the keys."""
+    x = other_operand(value, name)
+    if value.op == "div" and (name != "input" or constant_value(x) in (None, 0)):
+        raise Refused("they are divided by something")
+    mask = _dropout_mask(x, w) if value.op == "mul" else None
+    if mask is not None:
+        keep, gain, nodes = mask
         return _dropped(value, w, 1.0 - keep, keep * gain, nodes)
-    joined = join(value, w, x)
-    if isinstance(joined, str):
-        return joined
-    leaf, dims = joined
+    leaf, dims = align(value, w, x)
     if not isinstance(leaf.value, Value):
         c = 1.0 / leaf.value if value.op == "div" else leaf.value
-        return w.then(value, gain=w.gain * c)
-    if leaf.axes() & w.key_axes() or len(flat(dims)) != len(flat(w.dims)):
-        return "they are multiplied by a tensor that varies along the keys"
-    return w.then(value, factors=(*w.factors, leaf))
+        return w.extend(value, gain=w.gain * c)
+    if leaf.axes() & w.key_axes() or len(all_axes(dims)) != len(all_axes(w.dims)):
+        raise Refused("they are multiplied by a tensor that varies along the keys")
+    return w.extend(value, factors=(*w.factors, leaf))
 
 
-def _drop_mask(x: Value, w: MatchedWeights) -> tuple[float, float, tuple[Value, ...]] | None:
-    """(probability to keep, what kept weights are multiplied by, its nodes) of a dropout mask made
-    by hand.
-    """
-    if not isinstance(x.tensor, Tensor) or len(x.shape) != len(w.dims):
+def _dropout_mask(x: object, w: MatchedWeights) -> tuple[float, float, tuple[Value, ...]] | None:
+    """(probability to keep, factor of the kept weights, nodes) of a dropout mask drawn by hand."""
+    if not is_tensor(x) or len(x.shape) != len(w.dims):
         return None
     if x.op in ("cast", "copy") and isinstance(x.args.get("input"), Value) and not x.writes:
-        inner = _drop_mask(x.args["input"], w)
+        inner = _dropout_mask(x.args["input"], w)
         return inner and (*inner[:2], (*inner[2], x))
     if x.op == "div" and isinstance(x.args.get("input"), Value):
-        inner, by = _drop_mask(x.args["input"], w), number(x.args.get("other"))
+        inner, by = _dropout_mask(x.args["input"], w), constant_value(x.args.get("other"))
         return (inner[0], inner[1] / by, (*inner[2], x)) if inner and by else None
-    if not all(same(n, m) for n, m in zip(x.shape, w.path[-1].shape, strict=True)):
+    if not all(sizes_equal(n, m) for n, m in zip(x.shape, w.path[-1].shape, strict=True)):
         return None
     keep = _keep_probability(x)
     nodes = (x,) if x.op == "bernoulli" else (x.args.get("input"), x)
@@ -72,54 +69,58 @@ def _drop_mask(x: Value, w: MatchedWeights) -> tuple[float, float, tuple[Value, 
 def _keep_probability(x: Value) -> float | None:
     if x.op == "bernoulli":
         p = x.args.get("p")
-        return number(x.args.get("input") if p is None else p)
+        return constant_value(x.args.get("input") if p is None else p)
     drawn = x.args.get("input")
     if not isinstance(drawn, Value) or drawn.op not in ("rand", "rand_like"):
         return None
-    bound = number(x.args.get("other"))
+    bound = constant_value(x.args.get("other"))
     if bound is None:
         return None
     return {"lt": bound, "le": bound, "gt": 1 - bound, "ge": 1 - bound}.get(x.op)
 
 
-def without_sink(value: Value, w: MatchedWeights, name: str) -> State | str:
-    """weights[..., :-1] or [..., 1:]: the column of the sink is dropped."""
+def without_sink(value: Value, w: MatchedWeights, name: str) -> State:
+    """weights[..., :-1] or weights[..., 1:], without the column of the sink"""
     index = value.args.get("index")
     s = w.scores
-    if not s.column or not isinstance(index, tuple) or w.keys == s.keys_before:
-        return "they are sliced"
+    if not s.sink or not isinstance(index, tuple) or w.keys == s.keys_without_sink:
+        raise Refused("they are sliced")
     *full, last = index
-    whole = all(i is Ellipsis or i == slice(None) for i in full)
-    if not whole or not isinstance(last, slice) or last.step not in (None, 1):
-        return "they are sliced"
-    begins = (1,) if s.ahead else (None, 0)
-    if last.start not in begins or not same(value.shape[-1] + 1, w.path[-1].shape[-1]):
-        return "they are sliced"
-    if (Ellipsis not in full) and len(full) != len(w.dims) - 1:
-        return "they are sliced"
-    return w.then(value, dims=(*w.dims[:-1], s.keys_before), keys=s.keys_before)
+    if (
+        not all(i is Ellipsis or i == slice(None) for i in full)
+        or not isinstance(last, slice)
+        or last.step not in (None, 1)
+    ):
+        raise Refused("they are sliced")
+    starts = (1,) if s.sink_first else (None, 0)
+    if last.start not in starts or not sizes_equal(value.shape[-1] + 1, w.path[-1].shape[-1]):
+        raise Refused("they are sliced")
+    if Ellipsis not in full and len(full) != len(w.dims) - 1:
+        raise Refused("they are sliced")
+    return w.extend(value, dims=(*w.dims[:-1], s.keys_without_sink), keys=s.keys_without_sink)
 
 
-def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State | str:
-    """Rows without keys are NaN in a softmax over -inf, and 0 in ours."""
-    if set(value.args) - {"input", "nan"} or number(value.args.get("nan", 0.0)) != 0:
-        return "nan_to_num replaces them by something else than 0"
-    return w.then(value)
+def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State:
+    """Rows without keys become 0 instead of NaN, as the operator gives them."""
+    if set(value.args) - {"input", "nan"} or constant_value(value.args.get("nan", 0.0)) != 0:
+        raise Refused("nan_to_num replaces NaN by another number than 0")
+    return w.extend(value)
 
 
-def masked_fill(value: Value, w: MatchedWeights, name: str) -> State | str:
-    """Masked weights set to 0 again: rows without keys give 0. Whether it is the scores' mask is
-    checked with the masks.
+def masked_fill(value: Value, w: MatchedWeights, name: str) -> State:
+    """Masked weights are set to 0 once more, so that rows without keys give 0. `classify_masks`
+    checks that it is the mask of the scores.
     """
-    if name != "input" or number(value.args.get("value")) != 0 or w.zeroed or w.dropout_p:
-        return "they are masked"
-    mask, when = uninverted(value.args.get("mask"))
-    if number(mask) is not None and bool(number(mask)) != when:
-        return w.then(value)
-    joined = join(value, w, mask)
-    if isinstance(joined, str) or not isinstance(joined[0].value, Value):
-        return "they are masked"
-    return w.then(value, zeroed=FillTerm(joined[0], when, 0.0))
+    zero = constant_value(value.args.get("value")) == 0
+    if name != "input" or not zero or w.zero_fill or w.dropout_p:
+        raise Refused("they are masked")
+    mask, when = without_inversion(value.args.get("mask"))
+    if (known := constant_value(mask)) is not None and bool(known) != when:
+        return w.extend(value)
+    leaf, _ = align(value, w, mask)
+    if not isinstance(leaf.value, Value):
+        raise Refused("they are masked")
+    return w.extend(value, zero_fill=FillTerm(leaf, when, 0.0))
 
 
 RULES = {

@@ -1,1 +1,1 @@
-"""Replacing an attention by one call: its operands and masks as nodes, and verification."""
+"""Replacing an attention by one call: emission of its arguments as nodes, and verification."""

@@ -1,42 +1,67 @@
-"""Writing nodes into a graph, with the metadata that later passes read."""
+"""Insertion of nodes into a graph, with the metadata that later passes read."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from compile_passes.graph.axes import Axis, Dims, Group, Size, flat, resolve, resolve_dims, same
-from compile_passes.graph.ir import PLACE, example, meta_key
+from compile_passes.graph.axes import (
+    Axis,
+    Dims,
+    Group,
+    Size,
+    all_axes,
+    resolve,
+    resolve_dims,
+    sizes_equal,
+)
+from compile_passes.graph.ir import SOURCE_METADATA, example, is_tensor, meta_key, run
+from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import Leaf
 from compile_passes.report import Refused
 
 
 class Emitter:
-    """Inserts before `anchor`. `leaves` are tensors whose dimensions tell the size of an axis."""
+    """Inserts the nodes that replace the attention at `site`, before its value product. Sizes of
+    axes are read from the tensors in `leaves`.
+    """
 
-    def __init__(self, graph: fx.Graph, anchor: fx.Node, leaves: list[Leaf]) -> None:
-        self.graph, self.anchor = graph, anchor
-        self.made: list[fx.Node] = []
+    def __init__(self, graph: fx.Graph, site: AttentionSite, leaves: list[Leaf]) -> None:
+        self.graph, self.site, self.anchor = graph, site, site.core.out.node
+        self.nodes: list[fx.Node] = []
         self._key = meta_key(graph)
-        self._leaves = leaves
+        self._leaves = [leaf for leaf in leaves if is_tensor(leaf.value)]
         self._sizes: dict[Axis, fx.Node] = {}
 
     def method(self, name: str, *args, **kwargs) -> fx.Node:
+        """Insert a call of a method."""
         return self._make("call_method", name, args, kwargs)
 
     def function(self, target: Callable, *args, **kwargs) -> fx.Node:
+        """Insert a call of a function."""
         return self._make("call_function", target, args, kwargs)
+
+    def reduce(self, target: Callable, nodes: Iterable[fx.Node]) -> fx.Node | None:
+        """Combine the nodes by calls of a binary function; None if there are no nodes."""
+        nodes = iter(nodes)
+        first = next(nodes, None)
+        return functools.reduce(lambda a, b: self.function(target, a, b), nodes, first)
+
+    def inputs(self) -> set[fx.Node]:
+        """The inputs of all inserted nodes."""
+        return {node for inserted in self.nodes for node in inserted.all_input_nodes}
 
     def _make(self, kind: str, target, args: tuple, kwargs: dict) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.create_node(kind, target, args, kwargs)
-        self.made.append(node)
-        for key in PLACE:
+        self.nodes.append(node)
+        for key in SOURCE_METADATA:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         node.meta[self._key] = self._evaluate(kind, target, args, kwargs)
@@ -46,51 +71,51 @@ class Emitter:
         args, kwargs = map_arg((args, kwargs), example)
         mode = getattr(example(self.anchor), "fake_mode", None)
         with mode or contextlib.nullcontext(), torch.no_grad():
-            if kind == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs)
+            return run(kind, target, args, kwargs)
 
     @contextlib.contextmanager
     def before(self, anchor: fx.Node) -> Iterator[None]:
-        """Insert earlier for a while, where the leaves may not exist yet to read sizes off them."""
-        later = self.anchor, self._sizes, self._leaves
+        """Insert before an earlier node, where the leaves need not exist yet."""
+        saved = self.anchor, self._sizes, self._leaves
         self.anchor, self._sizes, self._leaves = anchor, {}, []
         try:
             yield
         finally:
-            self.anchor, self._sizes, self._leaves = later
+            self.anchor, self._sizes, self._leaves = saved
 
     def undo(self) -> None:
-        for node in reversed(self.made):
+        """Erase all inserted nodes."""
+        for node in reversed(self.nodes):
             self.graph.erase_node(node)
-        self.made.clear()
+        self.nodes.clear()
 
     def size(self, axis: Axis) -> Size | fx.Node:
-        """The axis' size as an argument: a number, or a node that reads it off a tensor."""
+        """The size of an axis as an argument: a number, or a node that reads it from a tensor."""
         if type(axis.size) is int:
             return axis.size
         if axis not in self._sizes:
-            node = self._shown(axis) or self._quotient(axis)
+            node = self._read_size(axis) or self._quotient(axis)
             if node is None:
-                raise Refused(f"no tensor shows the size {axis.size} that a view splits off")
+                raise Refused(f"no tensor has the size {axis.size} that a view splits off")
             self._sizes[axis] = node
         return self._sizes[axis]
 
-    def _shown(self, axis: Axis) -> fx.Node | None:
+    def _read_size(self, axis: Axis) -> fx.Node | None:
         for leaf in self._leaves:
             for i, group in enumerate(leaf.dims):
-                if resolve(group) == resolve((axis,)) and same(leaf.value.shape[i], axis.size):
+                whole = resolve(group) == resolve((axis,))
+                if whole and sizes_equal(leaf.value.shape[i], axis.size):
                     return self.method("size", leaf.value.node, i)
         return None
 
     def _quotient(self, axis: Axis) -> fx.Node | None:
-        """A part's size, from those of the axis it was split off and of the other part."""
-        whole = axis.whole
-        if whole is None:
+        """The size of a part, as the size of the split axis divided by that of the other part."""
+        parent = axis.parent
+        if parent is None:
             return None
-        (other,) = (part for part in whole.parts if part is not axis)
-        known = other.size if type(other.size) is int else self._shown(other)
-        total = self._shown(whole) or self._quotient(whole)
+        (other,) = (part for part in parent.parts if part is not axis)
+        known = other.size if type(other.size) is int else self._read_size(other)
+        total = self._read_size(parent) or self._quotient(parent)
         if known is None or total is None:
             return None
         return self.function(operator.floordiv, total, known)
@@ -98,11 +123,11 @@ class Emitter:
     def arrange(self, node: fx.Node, dims: Dims, target: Dims, full: bool = False) -> fx.Node:
         """The tensor laid out as `target`: one dimension per group.
 
-        A group of which the tensor has a part is expanded to all of it; one of which it has nothing
-        becomes a dimension of size 1, or is expanded too if `full`.
+        A group of which the tensor has some axes is expanded to all of them; one of which it has
+        none becomes a dimension of size 1, or is expanded too if `full`.
         """
         dims, target = resolve_dims(dims), resolve_dims(target)
-        if set(flat(dims)) - set(flat(target)):
+        if set(all_axes(dims)) - set(all_axes(target)):
             raise Refused("a tensor has a dimension that the attention lacks")
         node, units = self._split(node, dims, target)
         wanted: list[list[Group]] = [_units(group, units, full) for group in target]
@@ -114,7 +139,7 @@ class Emitter:
         return node
 
     def _split(self, node: fx.Node, dims: Dims, target: Dims) -> tuple[fx.Node, list[Group]]:
-        """Split merged dimensions that are not one group of the target."""
+        """Split merged dimensions that are not a group of the target."""
         units: list[Group] = []
         for group in dims:
             if len(group) < 2 or group in target:
@@ -130,32 +155,28 @@ class Emitter:
     def _order(
         self, node: fx.Node, units: list[Group], wanted: list[Group]
     ) -> tuple[fx.Node, list[Group]]:
-        """Permute to the wanted order; dimensions of size 1 serve where a unit is missing."""
+        """Permute to the wanted order, with dimensions of size 1 where the tensor lacks a unit."""
         have = set(units)
         spare = [i for i, u in enumerate(units) if not u]
-        places = [units.index(u) if u and u in have else None for u in wanted]
-        holes = [i for i, p in enumerate(places) if p is None]
+        positions = [units.index(u) if u and u in have else None for u in wanted]
+        holes = [i for i, p in enumerate(positions) if p is None]
         for i in holes[: len(spare)]:
-            places[i] = spare.pop(0)
+            positions[i] = spare.pop(0)
         for dim in reversed(spare):
             node = self.method("squeeze", node, dim)
-            places = [p - 1 if p is not None and p > dim else p for p in places]
-        order = [p for p in places if p is not None]
+            positions = [p - 1 if p is not None and p > dim else p for p in positions]
+        order = [p for p in positions if p is not None]
         if order != sorted(order):
-            node = self._permute(node, order)
-        for i, place in enumerate(places):
-            if place is None:
+            moved = [i for i, p in enumerate(order) if i != p]
+            name, dims = ("transpose", moved) if len(moved) == 2 else ("permute", order)
+            node = self.method(name, node, *dims)
+        for i, position in enumerate(positions):
+            if position is None:
                 node = self.method("unsqueeze", node, i)
         return node, [u if u in have else () for u in wanted]
 
-    def _permute(self, node: fx.Node, order: list[int]) -> fx.Node:
-        moved = [i for i, p in enumerate(order) if i != p]
-        if len(moved) == 2:
-            return self.method("transpose", node, *moved)
-        return self.method("permute", node, *order)
-
     def _expand(self, node: fx.Node, wanted: list[list[Group]], units: list[Group]) -> fx.Node:
-        """Give every wanted unit that the tensor lacks its size."""
+        """Expand the dimensions of units that the tensor lacks."""
         want = [unit for group in wanted for unit in group]
         sizes = [-1 if w == u else self.size(w[0]) for w, u in zip(want, units, strict=True)]
         if all(type(s) is int and s == -1 for s in sizes):
@@ -164,14 +185,14 @@ class Emitter:
 
 
 def _units(group: Group, units: list[Group], full: bool) -> list[Group]:
-    """How the target group is put together: nothing of it, it whole, or axis by axis."""
+    """The dimensions of a target group: one of size 1, one merged, or one for each axis."""
     have = {a for u in units for a in u}
     if not group or not (full or have & set(group)):
         return [()]
     return [group] if group in units else [(a,) for a in group]
 
 
-def rows_are_contiguous(node: fx.Node) -> bool:
-    """Whether a row's elements stand side by side, which the operator asks for."""
+def has_contiguous_rows(node: fx.Node) -> bool:
+    """Whether the last dimension is contiguous, as the operator requires."""
     tensor: Tensor = example(node)
-    return same(tensor.stride(-1), 1) or same(tensor.shape[-1], 1)
+    return sizes_equal(tensor.stride(-1), 1) or sizes_equal(tensor.shape[-1], 1)

@@ -1,4 +1,6 @@
-"""Writing masks: biases added up, bool masks joined, and which rows they leave without keys."""
+"""Emission of masks and sinks: sums of biases, conjunctions of bool masks, and the rows that they
+leave empty, without keys to attend.
+"""
 
 from __future__ import annotations
 
@@ -10,160 +12,159 @@ import torch
 from torch import fx
 
 from compile_passes.graph.ir import example
-from compile_passes.masks.classify import Dead, Keep, Masks
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.match.attention_site import AttentionSite
-from compile_passes.match.match_state import LARGEST_SUM, VANISHING, BiasTerm, FillTerm, Leaf
+from compile_passes.match.match_state import (
+    MAX_ROW_MASK,
+    MIN_ABSORBING_SPACING,
+    BiasTerm,
+    FillTerm,
+    Leaf,
+)
 from compile_passes.rewrite.emitter import Emitter
-from compile_passes.rewrite.operands import aligned, bias, cast, filled, inverted
+from compile_passes.rewrite.operands import aligned, bias, cast, fill_where, inverted
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskNodes:
-    """Nodes: `attn_mask` and the query for the call; `dead` (B or 1, Hq or 1, Sq or 1, 1), rows
-    without keys, which get a query of 0 and keys to average.
+    """`attn_mask` and the query for the call, and `empty_rows` (B or 1, Hq or 1, Sq or 1, 1), which
+    get a query of 0 and keys to average.
 
-    With levels, `best` are the keys that a dead row averages, `replaced` those whose scores a fill
-    replaced, `total` the sum of all masks, `top` its maximum per row and `base` what was subtracted
-    from a row.
+    A float mask also has `averaged`, the keys that an empty row averages; `filled`, the keys whose
+    scores a fill replaced; `total`, the sum of all masks; `row_max`, its maximum in each row; and
+    `shift`, what was subtracted from each row.
     """
 
     mask: fx.Node | None
     query: fx.Node
-    dead: fx.Node | None
-    best: fx.Node | None = None
-    replaced: fx.Node | None = None
+    empty_rows: fx.Node | None
+    averaged: fx.Node | None = None
+    filled: fx.Node | None = None
     total: fx.Node | None = None
-    top: fx.Node | None = None
-    base: fx.Node | None = None
+    row_max: fx.Node | None = None
+    shift: fx.Node | None = None
 
 
-def write(
-    site: AttentionSite, masks: Masks, emitter: Emitter, q: fx.Node, dead: fx.Node | None
+def emit_masks(
+    emitter: Emitter, masks: ClassifiedMasks, q: fx.Node, empty_rows: fx.Node | None
 ) -> MaskNodes:
-    """The masks as nodes. `dead` are the rows without keys, if a key interval has shown them."""
-    if masks.levels:
-        return _levels(site, masks, emitter, q)
-    keep = added = None
-    for one in masks.keeps:
-        mask = _keep(site, emitter, one)
-        keep = mask if keep is None else emitter.function(operator.and_, keep, mask)
-    if masks.dead is not Dead.ZERO and dead is None:
-        alive = emitter.method("any", keep, dim=-1, keepdim=True)
-        dead = inverted(emitter, alive)
-        keep = emitter.function(operator.or_, keep, dead)
-    if masks.dead not in (Dead.ZERO, Dead.ADDED):
-        q = emitter.method("masked_fill", q, dead, 0.0)
-    parts = [bias(site, emitter, term) for term in masks.biases]
-    parts += [_added(site, emitter, masks.added)] if masks.added else []
-    for one in parts:
-        added = one if added is None else emitter.function(operator.add, added, one)
-    if added is None:
-        return MaskNodes(keep, q, dead)
-    added = _accepted(site, emitter, added)
-    if dead is not None:
-        added = emitter.method("masked_fill", added, dead, 0.0)
+    """The masks as nodes. `empty_rows` are known already where a key interval was emitted."""
+    if masks.float_terms:
+        return _emit_float_mask(emitter, masks, q)
+    keep = emitter.reduce(operator.and_, (_keep(emitter, mask) for mask in masks.keeps))
+    if masks.empty_rows is not EmptyRows.ZERO and empty_rows is None:
+        empty_rows = inverted(emitter, emitter.method("any", keep, dim=-1, keepdim=True))
+        keep = emitter.function(operator.or_, keep, empty_rows)
+    if masks.empty_rows not in (EmptyRows.ZERO, EmptyRows.ADDED):
+        q = emitter.method("masked_fill", q, empty_rows, 0.0)
+    biases = [bias(emitter, term) for term in masks.biases]
+    biases += [_added_fill(emitter, masks.added_fill)] if masks.added_fill else []
+    total = emitter.reduce(operator.add, biases)
+    if total is None:
+        return MaskNodes(keep, q, empty_rows)
+    total = _supported_mask(emitter, total)
+    if empty_rows is not None:
+        total = emitter.method("masked_fill", total, empty_rows, 0.0)
     if keep is not None:
-        added = emitter.method("masked_fill", added, inverted(emitter, keep), -math.inf)
-    return MaskNodes(added, q, dead)
+        total = emitter.method("masked_fill", total, inverted(emitter, keep), -math.inf)
+    return MaskNodes(total, q, empty_rows)
 
 
-def _levels(site: AttentionSite, masks: Masks, emitter: Emitter, q: fx.Node) -> MaskNodes:
-    """All masks as the float that eager mode adds to a score, or replaces it by. A dead row is one
-    whose greatest is so far below 0, or above, that real scores vanish beside it; it averages the
-    keys that have it. From other rows a greatest that is large is subtracted, because the backward
-    pass reads the weights from a float32 log-sum-exp.
+def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> MaskNodes:
+    """All masks as the float that eager mode adds to each score, or replaces it by.
+
+    A row is empty if its maximum absorbs real scores; it averages the keys that have the maximum.
+    In other rows a large maximum is subtracted, because the backward pass reads the weights from a
+    float32 log-sum-exp.
     """
-    total, replaced = None, None
-    for term in masks.levels:
+    total, filled = None, None
+    for term in masks.float_terms:
         if isinstance(term, BiasTerm):
-            one = bias(site, emitter, term)
+            one = bias(emitter, term)
             total = one if total is None else emitter.function(operator.add, total, one)
             total = cast(emitter, total, term.dtype)
             continue
-        hidden = emitter.arrange(term.mask.value.node, term.mask.dims, site.mask_dims)
-        kept = inverted(emitter, hidden) if term.where else hidden
-        hidden = hidden if term.where else inverted(emitter, hidden)
-        total = filled(emitter, kept, total, term.value, _wide(site))
+        mask = emitter.arrange(term.mask.value.node, term.mask.dims, emitter.site.mask_dims)
+        kept = inverted(emitter, mask) if term.where else mask
+        hidden = mask if term.where else inverted(emitter, mask)
+        total = fill_where(emitter, kept, total, term.value, _mask_dtype(emitter))
         if math.isfinite(term.value):
-            replaced = (
-                hidden if replaced is None else emitter.function(operator.or_, replaced, hidden)
-            )
+            filled = hidden if filled is None else emitter.function(operator.or_, filled, hidden)
     dtype = example(total).dtype
-    info = torch.finfo(dtype)
-    top = emitter.method("amax", emitter.method("detach", total), dim=-1, keepdim=True)
-    size = emitter.method("abs", top)
-    finite = emitter.function(operator.le, size, info.max)
-    far = emitter.function(operator.ge, size, VANISHING / info.eps)
-    dead = emitter.function(operator.and_, far, finite)
-    best = emitter.function(operator.and_, emitter.function(operator.eq, total, top), dead)
-    large = emitter.function(operator.gt, size, LARGEST_SUM)
+    limits = torch.finfo(dtype)
+    row_max = emitter.method("amax", emitter.method("detach", total), dim=-1, keepdim=True)
+    size = emitter.method("abs", row_max)
+    finite = emitter.function(operator.le, size, limits.max)
+    absorbing = emitter.function(operator.ge, size, MIN_ABSORBING_SPACING / limits.eps)
+    empty = emitter.function(operator.and_, absorbing, finite)
+    is_max = emitter.function(operator.eq, total, row_max)
+    averaged = emitter.function(operator.and_, is_max, empty)
+    large = emitter.function(operator.gt, size, MAX_ROW_MASK)
     large = emitter.function(operator.and_, large, finite)
-    base = filled(emitter, inverted(emitter, large), None, top, dtype)
-    mask = emitter.function(operator.sub, total, base)
-    mask = emitter.method("masked_fill", _accepted(site, emitter, mask), dead, -math.inf)
-    mask = emitter.method("masked_fill", mask, best, 0.0)
-    q = emitter.method("masked_fill", q, dead, 0.0)
-    return MaskNodes(mask, q, dead, best, replaced, total, top, base)
+    shift = fill_where(emitter, inverted(emitter, large), None, row_max, dtype)
+    mask = _supported_mask(emitter, emitter.function(operator.sub, total, shift))
+    mask = emitter.method("masked_fill", mask, empty, -math.inf)
+    mask = emitter.method("masked_fill", mask, averaged, 0.0)
+    q = emitter.method("masked_fill", q, empty, 0.0)
+    return MaskNodes(mask, q, empty, averaged, filled, total, row_max, shift)
 
 
-def _wide(site: AttentionSite) -> torch.dtype:
-    return torch.float64 if site.dtype == torch.float64 else torch.float32
+def _mask_dtype(emitter: Emitter) -> torch.dtype:
+    return torch.float64 if emitter.site.dtype == torch.float64 else torch.float32
 
 
-def _accepted(site: AttentionSite, emitter: Emitter, mask: fx.Node) -> fx.Node:
-    """In a dtype that the operator takes."""
-    known = example(mask).dtype in (site.dtype, torch.float32)
-    return mask if known else emitter.method("to", mask, torch.float32)
+def _supported_mask(emitter: Emitter, mask: fx.Node) -> fx.Node:
+    """The mask in a dtype that the operator supports."""
+    supported = example(mask).dtype in (emitter.site.dtype, torch.float32)
+    return mask if supported else emitter.method("to", mask, torch.float32)
 
 
-def _added(site: AttentionSite, emitter: Emitter, fill: FillTerm) -> fx.Node:
+def _added_fill(emitter: Emitter, fill: FillTerm) -> fx.Node:
     """A fill as a bias."""
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, site.mask_dims)
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
     kept = inverted(emitter, mask) if fill.where else mask
-    return filled(emitter, kept, None, fill.value, _wide(site))
+    return fill_where(emitter, kept, None, fill.value, _mask_dtype(emitter))
 
 
-def zeroed_keys(
-    site: AttentionSite, fill: FillTerm, emitter: Emitter, k: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """(key, attn_mask) for scores that one small number replaces, whatever the query."""
-    dims = (site.batch, site.kv_heads, site.keys, ())
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, dims)
+def zeroed_keys(emitter: Emitter, fill: FillTerm, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(key, attn_mask) where a small fill replaces the scores of some keys: these are zeroed, and
+    the fill is added.
+    """
+    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*emitter.site.key_dims, ()))
     if not fill.where:
         mask = inverted(emitter, mask)
     k = emitter.method("masked_fill", k, mask, 0.0)
-    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, site.mask_dims)
+    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
     added = emitter.method("to", full, torch.float32)
     if not fill.where:
         added = emitter.function(operator.sub, 1.0, added)
     return k, emitter.function(operator.mul, added, fill.value)
 
 
-def _keep(site: AttentionSite, emitter: Emitter, keep: Keep) -> fx.Node:
-    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, site.mask_dims)
-    if keep.kept is True:
+def _keep(emitter: Emitter, keep: KeepMask) -> fx.Node:
+    mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, emitter.site.mask_dims)
+    if keep.kept_value is True:
         return mask
-    if keep.kept is False:
+    if keep.kept_value is False:
         return inverted(emitter, mask)
-    return emitter.function(operator.eq, mask, keep.kept)
+    return emitter.function(operator.eq, mask, keep.kept_value)
 
 
-def sinks_beside(site: AttentionSite, masks: Masks) -> bool:
-    """Whether a sink cannot be the operator's: it is one for each query, or rows are shifted."""
-    column = site.scores.column
-    return bool(masks.levels) or bool(column and not column.axes() <= set(site.heads))
+def needs_separate_sink(site: AttentionSite, masks: ClassifiedMasks) -> bool:
+    """Whether the operator cannot apply the sink: it differs by query, or rows are shifted."""
+    sink = site.scores.sink
+    per_query = sink is not None and not sink.axes() <= set(site.heads)
+    return site.has_sink and (bool(masks.float_terms) or per_query)
 
 
-def sink(site: AttentionSite, emitter: Emitter, q: fx.Node, beside: bool) -> fx.Node | float:
-    """One logit per query head, or broadcastable to (B, Hq, Sq) where it joins `beside` the call:
-    it is one for each query, or the call's own log-sum-exp is not the row's.
-    """
-    column = site.scores.column or Leaf(0.0)
-    if beside:
-        return aligned(emitter, column, (site.batch, site.heads, site.queries))
-    if isinstance(column.value, float):
+def emit_sink(emitter: Emitter, q: fx.Node, separate: bool) -> fx.Node | float:
+    """The sink: one logit for each query head, or broadcastable to (B, Hq, Sq) if `separate`."""
+    sink = emitter.site.scores.sink or Leaf(0.0)
+    if separate:
+        return aligned(emitter, sink, emitter.site.row_dims)
+    if isinstance(sink.value, float):
         heads = emitter.method("size", q, 1)
-        return emitter.method("new_full", q, (heads,), column.value, dtype=torch.float32)
-    sinks = emitter.arrange(column.value.node, column.dims, (site.heads,), full=True)
-    allowed = (site.dtype, torch.float32)
+        return emitter.method("new_full", q, (heads,), sink.value, dtype=torch.float32)
+    sinks = emitter.arrange(sink.value.node, sink.dims, (emitter.site.heads,), full=True)
+    allowed = (emitter.site.dtype, torch.float32)
     return sinks if example(sinks).dtype in allowed else cast(emitter, sinks, torch.float32)

@@ -1,14 +1,13 @@
-"""Checking a rewrite on numbers: what was written and what replaces it, on the same random inputs.
+"""Verification of a rewrite: the original and its replacement run on the same random inputs.
 
-Both run for real, with the example's shapes and in fp64 where the code lets it. Inputs are query,
-key and value, and whatever the masks and biases are made of as far back as it is plain arithmetic.
+They run with the example's shapes, and in fp64 unless the code fixes another dtype. The inputs are
+query, key and value, and the tensors that masks and biases are computed from by pure operations.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
@@ -16,83 +15,66 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 
 from compile_passes.graph import vocabulary
-from compile_passes.graph.ir import View, example
+from compile_passes.graph.ir import example, run
+from compile_passes.rewrite.strides import hint, memory_order
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-ROUGH = 5e-2
+TOLERANCE_16_BIT = 5e-2
 
 
 class Unverified(Exception):
-    """The two could not be run on random numbers; the rewrite may be right."""
+    """The original and its replacement could not be run; the rewrite may be right."""
 
 
 def difference(
-    view: View, old: fx.Node, new: fx.Node, leaves: set[fx.Node], pure: Callable[[fx.Node], bool]
+    graph: fx.Graph, old: fx.Node, new: fx.Node, leaves: set[fx.Node], pure: Callable
 ) -> str:
-    """What differs between two nodes and between their gradients; empty if nothing does.
+    """A description of how two nodes or their gradients differ; empty if they agree.
 
-    Raises Unverified where they can't be run. Where `old` is NaN or infinite (rows without keys)
-    `new` may be anything.
+    Raises Unverified where they can't be run. Where `old` is NaN or infinite, as in rows without
+    keys, `new` may be anything.
     """
-    nodes = _slice(view.graph, old, new, leaves, pure)
+    nodes = _nodes_to_run(graph, old, new, leaves, pure)
     failure: Exception | None = None
     for dtype in (torch.float64, None):
         try:
-            with unset_fake_temporarily(), torch.enable_grad(), _own_seed():
+            with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng():
+                torch.manual_seed(0)
                 return _compare(nodes, old, new, leaves, dtype)
-        except Exception as error:  # a cast in the code, an index out of range, no memory
+        except Exception as error:  # a fixed dtype, an index out of range, no memory
             failure = error
     raise Unverified(f"{type(failure).__name__}: {failure}") from failure
 
 
-@contextlib.contextmanager
-def _own_seed() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-
-
-def _slice(
+def _nodes_to_run(
     graph: fx.Graph, old: fx.Node, new: fx.Node, leaves: set[fx.Node], pure: Callable
 ) -> list[tuple[fx.Node, bool]]:
     """The nodes to run in graph order, each with whether it is an input."""
     wanted: dict[fx.Node, bool] = {}
     pending = [old, new]
-    core = _between(old, leaves) | _between(new, leaves) | _constants(graph)
+    computable = _computable(graph, leaves)
     while pending:
         node = pending.pop()
         if node in wanted:
             continue
-        runs = node not in leaves and (node in core or pure(node))
+        runs = node not in leaves and (node in computable or pure(node))
         wanted[node] = not runs
         if runs:
-            pending += node.all_input_nodes
-            pending += [u for u in node.users if vocabulary.call(u)[2] and u.args[:1] == (node,)]
+            writers = [u for u in node.users if vocabulary.operation(u)[2]]
+            pending += [*node.all_input_nodes, *(u for u in writers if u.args[:1] == (node,))]
     return [(node, wanted[node]) for node in graph.nodes if node in wanted]
 
 
-def _constants(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on no input of the graph."""
-    found: set[fx.Node] = set()
+def _computable(graph: fx.Graph, leaves: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on a leaf, or on no input of the graph."""
+    dependent, constant = set(leaves), set()
     for node in graph.nodes:
-        calls = node.op in ("call_function", "call_method")
-        if calls and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _between(node: fx.Node, leaves: set[fx.Node]) -> set[fx.Node]:
-    """What `node` is made of from the leaves on."""
-    feeds: dict[fx.Node, bool] = {}
-
-    def reaches(n: fx.Node) -> bool:
-        if n not in feeds:
-            feeds[n] = n in leaves
-            feeds[n] |= any([reaches(x) for x in n.all_input_nodes])
-        return feeds[n]
-
-    reaches(node)
-    return {n for n, yes in feeds.items() if yes}
+        inputs, calls = node.all_input_nodes, node.op in ("call_function", "call_method")
+        if not dependent.isdisjoint(inputs):
+            dependent.add(node)
+        elif calls and constant.issuperset(inputs):
+            constant.add(node)
+    return dependent | constant
 
 
 def _compare(
@@ -103,15 +85,15 @@ def _compare(
     requires_grad = example(old).requires_grad
     for i, (a, b) in enumerate(itertools.zip_longest(*results)):
         if a is None or b is None:
-            one = b if a is None else a
-            if one is not None and one.any() and requires_grad:
+            present = b if a is None else a
+            if present is not None and present.any() and requires_grad:
                 return "a gradient is missing"
             continue
         known = torch.isfinite(a)
         a, b = (torch.where(known, x, 0).double() for x in (a, b))
         error = (a - b).abs().max().item() if a.numel() else 0.0
         scale = max(1.0, a.abs().max().item()) if a.numel() else 1.0
-        bound = scale * TOLERANCE.get(results[0][0].dtype, ROUGH)
+        bound = scale * TOLERANCE.get(results[0][0].dtype, TOLERANCE_16_BIT)
         if not error <= bound and (i == 0 or requires_grad):
             name = "the result" if i == 0 else f"gradient {i}"
             return f"{name} differs by {error:.2g} where {bound:.2g} is allowed"
@@ -119,55 +101,43 @@ def _compare(
 
 
 def _run(nodes: list, inputs: dict[fx.Node, object], wanted: fx.Node) -> list[Tensor | None]:
-    """The wanted value and its gradients."""
+    """The value of a node and its gradients."""
     values: dict[fx.Node, object] = {}
-    learning = []
+    require_grad = []
     for node, given in nodes:
         if not given:
-            values[node] = _call(node, values)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = run(node.op, node.target, args, kwargs)
             continue
         x = inputs[node]
         if isinstance(x, Tensor) and x.is_floating_point() and example(node).requires_grad:
             x = x.detach().clone().requires_grad_()
-            learning.append(x)
+            require_grad.append(x)
             x = x * 1.0  # in-place operations may follow
-        values[node] = x.clone() if isinstance(x, Tensor) else x  # its strides are kept
+        values[node] = x.clone() if isinstance(x, Tensor) else x  # with the same strides
     out = values[wanted]
-    if not learning or not out.requires_grad:
+    if not require_grad or not out.requires_grad:
         return [out.detach()]
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    good = torch.isfinite(out).all(-1, keepdim=True)
-    grads = torch.autograd.grad(out, learning, torch.where(good, seed, 0), allow_unused=True)
+    seed = torch.where(torch.isfinite(out).all(-1, keepdim=True), seed, 0)
+    grads = torch.autograd.grad(out, require_grad, seed, allow_unused=True)
     return [out.detach(), *grads]
 
 
-def _call(node: fx.Node, values: dict) -> object:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)
-    raise TypeError(f"{node.op} can't be run")
-
-
 def _random(x: object, dtype: torch.dtype | None, leaf: bool) -> object:
-    """Something of the example's kind and shape, its dimensions in the same order in memory. What
-    masks are made of is 0 and 1.
+    """A random value of the example's type, shape and memory order. Floats that are not query, key
+    or value are 0 or 1, since masks are computed from them.
     """
     if isinstance(x, (SymInt, SymFloat, SymBool)):
         return x.node.hint
     if not isinstance(x, Tensor):
         return x
-    shape = [_hint(n) for n in x.shape]
+    shape = [hint(n) for n in x.shape]
     if x.dtype == torch.bool:
         return torch.rand(shape, device=x.device) > 0.3
     if not x.dtype.is_floating_point:
         return torch.randint(0, 2, shape, device=x.device, dtype=x.dtype)
-    order = sorted(range(x.dim()), key=lambda i: -_hint(x.stride(i)))
+    order, inverse = memory_order(x)
     drawn = torch.randn([shape[i] for i in order], device=x.device, dtype=torch.float64)
     drawn = drawn if leaf else (drawn > -0.5).double()
-    return drawn.to(dtype or x.dtype).permute([order.index(i) for i in range(x.dim())])
-
-
-def _hint(n: int | SymInt) -> int:
-    return n.node.hint if isinstance(n, SymInt) else n
+    return drawn.to(dtype or x.dtype).permute(inverse)

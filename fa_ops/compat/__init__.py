@@ -1,1 +1,1 @@
-"""Names and argument orders of other libraries, for code that was written for them."""
+"""Functions with the names and arguments of other libraries, for code written for these."""

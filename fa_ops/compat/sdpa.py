@@ -1,14 +1,14 @@
-"""`F.scaled_dot_product_attention` by this package's kernels where torch takes its flash kernel:
+"""Run `F.scaled_dot_product_attention` on the kernels of fa_ops instead of torch's flash kernel:
 
     import fa_ops.compat.sdpa
     torch.nn.attention.activate_flash_attention_impl("fa_ops")
     ...
     torch.nn.attention.restore_flash_attention_impl()
 
-The import makes the name known and changes nothing else. When it is activated, what torch decides
-to give to its flash kernel on CUDA (no mask, 16 bits, and as `sdpa_kernel` allows) goes to
-`fa::attention`, in eager mode and under `torch.compile`, forward and backward. What the operator
-does not have there, dropout and causal calls of unequal lengths, raises NotImplementedError.
+Importing the module only registers the name. While it is active, calls that torch dispatches to its
+flash kernel on CUDA (no mask, 16 bits, allowed by `sdpa_kernel`) run `fa::attention`, in eager mode
+and under `torch.compile`, forward and backward. Dropout and causal calls with unequal lengths raise
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKWARD = f"{FORWARD}_backward"
 
 
 class Handle:
-    """What torch keeps while the kernels are active."""
+    """The registration of the kernels, which torch keeps while they are active."""
 
     def __init__(self, key: str) -> None:
         self._library: Library | None = Library("aten", "IMPL", key)
@@ -34,14 +34,14 @@ class Handle:
         self._library.impl(BACKWARD, backward, key, allow_override=True)
 
     def remove(self) -> None:
-        """Give torch its own kernels back."""
+        """Restore torch's own kernels."""
         if self._library is not None:
             self._library._destroy()
         self._library = None
 
 
 def activate(key: str = "CUDA") -> Handle:
-    """What `torch.nn.attention.activate_flash_attention_impl` calls."""
+    """Register the kernels; called by `torch.nn.attention.activate_flash_attention_impl`."""
     return Handle(key)
 
 
@@ -55,19 +55,19 @@ def forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """aten::_scaled_dot_product_flash_attention: out as query lies in memory, the lse, and what the
-    backward pass is given again."""
+    """aten::_scaled_dot_product_flash_attention: out in the memory order of query, lse, and values
+    for the backward pass."""
     if dropout_p:
         raise NotImplementedError(
-            f"dropout_p must be 0 where fa_ops stands for torch's flash kernel, got {dropout_p}"
+            f"dropout_p must be 0 where fa_ops replaces torch's flash kernel, got {dropout_p}"
         )
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask must be False: weights are never stored")
     Sq, Sk = query.shape[2], key.shape[2]
     if is_causal and Sq != Sk:
         raise NotImplementedError(
-            f"is_causal needs as many queries as keys, as SDPA aligns at the top left, got {Sq} "
-            f"and {Sk}"
+            f"is_causal needs as many queries as keys, because SDPA aligns at the top left, got "
+            f"{Sq} and {Sk}"
         )
     with torch.no_grad():
         out, lse = torch.ops.fa.attention_with_lse(
@@ -75,7 +75,7 @@ def forward(
         )
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         offset = torch.zeros((), dtype=torch.uint64, device=query.device)
-        return _as(query, out), lse, None, None, Sq, Sk, seed, offset, query.new_empty(0)
+        return _in_layout_of(query, out), lse, None, None, Sq, Sk, seed, offset, query.new_empty(0)
 
 
 def backward(
@@ -96,17 +96,17 @@ def backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """aten::_scaled_dot_product_flash_attention_backward, of the same."""
+    """aten::_scaled_dot_product_flash_attention_backward: gradients of query, key and value."""
     with torch.no_grad():
         grads = torch.ops.fa.attention_backward(
             grad_out, None, query, key, value, out, logsumexp, is_causal=is_causal, scale=scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return tuple(_as(x, grad) for x, grad in zip((query, key, value), grads))
+        return tuple(_in_layout_of(x, grad) for x, grad in zip((query, key, value), grads))
 
 
-def _as(like: Tensor, x: Tensor) -> Tensor:
-    """In the memory order that compiled code is told to expect."""
+def _in_layout_of(like: Tensor, x: Tensor) -> Tensor:
+    """x with the strides that compiled code expects."""
     expected = torch.empty_like(like, device="meta").stride()
     if x.stride() == expected:
         return x

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence a process of a group holds.
+"""Distribute the tokens of a sequence over the processes of a group.
 
-In zigzag order a sequence is cut into `2 n` chunks, of which process `r` of `n` holds the `r`-th
-and the `r`-th from the end, one behind the other. Under a causal mask early chunks attend few keys
-and late ones many, so all processes then have as much to do.
+In zigzag order a sequence is split into `2 n` chunks, and process `r` of `n` holds chunks `r` and
+`2 n - 1 - r`, concatenated. Under a causal mask early chunks attend few keys and late chunks many,
+so this balances the work of the processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's number in the group and how many there are.
+    """The rank of this process in the group, and the size of the group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -21,51 +21,52 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "a sequence is shared by the processes of torch.distributed, which is not initialised: "
-            "call init_process_group first"
+            "sequences are distributed over the processes of torch.distributed, which is not "
+            "initialised: call init_process_group first"
         )
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError(f"group must contain this process, {dist.get_rank()}, and does not")
+        raise ValueError(f"group must contain this process, rank {dist.get_rank()}")
     return rank, dist.get_world_size(group)
 
 
 def shard(
     x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 2, zigzag: bool = True
 ) -> Tensor:
-    """The part of `x`, which every process has whole, that is this process's. Differentiable.
+    """The part of a sequence that this process holds. Differentiable.
 
     Args:
-        x: any shape; its length along `dim` a multiple of the number of processes, in zigzag order
-            of twice that.
+        x: the whole sequence, any shape; its length along `dim` must be a multiple of the number
+            of processes, in zigzag order of twice that number.
         group: ``None``: all processes.
-        dim: the sequence's dimension, 2 for ``(B, H, S, D)``.
-        zigzag: whether in zigzag order; else contiguous parts.
+        dim: the dimension of the sequence, 2 for ``(B, H, S, D)``.
+        zigzag: whether tokens are in zigzag order; else parts are contiguous.
 
     Raises:
-        ValueError: the length cannot be cut so.
+        ValueError: the length is not such a multiple.
     """
     rank, size = members(group)
     chunks = _chunks(x, dim, size, zigzag)
-    return torch.cat([chunks[i] for i in _held(rank, size, zigzag)], dim)
+    return torch.cat([chunks[i] for i in _chunk_indices(rank, size, zigzag)], dim)
 
 
 def unshard(
     x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 2, zigzag: bool = True
 ) -> Tensor:
-    """The whole of what :func:`shard` cuts, in every process. No gradient."""
+    """Gather the whole sequence from the parts of :func:`shard`. Not differentiable."""
     _, size = members(group)
     x = x.detach().contiguous()
     parts = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(parts, x, group)
-    placed = {}
+    chunks = {}
     for rank, part in enumerate(parts):
-        held = _held(rank, size, zigzag)
-        placed |= dict(zip(held, part.chunk(len(held), dim)))
-    return torch.cat([placed[i] for i in sorted(placed)], dim)
+        indices = _chunk_indices(rank, size, zigzag)
+        chunks |= dict(zip(indices, part.chunk(len(indices), dim)))
+    return torch.cat([chunks[i] for i in sorted(chunks)], dim)
 
 
-def _held(rank: int, size: int, zigzag: bool) -> tuple[int, ...]:
+def _chunk_indices(rank: int, size: int, zigzag: bool) -> tuple[int, ...]:
+    """The chunks that a process holds."""
     return (rank, 2 * size - 1 - rank) if zigzag else (rank,)
 
 

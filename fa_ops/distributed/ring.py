@@ -1,9 +1,10 @@
-"""Attention over a sequence that the processes of a group share: keys and values go round.
+"""Ring attention: attention over a sequence that is distributed over the processes of a group.
 
 Each process keeps its queries. In `n` steps it attends its own keys and those of every other
-process, which arrive from its predecessor while it computes, and merges what it finds by their
-log-sum-exps in float32. The backward pass goes round again; the gradients of keys and values travel
-with them and come home in the last step. Nothing of the size of the whole sequence is ever held.
+process, which it receives from its predecessor while it computes, and merges the partial results by
+their log-sum-exps in float32. In the backward pass keys and values circulate again, and their
+gradients with them, until in the last step they return to their process. No process ever stores a
+tensor of the size of the whole sequence.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this process's queries over the keys of all processes. Differentiable.
 
-    Every process of the group must call it with tensors of the same shapes, its parts of the
-    sequence as :func:`shard` cuts it.
+    Every process of the group must call it, with tensors of the same shapes: its parts of the
+    sequence, as :func:`shard` returns them.
 
     Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
     ``S`` tokens of this process, ``D`` and ``Dv`` head dimensions.
 
     Args:
         query: ``(B, Hq, S, D)``.
-        key: ``(B, Hkv, S, D)``; not causally, of any one length.
+        key: ``(B, Hkv, S, D)``; without causality any length that all processes share.
         value: ``(B, Hkv, S, Dv)``.
         group: ``None``: all processes.
         is_causal: token ``i`` of the whole sequence attends tokens ``j <= i``.
-        zigzag: the order of the tokens, which matters if causal; as given to :func:`shard`.
-        scale: factor on the products; ``None``: ``1 / sqrt(D)``.
+        zigzag: the order of the tokens, as passed to :func:`shard`; matters only if causal.
+        scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
         return_lse: also return the logarithm of the softmax's denominator.
-        deterministic: a bitwise repeatable backward.
-        backend: as in :func:`fa_ops.attention`; "reference" without gradients.
+        deterministic: whether the backward pass is bitwise repeatable.
+        backend: as in :func:`fa_ops.attention`; "reference" only without gradients.
 
     Returns:
         ``out`` ``(B, Hq, S, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
@@ -64,10 +65,10 @@ def ring_attention(
     Raises:
         ValueError: shapes that do not fit each other, or a group without this process.
         RuntimeError: torch.distributed is not initialised.
-        NotImplementedError: no backend, or not the one named, can run the call.
+        NotImplementedError: no backend, or not the requested one, supports the call.
 
     Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; Brandon et al., Striped
-    Attention, https://arxiv.org/abs/2311.09431, for why the order matters.
+    Attention, https://arxiv.org/abs/2311.09431, for balancing causal attention by order.
     """
     rank, size = members(group)
     for name, t in (("query", query), ("key", key), ("value", value)):
@@ -81,21 +82,21 @@ def ring_attention(
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if records and (backend or dispatch.default) == "reference":
         raise NotImplementedError(
-            "the reference backend has gradients of whole calls alone, got inputs that require grad"
+            "the reference backend has no gradients of ring attention, got inputs that require grad"
         )
     call = RingOptions(is_causal, scale, softcap, deterministic, backend)
-    # what the operator or every backend refuses must be refused before anything is sent
+    # Errors of the operator and of backends must be raised before anything is sent.
     with torch.no_grad():
         on_meta = (t.to("meta") for t in (query, key, value))
         torch.ops.fa.attention_with_lse(*on_meta, **call.options(is_causal))
-    asked = Spec(None, 0.0, is_causal, scale, softcap=softcap, backend=backend)
-    dispatch.choose(planning.normalised(Call(DENSE, query, key, value, asked)))
+    spec = Spec(None, 0.0, is_causal, scale, softcap=softcap, backend=backend)
+    dispatch.choose(planning.normalised(Call(DENSE, query, key, value, spec)))
     out, lse = _Ring.apply(query, key, value, Ring(group, rank, size), zigzag, call)
     return (out, lse) if return_lse else out
 
 
 class RingOptions(NamedTuple):
-    """What all steps have in common."""
+    """The options of a call, which all steps share."""
 
     is_causal: bool
     scale: float | None
@@ -104,35 +105,38 @@ class RingOptions(NamedTuple):
     backend: str | None
 
     def options(self, is_causal: bool) -> dict:
-        """Of one step."""
+        """The options of one step."""
         return self._asdict() | {"is_causal": is_causal}
 
 
 class Ring(NamedTuple):
-    """The group, and this process's place in it."""
+    """The group, the rank of this process in it, and its size."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[dist.Work]]:
-        """Send them to the next process; what comes from the one before is there after waiting."""
+        """Send tensors to the next process and receive the previous one's into new tensors.
+
+        Returns the new tensors and the requests to wait for.
+        """
         ranks = ((self.rank + 1) % self.size, (self.rank - 1) % self.size)
         if self.group is not None:
             ranks = tuple(dist.get_global_rank(self.group, r) for r in ranks)
-        coming = [torch.empty_like(t) for t in tensors]
+        received = [torch.empty_like(t) for t in tensors]
         send = [dist.P2POp(dist.isend, t, ranks[0], self.group) for t in tensors]
-        receive = [dist.P2POp(dist.irecv, t, ranks[1], self.group) for t in coming]
-        return coming, dist.batch_isend_irecv(send + receive)
+        receive = [dist.P2POp(dist.irecv, t, ranks[1], self.group) for t in received]
+        return received, dist.batch_isend_irecv(send + receive)
 
     def rounds(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Whose tensors are here, and these; the next ones come while they are used."""
-        held = [t.contiguous() for t in tensors]
+        """Yield the tensors of each process with its rank, while receiving those of the next."""
+        current = [t.contiguous() for t in tensors]
         for step in range(self.size):
-            coming, requests = self.pass_on(*held) if step + 1 < self.size else (held, [])
-            yield (self.rank - step) % self.size, held
+            received, requests = self.pass_on(*current) if step + 1 < self.size else (current, [])
+            yield (self.rank - step) % self.size, current
             _wait(requests)
-            held = coming
+            current = received
 
 
 def _wait(requests: list[dist.Work]) -> None:
@@ -140,18 +144,22 @@ def _wait(requests: list[dist.Work]) -> None:
         request.wait()
 
 
-def _reach(
+def _visible(
     ring: Ring, source: int, is_causal: bool, zigzag: bool, tokens: int
 ) -> tuple[slice, slice, bool] | None:
-    """Which of this process's queries attend which of that one's keys, and whether causally."""
+    """Which queries of this process attend which keys of a source, and whether causally.
+
+    None if no query attends any of its keys.
+    """
     every, half = slice(None), tokens // 2
     if not is_causal or source == ring.rank:
         return every, every, is_causal
-    # in zigzag order, chunks r and 2n - 1 - r here: of who comes before, the first is earlier than
-    # both; of who follows, both are earlier than the second here
+    # In zigzag order process r holds chunks r and 2 n - 1 - r. For a source of lower rank, its
+    # first chunk precedes both chunks here, and its second follows both. For a source of higher
+    # rank, both of its chunks lie between the two chunks here.
     if zigzag:
-        earlier = source < ring.rank
-        return (every, slice(half), False) if earlier else (slice(half, None), every, False)
+        is_lower = source < ring.rank
+        return (every, slice(half), False) if is_lower else (slice(half, None), every, False)
     return (every, every, False) if source < ring.rank else None
 
 
@@ -160,15 +168,15 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q, k, v, ring: Ring, zigzag: bool, call: RingOptions):
         out = lse = None
         for source, (k_here, v_here) in ring.rounds(k, v):
-            reach = _reach(ring, source, call.is_causal, zigzag, q.shape[2])
-            if reach is None:
+            visible = _visible(ring, source, call.is_causal, zigzag, q.shape[2])
+            if visible is None:
                 continue
-            rows, keys, causal = reach
+            rows, keys, causal = visible
             part, part_lse = torch.ops.fa.attention_with_lse(
                 q[:, :, rows], k_here[:, :, keys], v_here[:, :, keys], **call.options(causal)
             )
-            if out is None:  # its own keys come first, and all of its queries attend some of them
-                out, lse = part.to(_sums(q)), part_lse
+            if out is None:  # the first step covers all queries, because keys are the process's own
+                out, lse = part.to(_sum_dtype(q)), part_lse
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
         out = out.to(q.dtype)
@@ -183,12 +191,13 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring, call = ctx.ring, ctx.call
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dq, sent, coming, requests = torch.zeros_like(q, dtype=_sums(q)), None, None, []
+        dq, requests = torch.zeros_like(q, dtype=_sum_dtype(q)), []
+        sent = received = None
         for source, (k_here, v_here) in ring.rounds(k, v):
-            grads = [x.new_zeros(x.shape, dtype=_sums(q)) for x in (k_here, v_here)]
-            reach = _reach(ring, source, call.is_causal, ctx.zigzag, q.shape[2])
-            if reach is not None:
-                rows, keys, causal = reach
+            grads = [x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (k_here, v_here)]
+            visible = _visible(ring, source, call.is_causal, ctx.zigzag, q.shape[2])
+            if visible is not None:
+                rows, keys, causal = visible
                 of_rows = (x[:, :, rows] for x in (q, out, lse, grad_out))
                 q_here, out_here, lse_here, grad_here = of_rows
                 parts = torch.ops.fa.attention_backward(
@@ -200,23 +209,23 @@ class _Ring(torch.autograd.Function):
                 for total, part in zip(grads, parts[1:3]):
                     total[:, :, keys] += part
             _wait(requests)
-            if coming is not None:  # what those found who had these keys before
-                grads = [a.add_(b) for a, b in zip(grads, coming)]
-            sent = grads  # kept until they have gone
-            coming, requests = ring.pass_on(*sent) if ring.size > 1 else (sent, [])
+            if received is not None:  # the gradients of the processes that had these keys before
+                grads = [a.add_(b) for a, b in zip(grads, received)]
+            sent = grads  # a reference until sending has finished
+            received, requests = ring.pass_on(*sent) if ring.size > 1 else (sent, [])
         _wait(requests)
-        dk, dv = (total.to(x.dtype) for total, x in zip(coming, (k, v)))
+        dk, dv = (total.to(x.dtype) for total, x in zip(received, (k, v)))
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
-def _sums(x: Tensor) -> torch.dtype:
-    """What partial results are added in."""
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which partial results are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Two results over different keys, in place of the first."""
-    both = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1))
-    out.add_(part * (part_lse - both).exp_().unsqueeze(-1))
-    lse.copy_(both)
+    """Merge a partial result over other keys into out and lse, in place."""
+    merged = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - merged).exp_().unsqueeze(-1))
+    out.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)

@@ -1,8 +1,9 @@
-"""DTensor: the operators on inputs sharded over the batch or the heads, without communication.
+"""DTensor rules: the operators on inputs sharded over batch or heads, without communication.
 
-The query decides. Where it is sharded over batch or heads every other argument follows, and so do
-the results; where it is sharded otherwise (over its length) it is gathered, with a warning. Plain
-tensors count as replicated. Loaded together with torch's DTensor.
+The sharding of the query decides. On mesh dimensions where it is sharded over batch or heads, all
+other arguments and the results are sharded likewise; where it is sharded otherwise (over its
+length), it is gathered with a warning. Plain tensors count as replicated. This module is imported
+together with torch's DTensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fa_ops.ops import axes, library
 
 
 def _roles(operator: OpOverload, call: dict) -> list[int | None]:
-    """Per mesh dimension what it shards: axes.BATCH, axes.HEADS, or None for nothing."""
+    """What each mesh dimension shards: axes.BATCH, axes.HEADS, or None for nothing."""
     query, key = call["query"], call["key"]
     batch, heads = axes.of(call)["query"]
     roles, shards = [], 1
@@ -32,8 +33,8 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
             role, shards = axes.HEADS, shards * size
         elif not placement.is_replicate() and "grad_out" not in call:
             warnings.warn(
-                f"{operator.name()}: query is {placement} over a mesh dimension of {size}, which "
-                "attention cannot use: all inputs are gathered there",
+                f"{operator.name()}: query is {placement} over a mesh dimension of size {size}, "
+                "which attention does not support: all inputs are gathered there",
                 stacklevel=2,
             )
         roles.append(role)
@@ -41,19 +42,19 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
 
 
 def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None:
-    """The dimension of the argument that the role shards; None: it is the same for all shards."""
+    """The dimension of an argument that a role shards; None if all shards have the same."""
     axis = None if role is None else call_axes.get(name, (None, None))[role]
     if axis is None:
         return None
     axis -= axes.RANKS.get(name, x.dim()) - x.dim()
-    serves_all = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
-    return None if serves_all else axis
+    is_broadcast = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
+    return None if is_broadcast else axis
 
 
 def _local(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    # below autograd, yet redistribute is a function of it that minds requires_grad
+    # This runs below autograd, but redistribute is an autograd function and reads requires_grad.
     return x.detach().redistribute(mesh, placements).to_local()
 
 
@@ -72,10 +73,10 @@ def _on_meta(x: object) -> object:
 def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
     call = axes.bind(operator, args, options or {})
     if call.get("dropout_p"):
-        raise NotImplementedError(f"{operator.name()} with dropout_p > 0 does not take DTensors")
+        raise NotImplementedError(f"{operator.name()} with dropout_p > 0 does not support DTensors")
     if not isinstance(call["query"], DTensor):
-        raise TypeError(f"{operator.name()}: query must be a DTensor where another argument is one")
-    # on the whole problem first: checks with the user's numbers, and the results' shapes
+        raise TypeError(f"{operator.name()}: query must be a DTensor if another argument is one")
+    # The global call on meta tensors checks the user's arguments and gives the shapes of results.
     whole = operator(**{name: _on_meta(x) for name, x in call.items()})
     mesh, roles, call_axes = call["query"].device_mesh, _roles(operator, call), axes.of(call)
 
@@ -97,7 +98,7 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
         _global(
             part,
             mesh,
-            # an argument that serves all shards has a gradient from each
+            # The gradient of an argument that all shards share is a sum over the shards.
             placements(name, like, Replicate() if axes.is_absent(name, like) else Partial()),
             like,
         )
@@ -109,13 +110,13 @@ def _merge_rule(cls, operator: OpOverload, types, args: tuple, options: dict | N
     outs, lses = axes.bind(operator, args, options or {}).values()
     mesh = next(x.device_mesh for x in (outs, lses) if isinstance(x, DTensor))
     shared = outs if isinstance(outs, DTensor) else lses
-    between = range(1, lses.dim())  # states and value dimensions are whole on every device
-    placed = [
-        p if type(p) is Shard and p.dim in between else Replicate() for p in shared.placements
+    shardable = range(1, lses.dim())  # not the states, nor the value dimension
+    placements = [
+        p if type(p) is Shard and p.dim in shardable else Replicate() for p in shared.placements
     ]
-    results = operator(_local(outs, mesh, placed), _local(lses, mesh, placed))
+    results = operator(_local(outs, mesh, placements), _local(lses, mesh, placements))
     whole = operator(_on_meta(outs), _on_meta(lses))
-    after = [Shard(p.dim - 1) if type(p) is Shard else p for p in placed]
+    after = [Shard(p.dim - 1) if type(p) is Shard else p for p in placements]
     return tuple(_global(x, mesh, after, like) for x, like in zip(results, whole, strict=True))
 
 

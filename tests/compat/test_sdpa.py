@@ -1,10 +1,9 @@
-"""SDPA by the operator: aten's own operators and autograd, on a CPU, which has no kernels of these
-names that would be hidden."""
+"""SDPA on the operator: aten's operators and autograd on a CPU, where torch has no such kernels."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn import attention as torchs
+from torch.nn import attention as torch_attention
 
 from fa_ops.compat import sdpa
 
@@ -18,7 +17,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention
 
 @pytest.fixture
 def active():
-    """aten's operators for CPU tensors, where they have no kernel of their own."""
+    """Registers the kernels for CPU tensors."""
     handle = sdpa.activate("CPU")
     yield
     handle.remove()
@@ -41,7 +40,7 @@ CALLS = pytest.mark.parametrize(
 @CALLS
 @pytest.mark.parametrize("Hkv", [4, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_and_gradients(layout, Hkv, options, active):
+def test_results_and_gradients_are_those_of_sdpa(layout, Hkv, options, active):
     q, k, v = inputs(layout, Hkv)
     out = flash(q, k, v, **options)[0]
     wanted = expected(q, k, v, **options)
@@ -55,12 +54,12 @@ def test_results_and_gradients(layout, Hkv, options, active):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_fakes_promise_is_what_comes(layout, active):
+def test_fake_results_have_the_layout_of_real_ones(layout, active):
     torch.library.opcheck(flash.default, inputs(layout), test_utils=("test_faketensor",))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_compiles_with_its_backward(layout, active):
+def test_compiled_results_and_gradients_are_the_same(layout, active):
     torch._dynamo.reset()
 
     def block(q, k, v):
@@ -74,17 +73,17 @@ def test_it_compiles_with_its_backward(layout, active):
         torch.testing.assert_close(found, other)
 
 
-def test_torch_knows_the_name_and_forgets_it():
-    assert sdpa.NAME in torchs.list_flash_attention_impls()
+def test_activation_registers_the_kernels_until_restored():
+    assert sdpa.NAME in torch_attention.list_flash_attention_impls()
     q, k, v = inputs("(B, H, S, D)")
-    torchs.activate_flash_attention_impl("fa_ops")
+    torch_attention.activate_flash_attention_impl("fa_ops")
     try:
-        assert torchs.current_flash_attention_impl() == "fa_ops"
+        assert torch_attention.current_flash_attention_impl() == "fa_ops"
         assert "sdpa.py" in torch._C._dispatch_dump(f"aten::{sdpa.FORWARD}")
         assert "sdpa.py" in torch._C._dispatch_dump(f"aten::{sdpa.BACKWARD}")
     finally:
-        torchs.restore_flash_attention_impl()
-    assert torchs.current_flash_attention_impl() is None
+        torch_attention.restore_flash_attention_impl()
+    assert torch_attention.current_flash_attention_impl() is None
     assert "sdpa.py" not in torch._C._dispatch_dump(f"aten::{sdpa.FORWARD}")
     handle = sdpa.activate("CPU")
     flash(q, k, v)
@@ -96,18 +95,18 @@ def test_torch_knows_the_name_and_forgets_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout_p": 0.5}, "dropout_p must be 0 where fa_ops stands for torch's flash kernel"),
+        ({"dropout_p": 0.5}, "dropout_p must be 0 where fa_ops replaces torch's flash kernel"),
         ({"return_debug_mask": True}, "return_debug_mask must be False"),
         ({"is_causal": True, "Sk": 12}, "needs as many queries as keys.*got 9 and 12"),
     ],
 )
-def test_what_it_does_not_have(options, message, active):
+def test_unsupported_calls_raise(options, message, active):
     q, k, v = inputs("(B, H, S, D)", Sk=options.pop("Sk", 9))
     with pytest.raises(NotImplementedError, match=message):
         flash(q, k, v, **options)
 
 
-def test_without_gradients(active):
+def test_results_without_gradients_are_those_of_sdpa(active):
     q, k, v = inputs("(B, S, H, D)")
     with torch.no_grad():
         out = flash(q, k, v)[0]

@@ -94,6 +94,9 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
         if word not in ("window", "sinks"):
             is_crowded = word in ("mask", "dropout", "softcap")
             yield one(word, configs.backward_config(D, Dv, is_crowded=is_crowded), features)
+    for word in ("full", "causal", "ranges"):
+        split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
+        yield one(f"{word} split", configs.backward_config(D, Dv), split)
     yield one("deterministic", configs.backward_config(D, Dv, deterministic=True), CAUSAL)
     for bits in (16, 32):
         found = one(f"bias{bits}", configs.backward_config(D, Dv, bias_bits=bits), CAUSAL)

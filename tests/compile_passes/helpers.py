@@ -1,4 +1,4 @@
-"""Running a function through the pass, and comparing it with itself in eager mode."""
+"""Helpers that run a function through the pass and compare it with eager mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fa_ops.testing import assert_within_budget, make_case
 
 @dataclasses.dataclass
 class Fusion:
-    """What the pass made of one function."""
+    """A function compiled with the pass, and what the pass found and rewrote."""
 
     run: Callable
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -38,7 +38,7 @@ class Fusion:
 
 
 def fuse(function: Callable, dynamic: bool | None = None, aot: bool = False) -> Fusion:
-    """Compile with the pass and nothing behind it; with `aot`, AOTAutograd traces the result."""
+    """Compile with the pass alone; with `aot`, AOTAutograd traces the result."""
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
         fusion.findings += compile_passes.fuse_module(gm)
@@ -88,17 +88,17 @@ def assert_same(function: Callable, inputs: tuple, fusion: Fusion, train: bool =
     baseline = results(function, inputs, train)
     actual = results(fusion.run, inputs, train)
     for i, (a, o, b) in enumerate(zip(actual, oracle, baseline, strict=True)):
-        assert (a.dtype, steps(a)) == (b.dtype, steps(b)), f"result {i} is laid out differently"
+        assert (a.dtype, strides(a)) == (b.dtype, strides(b)), f"result {i} is laid out differently"
         assert_within_budget(f"result {i}", a, o, b)
 
 
-def steps(x: Tensor) -> list[int]:
-    """The strides by which it is told from others: those of dimensions that are not of size 1."""
-    return [step for n, step in zip(x.shape, x.stride(), strict=True) if n != 1]
+def strides(x: Tensor) -> list[int]:
+    """The strides of dimensions that are not of size 1; others have no meaning."""
+    return [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n != 1]
 
 
 def check(function: Callable, inputs: tuple, cores: int = 1, **options) -> Fusion:
-    """Fuse, compare outputs and gradients, and count."""
+    """Fuse a function, compare outputs and gradients with eager mode, and count the attentions."""
     fusion = fuse(function, **options)
     assert_same(function, inputs, fusion)
     assert fusion.fused == cores, [str(f) for f in fusion.findings]
@@ -106,7 +106,7 @@ def check(function: Callable, inputs: tuple, cores: int = 1, **options) -> Fusio
 
 
 def verified(function: Callable, inputs: tuple) -> list[Finding]:
-    """The findings with `verify=True`, in training; every rewrite must have been run and agree."""
+    """The findings with `verify=True`, in training; every rewrite has to be verified."""
     findings: list[Finding] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:

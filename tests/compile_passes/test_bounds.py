@@ -1,4 +1,4 @@
-"""Bounds of runs of keys that are read from tensors: from which place, and how large."""
+"""Bounds of key intervals that are read from tensors: at which index, and how large."""
 
 import pytest
 import torch
@@ -21,27 +21,27 @@ def first_of_each(n):
     return torch.arange(S) < torch.stack([n[:2], n[1:3]], 1)[:, 0][:, None, None, None]
 
 
-def a_part(n):
+def slice_of_two(n):
     return torch.arange(S) < n[1:3][:, None, None, None]
 
 
-def of_each_query(n):
+def for_each_query(n):
     return torch.arange(S) < n[:S, None] + 3
 
 
-def of_later_queries(n):
+def for_later_queries(n):
     return torch.arange(S) < n[2 : 2 + S, None] + 3
 
 
-ONES = (first, second, first_of_each, a_part)
+PER_SEQUENCE = (first, second, first_of_each, slice_of_two)
 
 
 @pytest.mark.parametrize(
     "keep, Sq, size",
-    [(keep, Sq, size) for keep in ONES for Sq in (1, S) for size in (3, 4, 20)]
-    + [(of_each_query, S, 20), (of_later_queries, S, 20)],
+    [(keep, Sq, size) for keep in PER_SEQUENCE for Sq in (1, S) for size in (3, 4, 20)]
+    + [(for_each_query, S, 20), (for_later_queries, S, 20)],
 )
-def test_bounds_are_read_from_their_place(keep, Sq, size):
+def test_bounds_are_read_at_the_right_index(keep, Sq, size):
     def attend(q, k, v, n):
         return (q @ k.mT).masked_fill(~keep(n), -INF).softmax(-1) @ v
 
@@ -53,7 +53,7 @@ def up_to(n):
     return torch.arange(S) <= n
 
 
-def behind(n):
+def later_than(n):
     return torch.arange(S) > torch.arange(S)[:, None] - n
 
 
@@ -62,8 +62,8 @@ def behind(n):
     (2**40, torch.int64), (2**63 - 1, torch.int64),
 ])  # fmt: skip
 @pytest.mark.parametrize("fill", [-INF, -1e9])
-@pytest.mark.parametrize("keep", [up_to, behind])
-def test_bounds_that_are_out_of_reach(keep, fill, number, dtype):
+@pytest.mark.parametrize("keep", [up_to, later_than])
+def test_bounds_far_beyond_the_keys_match_eager(keep, fill, number, dtype):
     def attend(q, k, v, n):
         return (q @ k.mT).masked_fill(~keep(n), fill).softmax(-1) @ v
 
@@ -72,7 +72,7 @@ def test_bounds_that_are_out_of_reach(keep, fill, number, dtype):
     assert fusion.fused == 1
 
 
-def test_a_distance_to_a_distance():
+def test_comparisons_of_two_distances_match_eager():
     def attend(q, k, v):
         i = torch.arange(S)
         near = (i - 3).abs() <= (i[:, None] - 5).abs()
@@ -82,7 +82,7 @@ def test_a_distance_to_a_distance():
 
 
 @pytest.mark.parametrize("sizes", [{"D": 0}, {"Dv": 0}])
-def test_heads_without_features_stay(sizes):
+def test_empty_head_dimensions_are_not_fused(sizes):
     sizes = {"D": 8, "Dv": 8} | sizes
     q, k, v = (torch.randn(2, 4, S, sizes[d]) for d in ("D", "D", "Dv"))
     fusion = fuse(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)

@@ -1,4 +1,4 @@
-"""Fusion beside the rest of the compiler: checkpointing, autocast, modes, export."""
+"""Fusion with other parts of the compiler: checkpointing, autocast, modes, export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attend(q, k, v):
     return scores.softmax(-1) @ v
 
 
-def test_checkpointed_region():
+def test_checkpointed_regions_are_fused():
     def function(q, k, v):
         return checkpoint(attend, q * 1.0, k, v, use_reentrant=False)
 
@@ -28,7 +28,7 @@ def test_checkpointed_region():
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_autocast(outside):
+def test_autocast_keeps_the_result_dtype(outside):
     def inside(q, k, v):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return attend(q, k, v)
@@ -44,7 +44,7 @@ def test_autocast(outside):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes(mode):
+def test_modes_without_gradients_are_fused(mode):
     fusion = fuse(attend)
     with mode():
         inputs = qkv()
@@ -70,7 +70,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_exported_program(dynamic):
+def test_exported_programs_are_fused(dynamic):
     layer, inputs = Layer().eval(), qkv()
     S = torch.export.Dim("S", min=2, max=64)
     shapes = {name: {2: S} for name in "qkv"} if dynamic else None
@@ -84,14 +84,14 @@ def test_exported_program(dynamic):
             torch.testing.assert_close(module(*inputs), layer(*inputs), rtol=1e-4, atol=1e-5)
 
 
-def test_a_view_of_the_result_that_needs_its_strides():
+def test_views_of_the_result_keep_their_strides():
     def function(q, k, v):
         return ((q @ k.mT).softmax(-1) @ v).view(8, -1)
 
     check(function, qkv())
 
 
-def test_a_fill_that_is_known_only_at_run_time():
+def test_fills_known_only_at_run_time_are_refused():
     def function(q, k, v, fill):
         hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
         first = (q @ k.mT).masked_fill(hidden, fill.item()).softmax(-1) @ v
@@ -116,13 +116,13 @@ class TestVerification:
         return found
 
     @pytest.mark.parametrize("train", [False, True])
-    def test_right_rewrites_pass(self, train):
+    def test_correct_rewrites_pass(self, train):
         before = torch._dynamo.utils.counters["fa_ops"]["verified"]
         (finding,) = self.findings(attend, *(x.requires_grad_(train) for x in qkv()))
         assert finding.fused
         assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
 
-    def test_a_wrong_rewrite_is_refused_and_says_by_how_much(self, monkeypatch):
+    def test_wrong_rewrites_are_refused_with_their_error(self, monkeypatch):
         from compile_passes.rewrite import replace as rewrite
 
         right = rewrite._scale
@@ -137,7 +137,7 @@ class TestVerification:
         assert not finding.fused and "verification failed" in finding.reason
         assert "differs by" in finding.reason
 
-    def test_a_wrong_gradient_is_refused(self, monkeypatch):
+    def test_wrong_gradients_are_refused(self, monkeypatch):
         from compile_passes.rewrite import replace as rewrite
 
         monkeypatch.setattr(rewrite, "operand", _detached)

@@ -1,4 +1,4 @@
-"""Every spelling in spellings/: fused where it is attention, left where it is not, same numbers."""
+"""Every spelling in spellings/ is fused if it is attention, and keeps its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.evaluation import fusion_corpus as corpus
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_spelling(name, train):
+def test_spellings_fuse_as_expected(name, train):
     case = CASES[name]
     outcome = corpus.run(case, train and "infer" not in case.tags, False, peer=False, whole=False)
     assert not outcome.wrong, outcome.wrong
@@ -24,7 +24,7 @@ def test_spelling(name, train):
     prefix_or_chunk decode_with_position windows_with_mask learned_bias_beside_mask
     grouped_by_view""".split(),
 )
-def test_dynamic_shapes(name):
+def test_spellings_fuse_with_dynamic_shapes(name):
     case = CASES[name]
     outcome = corpus.run(case, "infer" not in case.tags, True, peer=False, whole=False)
     assert not outcome.wrong and outcome.fused == case.cores, outcome

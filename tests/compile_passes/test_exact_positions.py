@@ -1,4 +1,4 @@
-"""Positions near the limits of what their dtype holds, and sizes that are not known."""
+"""Positions near the last integer that their dtype holds exactly, and unknown sizes."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LIMITS = {
 
 
 def causal(first, dtype, late):
-    """With positions from `first` on, which are added before the cast or, `late`, after it."""
+    """Causal attention with positions from `first` on, which `late` adds after the cast."""
 
     def attend(q, k, v):
         i = torch.arange(q.shape[2])
@@ -41,14 +41,14 @@ def fused(attend, dynamic=None):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_the_last_positions_that_are_exact(dtype, late, dynamic):
+def test_masks_are_flags_up_to_the_last_exact_position(dtype, late, dynamic):
     last = LIMITS[dtype] - S + 1
     assert fused(causal(last, dtype, late), dynamic) == "is_causal"
     dense = f"dense attn_mask (positions may not be exact in {dtype})"
     assert fused(causal(last + 1, dtype, late), dynamic) == dense
 
 
-def test_the_quotient_of_integers_that_wrapped():
+def test_quotients_of_wrapped_integers_stay_dense():
     def attend(q, k, v):
         i = (torch.arange(S) + 2**31 - 6).to(torch.int32)
         return (q @ k.mT).masked_fill(i[:, None] // 3 < i // 3, -INF).softmax(-1) @ v
@@ -57,8 +57,8 @@ def test_the_quotient_of_integers_that_wrapped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_size_without_a_bound_is_guarded(dtype):
-    """A size beyond what is exact compiles again; no other does."""
+def test_sizes_without_a_bound_are_guarded(dtype):
+    """Only a size beyond the exact range recompiles."""
     attend, sizes = causal(0, dtype, False), [12, 250, 300]
     fusion = fuse(attend, dynamic=True)
     for size in sizes:
@@ -71,7 +71,7 @@ def test_a_size_without_a_bound_is_guarded(dtype):
 
 
 @pytest.mark.parametrize("longest, masks", [(200, "is_causal"), (400, "dense")])
-def test_a_declared_range_is_not_narrowed(longest, masks):
+def test_declared_ranges_are_not_narrowed(longest, masks):
     attend, inputs = causal(0, torch.bfloat16, False), qkv()
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 2, min=2, max=longest)
@@ -81,7 +81,7 @@ def test_a_declared_range_is_not_narrowed(longest, masks):
 
 
 @pytest.mark.parametrize("longest, masks", [(200, "is_causal"), (400, "dense"), (None, "dense")])
-def test_exported_programs_have_no_guards(longest, masks):
+def test_exported_programs_need_a_declared_bound(longest, masks):
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
             return causal(0, torch.bfloat16, False)(q, k, v)
@@ -98,8 +98,8 @@ def test_exported_programs_have_no_guards(longest, masks):
 
 @pytest.mark.parametrize("other", [2.5, 0.1, 300, -(2**40)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_comparisons_with_numbers(dtype, other):
-    """What a number is promoted to depends on both."""
+def test_comparisons_with_numbers_promote_as_in_torch(dtype, other):
+    """The dtype of a comparison depends on the tensor and on the number."""
     if dtype == torch.uint8 and abs(other) > 255:
         pytest.skip("torch refuses it, or wraps it around")
 
@@ -114,8 +114,8 @@ def test_comparisons_with_numbers(dtype, other):
 @pytest.mark.parametrize("fill", [-INF, -1e9])
 @pytest.mark.parametrize("times", [1000, 2**20, 2**40])
 @pytest.mark.parametrize("number", [3, 2**62, 2**63 - 1, -(2**63)])
-def test_bounds_of_long_chunks(times, number, fill):
-    """A bound times a chunk's length must not leave int64."""
+def test_bounds_of_long_chunks_do_not_overflow(times, number, fill):
+    """A bound times the length of a chunk may exceed int64."""
 
     def attend(q, k, v, n):
         keep = torch.arange(S) // times <= n

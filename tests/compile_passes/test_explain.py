@@ -1,4 +1,4 @@
-"""`explain`: every softmax with its place in the source, its call, or why there is none."""
+"""`explain`: every softmax with its source location and its call, or the reason for none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mixed_heads(q, k, v):
     return torch.einsum("bhij,hg->bgij", p, torch.ones(4, 4)) @ v
 
 
-def cumulated(q, k, v):
+def cumulative(q, k, v):
     return (q @ k.mT).softmax(-1).cumsum(-1) @ v
 
 
@@ -92,7 +92,7 @@ def eps_below(q, k, v):
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
-MISSES = [
+REFUSED = [
     weights_returned,
     scores_returned,
     over_heads,
@@ -100,7 +100,7 @@ MISSES = [
     rectified,
     squared,
     mixed_heads,
-    cumulated,
+    cumulative,
     smoothed,
     detached,
     classifier,
@@ -113,7 +113,7 @@ MISSES = [
 class TestReport(TestCase):
     maxDiff = None
 
-    def test_fused(self):
+    def test_fused_attention_is_printed_with_its_call(self):
         def layer(q, k, v):
             s = q @ k.transpose(-1, -2) / 2.0
             s = s.masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), float("-inf"))
@@ -129,9 +129,9 @@ test_explain.py:120 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_caus
 """,
         )
 
-    def test_misses(self):
+    def test_reasons(self):
         reasons = []
-        for function in MISSES:
+        for function in REFUSED:
             fusion = fuse(function)
             fusion.run(*(x.requires_grad_() for x in qkv()))
             (reason,) = fusion.reasons
@@ -146,7 +146,7 @@ over_queries: the attention weights are not used as they are: they are multiplie
 rectified: the scores are not scale, bias and mask alone: relu is applied to them
 squared: the scores are not scale, bias and mask alone: they are combined with themselves
 mixed_heads: the attention weights are not used as they are: they are multiplied along another dimension than the keys
-cumulated: the attention weights are not used as they are: cumsum is applied to them
+cumulative: the attention weights are not used as they are: cumsum is applied to them
 smoothed: the attention weights are not used as they are: add is applied to them
 detached: the scores are not scale, bias and mask alone: detach is applied to them
 classifier: its input is not the product of a query and a key
@@ -155,7 +155,7 @@ without_gradient: a part of it runs under another gradient mode than the rest
 key_written_to: k is written to before the value product""",
         )
 
-    def test_one_miss_in_full(self):
+    def test_refused_attention_is_printed_with_its_reason(self):
         self.assertExpectedInline(
             printed(weights_returned, *qkv()),
             """\
@@ -166,9 +166,9 @@ test_explain.py:24 in weights_returned: not fused: the attention weights are ret
         )
 
 
-def test_misses_compute_what_they_did():
-    """Square shapes, where a guess from sizes would go wrong."""
-    for function in (*MISSES, eps_below):
+def test_refused_functions_keep_their_results():
+    """With square shapes, where sizes do not identify dimensions."""
+    for function in (*REFUSED, eps_below):
         inputs = qkv(Sq=8, Sk=8)
         fusion = fuse(function)
         found, expected = (f(*inputs) for f in (fusion.run, function))
@@ -176,7 +176,7 @@ def test_misses_compute_what_they_did():
         assert fusion.fused == 0, function.__name__
 
 
-def test_a_report_is_data():
+def test_reports_are_data():
     report = compile_passes.explain(weights_returned, *qkv())
     (finding,) = report.missed
     assert (report.fused, report.graphs) == (0, 1)
@@ -185,7 +185,7 @@ def test_a_report_is_data():
     assert finding.location.function == "weights_returned"
 
 
-def test_explain_sees_graphs_around_breaks_and_compiled_functions():
+def test_explain_covers_graph_breaks_and_compiled_functions():
     def function(q, k, v):
         out = (q @ k.mT).softmax(-1) @ v
         torch._dynamo.graph_break()
@@ -195,7 +195,7 @@ def test_explain_sees_graphs_around_breaks_and_compiled_functions():
     assert (report.fused, report.graphs) == (2, 2)
 
 
-def test_counters():
+def test_counters_hold_totals_and_reasons():
     counters.clear()
     fuse(weights_returned).run(*qkv())
     fuse(lambda q, k, v: (q @ k.mT).softmax(-1) @ v).run(*qkv())
@@ -204,9 +204,9 @@ def test_counters():
     assert "weights" in reason
 
 
-def test_one_key_is_attention_only_before_a_value():
-    """SwiftFormer's additive attention has a softmax over one number; the other would be fused with
-    more keys.
+def test_a_softmax_over_one_key_is_attention_only_before_a_value():
+    """SwiftFormer's additive attention has a softmax over one number; the other function would be
+    fused with more keys.
     """
 
     def additive(q, k, v):
@@ -223,10 +223,10 @@ def test_one_key_is_attention_only_before_a_value():
     ]
 
 
-def test_a_view_of_the_scores_may_tell_their_shape():
-    """As ProphetNet asks for it."""
+def test_views_that_only_read_the_shape_are_allowed():
+    """ProphetNet reads a length so."""
 
-    def told(q, k, v, table):
+    def shape_read(q, k, v, table):
         scores = q @ k.mT
         length = scores.view(2 * q.shape[1], *scores.shape[2:]).transpose(1, 2).shape[1]
         return (scores + table[:length]).softmax(-1) @ v
@@ -237,6 +237,6 @@ def test_a_view_of_the_scores_may_tell_their_shape():
         return (scores + table[: flat.shape[2]]).softmax(-1) @ v, flat.transpose(1, 2)
 
     q, table = torch.randn(2, 4, 12, 8), torch.randn(20, 12)
-    reports = [compile_passes.explain(f, q, q, q, table) for f in (told, read)]
+    reports = [compile_passes.explain(f, q, q, q, table) for f in (shape_read, read)]
     assert [r.fused for r in reports] == [1, 0]
     assert "also read by view" in reports[1].missed[0].reason

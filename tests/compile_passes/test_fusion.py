@@ -1,4 +1,4 @@
-"""Hand-written attention through the pass: what fuses keeps its numbers, the rest is left."""
+"""Hand-written attention through the pass: fused code keeps its numbers, the rest is unchanged."""
 
 import math
 
@@ -106,8 +106,8 @@ NOT_ATTENTION = [weights_returned, over_heads, over_queries]
 
 
 @pytest.mark.parametrize("function", NOT_ATTENTION, ids=lambda f: f.__name__)
-def test_what_is_no_attention_stays(function):
-    inputs = qkv(S=8, D=8)  # square, so that shapes alone cannot tell
+def test_other_functions_are_unchanged(function):
+    inputs = qkv(S=8, D=8)  # square, so that sizes do not identify dimensions
     out, count = through_the_pass(function, *inputs)
     assert count == 0
     torch.testing.assert_close(out, function(*inputs))
@@ -149,14 +149,14 @@ class TestLlama:
         config = transformers.LlamaConfig(**shape, **heads, attn_implementation="eager")
         return transformers.LlamaForCausalLM(config).eval()
 
-    def test_every_core_fuses_without_a_mask(self, model):
+    def test_every_core_is_fused_as_causal(self, model):
         ids = torch.randint(0, 99, (2, 11))
         report = compile_passes.explain(lambda ids: model(ids, use_cache=False).logits, ids)
         assert [str(f).count("fused into fa::attention") for f in report.findings] == [1, 1]
         assert all("is_causal" in str(f) for f in report.findings)
 
     @pytest.mark.parametrize("dynamic", [False, True])
-    def test_logits_and_gradients_with_padding(self, model, dynamic):
+    def test_logits_and_gradients_with_padding_match_eager(self, model, dynamic):
         ids = torch.randint(0, 99, (2, 11))
         mask = torch.ones_like(ids)
         mask[0, :4] = 0

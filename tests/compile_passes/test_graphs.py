@@ -1,4 +1,4 @@
-"""Graphs after the pass."""
+"""Graphs of common models after the pass."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ return (reshape_2,)
 """,
         )
 
-    def test_a_batch_of_one_is_a_batch(self):
-        """Else its heads would be taken for it, and the result be copied into place."""
+    def test_a_batch_of_one_stays_the_batch(self):
+        """Otherwise its heads would become the batch, and the result would be copied."""
 
         def llama(q, k, v):
             q, k, v = (x[:1].view(1, 12, -1, 8).transpose(1, 2) for x in (q, k, v))

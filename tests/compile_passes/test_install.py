@@ -1,4 +1,4 @@
-"""The pass inside Inductor: what compiled code calls, what is counted, what is cached."""
+"""The pass inside Inductor: the calls in compiled code, the counters and the caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 import compile_passes
 from compile_passes.backend import fa_ops
-from compile_passes.install import DECIDING
+from compile_passes.install import HASHED_SOURCES
 from tests.compile_passes.helpers import qkv
 
 CALL = "torch.ops.fa.attention.default("
@@ -24,33 +24,21 @@ def plain(q, k, v):
 
 @pytest.fixture
 def empty_cache():
-    """A graph that Inductor finds in its cache is fused already, and skips the pass: nothing would
-    be counted.
-    """
+    """A graph from Inductor's cache is fused already and skips the pass, so nothing is counted."""
     torch._dynamo.reset()
     counters.clear()
     with fresh_cache():
         yield
 
 
-def test_the_cache_key_is_that_of_what_decides_a_rewrite():
-    """Every module but these few, which can change no graph."""
-    without = {
-        "__init__",
-        "install",
-        "backend",
-        "explain",
-        "report",
-        "bench",
-        "corpus",
-        "sweep",
-        "__pycache__",
-    }
+def test_the_cache_key_covers_all_modules_that_decide_a_rewrite():
+    """Only these modules, which cannot change a graph, are left out."""
+    without = {"__init__", "install", "backend", "explain", "report", "__pycache__"}
     root = Path(compile_passes.__file__).parent
-    decide = {part for name in DECIDING for part in (root / name).parent.glob(name)}
+    decide = {part for name in HASHED_SOURCES for part in (root / name).parent.glob(name)}
     others = {path for path in root.iterdir() if path.is_dir() or path.suffix == ".py"} - decide
     assert {path.stem for path in others} <= without
-    assert all(path.exists() for path in decide) and len(decide) == len(DECIDING)
+    assert all(path.exists() for path in decide) and len(decide) == len(HASHED_SOURCES)
 
 
 def generated(compiled, *inputs):
@@ -63,7 +51,7 @@ def generated(compiled, *inputs):
 
 @pytest.mark.usefixtures("empty_cache")
 class TestInductor:
-    def test_installed(self):
+    def test_installed_pass_fuses(self):
         inputs = qkv()
         with compile_passes.install():
             out, code = generated(torch.compile(plain), *inputs)
@@ -71,8 +59,8 @@ class TestInductor:
         assert counters["fa_ops"]["fused"] == 1 and CALL in code
 
     def test_guards_on_sizes_survive_the_cache(self):
-        """Beyond the last position that bfloat16 holds the mask is another one, also where the
-        graph of a shorter sequence comes from the cache.
+        """Beyond the last position that bfloat16 holds exactly the mask differs, also where the graph
+        of a shorter sequence comes from the cache.
         """
 
         def attend(q, k, v):
@@ -91,14 +79,14 @@ class TestInductor:
                     )
         assert counters["aot_autograd"]["autograd_cache_hit"] >= 1
 
-    def test_backend(self):
+    def test_backend_fuses_without_installation(self):
         inputs = qkv()
         out, code = generated(torch.compile(plain, backend=fa_ops), *inputs)
         torch.testing.assert_close(out, plain(*inputs), rtol=1e-4, atol=1e-5)
         assert counters["fa_ops"]["fused"] == 1 and CALL in code
         assert not config.pre_grad_custom_pass
 
-    def test_a_second_process_finds_the_fused_graph_in_the_cache(self):
+    def test_the_cache_returns_fused_graphs_only_with_the_pass(self):
         inputs = qkv()
         with compile_passes.install():
             torch.compile(plain)(*inputs)

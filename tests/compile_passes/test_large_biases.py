@@ -1,5 +1,5 @@
-"""Large numbers added to the scores, positive and negative, of known and unknown content: beside
-them a log-sum-exp in float32 holds no weights for the backward pass to read.
+"""Masks with large numbers, of known and unknown content. A log-sum-exp of this size in float32 is
+too coarse for the weights that the backward pass reads from it.
 """
 
 import pytest
@@ -42,12 +42,12 @@ def with_log_sums(q, k, v, mask):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("where", [ROWS, KEYS], ids=["rows", "keys"])
 @pytest.mark.parametrize("attend", [added, then_chunks, then_causal, beside_a_sink, with_log_sums])
-def test_a_mask_that_is_given(attend, where, size):
+def test_given_masks_match_eager(attend, where, size):
     check(attend, (*qkv(), torch.where(where, size, 0.0)))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_mask_that_is_made(size):
+def test_masks_made_in_the_graph_match_eager(size):
     def attend(q, k, v):
         i = torch.arange(S)
         return (q @ k.mT + torch.where(i[:, None] < 4, size, 0.0)).softmax(-1) @ v
@@ -57,8 +57,8 @@ def test_a_mask_that_is_made(size):
 
 @pytest.mark.parametrize("spelling", ["integers", "alpha", "divided", "multiplied"])
 @pytest.mark.parametrize("size", [10**9, -(10**9)])
-def test_bounds_on_what_is_added(spelling, size):
-    """The numbers stand in the graph, or in a tensor of integers."""
+def test_integers_and_factors_may_be_large(spelling, size):
+    """The large number is a constant of the graph, or in a tensor of integers."""
 
     def attend(q, k, v, mask):
         scores = q @ k.mT
@@ -74,7 +74,7 @@ def test_bounds_on_what_is_added(spelling, size):
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("size", [3e38, -3e38, 1e9])
-def test_a_number_beside_which_the_scores_vanish(size, train):
+def test_numbers_that_absorb_all_scores_are_refused(size, train):
     def attend(q, k, v):
         return (q @ k.mT + size).softmax(-1) @ v
 
@@ -84,8 +84,8 @@ def test_a_number_beside_which_the_scores_vanish(size, train):
 
 
 @pytest.mark.parametrize("size", [1e9, 1e4, -1e3])
-def test_keys_filled_with_a_large_number(size):
-    """In training the weights of the keys that are not filled are beyond float32 too."""
+def test_large_fills_are_refused_in_training(size):
+    """In training a float32 log-sum-exp is too coarse for the weights of the other keys."""
 
     def attend(q, k, v):
         return (q @ k.mT).masked_fill(torch.arange(S) > 4, size).softmax(-1) @ v

@@ -1,4 +1,4 @@
-"""Masks of several kinds one on another, drawn at random: fused or refused, never another result."""
+"""Random combinations of masks are fused or refused, and never change the result."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KINDS = ["fill", "fill", "bias", "bias", "learned", "number"]
 MASKS = ["causal", "window", "opaque", "padding"]
 
 
-def drawn(rng: random.Random):
+def random_function(rng: random.Random):
     """A function of query, key, value, an opaque mask, a padding mask and a learned bias."""
     terms = [
         (rng.choice(KINDS), rng.choice(MASKS), rng.choice(FILLS)) for _ in range(rng.randint(1, 4))
     ]
     cap, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.35, -0.35])
     end = rng.choice(["plain", "plain", "lse", "sink", "again"])
-    together = rng.choice(["one by one", "one by one", "summed", "merged"])
+    sums = rng.choice(["one by one", "one by one", "summed", "merged"])
 
     def function(q, k, v, opaque, padding, bias):
         i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)[None]
@@ -37,8 +37,8 @@ def drawn(rng: random.Random):
             if kind in ("bias", "learned"):
                 term = bias if kind == "learned" else torch.where(masks[name], 0.0, fill)
                 total = term if total is None else total + term
-            if total is not None and (together == "one by one" or kind in ("fill", "end")):
-                scores = scores + (merged(total) if together == "merged" else total)
+            if total is not None and (sums == "one by one" or kind in ("fill", "end")):
+                scores = scores + (merged(total) if sums == "merged" else total)
                 total = None
             if kind == "fill":
                 scores = scores.masked_fill(~masks[name], fill)
@@ -57,18 +57,18 @@ def drawn(rng: random.Random):
 
 
 def merged(mask):
-    """With batch and heads in one dimension, for a while."""
+    """The mask after a view that merges batch and heads, and back."""
     whole = mask.expand(2, 2, SIZE, SIZE).reshape(4, SIZE, SIZE)
     return whole.view(2, 2, SIZE, SIZE)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("start", range(0, 60, 20))
-def test_combinations(start, train):
+def test_random_combinations_match_eager(start, train):
     fused = 0
     for seed in range(start, start + 20):
         rng = random.Random(seed)
-        function = drawn(rng)
+        function = random_function(rng)
         generator = torch.Generator().manual_seed(seed)
         opaque = torch.rand(SIZE, SIZE, generator=generator) > 0.5
         opaque[rng.randrange(SIZE)] = False
@@ -80,7 +80,7 @@ def test_combinations(start, train):
         if function(*inputs).isfinite().all():
             assert_same(function, inputs, fusion, train)
             fused += fusion.fused
-    assert fused > 3  # most of what is not refused
+    assert fused > 3  # the rest is refused
 
 
 def summed(q, k, v, bias, merged):
@@ -98,7 +98,7 @@ def summed(q, k, v, bias, merged):
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_sum_that_hides_keys_is_taken_apart(merged, train):
+def test_sums_that_hide_keys_are_split(merged, train):
     """With or without gradients, and as nn.MultiheadAttention merges batch and heads."""
     inputs = (*qkv(), torch.randn(12, 12))
     fusion = fuse(lambda *given: summed(*given, merged))

@@ -1,4 +1,4 @@
-"""Masks: which become flags of the operator, which stay dense, and what happens to rows without
+"""Masks: those that become arguments of the operator, those that stay dense, and rows without
 keys.
 """
 
@@ -56,7 +56,7 @@ def one_minus_mask(scores):
 
 
 def gathered_positions(scores):
-    """As transformers does under torch.compile: by indexing with aranges."""
+    """As in transformers under torch.compile, by indexing with aranges."""
     i, j = positions(scores)
     batch = torch.arange(scores.shape[0])[:, None, None, None]
     place = torch.arange(scores.shape[-1])[None].expand(scores.shape[0], -1)
@@ -75,7 +75,7 @@ def compared_with_a_number(scores):
 
 
 def filled_twice(scores):
-    """As in PyTorch's tutorial of the transformer."""
+    """As in PyTorch's tutorial on transformers."""
     keep = (torch.ones(scores.shape[-2:]).triu() == 1).transpose(0, 1)
     return scores + keep.float().masked_fill(keep == 0, -INF).masked_fill(keep == 1, 0.0)
 
@@ -86,13 +86,13 @@ def repeated_positions(scores):
 
 
 def not_packed(scores):
-    """A test for packed sequences that arange positions cannot fail."""
+    """A mask of packed sequences, of which arange positions make one."""
     i, j = positions(scores)
     place = torch.arange(scores.shape[-1]).unsqueeze(0).expand(scores.shape[0], -1)
     new = torch.diff(place, prepend=place[:, :1] - 1, dim=-1) != 1
     segment = new.cumsum(-1)
-    alike = segment[:, None, :, None] == segment[:, None, None, :]
-    return scores.masked_fill(~(alike & (j <= i)), -INF)
+    same_segment = segment[:, None, :, None] == segment[:, None, None, :]
+    return scores.masked_fill(~(same_segment & (j <= i)), -INF)
 
 
 CAUSAL = [
@@ -114,7 +114,7 @@ CAUSAL = [
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("change", CAUSAL, ids=lambda f: f.__name__)
-def test_causal_is_a_flag(change, dynamic):
+def test_causal_masks_become_a_flag(change, dynamic):
     fusion = check(lambda q, k, v: attention(q, k, v, change), qkv(), dynamic=dynamic)
     assert fusion.findings[-1].masks == "is_causal"
 
@@ -143,12 +143,12 @@ def right_only(scores):
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_windows_are_flags(change, masks):
+def test_windows_become_flags(change, masks):
     fusion = check(lambda q, k, v: attention(q, k, v, change), qkv())
     assert fusion.findings[0].masks == masks
 
 
-def test_causal_means_bottom_right():
+def test_the_causal_flag_is_aligned_at_the_bottom_right():
     def aligned(scores):
         more = scores.shape[-1] - scores.shape[-2]
         return scores + torch.full(scores.shape[-2:], -INF).triu(more + 1)
@@ -162,7 +162,7 @@ def test_causal_means_bottom_right():
     assert "key_ranges" in fusion.code  # aligned at the top left
 
 
-def test_a_mask_of_everything_is_none():
+def test_masks_that_keep_everything_are_dropped():
     def change(scores):
         i, j = positions(scores)
         return scores.masked_fill(j >= i + scores.shape[-1], -INF) + 3.0
@@ -198,21 +198,21 @@ def padded(kind, keep):
 
     def change(scores):
         i, j = positions(scores)
-        both = keep & (j <= i)
-        lowest = torch.finfo(torch.float32).min  # a global would be a symbol
+        visible = keep & (j <= i)
+        lowest = torch.finfo(torch.float32).min  # a global would become a symbol
         if kind == "filled":
-            return scores.masked_fill(~both, lowest)
+            return scores.masked_fill(~visible, lowest)
         if kind == "filled a little":
-            return scores.masked_fill(~both, -1e4)
+            return scores.masked_fill(~visible, -1e4)
         fill = {"added": lowest, "added a little": -1e4, "added inf": -INF}[kind]
-        return scores + torch.where(both, torch.zeros(()), fill)
+        return scores + torch.where(visible, torch.zeros(()), fill)
 
     return change
 
 
 @pytest.mark.parametrize("Hkv, dynamic", [(4, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["filled", "filled a little", "added", "added a little"])
-def test_rows_without_keys_are_what_eager_makes_them(kind, Hkv, dynamic):
+def test_rows_without_keys_match_eager(kind, Hkv, dynamic):
     def function(q, k, v, keep):
         k, v = (x.repeat_interleave(4 // Hkv, 1) for x in (k, v))
         return attention(q, k, v, padded(kind, keep))
@@ -222,8 +222,8 @@ def test_rows_without_keys_are_what_eager_makes_them(kind, Hkv, dynamic):
 
 
 @pytest.mark.parametrize("Sk, proven", [(12, True), (15, True), (9, False)])
-def test_a_prefix_leaves_each_row_its_own_key_where_there_is_one(Sk, proven):
-    """Then nothing is done about rows without keys: no zero query, no second call in training."""
+def test_prefixes_need_no_second_call_where_every_row_has_a_key(Sk, proven):
+    """Then no query is zeroed, and there is no second call in training."""
 
     def function(q, k, v):
         i, j = torch.arange(12)[:, None] + (Sk - 12), torch.arange(Sk)
@@ -257,8 +257,8 @@ def test_weights_masked_again_make_rows_without_keys_zero():
     check(function, (*qkv(), drop))
 
 
-def test_the_second_mask_may_be_computed_again():
-    """As CPM-Ant does."""
+def test_the_second_mask_may_be_recomputed():
+    """As in CPM-Ant."""
 
     def function(q, k, v, mask, bias):
         scores = (q @ k.mT + bias).masked_fill(mask.view(2, 1, 12, 12) == torch.tensor(0), -INF)
@@ -271,7 +271,7 @@ def test_the_second_mask_may_be_computed_again():
 
 
 def test_weights_masked_again_beside_another_mask_are_refused():
-    """Where the other hides all that is left, the masked weights are not those of the rest."""
+    """Where the other mask hides all remaining keys, the masked weights are not the rest."""
 
     def function(q, k, v, drop):
         scores = (q @ k.mT + torch.where(padding(), 0.0, LOWEST)).masked_fill(drop, -1e9)
@@ -302,7 +302,7 @@ def test_weights_under_another_mask_are_refused(again):
     ]
 
 
-def test_masks_that_hide_nothing_are_no_masks():
+def test_masks_that_hide_nothing_are_dropped():
     """As in SEW-D without padding."""
 
     def function(q, k, v):
@@ -313,7 +313,7 @@ def test_masks_that_hide_nothing_are_no_masks():
     assert fusion.findings[0].masks == "no mask"
 
 
-def test_nan_to_num_is_what_the_operator_does():
+def test_nan_to_num_after_the_softmax_is_fused():
     def function(q, k, v, drop):
         return torch.nan_to_num((q @ k.mT).masked_fill(drop, -INF).softmax(-1)) @ v
 
@@ -332,7 +332,7 @@ def test_a_small_fill_over_keys_is_kept_exactly():
     check(function, (*qkv(), padding()[:, 0, 0]))
 
 
-def test_the_mask_of_expand_as_joins_unexpanded():
+def test_expanded_masks_are_passed_unexpanded():
     def function(q, k, v, keep):
         def change(scores):
             return scores.masked_fill(~keep.expand_as(scores), -INF)
@@ -346,12 +346,12 @@ def test_the_mask_of_expand_as_joins_unexpanded():
 
 
 def causal_fill_then_padding(s, keep, _):
-    """As GPT-Neo does: a buffer of unknown content, then a float mask."""
+    """As in GPT-Neo: a buffer of unknown content, then a float mask."""
     return torch.where(keep, s, LOWEST) + torch.where(padding(), 0.0, LOWEST)
 
 
 def padding_then_causal_fill(s, keep, _):
-    """A row may average keys of its own beside replaced ones."""
+    """A row may average keys with real scores together with filled ones."""
     return torch.where(keep, s + torch.where(padding(), 0.0, LOWEST), LOWEST)
 
 
@@ -364,7 +364,7 @@ def bias_after_a_fill(s, keep, bias):
 
 
 def some_keys_lowest_and_others_infinite(s, keep, bias):
-    """As Doge's dynamic mask."""
+    """As the dynamic mask in Doge."""
     mask = bias.masked_fill(~keep, LOWEST)
     return s + mask.masked_fill(torch.arange(12) > torch.arange(12)[:, None], -INF)
 
@@ -374,7 +374,7 @@ def bias_and_lowest_of_unknown_content(s, keep, bias):
 
 
 def a_fill_after_minus_infinity(s, keep, _):
-    """Uncovers what it covers: such a row averages keys of its future."""
+    """The fill replaces -inf as well: such a row averages future keys."""
     future = torch.arange(12) > torch.arange(12)[:, None]
     return s.masked_fill(future, -INF).masked_fill(~padding() | ~keep, LOWEST)
 
@@ -384,7 +384,7 @@ def a_mask_then_a_fill_then_a_bias(s, keep, bias):
     return s.masked_fill(padding().logical_not(), LOWEST) + bias.detach()
 
 
-LEVELS = [
+FLOAT_MASKS = [
     a_fill_after_minus_infinity,
     a_mask_then_a_fill_then_a_bias,
     causal_fill_then_padding,
@@ -397,8 +397,8 @@ LEVELS = [
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("change", LEVELS, ids=lambda f: f.__name__)
-def test_several_masks_make_rows_without_keys(change, dynamic):
+@pytest.mark.parametrize("change", FLOAT_MASKS, ids=lambda f: f.__name__)
+def test_several_masks_with_rows_without_keys_match_eager(change, dynamic):
     keep = torch.ones(12, 12, dtype=torch.bool).tril(1)
     keep[2], keep[9] = False, False
 
@@ -418,7 +418,7 @@ def test_several_masks_make_rows_without_keys(change, dynamic):
 
 
 @pytest.mark.parametrize("kind", ["added", "added a little", "filled"])
-def test_rows_without_keys_under_a_softcap(kind):
+def test_rows_without_keys_under_a_softcap_match_eager(kind):
     def function(q, k, v, keep):
         capped = torch.tanh(q @ k.mT * 2.0 / 5.0) * 5.0
         return padded(kind, keep)(capped).softmax(-1) @ v
@@ -429,7 +429,7 @@ def test_rows_without_keys_under_a_softcap(kind):
     assert finding.fused, finding
 
 
-def test_rows_without_keys_under_a_negative_scale():
+def test_rows_without_keys_under_a_negative_scale_match_eager():
     def function(q, k, v, keep):
         return padded("added", keep)(q @ k.mT * -0.35).softmax(-1) @ v
 
@@ -437,7 +437,7 @@ def test_rows_without_keys_under_a_negative_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_without_keys_in_half_precision(dtype):
+def test_rows_without_keys_in_half_precision_match_eager(dtype):
     def function(q, k, v, keep):
         scores = padded("added", keep)((q @ k.mT * 0.35).float())
         return scores.softmax(-1).to(q.dtype) @ v
@@ -445,7 +445,7 @@ def test_rows_without_keys_in_half_precision(dtype):
     check(function, (*qkv(dtype), padding()))
 
 
-def test_rows_without_keys_where_the_mask_is_of_half_precision():
+def test_rows_without_keys_under_half_precision_masks_match_eager():
     def function(q, k, v, keep):
         mask = q.new_zeros(2, 1, 1, 12).masked_fill(~keep, torch.finfo(q.dtype).min)
         return (q @ k.mT * 0.35 + mask).softmax(-1) @ v
@@ -455,7 +455,7 @@ def test_rows_without_keys_where_the_mask_is_of_half_precision():
     check(function, (*qkv(torch.float16), keep))
 
 
-def test_a_number_added_to_all_scores():
+def test_numbers_added_to_all_scores_are_part_of_the_lse():
     def function(q, k, v, bias):
         scores = q @ k.mT + bias
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
@@ -500,7 +500,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_masks_are_refused_with_a_reason(name):
     change, reason = REFUSED[name]
     mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) > 0.7
 
@@ -513,12 +513,12 @@ def test_refused(name):
     assert reason in found
 
 
-def test_a_bias_that_learns_after_a_finite_fill_is_refused():
-    """Its gradient reaches the scores that were replaced."""
+def test_biases_that_require_grad_after_a_finite_fill_are_refused():
+    """Its gradient reaches the scores that were filled."""
 
     def function(q, k, v, keep, bias):
         return attention(q, k, v, lambda s: s.masked_fill(~keep, LOWEST) + bias)
 
     fusion = fuse(function)
     results(fusion.run, (*qkv(), padding(), torch.randn(4, 12, 12)), True)
-    assert fusion.reasons == ["a bias that learns is added to scores after a finite fill value"]
+    assert fusion.reasons == ["a bias that requires grad is added after a finite fill value"]

@@ -1,4 +1,4 @@
-"""Gradient modes inside a graph, and what transforms make of tensors."""
+"""Gradient modes inside a graph, and tensors that functional transforms wrap."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 from tests.compile_passes.helpers import check, fuse, qkv, results
 
 
-def key_turned(mode, q, k, v, bias):
+def key_transposed(mode, q, k, v, bias):
     with mode():
-        turned = k.transpose(-1, -2)
-    return (q @ turned).softmax(-1) @ v
+        transposed = k.transpose(-1, -2)
+    return (q @ transposed).softmax(-1) @ v
 
 
 def heads_repeated(mode, q, k, v, bias):
@@ -18,10 +18,10 @@ def heads_repeated(mode, q, k, v, bias):
     return (q @ repeated[0].mT).softmax(-1) @ repeated[1]
 
 
-def bias_turned(mode, q, k, v, bias):
+def bias_transposed(mode, q, k, v, bias):
     with mode():
-        turned = bias.transpose(0, 1)
-    return (q @ k.mT + turned).softmax(-1) @ v
+        transposed = bias.transpose(0, 1)
+    return (q @ k.mT + transposed).softmax(-1) @ v
 
 
 def biases_summed(mode, q, k, v, bias):
@@ -36,16 +36,16 @@ def whole(mode, q, k, v, bias):
     return out * v
 
 
-PREPARED = (key_turned, heads_repeated, bias_turned, biases_summed, whole)
+REGIONS = (key_transposed, heads_repeated, bias_transposed, biases_summed, whole)
 
 
-@pytest.mark.parametrize("function", PREPARED, ids=lambda f: f.__name__)
-def test_no_gradient_passes_what_was_made_without(function):
+@pytest.mark.parametrize("function", REGIONS, ids=lambda f: f.__name__)
+def test_no_gradient_flows_through_no_grad_regions(function):
     check(lambda *inputs: function(torch.no_grad, *inputs), (*qkv(), torch.randn(12, 12)))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_weights_made_without_gradients(mode):
+def test_weights_without_gradients_are_not_fused(mode):
     def attend(q, k, v):
         with mode():
             weights = (q @ k.mT).softmax(-1)
@@ -53,9 +53,9 @@ def test_weights_made_without_gradients(mode):
 
     q, k, v = qkv()
     fusion = fuse(attend)
-    made = fusion.run(q.requires_grad_(), k, v)
-    assert not made.requires_grad and not fusion.fused
-    torch.testing.assert_close(made, attend(q, k, v))
+    out = fusion.run(q.requires_grad_(), k, v)
+    assert not out.requires_grad and not fusion.fused
+    torch.testing.assert_close(out, attend(q, k, v))
 
 
 def mapped_mask(q, k, v, masks):
@@ -74,9 +74,9 @@ def differentiated(q, k, v, masks):
 
 
 @pytest.mark.parametrize("function", [mapped_mask, mapped_lengths, differentiated])
-def test_what_a_transform_wraps_stays(function):
+def test_functional_transforms_are_not_fused(function):
     inputs = (*qkv(), torch.randn(3, 12, 12))
     fusion = fuse(function)
-    (made,) = results(fusion.run, inputs, train=False)
-    torch.testing.assert_close(made, function(*inputs))
+    (out,) = results(fusion.run, inputs, train=False)
+    torch.testing.assert_close(out, function(*inputs))
     assert "plain tensor" in fusion.reasons[0]

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`, one call in Dynamo's graphs, and the layers that are made of it."""
+"""`nn.MultiheadAttention`, one call in Dynamo's graphs, and the layers that contain it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def built(cls: type = nn.MultiheadAttention, *sizes: int, **options) -> nn.Module:
+def random_module(cls: type = nn.MultiheadAttention, *sizes: int, **options) -> nn.Module:
     """A module in float64, all of its parameters random (biases start as zeros)."""
     module = cls(*(sizes or (E, H)), **options).double()
     for i, x in enumerate(module.parameters()):
@@ -29,7 +29,7 @@ def built(cls: type = nn.MultiheadAttention, *sizes: int, **options) -> nn.Modul
     return module
 
 
-def outcome(run, module: nn.Module, inputs: tuple) -> list[torch.Tensor]:
+def results(run, module: nn.Module, inputs: tuple) -> list[torch.Tensor]:
     """The output, and the gradients of every floating point input and of all parameters."""
     inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
     out = run(*inputs)
@@ -41,7 +41,7 @@ def outcome(run, module: nn.Module, inputs: tuple) -> list[torch.Tensor]:
 def check(function, module: nn.Module, *inputs: torch.Tensor, cores: int = 1, **options):
     """Fused, with eager outputs and gradients."""
     fusion = fuse(function, **options)
-    found, wanted = (outcome(run, module, inputs) for run in (fusion.run, function))
+    found, wanted = (results(run, module, inputs) for run in (fusion.run, function))
     torch.testing.assert_close(found, wanted)
     assert [x.stride() for x in found[:1]] == [x.stride() for x in wanted[:1]]
     assert fusion.fused == cores and not fusion.reasons, [str(f) for f in fusion.findings]
@@ -50,7 +50,7 @@ def check(function, module: nn.Module, *inputs: torch.Tensor, cores: int = 1, **
 
 
 def hidden(*shape: int) -> torch.Tensor:
-    """True where a key may not be attended; every query keeps the first."""
+    """A mask that is True where a key is hidden; every query keeps the first."""
     mask = randn(*shape, seed=3) > 0.5
     mask[..., 0] = False
     return mask
@@ -94,8 +94,8 @@ MODULES = {
 
 def qkv_of(module: nn.MultiheadAttention) -> tuple[torch.Tensor, ...]:
     sizes = ((L, E), (S, module.kdim), (S, module.vdim))
-    made = [randn(n, B, size, seed=20 + i) for i, (n, size) in enumerate(sizes)]
-    return tuple(x.transpose(0, 1) if module.batch_first else x for x in made)
+    inputs = [randn(n, B, size, seed=20 + i) for i, (n, size) in enumerate(sizes)]
+    return tuple(x.transpose(0, 1) if module.batch_first else x for x in inputs)
 
 
 CASES = [(options, mask) for options in ("plain", "both keys") for mask in MASKS]
@@ -104,8 +104,8 @@ CASES += [(options, "both") for options in MODULES if options not in ("plain", "
 
 @pytest.mark.parametrize("weights", [True, False], ids=["weights dropped", "no weights"])
 @pytest.mark.parametrize("options, mask", CASES)
-def test_options(options, mask, weights):
-    module, given = built(**MODULES[options]), MASKS[mask]()
+def test_options_match_eager(options, mask, weights):
+    module, given = random_module(**MODULES[options]), MASKS[mask]()
 
     def attend(q, k, v):
         return module(q, k, v, need_weights=weights, **given)[0]
@@ -114,8 +114,8 @@ def test_options(options, mask, weights):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_masks_that_learn(weights):
-    module = built(dropout=0.5).eval()
+def test_masks_get_gradients(weights):
+    module = random_module(dropout=0.5).eval()
 
     def attend(q, k, v, mask, padding):
         return module(q, k, v, padding, weights, mask, average_attn_weights=False)[0]
@@ -125,8 +125,8 @@ def test_masks_that_learn(weights):
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("mask", [None, hidden(L, S), hidden(H, L, S)], ids=["none", "2-D", "3-D"])
-def test_no_batch(mask, weights):
-    module, padding = built(), None if mask is None else hidden(S)
+def test_inputs_without_a_batch_are_fused(mask, weights):
+    module, padding = random_module(), None if mask is None else hidden(S)
 
     def attend(q, k):
         return module(q, k, k, padding, weights, mask)[0]
@@ -135,8 +135,8 @@ def test_no_batch(mask, weights):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_keys_and_values_that_are_given(weights):
-    module = built()
+def test_static_keys_and_values_are_fused(weights):
+    module = random_module()
 
     def attend(x, k, v):
         return F.multi_head_attention_forward(
@@ -148,9 +148,9 @@ def test_keys_and_values_that_are_given(weights):
     check(attend, module, randn(L, B, E), randn(B * H, S, E // H), randn(B * H, S, E // H))
 
 
-def test_a_row_without_keys():
-    """0 as in SDPA, where eager attention with weights has NaN."""
-    module, padding = built(batch_first=True), torch.tensor([[True] * S, [False] * S])
+def test_rows_without_keys_give_zero():
+    """0 as in SDPA, where eager attention with weights gives NaN."""
+    module, padding = random_module(batch_first=True), torch.tensor([[True] * S, [False] * S])
 
     def attend(x, weights):
         return module(x, x, x, padding, need_weights=weights)[0]
@@ -162,30 +162,30 @@ def test_a_row_without_keys():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_examples_say_what_learns(train):
-    """Rules of the matcher ask them."""
-    module = built()
+def test_traced_nodes_require_grad_as_the_call_does(train):
+    """Rules of the matcher depend on it."""
+    module = random_module()
     fusion = fuse(lambda x: module(x, x, x)[0])
     with torch.set_grad_enabled(train):
         fusion.run(randn(L, B, E))
     linear = torch.ops.aten.linear.default
-    made = [n.meta["example_value"] for n in fusion.graphs[-1].nodes if n.target is linear]
-    assert [x.requires_grad for x in made] == [train, train]
+    projected = [n.meta["example_value"] for n in fusion.graphs[-1].nodes if n.target is linear]
+    assert [x.requires_grad for x in projected] == [train, train]
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_dropout(weights):
-    module, x = built(dropout=0.25), randn(L, B, E)
+def test_dropout_is_applied_in_training_only(weights):
+    module, x = random_module(dropout=0.25), randn(L, B, E)
     fusion = fuse(lambda x: module(x, x, x, need_weights=weights)[0])
     assert not torch.equal(fusion.run(x), fusion.run(x))
     assert "dropout_p=0.25" in fusion.findings[0].call
-    module = built(dropout=0.25).eval()
+    module = random_module(dropout=0.25).eval()
     assert "dropout" not in check(lambda x: module(x, x, x)[0], module, x).findings[0].call
 
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_one_graph_for_all_lengths_and_batches(weights):
-    module = built(batch_first=True)
+    module = random_module(batch_first=True)
 
     def attend(q, k, padding):
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
@@ -194,15 +194,15 @@ def test_one_graph_for_all_lengths_and_batches(weights):
     fusion = fuse(attend, dynamic=True)
     for batch, queries, keys in ((2, 5, 7), (3, 9, 9), (5, 4, 31)):
         inputs = randn(batch, queries, E), randn(batch, keys, E), hidden(batch, keys)
-        found, wanted = (outcome(run, module, inputs) for run in (fusion.run, attend))
+        found, wanted = (results(run, module, inputs) for run in (fusion.run, attend))
         torch.testing.assert_close(found, wanted)
     assert len(fusion.graphs) == fusion.fused == 1
 
 
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("weights", [True, False])
-def test_autocast(weights, outside):
-    module, x = built(add_zero_attn=True).float(), randn(L, B, E).float()
+def test_autocast_keeps_the_result_dtype(weights, outside):
+    module, x = random_module(add_zero_attn=True).float(), randn(L, B, E).float()
 
     def inside(x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -217,8 +217,8 @@ def test_autocast(weights, outside):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes(mode):
-    module, x = built().eval(), randn(L, B, E)
+def test_modes_without_gradients_are_fused(mode):
+    module, x = random_module().eval(), randn(L, B, E)
 
     def inside(x):
         with mode():
@@ -231,9 +231,9 @@ def test_modes(mode):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_checkpointed_region(autocast):
-    """Whose body is a graph of its own, and does not say under which modes it runs."""
-    module, x = built(), randn(L, B, E)
+def test_checkpointed_regions_are_fused(autocast):
+    """The body is a separate graph, which does not record the modes that it runs under."""
+    module, x = random_module(), randn(L, B, E)
     if autocast:
         module, x = module.float(), x.float()
 
@@ -242,29 +242,32 @@ def test_checkpointed_region(autocast):
             return checkpoint(lambda x: module(x, x, x)[0], x * 1.0, use_reentrant=False)
 
     fusion = fuse(function, aot=True)
-    found, wanted = (outcome(run, module, (x,)) for run in (fusion.run, function))
+    found, wanted = (results(run, module, (x,)) for run in (fusion.run, function))
     for a, b in zip(found, wanted, strict=True):
         assert (a - b).norm() <= b.norm() * (0.02 if autocast else 1e-9)
     assert fusion.fused == 1
 
 
 LAYERS = {
-    "encoder layer": (lambda: built(nn.TransformerEncoderLayer, E, H, 16, dropout=0.0), 1),
-    "decoder layer": (lambda: built(nn.TransformerDecoderLayer, E, H, 16, dropout=0.0), 2),
-    "transformer": (lambda: built(nn.Transformer, E, H, 1, 2, 16, dropout=0.0), 5),
+    "encoder layer": (lambda: random_module(nn.TransformerEncoderLayer, E, H, 16, dropout=0.0), 1),
+    "decoder layer": (lambda: random_module(nn.TransformerDecoderLayer, E, H, 16, dropout=0.0), 2),
+    "transformer": (lambda: random_module(nn.Transformer, E, H, 1, 2, 16, dropout=0.0), 5),
 }
 
 
 @pytest.mark.parametrize("make, cores", LAYERS.values(), ids=LAYERS.keys())
-def test_layers(make, cores):
+def test_layers_are_fused(make, cores):
     layer = make()
     inputs = (randn(L, B, E),) if cores == 1 else (randn(L, B, E), randn(L, B, E, seed=1))
     check(layer, layer, *inputs, cores=cores)
     check(layer.eval(), layer, *inputs, cores=cores)
 
 
-def test_an_encoder_layer_beside_its_fast_path():
-    layer, x = built(nn.TransformerEncoderLayer, E, H, 16, batch_first=True).eval(), randn(B, L, E)
+def test_encoder_layers_fuse_without_their_fast_path():
+    layer, x = (
+        random_module(nn.TransformerEncoderLayer, E, H, 16, batch_first=True).eval(),
+        randn(B, L, E),
+    )
     wanted = layer(x)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -276,8 +279,8 @@ def test_an_encoder_layer_beside_its_fast_path():
     assert fusion.fused == 1
 
 
-def test_a_transformer_that_is_told_its_masks():
-    model = built(nn.Transformer, E, H, 1, 1, 16, dropout=0.0, batch_first=True)
+def test_a_transformer_with_mask_hints_is_fused():
+    model = random_module(nn.Transformer, E, H, 1, 1, 16, dropout=0.0, batch_first=True)
 
     def run(source, target):
         causal = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
@@ -293,11 +296,11 @@ def test_a_transformer_that_is_told_its_masks():
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_exported_program(weights):
+def test_exported_programs_with_weights_are_fused(weights):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention = built(batch_first=True)
+            self.attention = random_module(batch_first=True)
 
         def forward(self, x):
             return self.attention(x, x, x, need_weights=weights)[0]
@@ -306,13 +309,15 @@ def test_exported_program(weights):
     program = torch.export.export(model, (x,)).module()
     findings = compile_passes.fuse_module(program)
     torch.testing.assert_close(program(x), model(x))
-    assert [f.fused for f in findings] == [True] * weights, "without, it is SDPA by then"
+    assert [f.fused for f in findings] == [True] * weights, (
+        "without weights, export has made SDPA of it"
+    )
 
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_verified(mask, weights):
-    module, given, findings = built(add_zero_attn=True), mask(), []
+def test_rewrites_are_verified(mask, weights):
+    module, given, findings = random_module(add_zero_attn=True), mask(), []
 
     def backend(gm, example_inputs):
         findings.extend(compile_passes.fuse_module(gm, verify=True))
@@ -328,8 +333,8 @@ def test_verified(mask, weights):
 
 
 @pytest.mark.parametrize("weights, dynamic", [(True, None), (False, True)])
-def test_inductor(weights, dynamic):
-    module, x = built(batch_first=True), randn(B, L, E)
+def test_inductor_fuses(weights, dynamic):
+    module, x = random_module(batch_first=True), randn(B, L, E)
 
     def attend(x):
         return module(x, x, x, need_weights=weights)[0]
@@ -337,6 +342,6 @@ def test_inductor(weights, dynamic):
     torch._dynamo.reset()
     counters.clear()
     with fresh_cache(), compile_passes.install():
-        found = outcome(torch.compile(attend, dynamic=dynamic), module, (x,))
-    torch.testing.assert_close(found, outcome(attend, module, (x,)))
+        found = results(torch.compile(attend, dynamic=dynamic), module, (x,))
+    torch.testing.assert_close(found, results(attend, module, (x,)))
     assert counters["fa_ops"]["fused"] == counters["fa_ops"]["softmaxes"] > 0

@@ -1,4 +1,4 @@
-"""What reports and graphs say of `nn.MultiheadAttention`, fused and not."""
+"""Reports and graphs of `nn.MultiheadAttention`, fused and not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import compile_passes
 from compile_passes.report import Refused
 from tests.compile_passes.helpers import fuse
 from tests.compile_passes.test_graphs import code
-from tests.compile_passes.test_multi_head import B, E, H, L, built, randn
+from tests.compile_passes.test_multi_head import B, E, H, L, randn, random_module
 
 ATTENTION = torch.ops.fa.attention.default
 
@@ -21,7 +21,7 @@ ATTENTION = torch.ops.fa.attention.default
 class Returned(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention = built()
+        self.attention = random_module()
 
     def forward(self, x):
         return self.attention(x, x, x)
@@ -58,7 +58,7 @@ class TestReport(TestCase):
         meta = nn.MultiheadAttention(E, H, device="meta")
         cases.append(("meta", lambda x: meta(x, x, x)[0], x.to("meta", torch.float32)))
         lines = [f"{name}: {self.reasons(*case)}" for name, *case in cases]
-        layer = built(nn.TransformerEncoderLayer, E, H, 16, batch_first=True).eval()
+        layer = random_module(nn.TransformerEncoderLayer, E, H, 16, batch_first=True).eval()
         with torch.no_grad():
             lines.append(f"fast path: {self.reasons(layer, randn(B, L, E))}")
         self.assertExpectedInline(
@@ -69,18 +69,18 @@ Read: ['the attention weights are also read by mean; fused attention never compu
 OneIsFused: ['the attention weights are returned; fused attention never computes them', '']
 Mapped: ['_add_batch_dim is not a plain tensor: Tensor']
 meta: ['query is on meta']
-fast path: ['torch._transformer_encoder_layer_fwd is one operator; torch.backends.mha.set_fastpath_enabled(False) takes what can be fused']""",
+fast path: ['torch._transformer_encoder_layer_fwd is one operator; torch.backends.mha.set_fastpath_enabled(False) selects the code that can be fused']""",
         )
 
-    def test_graph(self):
-        module = built(batch_first=True)
+    def test_fused_graph(self):
+        module = random_module(batch_first=True)
         x = randn(B, L, E)
 
         def attend(x):
             causal = torch.ones(L, L, dtype=torch.bool).triu(1)
             return module(x, x, x, attn_mask=causal)[0]
 
-        # what follows is torch's own, which torch 2.11 has written otherwise
+        # the rest is torch's own, and differs in torch 2.11
         self.assertExpectedInline(
             code(attend, x).partition("\nflatten = ")[0] + "\n",
             """\
@@ -118,7 +118,7 @@ attention_default = torch.ops.fa.attention.default(unflatten_1, permute, permute
         )
 
 
-def test_a_report_names_the_line_of_the_module():
+def test_reports_name_the_line_that_calls_the_module():
     findings = compile_passes.explain(OneIsFused(), randn(L, B, E)).findings
     assert [(f.fused, f.location.file, f.location.code) for f in findings] == [
         (False, __file__, "out, weights = self.attention(x, x, x)"),
@@ -126,7 +126,7 @@ def test_a_report_names_the_line_of_the_module():
     ]
 
 
-def test_what_is_not_fused_keeps_its_call():
+def test_calls_that_are_not_fused_are_kept():
     for module, calls in ((Returned(), 1), (Read(), 1), (OneIsFused(), 1)):
         fusion = fuse(module)
         x = randn(L, B, E)
@@ -136,14 +136,14 @@ def test_what_is_not_fused_keeps_its_call():
         assert targets.count(ATTENTION) == fusion.fused == isinstance(module, OneIsFused)
 
 
-def test_a_refused_core_leaves_its_call(monkeypatch):
-    """And a call that would become SDPA stays that."""
+def test_refused_cores_leave_their_call(monkeypatch):
+    """A call without weights, which would become SDPA, included."""
 
     def refuse(*args):
         raise Refused("planted")
 
     monkeypatch.setattr(sys.modules["compile_passes.fuse"], "attention_site", refuse)
-    module = built()
+    module = random_module()
     fusion = fuse(lambda x: module(x, x, x, need_weights=False)[0])
     fusion.run(randn(L, B, E))
     assert fusion.reasons == ["planted"]

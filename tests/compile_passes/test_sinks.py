@@ -1,4 +1,4 @@
-"""One more logit in the denominator: where it stands, and what joins it."""
+"""Sinks, logits in the denominator: after the keys or before them, and other added columns."""
 
 import pytest
 import torch
@@ -14,46 +14,46 @@ def column(sinks):
     return sinks[None, :, None, None].expand(2, 4, S, 1)
 
 
-def behind(q, k, v, sinks):
+def after_the_keys(q, k, v, sinks):
     return torch.cat([q @ k.mT, column(sinks)], -1).softmax(-1)[..., :-1] @ v
 
 
-def behind_by_length(q, k, v, sinks):
+def after_the_keys_by_length(q, k, v, sinks):
     return torch.cat([q @ k.mT, column(sinks)], -1).softmax(-1)[:, :, :, : k.shape[2]] @ v
 
 
-def ahead(q, k, v, sinks):
+def before_the_keys(q, k, v, sinks):
     return torch.cat([column(sinks), q @ k.mT], -1).softmax(-1)[..., 1:] @ v
 
 
-def ahead_of_masked_scores(q, k, v, sinks):
+def before_masked_scores(q, k, v, sinks):
     scores = (q @ k.mT).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), HIDDEN)
     return torch.cat([column(sinks), scores], -1).softmax(-1)[..., 1:] @ v
 
 
-def padded_behind(q, k, v, sinks):
+def padded_after_the_keys(q, k, v, sinks):
     return F.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v * sinks.sum()
 
 
-def padded_ahead(q, k, v, sinks):
+def padded_before_the_keys(q, k, v, sinks):
     return F.pad(q @ k.mT, (1, 0), value=0.7).softmax(-1)[..., 1:] @ v * sinks.sum()
 
 
-def zeros_behind(q, k, v, sinks):
+def zeros_after_the_keys(q, k, v, sinks):
     scores = q @ k.mT
     scores = torch.cat([scores, scores.new_zeros(2, 4, S, 1)], -1)
     return scores.softmax(-1)[..., :-1] @ v * sinks.sum()
 
 
 SINKS = (
-    behind, behind_by_length, ahead, ahead_of_masked_scores, padded_behind, padded_ahead,
-    zeros_behind,
+    after_the_keys, after_the_keys_by_length, before_the_keys, before_masked_scores, padded_after_the_keys, padded_before_the_keys,
+    zeros_after_the_keys,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", SINKS, ids=lambda f: f.__name__)
-def test_a_sink_is_a_sink(function, dynamic):
+def test_sinks_become_an_argument(function, dynamic):
     fusion = check(function, (*qkv(), torch.randn(4)), dynamic=dynamic)
     assert "sinks = " in fusion.code
 
@@ -100,7 +100,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
-def test_what_is_no_sink(function):
+def test_other_columns_are_not_fused(function):
     fusion = fuse(function)
     assert_same(function, (*qkv(), torch.randn(4)), fusion)
     assert not fusion.fused

@@ -1,6 +1,4 @@
-"""Attention as people write it, each way fused into one call with the same numbers and
-gradients.
-"""
+"""Common spellings of attention: each becomes one call with the same results and gradients."""
 
 import math
 
@@ -40,8 +38,8 @@ def temperature_per_head(q, k, v):
 
 
 def temperature_per_key(q, k, v):
-    by = torch.linspace(0.1, 0.4, k.shape[2])
-    return (q @ k.mT / by).softmax(-1) @ v
+    divisor = torch.linspace(0.1, 0.4, k.shape[2])
+    return (q @ k.mT / divisor).softmax(-1) @ v
 
 
 def value_on_the_left(q, k, v):
@@ -96,7 +94,7 @@ def exp_over_sum(q, k, v):
     return (e / e.sum(dim=-1, keepdim=True)) @ v
 
 
-def divided_late(q, k, v):
+def divided_after_the_value(q, k, v):
     e = torch.exp(q @ k.mT * 0.1)
     return torch.matmul(e, v) / e.sum(-1)[..., None]
 
@@ -112,7 +110,7 @@ def one_more_in_the_denominator(q, k, v):
 
 
 def sink_logits(q, k, v):
-    """As gpt-oss does."""
+    """As in gpt-oss."""
     sinks = torch.linspace(-1, 1, q.shape[1]).reshape(1, -1, 1, 1)
     scores = torch.cat([q @ k.mT * 0.3, sinks.expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
     scores = scores - scores.max(dim=-1, keepdim=True).values
@@ -135,7 +133,7 @@ SPELLINGS = [
     head_mask_after,
     merged_heads,
     exp_over_sum,
-    divided_late,
+    divided_after_the_value,
     exp_minus_logsumexp,
     one_more_in_the_denominator,
     sink_logits,
@@ -144,7 +142,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-def test_is_one_call(spelling, dynamic):
+def test_spellings_become_one_call(spelling, dynamic):
     check(spelling, qkv(), dynamic=dynamic)
 
 
@@ -175,7 +173,7 @@ def one_key_head(q, k, v):
     [repeated_inside, interleaved, grouped_query, one_key_head],
     ids=lambda f: f.__name__,
 )
-def test_repeated_heads_are_not_repeated(spelling, dynamic):
+def test_repeated_heads_become_grouped_query_attention(spelling, dynamic):
     fusion = check(spelling, qkv(Hkv=2, Sq=10, Dv=16), dynamic=dynamic)
     (call,) = fusion.graphs[-1].find_nodes(
         op="call_function", target=torch.ops.fa.attention.default
@@ -185,8 +183,8 @@ def test_repeated_heads_are_not_repeated(spelling, dynamic):
     assert key.shape[1] == value.shape[1] == heads
 
 
-def test_repetition_in_blocks_is_no_grouping():
-    """`repeat` puts head h of the key under heads h, h + Hkv, ...: not how the operator groups."""
+def test_repetition_in_blocks_is_not_grouped():
+    """`repeat` gives key head h to query heads h, h + Hkv, ..., unlike the operator's groups."""
 
     def function(q, k, v):
         return weights(q, k.repeat(1, 2, 1, 1)) @ v.repeat(1, 2, 1, 1)
@@ -195,7 +193,7 @@ def test_repetition_in_blocks_is_no_grouping():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision_matches_eager(dtype):
     def function(q, k, v):
         scores = q @ k.transpose(2, 3) * 0.35
         return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
@@ -203,7 +201,7 @@ def test_half_precision(dtype):
     check(function, qkv(dtype))
 
 
-def test_autocast():
+def test_autocast_keeps_dtypes():
     def function(q, k, v):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return weights(q, k) @ v
@@ -218,7 +216,7 @@ def test_autocast():
     assert fusion.fused == 1
 
 
-def test_checkpointed_body():
+def test_checkpointed_regions_are_fused():
     def function(q, k, v):
         return checkpoint(lambda q, k, v: weights(q, k) @ v, q, k, v, use_reentrant=False)
 

@@ -1,4 +1,4 @@
-"""What is easily taken for something that it is not: each keeps its numbers, fused or not."""
+"""Code that resembles something else: each case keeps its numbers, fused or not."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def product_added_to_a_buffer(q, k, v):
     ],
     ids=lambda f: f.__name__,
 )
-def test_what_is_written_elsewhere_is_written(function):
+def test_writes_to_out_buffers_are_kept(function):
     fusion = fuse(function)
     assert_same(function, qkv(), fusion, train=False)
     assert fusion.fused == 0
@@ -71,7 +71,7 @@ def shift_clamped_along_the_keys(q, k, v, bias):
 @pytest.mark.parametrize(
     "function", [shift_that_varies_along_the_keys, shift_clamped_along_the_keys]
 )
-def test_a_shift_is_one_number_for_each_row(function):
+def test_shifts_that_vary_along_the_keys_are_refused(function):
     fusion = fuse(function)
     assert_same(function, (*qkv(), torch.randn(S, S)), fusion)
     assert fusion.fused == 0
@@ -89,7 +89,7 @@ def shift_of_each_key_before_a_softmax(q, k, v):
     return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
 
 
-def shift_of_each_key_divided_late(q, k, v):
+def shift_of_each_key_divided_after_the_value(q, k, v):
     scores = q @ k.mT
     weights = (scores - scores.amax(-2, keepdim=True)).exp()
     return (weights @ v) / weights.sum(-1, keepdim=True)
@@ -108,19 +108,19 @@ def shift_without_the_sink(q, k, v):
 
 
 SHIFTS = (
-    shift_of_each_key, shift_of_each_key_before_a_softmax, shift_of_each_key_divided_late,
+    shift_of_each_key, shift_of_each_key_before_a_softmax, shift_of_each_key_divided_after_the_value,
     shift_of_each_key_and_a_sum, shift_without_the_sink,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("function", SHIFTS, ids=lambda f: f.__name__)
-def test_a_shift_of_what_the_softmax_runs_over(function):
+def test_shifts_over_another_dimension_are_refused(function):
     fusion = fuse(function)
     assert_same(function, qkv(), fusion)
     assert fusion.fused == 0
 
 
-def test_numbers_read_as_another_dtype_are_others():
+def test_views_in_another_dtype_keep_their_values():
     def attend(q, k, v):
         q, k = (x.view(torch.float16) for x in (q, k))
         return (q @ k.mT).softmax(-1) @ v.to(torch.float16)
@@ -138,7 +138,7 @@ def arange_with_a_step(i, j):
     return torch.arange(0, 2 * S, step=2)[:, None] >= j
 
 
-def below_what_no_byte_holds(i, j):
+def bytes_compared_with_minus_one(i, j):
     return (torch.ones(S, S, dtype=torch.uint8).tril() - 1) >= 0
 
 
@@ -151,13 +151,13 @@ def negated_bytes(i, j):
 
 
 MASKS = (
-    arange_with_an_end, arange_with_a_step, below_what_no_byte_holds, bits_of_a_float,
+    arange_with_an_end, arange_with_a_step, bytes_compared_with_minus_one, bits_of_a_float,
     negated_bytes,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("keep", MASKS, ids=lambda f: f.__name__)
-def test_masks_are_what_torch_computes(keep):
+def test_masks_match_torch(keep):
     def attend(q, k, v):
         i = torch.arange(S)
         return (q @ k.mT).masked_fill(~keep(i[:, None], i), -INF).softmax(-1) @ v
@@ -165,7 +165,7 @@ def test_masks_are_what_torch_computes(keep):
     check(attend, qkv())
 
 
-def test_places_that_are_rounded():
+def test_rounded_positions_match_torch():
     def attend(q, k, v):
         i = torch.arange(q.shape[2], dtype=torch.bfloat16)
         return (q @ k.mT).masked_fill(i > i[:, None], -INF).softmax(-1) @ v
@@ -183,7 +183,7 @@ def filled_copy(q, k, v, mask):
 
 
 @pytest.mark.parametrize("function", [added_copy, filled_copy])
-def test_a_mask_is_what_was_copied_into_it(function):
+def test_masks_filled_by_copy_match_eager(function):
     check(function, (*qkv(), torch.randn(S, S)))
 
 
@@ -199,7 +199,7 @@ def fill_before_a_mask(q, k, v, mask):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_fill_that_only_its_own_width_holds(dtype):
+def test_fills_at_the_limit_of_the_dtype_match_eager(dtype):
     inputs = (*qkv(dtype), torch.randn(2, 1, 1, S).clamp(max=0.9))
     inputs[3][:, ..., 5:] = 2.0
     fusion = fuse(fill_before_a_mask)
@@ -207,7 +207,7 @@ def test_a_fill_that_only_its_own_width_holds(dtype):
     assert fusion.fused == 1
 
 
-def test_a_fill_that_overflows_is_infinite():
+def test_fills_that_overflow_are_infinite():
     def attend(q, k, v, mask):
         scores = (q @ k.mT).masked_fill(mask > 1, torch.finfo(q.dtype).min) * 2.0
         return scores.masked_fill(mask < -1, -1e9).softmax(-1) @ v
@@ -216,7 +216,7 @@ def test_a_fill_that_overflows_is_infinite():
 
 
 @pytest.mark.parametrize("dtype, default", [("float64", "float32"), ("float32", "float16")])
-def test_fills_are_of_the_scores_dtype(dtype, default):
+def test_fills_have_the_dtype_of_the_scores(dtype, default):
     inputs = (*qkv(getattr(torch, dtype)), torch.randn(2, 1, 1, S))
     inputs[3][1] = -1.0  # rows without keys
     torch.set_default_dtype(getattr(torch, default))
@@ -226,7 +226,7 @@ def test_fills_are_of_the_scores_dtype(dtype, default):
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_symbolic_number_behind_a_fill():
+def test_symbolic_numbers_after_a_fill_are_refused():
     def attend(q, k, v, shift):
         scores = (
             (q @ k.mT).masked_fill(~triangle(), -1e9).masked_fill(k[:, :, None, :, 0] > 2, -2e9)
@@ -239,7 +239,7 @@ def test_a_symbolic_number_behind_a_fill():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_mask_of_integers_becomes_one_of_bools(times):
+def test_inverted_integer_masks_are_bool(times):
     def attend(q, k, v, mask):
         for _ in range(times):
             mask = torch.logical_not(mask)
@@ -266,7 +266,7 @@ def mask_of_lengths_elsewhere(q, k, v, mask):
 @pytest.mark.parametrize(
     "function", [moved_key, moved_mask, mask_of_lengths_elsewhere], ids=lambda f: f.__name__
 )
-def test_what_is_moved_to_the_gpu_is_read_there(function):
+def test_tensors_moved_to_the_gpu_are_read_there(function):
     with FakeTensorMode():
         devices = ("cuda", "cpu", "cpu")
         inputs = [torch.empty(2, S, D, device=d, dtype=torch.bfloat16) for d in devices]

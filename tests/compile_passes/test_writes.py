@@ -1,4 +1,4 @@
-"""What is written between the scores and the value product keeps the code as it was."""
+"""Writes between the scores and the value product prevent fusion."""
 
 import io
 
@@ -34,7 +34,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_key_that_is_written_to(write):
+def test_writes_to_the_key_are_refused(write):
     def attend(q, k, v):
         k = k + 0.0
         weights = (q @ k.mT).softmax(-1)
@@ -67,8 +67,8 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
-def test_a_part_of_a_key_in_a_program_read_from_a_file(part):
-    """Whose fake tensors share no memory."""
+def test_writes_to_parts_in_loaded_programs_are_refused(part):
+    """The fake tensors of a loaded program share no memory."""
     file = io.BytesIO()
     torch.export.save(torch.export.export(Written(part), qkv()), file)
     file.seek(0)
@@ -78,8 +78,8 @@ def test_a_part_of_a_key_in_a_program_read_from_a_file(part):
     torch.testing.assert_close(program(*qkv()), Written(part)(*qkv()))
 
 
-def test_a_part_of_a_bias():
-    """Masks of unknown content are added up anew."""
+def test_writes_to_a_summand_of_a_bias_are_refused():
+    """Masks of unknown content are added again for the call."""
 
     def attend(q, k, v, bias, mask):
         bias = bias * 1.0

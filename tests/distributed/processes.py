@@ -1,4 +1,4 @@
-"""The checks of a test file, run by several processes at once."""
+"""Run the checks of a test file in several processes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ import torch.multiprocessing as mp
 
 
 def run_checks(module: str, world: int, folder: Path, device: str = "cpu") -> None:
-    """Every check of `module.CHECKS` in so many processes, one check after the other, since
-    starting processes takes longer; `assert_passed` says how one went."""
+    """Run every check of `module.CHECKS` in `world` processes, and write the verdicts to a folder.
+
+    The processes run all checks in order, because starting processes takes longer than a check.
+    """
     mp.spawn(_work, (module, world, device, str(folder)), nprocs=world)
 
 
 def assert_passed(name: str, world: int, folder: Path) -> None:
+    """Check that a check has passed in every process."""
     for rank in range(world):
         verdict = (folder / f"{name}.{rank}").read_text()
         assert verdict == "passed", f"rank {rank} of {world}: {verdict}"
 
 
 def _work(rank: int, module: str, world: int, device: str, folder: str) -> None:
-    """Leave a file for each check with its verdict, or the traceback."""
+    """Write a file for each check with its verdict: "passed", or the traceback."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(device)
-    talk = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(talk, f"file://{folder}/meet", rank=rank, world_size=world)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     for name, check in importlib.import_module(module).CHECKS.items():
         torch.manual_seed(0)
         try:

@@ -1,4 +1,4 @@
-"""Ring attention on gloo processes, or on two GPUs, against one process with the whole sequence."""
+"""Ring attention, on gloo processes or two GPUs, against one call over the whole sequence."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CASES = {
     "repeatable": {"is_causal": True, "deterministic": True},
     "keys of another length": {"Sk": 36},
     "bfloat16": {"is_causal": True, "dtype": torch.bfloat16},
-    "layout of the heads last": {"is_causal": True, "bshd": True},
+    "(B, S, H, D) in memory": {"is_causal": True, "bshd": True},
     "lse alone": {"is_causal": True, "loss": lambda out, lse: lse.cos().sum()},
     "out alone": {"is_causal": True, "loss": lambda out, lse: out.sin().sum()},
 }  # fmt: skip
 
 
-def both(out, lse):
+def loss_of_both(out, lse):
     return out.double().sin().sum() + lse.cos().sum()
 
 
 def check(
     group=None, Hkv=4, D=8, Dv=8, S=24, Sk=24, dtype=torch.float32, zigzag=True, bshd=False,
-    loss=both, **options,
+    loss=loss_of_both, **options,
 ):  # fmt: skip
     g = torch.Generator(torch.get_default_device()).manual_seed(0)
     whole = [
@@ -48,14 +48,14 @@ def check(
     found = ring_attention(*parts, group, zigzag=zigzag, return_lse=True, **options)
     assert found[0].dtype == dtype and found[1].dtype == torch.float32
     expected = fa_ops.attention(*whole, return_lse=True, **options)
-    near = {"atol": 3e-2, "rtol": 2e-2}
+    tolerance = {"atol": 3e-2, "rtol": 2e-2}
     if dtype == torch.float32:
-        near = dict.fromkeys(near, 1e-4 if found[0].is_cuda else 1e-5)
+        tolerance = dict.fromkeys(tolerance, 1e-4 if found[0].is_cuda else 1e-5)
     for one, other in zip(found, expected):
-        torch.testing.assert_close(unshard(one, group, zigzag=zigzag), other.detach(), **near)
+        torch.testing.assert_close(unshard(one, group, zigzag=zigzag), other.detach(), **tolerance)
     loss(*found).backward(), loss(*expected).backward()
     for part, x in zip(parts, whole):
-        torch.testing.assert_close(unshard(part.grad, group, zigzag=zigzag), x.grad, **near)
+        torch.testing.assert_close(unshard(part.grad, group, zigzag=zigzag), x.grad, **tolerance)
         assert part.grad.dtype == dtype
 
 
@@ -75,8 +75,8 @@ def check_layout():
         shard(x[:, :, 1:])
 
 
-def check_refusals():
-    """What is refused is refused in every process, before anything is sent."""
+def check_errors():
+    """Every process raises, before anything is sent."""
     q, odd = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"key must have shape \(B, H, S, D\), got \(2, 4, 8\)"):
         ring_attention(q, q[0], q)
@@ -104,7 +104,7 @@ def check_refusals():
     assert empty.grad.shape == empty.shape
     found = ring_attention(q, q, q, backend="reference")
     torch.testing.assert_close(found, ring_attention(q, q, q))
-    with pytest.raises(NotImplementedError, match="the reference backend has gradients of whole"):
+    with pytest.raises(NotImplementedError, match="the reference backend has no gradients of ring"):
         ring_attention(q.clone().requires_grad_(), q, q, backend="reference")
     twice = torch.autograd.grad(
         ring_attention(q.requires_grad_(), q, q).sin().sum(), q, create_graph=True
@@ -114,24 +114,24 @@ def check_refusals():
 
 
 def check_group():
-    """The first and the last process, of which the ones between are none."""
+    """A group of the first and the last process; the others raise."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(sorted({0, size - 1}))
     if rank in (0, size - 1):
         check(group, is_causal=True)
         return
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match=f"group must contain this process, {rank}, and does not"):
+    with pytest.raises(ValueError, match=f"group must contain this process, rank {rank}"):
         ring_attention(q, q, q, group)
 
 
 CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
-CHECKS |= {"layout": check_layout, "refusals": check_refusals, "a group": check_group}
+CHECKS |= {"layout": check_layout, "errors": check_errors, "a group": check_group}
 
 
 @pytest.fixture(scope="module", params=[(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "cuda")], ids=str)
 def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
-    """How many processes there were, and where they left their verdicts."""
+    """The number of processes, and the folder with their verdicts."""
     world, device = request.param
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
@@ -142,11 +142,11 @@ def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_ring(name, verdicts):
+def test_checks_pass_in_every_process(name, verdicts):
     assert_passed(name, *verdicts)
 
 
-def test_without_processes_it_says_so():
+def test_without_a_process_group_it_raises():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(RuntimeError, match="call init_process_group first"):
         ring_attention(q, q, q)

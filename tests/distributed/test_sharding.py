@@ -1,4 +1,4 @@
-"""DTensor over batch and heads, on two gloo processes, against one process."""
+"""DTensors sharded over batch and heads, on two gloo processes, against one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def function(q, k, v, mask, sinks, slopes, lens):
 
 
 def arguments(requires_grad: bool = True) -> tuple[list, list]:
-    """What gets a gradient, and what does not."""
+    """The arguments that are differentiated, and the others."""
     q, k, v, spec = CASE.fresh(requires_grad=requires_grad)
     return [q, k, v, spec.attn_mask, spec.sinks], [spec.alibi_slopes, spec.kv_lens]
 
@@ -87,9 +87,9 @@ def check_varlen_and_merge(mesh) -> None:
         assert_same(actual, single)
 
 
-def check_refusals(mesh) -> None:
+def check_errors(mesh) -> None:
     q = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(2)])
-    with pytest.raises(NotImplementedError, match="dropout_p > 0 does not take DTensors"):
+    with pytest.raises(NotImplementedError, match="dropout_p > 0 does not support DTensors"):
         fa_ops.attention(q, q, q, dropout_p=0.5)
     with pytest.raises(ValueError, match=r"sinks must have shape \(2,\), got \(3,\)"):
         fa_ops.attention(q, q, q, sinks=distribute_tensor(torch.randn(3), mesh, [Replicate()]))
@@ -118,7 +118,7 @@ CHECKS = {
     "batch, compiled": lambda: check_attention(mesh(), Shard(0), True),
     "heads, compiled": lambda: check_attention(mesh(), Shard(1), True),
     "varlen and merge": lambda: check_varlen_and_merge(mesh()),
-    "refusals": lambda: check_refusals(mesh()),
+    "errors": lambda: check_errors(mesh()),
 }
 
 
@@ -131,5 +131,5 @@ def verdicts(tmp_path_factory) -> Path:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_dtensor(name, verdicts):
+def test_checks_pass_in_every_process(name, verdicts):
     assert_passed(name, WORLD, verdicts)

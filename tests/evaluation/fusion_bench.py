@@ -1,11 +1,10 @@
-"""`python -m tests.evaluation.fusion_bench`: what fusing is worth on a Llama, and what it costs.
+"""`python -m tests.evaluation.fusion_bench`: the speed-up of fusion on a Llama, and its cost.
 
-`speed` compiles the model four ways and lets them take turns: eager attention with Inductor alone
-("inductor"), the same with this pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round
-times every variant once, in another order, and divides by what "fa_ops" took in that round: what
-drifts from round to round, such as clocks, drops out, and a few per cent show that would not show
-in the milliseconds. `cost` prints how much of the compile time the pass takes. Weights are random;
-nothing is downloaded.
+`speed` compiles four variants of the model: eager attention with Inductor alone ("inductor"), the
+same with the fusion pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round times every
+variant once, in random order, and divides by the time of "fa_ops" in that round. Drift between
+rounds, for instance of clocks, then cancels out, and differences of a few per cent become visible.
+`cost` prints the share of the pass in the compile time. Weights are random; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -69,24 +68,21 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Milliseconds (median and extremes of the rounds); `ratio` to "fa_ops" (median of the rounds'
-    ratios, with the 95 % interval of that median); GiB that torch's allocator held at most, weights
-    and gradients of one model included; None on a CPU.
-    """
+    """The measurements of a variant."""
 
     workload: str
     variant: str
-    ms: float
+    ms: float  # the median of the rounds
     low: float
     high: float
-    ratio: tuple[float, float, float]
-    gib: float | None
+    ratio: tuple[float, float, float]  # to "fa_ops": median of the rounds, and its 95 % interval
+    gib: float | None  # peak memory, with the weights and gradients of one model; None on a CPU
     fused: int  # attentions that the pass replaced
     difference: float  # of the hidden states, relative to Inductor alone
 
 
 def build(shape: dict, layers: int, variant: str, device: str, like: object = None):
-    """A LlamaModel in bf16 with random weights; `like` shares its weights."""
+    """A LlamaModel in bf16 with random weights, or with those of the model `like`."""
     from transformers import LlamaConfig, LlamaModel
 
     implementation = VARIANTS[variant][0]
@@ -103,13 +99,13 @@ def build(shape: dict, layers: int, variant: str, device: str, like: object = No
     with torch.device(device):
         model = LlamaModel(config).to(torch.bfloat16)
     if like is not None:
-        for mine, theirs in zip(model.parameters(), like.parameters(), strict=True):
-            mine.data = theirs.data
+        for parameter, shared in zip(model.parameters(), like.parameters(), strict=True):
+            parameter.data = shared.data
     return model
 
 
 def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool) -> Callable:
-    """One forward pass, or forward and backward; returns the hidden states."""
+    """A function that runs a forward pass, or forward and backward, and returns hidden states."""
     compiled = torch.compile(model, backend=fa_ops if fused else "inductor", dynamic=False)
 
     def infer() -> Tensor:
@@ -128,7 +124,7 @@ def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool
 
 
 def milliseconds(step: Callable, device: str, repeats: int) -> float:
-    """Of one of so many steps in a row, after one that is not counted."""
+    """The mean time of a step over `repeats` steps, after one warm-up step."""
     step()
     if device == "cpu":
         start = time.perf_counter()
@@ -145,7 +141,7 @@ def milliseconds(step: Callable, device: str, repeats: int) -> float:
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval by order statistics, whatever the distribution."""
+    """The median and its distribution-free 95 % interval, by order statistics."""
     ordered = sorted(values)
     n = len(ordered)
     half = 0.98 * n**0.5
@@ -154,7 +150,7 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def peak(step: Callable, device: str) -> float | None:
-    """GiB"""
+    """The peak memory of a step in GiB."""
     if device == "cpu":
         return None
     gc.collect()
@@ -168,7 +164,7 @@ def peak(step: Callable, device: str) -> float | None:
 def measure(
     workload: Workload, shape: dict, device: str, rounds: int, repeats: int, variants: list[str]
 ) -> list[Result]:
-    """Compile every variant, then time them in turns on the same weights."""
+    """Compile every variant, then time them alternately on the same weights."""
     torch._dynamo.reset()
     ids = torch.randint(0, shape["vocab_size"], (workload.batch, workload.length), device=device)
     steps, outputs, fused = {}, {}, {}
@@ -208,6 +204,7 @@ def measure(
 
 
 def show(results: list[Result], console: Console) -> None:
+    """Print a table of results."""
     table = Table("workload", "variant", "ms", "of fa_ops", "GiB", "fused", "difference")
     for r in results:
         middle, low, high = r.ratio
@@ -232,14 +229,16 @@ def speed(
     device: Device = "auto",
     json_file: Json = None,
     tiny: Annotated[bool, typer.Option(help="a small model, to try the command")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="of the prefill; training has half")] = 8,
+    layers: Annotated[
+        int, typer.Option(min=1, help="of the prefill; half of them for training")
+    ] = 8,
     prefill: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 1")] = 8192,
     train: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 2")] = 4096,
     rounds: Annotated[int, typer.Option(min=1)] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="steps of a variant in each round")] = 3,
     variants: Annotated[str, typer.Option(help="comma separated")] = ",".join(VARIANTS),
 ) -> None:
-    """The four variants on a prefill and on a training step."""
+    """Time the variants on a prefill and on a training step."""
     device = options.device(device)
     chosen = options.one_of("--variants", options.words(variants), VARIANTS)
     if device == "cpu" and not tiny:
@@ -266,7 +265,7 @@ def cost(
     json_file: Json = None,
     depths: Annotated[str, typer.Option(help="layers, comma separated")] = "10,20,30",
 ) -> None:
-    """Seconds in the pass against the whole first call, without caches, over growing depths."""
+    """Measure the share of the pass in the first call, without caches, for several depths."""
     device = options.device(device)
     table = Table("layers", "compile s", "pass s", "share", "fused")
     rows = []
@@ -289,7 +288,7 @@ def cost(
 
 
 def _without_caches():
-    """A context in which Inductor compiles every graph: a cached one skips the pass."""
+    """A context without Inductor's caches, because cached graphs skip the pass."""
     return torch._inductor.config.patch(force_disable_caches=True)
 
 

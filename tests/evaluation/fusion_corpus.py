@@ -1,9 +1,9 @@
 """`python -m tests.evaluation.fusion_corpus FILE ...`: what the pass fuses in files of spellings.
 
 A file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
-("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and in training, with
-static and dynamic shapes; outputs and gradients are compared with an eager run in fp64. Inductor's
-own pass is counted beside ours.
+("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and training mode, with
+static and dynamic shapes; outputs and gradients are compared with an eager run in fp64. The fusions
+of Inductor's pass are counted for comparison.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ MODES = ("eval", TRAIN, DYNAMIC, f"{DYNAMIC} {TRAIN}")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One case in one mode: attentions fused by us and by Inductor, and what is wrong with the
-    result, if anything.
-    """
+    """The outcome of one case in one mode."""
 
-    fused: int
-    inductor: int
-    wrong: str = ""
+    fused: int  # attentions that this pass fuses
+    inductor: int  # attentions that Inductor's pass fuses; -1 if it raises
+    wrong: str = ""  # how the result is wrong
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The file's CASES, if it has any."""
+    """The CASES of a file, or None."""
     spec = importlib.util.spec_from_file_location(f"corpus_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -57,8 +55,9 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -> Outcome:
-    """Compile the case with the pass and without, up to where Inductor would generate code; unless
-    `whole`, with the pass alone.
+    """Compile a case with the pass, up to Inductor's code generation, and compare the results.
+
+    If `peer`, also count what Inductor fuses without the pass; unless `whole`, run the pass alone.
     """
     inputs = case.make_inputs()
     compare = not (train and "stochastic" in case.tags)
@@ -74,8 +73,8 @@ def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -
         torch.manual_seed(0)
         actual = _evaluate(compiled, inputs, train, module=case.fn)
         fused = counters["fa_ops"]["fused"]
-        theirs = 0 if fused else counters["inductor"]["fuse_attention"]
-        compare = compare and not theirs  # what Inductor then does by itself is not ours to judge
+        by_inductor = 0 if fused else counters["inductor"]["fuse_attention"]
+        compare = compare and not by_inductor  # then the difference is Inductor's
         wrong = _difference(case, inputs, train, actual, baseline) if compare else ""
     except Exception as error:
         fused, wrong = (
@@ -84,12 +83,12 @@ def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -
         )
     finally:
         uninstall()
-    theirs = _inductor(case.fn, inputs, train, dynamic) if peer else 0
-    return Outcome(fused, theirs, wrong)
+    by_inductor = _inductor(case.fn, inputs, train, dynamic) if peer else 0
+    return Outcome(fused, by_inductor, wrong)
 
 
 def _inductor(function: Callable, inputs: tuple, train: bool, dynamic: bool) -> int:
-    """How many it fuses; -1 where it raises."""
+    """The number of attentions that Inductor fuses; -1 if it raises."""
     counters.clear()
     try:
         _evaluate(_compiled(function, dynamic), inputs, train, module=function)
@@ -120,7 +119,7 @@ def _rewritten(function: Callable, dynamic: bool) -> Callable:
 def _evaluate(
     function: Callable, inputs: tuple, train: bool, module: object = None
 ) -> list[Tensor]:
-    """Outputs, and in training the gradients of the inputs and parameters."""
+    """The outputs, and in training mode the gradients of inputs and parameters."""
     module = module or function
     inputs = tree_map_only(Tensor, lambda t: t.detach().clone(), inputs)
     leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -133,13 +132,13 @@ def _evaluate(
     for t in leaves:
         t.requires_grad_()
     outputs = [t for t in tree_leaves(function(*inputs)) if isinstance(t, Tensor)]
-    wanted = [t for t in outputs if t.requires_grad]
+    roots = [t for t in outputs if t.requires_grad]
     seeds = [
         torch.randn(t.shape, generator=torch.Generator().manual_seed(i))
-        for i, t in enumerate(wanted)
+        for i, t in enumerate(roots)
     ]
-    seeds = [s.to(t.dtype) for s, t in zip(seeds, wanted, strict=True)]
-    grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True, materialize_grads=True)
+    seeds = [s.to(t.dtype) for s, t in zip(seeds, roots, strict=True)]
+    grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
     return [t.detach() for t in outputs] + [t.contiguous() for t in grads]
 
 
@@ -150,12 +149,12 @@ def _difference(case: Any, inputs: tuple, train: bool, actual: list, baseline: l
         if isinstance(function, torch.nn.Module):
             function = function.double()
         oracle = _evaluate(function, double, train)
-    except RuntimeError:  # a spelling with its dtype written in
+    except RuntimeError:  # a spelling with a hard-coded dtype
         oracle = baseline
     for i, (a, o, b) in enumerate(zip(actual, oracle, baseline, strict=True)):
         if a.dtype != b.dtype or _strides(a) != _strides(b):
             return f"result {i} is {a.dtype} {a.stride()}, eager's {b.dtype} {b.stride()}"
-        known = torch.isfinite(b)  # where eager gives NaN, the operator gives 0
+        known = torch.isfinite(b)  # the operator returns 0 where eager returns NaN
         if "nan" in case.tags:
             a, o, b = (torch.where(known, t, 0) for t in (a, o, b))
         try:
@@ -166,7 +165,7 @@ def _difference(case: Any, inputs: tuple, train: bool, actual: list, baseline: l
 
 
 def _strides(t: Tensor) -> list[int]:
-    """Those that tell elements apart."""
+    """The strides of the dimensions with more than one element."""
     return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
 
 
@@ -185,7 +184,7 @@ def main(
     peer: Annotated[bool, typer.Option(help="count what Inductor's own pass fuses")] = True,
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
 ) -> None:
-    """Run the pass over files of attention spellings; fails if a result is wrong."""
+    """Run the pass over files of attention spellings; exit with 1 if a result is wrong."""
     chosen = options.one_of("--modes", options.words(modes), MODES)
     cases = {}
     for file in files:
@@ -208,7 +207,7 @@ def _outcomes(case: Any, modes: list[str], peer: bool) -> dict[str, Outcome]:
 
 
 def show(cases: dict, results: dict[str, dict[str, Outcome]], modes: list[str], peer: bool) -> int:
-    """Print a row for each case and the totals; the number of results that are wrong."""
+    """Print a row for each case, and totals; return the number of wrong results."""
     alone = [f"Inductor {mode}" for mode in modes] if peer else []
     table = Table("case", "expected", *modes, *alone, "problem")
     totals = {mode: [0, 0] for mode in modes}
@@ -222,13 +221,13 @@ def show(cases: dict, results: dict[str, dict[str, Outcome]], modes: list[str], 
                 totals[mode][1] += outcome.inductor >= case.cores
         problem = next((f"{m}: {o.wrong}" for m, o in outcomes.items() if o.wrong), "")
         ours = [_verdict(case, o) for o in outcomes.values()]
-        theirs = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
-        table.add_row(name, case.expected, *ours, *(theirs if peer else []), problem)
+        by_inductor = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
+        table.add_row(name, case.expected, *ours, *(by_inductor if peer else []), problem)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     fusable = sum(c.expected == "fuse" for c in cases.values())
-    for mode, (ours, theirs) in totals.items():
-        beside = f", Inductor alone {theirs}" if peer else ""
+    for mode, (ours, by_inductor) in totals.items():
+        beside = f", Inductor alone {by_inductor}" if peer else ""
         console.print(f"{mode}: {ours} of {fusable} fused{beside}")
     console.print(f"{wrong} wrong")
     return wrong

@@ -1,10 +1,10 @@
 """`python -m tests.evaluation.fusion_sweep`: what the pass fuses in transformers' architectures.
 
-Every architecture is built tiny, with random weights and the eager implementation, and compiled up
-to where Inductor would generate code, once for evaluation and once for training (dropout 0). It
-prints the softmaxes found, those that are attention, those that Inductor's own pass and this one
-fuse, and how outputs and gradients differ from an eager run. Results go to a JSON file as they
-come; a second run goes on where the first stopped.
+A tiny model of every architecture, with random weights and eager attention, is compiled up to
+Inductor's code generation, in eval and in training mode (without dropout). The command prints the
+numbers of softmaxes, of those that are attention, and of those fused by this pass and by
+Inductor's, and the differences of outputs and gradients from an eager run. Results are written to a
+JSON file after every architecture, and a second run continues from it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from fa_ops.testing import assert_within_budget
 from tests.evaluation.hf_sweep import inputs, tiny
 from tests.evaluation.hf_sweep.run import Base, time_limit
 
-# A softmax without these two products is a router's, a pooling's or a loss's.
+# A softmax without these two products belongs to a router, a pooling or a loss.
 NOT_ATTENTION = (NO_SCORES, NO_VALUE)
 NOTHING = {
     **dict.fromkeys(("softmaxes", "cores", "fused", "inductor", "seconds"), 0),
     **{"output": None, "gradient": None, "wrong": "", "misses": [], "calls": []},
 }
 _DROPOUTS = "dropout pdrop drop_rate drop_path layerdrop mask_time_prob mask_feature_prob".split()
-CLOSE = 1e-4  # relative; beyond it the fp64 oracle decides
+CLOSE = 1e-4  # relative; larger differences are judged by a run in fp64
 
 
 def architectures() -> list[str]:
+    """The model types that transformers lists."""
     names = {*modeling_auto.MODEL_MAPPING_NAMES, *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return sorted(names)
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Both modes of one architecture; {"skipped": why} where it does not run in eager mode."""
+    """The results of both modes; {"skipped": why} if the model does not run in eager mode."""
     try:
         model, given = _eager(name)
     except TimeoutError:
@@ -68,11 +69,9 @@ def examine(name: str) -> dict[str, Any]:
 
 
 def _eager(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A tiny model with eager attention and without dropout, and what it runs on; texts are padded,
-    one of them on the left.
-    """
+    """A tiny model with eager attention, without dropout, and its inputs; texts are left padded."""
     base = Base(name)
-    _quiet(base.config)
+    _disable_dropout(base.config)
     model, given = tiny.build(base.config, "eager"), dict(base.inputs)
     if "input_ids" in given and "attention_mask" in inputs.names(model):
         given["attention_mask"] = inputs.padding("left")
@@ -83,11 +82,11 @@ def _eager(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, given
 
 
-def _quiet(config: Any) -> None:
-    """No dropout of any kind and no cache, in a config and its parts."""
+def _disable_dropout(config: Any) -> None:
+    """Disable every kind of dropout, and the cache, in a config and its parts."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "sub_configs"):
-            _quiet(value)
+            _disable_dropout(value)
         elif isinstance(value, float) and any(word in name for word in _DROPOUTS):
             setattr(config, name, 0.0)
         elif name == "use_cache":
@@ -103,10 +102,10 @@ def _floats(output: object) -> list[Tensor]:
 def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     model.train(train)
     findings: list = []
-    theirs = 0
+    by_inductor = 0
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        nonlocal theirs
+        nonlocal by_inductor
         inner = lambda gm, *_, **__: make_boxed_func(gm.forward)  # noqa: E731
         counters["inductor"].clear()
         with contextlib.suppress(Exception):
@@ -115,7 +114,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         alone = counters["inductor"]["fuse_attention"]
         found = fuse_module(gm)
         compiled = compile_fx(gm, example_inputs, inner_compile=inner)
-        theirs += alone  # not where it raises and Dynamo tries again with smaller graphs
+        by_inductor += alone  # not if compiling raises, since Dynamo then tries smaller graphs
         findings.extend(found)
         return compiled
 
@@ -123,12 +122,12 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         expected = _results(model, model, given, train)
-    except (RuntimeError, ValueError, TypeError) as error:  # without labels, say
+    except (RuntimeError, ValueError, TypeError) as error:  # for instance, without labels
         return NOTHING | {"cannot run": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
     try:
         actual = _results(torch.compile(model, backend=backend), model, given, train)
         output, gradient, wrong = None, None, ""
-        if any(f.fused for f in findings):  # else a difference is not ours
+        if any(f.fused for f in findings):  # otherwise a difference is Inductor's
             output, gradient, wrong = _compare(model, given, train, actual, expected)
     except TimeoutError:
         raise
@@ -142,7 +141,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         "softmaxes": len(findings),
         "cores": len(cores),
         "fused": sum(f.fused for f in findings),
-        "inductor": min(theirs, len(cores)),
+        "inductor": min(by_inductor, len(cores)),
         "output": output,
         "gradient": gradient,
         "wrong": wrong,
@@ -153,27 +152,27 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
 
 
 def _results(run: Callable, model: nn.Module, given: dict, train: bool) -> tuple[list, list]:
-    """(outputs, gradients of the parameters)"""
+    """The outputs, and the gradients of the parameters."""
     torch.manual_seed(0)
     if not train:
         with torch.no_grad():
             return _floats(run(**given)), []
     outputs = _floats(run(**given))
-    wanted = [t for t in outputs if t.requires_grad]
-    generators = (torch.Generator().manual_seed(i) for i in range(len(wanted)))
-    seeds = [torch.randn(t.shape, generator=g).to(t) for t, g in zip(wanted, generators)]
+    roots = [t for t in outputs if t.requires_grad]
+    generators = (torch.Generator().manual_seed(i) for i in range(len(roots)))
+    seeds = [torch.randn(t.shape, generator=g).to(t) for t, g in zip(roots, generators)]
     leaves = [p for p in model.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True)
+    grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     return [t.detach() for t in outputs], list(grads)
 
 
 def _compare(model, given, train, actual, expected) -> tuple[float, float | None, str]:
-    """(relative difference of outputs, of gradients, what is over the budget)"""
+    """The relative differences of outputs and gradients, and what exceeds the budget."""
     worst, over = [0.0, 0.0], []
-    for kind, (mine, eager) in enumerate(zip(actual, expected, strict=True)):
-        assert len(mine) == len(eager)
+    for kind, (found, eager) in enumerate(zip(actual, expected, strict=True)):
+        assert len(found) == len(eager)
         scale = max((e.abs().max().item() for e in eager if e is not None and e.numel()), default=0)
-        for i, (a, e) in enumerate(zip(mine, eager, strict=True)):
+        for i, (a, e) in enumerate(zip(found, eager, strict=True)):
             if a is None and e is None:
                 continue
             if a is None or e is None:
@@ -188,7 +187,7 @@ def _compare(model, given, train, actual, expected) -> tuple[float, float | None
 
 
 def _judge(model, given, train, actual, expected, over) -> str:
-    """What fp64 says of the results that differ."""
+    """Compare results that differ with those in fp64; returns what exceeds the budget."""
     double = copy.deepcopy(model).double()
     given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     try:
@@ -209,7 +208,7 @@ def _judge(model, given, train, actual, expected, over) -> str:
 
 
 class _Double(TorchFunctionMode):
-    """Makes float64 of every float32 that stands in a model's code."""
+    """Replaces float32 in a model's code by float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = Tensor.double if func is Tensor.float else func
@@ -220,7 +219,7 @@ class _Double(TorchFunctionMode):
 
 
 def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
-    """Print the tables; the number of results that are wrong."""
+    """Print the tables; return the number of wrong results."""
     ran = {name: r for name, r in results.items() if "skipped" not in r}
     if rows:
         columns = ("cores", "fused", "Inductor", "output", "gradient", "problem")
@@ -239,12 +238,14 @@ def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
     )
     for mode in ("eval", "train"):
         modes = [r[mode] for r in ran.values()]
-        cores, fused, theirs = (sum(r[x] for r in modes) for x in ("cores", "fused", "inductor"))
+        cores, fused, by_inductor = (
+            sum(r[x] for r in modes) for x in ("cores", "fused", "inductor")
+        )
         bad = sum(bool(r["wrong"]) for r in modes)
         wrong += bad
         share = fused / max(cores, 1)
         console.print(
-            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {theirs}; "
+            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {by_inductor}; "
             f"{bad} architectures differ beyond the budget"
         )
     reasons: dict[str, list[str]] = collections.defaultdict(list)
@@ -265,13 +266,13 @@ def main(
     json_file: Annotated[
         Path, typer.Option("--json", help="results, read and written", callback=in_a_folder)
     ] = Path("fusion_sweep.json"),
-    again: Annotated[bool, typer.Option(help="repeat what the file has already")] = False,
+    again: Annotated[bool, typer.Option(help="repeat results that the file has")] = False,
     seconds: Annotated[int, typer.Option(min=1, help="for one architecture at most")] = 120,
     part: Annotated[str, typer.Option("--slice", help="i/n: every n-th, from the i-th on")] = "0/1",
     only_report: Annotated[bool, typer.Option(help="run nothing")] = False,
     rows: Annotated[bool, typer.Option(help="a row for each architecture")] = False,
 ) -> None:
-    """The pass over tiny models of every architecture; fails if a result is wrong."""
+    """Run the pass on tiny models of every architecture; exit with 1 if a result is wrong."""
     try:
         results = json.loads(json_file.read_text()) if json_file.exists() else {}
     except ValueError as error:
@@ -286,7 +287,7 @@ def main(
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     functorch_config.enable_autograd_cache = False
-    inductor_config.fallback_random = True  # the numbers that eager mode draws
+    inductor_config.fallback_random = True  # the random numbers of eager mode
     for name in [] if only_report else names or known[int(first) :: int(step)]:
         if name in results and not again:
             continue

@@ -1,7 +1,7 @@
 """`python -m tests.evaluation.hf_bench`: a Llama of 8B shape with each attention implementation.
 
-Random weights, no network. Every number is a measurement of this run or an error text; nothing is
-carried over from elsewhere.
+Weights are random, and nothing is downloaded. Every row holds a measurement of this run, or an
+error message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES = ("eager", "compiled")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model and what it is given; lengths in tokens."""
+    """The sizes of the model and of its inputs; lengths are in tokens."""
 
     layers: int = 8
     hidden: int = 4096
@@ -49,7 +49,7 @@ class Sizes:
     contexts: tuple[int, ...] = (4096, 32768)
     batches: tuple[int, ...] = (1, 16)
     memory: tuple[int, ...] = (8192, 16384, 32768)
-    steps: int = 32  # tokens decoded for one time
+    steps: int = 32  # tokens decoded per measurement
 
 
 TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (1, 2), (32, 64), 4)
@@ -57,23 +57,24 @@ TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (1, 2), (
 
 @dataclass
 class Bench:
-    """One model on one device; every part adds its rows to `rows`."""
+    """A model on a device; every part of the benchmark adds its measurements to `rows`."""
 
     sizes: Sizes
     model: LlamaForCausalLM
     device: torch.device
     repeats: int
     rows: list[dict]
-    deadline: float = math.inf  # of time.monotonic(); cases that come after it are left out
-    only: str = ""  # a part of the names of the cases to run
+    deadline: float = math.inf  # of time.monotonic(); later cases are skipped
+    only: str = ""  # run only cases whose names contain it
 
     def tokens(self, B: int, S: int) -> Tensor:
+        """Random tokens (B, S), the same in every call."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape, vocab = (B, S), self.sizes.vocab
         return torch.randint(3, vocab, shape, generator=generator, device=self.device)
 
     def can_use(self, implementation: str, about: dict) -> bool:
-        """Set it; where that fails the row says why."""
+        """Set the implementation; if that fails, add a row with the error."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -85,24 +86,25 @@ class Bench:
         return True
 
     def record(self, about: dict, measure: Callable[[], dict]) -> None:
-        """Add a row, with the error in place of a number where it cannot be measured."""
+        """Add a row with a measurement, or with the error if there is one."""
         if self.only not in about["case"]:
             return
-        torch._dynamo.reset()  # else a second shape makes FlexAttention, and the model, dynamic
+        torch._dynamo.reset()  # otherwise a second shape compiles dynamic code
         try:
             if time.monotonic() > self.deadline:
-                raise TimeoutError("left out: the time budget is spent")
+                raise TimeoutError("skipped: the time budget is spent")
             row = about | measure()
-        except Exception as error:  # one that cannot run must not hide the others
+        except Exception as error:  # a case that fails must not stop the others
             row = about | _error(error)
         self.add(row)
 
     def add(self, row: dict) -> None:
+        """Add a row and print it."""
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
     def milliseconds(self, step: Callable[[], object]) -> float:
-        """The median over `repeats` runs after two that are not counted."""
+        """The median over `repeats` runs after two warm-up runs."""
         times = []
         for i in range(2 + self.repeats):
             self.wait()
@@ -114,6 +116,7 @@ class Bench:
         return round(statistics.median(times), 3)
 
     def wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -123,6 +126,7 @@ def _error(error: Exception) -> dict:
 
 
 def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A Llama of the given sizes with random weights."""
     config = LlamaConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
@@ -139,15 +143,15 @@ def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCau
     return model.to(device).eval()
 
 
-def _names(wanted: list[str]) -> list[str]:
-    """The implementations, FlashAttention 3 under the name by which it can be had here."""
-    other = peers.register() if "flash_attention_3" in wanted else None
-    return [other if other and name == "flash_attention_3" else name for name in wanted]
+def _names(names: list[str]) -> list[str]:
+    """The implementations, with FlashAttention 3 under the name by which it is available here."""
+    other = peers.register() if "flash_attention_3" in names else None
+    return [other if other and name == "flash_attention_3" else name for name in names]
 
 
 def main(
     json_file: Annotated[
-        Path, typer.Option("--json", help="where the rows go", callback=in_a_folder)
+        Path, typer.Option("--json", help="the file for the rows", callback=in_a_folder)
     ] = Path("hf_bench.json"),
     implementations: Annotated[str, typer.Option(help="comma separated")] = ",".join(
         IMPLEMENTATIONS
@@ -156,26 +160,26 @@ def main(
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
     layers: Annotated[int, typer.Option(min=1)] = 8,
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
-    repeats: Annotated[int, typer.Option(min=1, help="runs of which the median counts")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="runs per measurement")] = 7,
     case: Annotated[str, typer.Option(help="only cases whose name contains it")] = "",
     budget: Annotated[
-        float | None, typer.Option(help="seconds, after which no further case is begun")
+        float | None, typer.Option(help="seconds, after which no further case is run")
     ] = None,
-    tiny: Annotated[bool, typer.Option(help="a tiny model: does the command run?")] = False,
+    tiny: Annotated[bool, typer.Option(help="a tiny model, to try the command")] = False,
 ) -> None:
-    """Prefill, training, decoding with a static cache and peak memory, in bf16; JSON rows."""
+    """Measure prefill, training, decoding with a static cache and peak memory, in bf16."""
     start = time.monotonic()
     chosen = (
         ("part", parts, PARTS),
         ("mode", modes, MODES),
         ("implementation", implementations, (*IMPLEMENTATIONS, *AttentionInterface())),
     )
-    for name, given, known in chosen:
-        for word in given.split(","):
+    for name, words, known in chosen:
+        for word in words.split(","):
             if word not in known:
                 raise typer.BadParameter(f"no {name} is called {word!r}: {', '.join(known)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch sees no such device")
+        raise typer.BadParameter("--device cuda: torch has no such device")
     if device == "cpu" and not tiny:
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What the benchmark measures of a model: each part adds its rows to a `Bench`."""
+"""The parts of the benchmark; each adds its measurements to a `Bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prefill(bench: Bench, name: str, compiled: bool) -> None:
-    """One forward pass without a cache; the logits of the last token."""
+    """A forward pass without a cache, with the logits of the last token."""
     mode = {"implementation": name, "part": "prefill", "compiled": compiled}
     model = torch.compile(bench.model, dynamic=False) if compiled else bench.model
 
@@ -38,14 +38,14 @@ def prefill(bench: Bench, name: str, compiled: bool) -> None:
 
 
 def left_padding(ids: Tensor) -> Tensor:
-    """Row b of B misses its first b / (4 B) tokens: an eighth of all tokens is padding."""
+    """A mask without the first b / (4 B) of row b of B; an eighth of all tokens is padding."""
     B, S = ids.shape
     missing = torch.arange(B, device=ids.device)[:, None] * S // (4 * B)
     return (torch.arange(S, device=ids.device) >= missing).long()
 
 
 def train(bench: Bench, name: str, compiled: bool) -> None:
-    """Forward, loss and backward; no optimizer."""
+    """Forward pass, loss and backward pass, without an optimizer."""
     mode = {"implementation": name, "part": "train", "compiled": compiled}
     model = torch.compile(bench.model, dynamic=False) if compiled else bench.model
 
@@ -87,9 +87,9 @@ def documents(total: int, device: torch.device) -> dict:
 
 
 def decode(bench: Bench, name: str, compiled: bool) -> None:
-    """A token at a time with a static cache; compiled as generate() does it, reduce-overhead.
+    """Decoding with a static cache, compiled as in generate(), by mode reduce-overhead.
 
-    The last case of a batch size has the longest cache filled only as far as the shortest.
+    In the last case of a batch size, the longest cache is filled only to the shortest length.
     """
     sizes = bench.sizes
     cases = [(n, n, B) for B in sizes.batches for n in sizes.contexts]
@@ -135,9 +135,10 @@ def _decode(bench: Bench, filled: int, room: int, B: int, compiled: bool) -> flo
 
 
 def generate(bench: Bench, name: str, compiled: bool) -> None:
-    """generate() itself with a static cache, which compiles decoding on GPUs; also left padded.
+    """generate() with a static cache, which compiles decoding on GPUs; also left padded.
 
-    A token's time is the difference between many tokens and one, so that the prefill cancels out.
+    The time of a token is computed from the difference between many tokens and few, in which the
+    prefill cancels out.
     """
     if not compiled and bench.device.type == "cuda":
         return
@@ -164,7 +165,7 @@ def _generate(bench: Bench, ids: Tensor, mask: Tensor, new: int) -> float:
 
 
 def memory(bench: Bench, name: str, compiled: bool) -> None:
-    """What a prefill holds at most beyond the weights, unpadded and left padded; eager only."""
+    """The peak memory of a prefill beyond the weights, unpadded and left padded; eager only."""
     if compiled:
         return
     for S in bench.sizes.memory:
@@ -183,7 +184,7 @@ def _peak(bench: Bench, ids: Tensor, inputs: dict) -> float:
     if bench.device.type != "cuda":
         raise NotImplementedError("peak memory is read from CUDA's allocator")
     with torch.no_grad():
-        for _ in range(2):  # the first run compiles, which holds memory of its own
+        for _ in range(2):  # the first run compiles, which also allocates memory
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

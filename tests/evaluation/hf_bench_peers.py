@@ -1,5 +1,4 @@
-"""An implementation that the benchmark measures and transformers does not know: FlashAttention 3
-from the wheel `fa3_fwd`, which has its forward pass alone."""
+"""FlashAttention 3 from the wheel `fa3_fwd`, which has only the forward pass, for transformers."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from hf_integration.memo import PerTensorMemo
 
 FA3_FORWARD = "fa3_fwd"
 _MODULE = "fa3_fwd_interface"
-PARTS = ("prefill", "memory")  # it is not told which part of a static cache is filled
+PARTS = ("prefill", "memory")  # it does not support partly filled caches
 
 _memo = PerTensorMemo()
 
 
 def register() -> str | None:
-    """Make it known to transformers where it can be imported and flash_attention_3 cannot be used.
+    """Register it if it can be imported and transformers' flash_attention_3 is not available.
 
-    Returns the name to use in place of "flash_attention_3", or None.
+    Returns the name to use instead of "flash_attention_3", or None.
     """
     if is_flash_attn_3_available() or importlib.util.find_spec(_MODULE) is None:
         return None
@@ -43,10 +42,10 @@ def forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention in the layout that the kernel prefers, which costs no copy.
+    """Causal attention, in the layout of the kernel, which needs no copy.
 
-    `attention_mask` (B, S) says which tokens are there; the others are left out, and what that
-    takes is found once in a forward pass.
+    Tokens that `attention_mask` (B, S) excludes are removed; the indices of the others are computed
+    once in a forward pass.
     """
     if torch.is_grad_enabled() and query.requires_grad:
         raise NotImplementedError("the wheel fa3_fwd has no backward pass")
@@ -66,7 +65,7 @@ def forward(
 
 
 def _tokens(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The tokens that are there, in one row; where each sequence ends; the longest's length."""
+    """The indices of the kept tokens, the cumulative lengths, and the longest length."""
     lengths = mask.sum(1, dtype=torch.int32)
     ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return mask.flatten().nonzero()[:, 0], ends, int(lengths.max())

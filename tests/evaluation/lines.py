@@ -13,7 +13,7 @@ SUFFIXES = (".py", ".cu", ".cuh")
 
 
 def count(checkout: Path) -> dict[str, dict[str, int]]:
-    """Lines by package and by suffix, blank lines and comments included."""
+    """The numbers of lines by package and suffix, with blank lines and comments."""
     return {
         package: {
             suffix: sum(
@@ -27,12 +27,12 @@ def count(checkout: Path) -> dict[str, dict[str, int]]:
 
 
 def main(
-    checkouts: Annotated[list[Path] | None, typer.Argument(help="this one unless named")] = None,
+    checkouts: Annotated[list[Path] | None, typer.Argument(help="default: this one")] = None,
 ) -> None:
-    """Source lines of the installed packages, by package and suffix."""
+    """Print the source lines of the installed packages, by package and suffix."""
     for checkout in checkouts or [ROOT]:
         if not (checkout / PACKAGES[0]).is_dir():
-            raise typer.BadParameter(f"{checkout} is no checkout: it has no {PACKAGES[0]}/")
+            raise typer.BadParameter(f"{checkout} is not a checkout: it has no {PACKAGES[0]}/")
         counts = count(checkout)
         typer.echo(f"{checkout}")
         typer.echo(f"  {'':16}" + "".join(f"{name:>8}" for name in (*SUFFIXES, "all")))

@@ -1,4 +1,4 @@
-"""What the fusion commands refuse, before they run anything."""
+"""The arguments of the fusion commands."""
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ def invoke(command, arguments):
         (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of fused, inductor"),
     ],
 )
-def test_refusals(command, arguments, message, monkeypatch):
+def test_bad_arguments_are_refused(command, arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = invoke(command, arguments)
     assert result.exit_code == 2 and message in result.output
 
 
-def test_the_corpus_command_counts_what_is_fused():
+def test_the_corpus_command_runs():
     result = invoke(fusion_corpus, [REFUSED, "--modes", "eval", "--no-peer"])
     assert result.exit_code == 0 and "0 wrong" in result.output
 

@@ -1,4 +1,4 @@
-"""The benchmark as a command, on little, and the peer that transformers does not know."""
+"""The benchmark command with tiny sizes, and FlashAttention 3 from its own wheel."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_the_benchmark_runs(tmp_path):
     assert all("error" in row for row in rows if row["part"] == "memory")
 
 
-def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
+def test_cases_after_the_budget_are_skipped(tmp_path):
     file = tmp_path / "bench.json"
     options = "--tiny --modes eager --device cpu --parts prefill --implementations sdpa --budget 0"
     command = [
@@ -49,11 +49,11 @@ def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
     subprocess.run([*command, "--json", str(file)], check=True, timeout=200, cwd=ROOT)
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
-    assert {row["error"] for row in rows} == {"TimeoutError: left out: the time budget is spent"}
+    assert {row["error"] for row in rows} == {"TimeoutError: skipped: the time budget is spent"}
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "arguments, message",
     [
         ({"parts": "prefil"}, "no part is called 'prefil': prefill,"),
         ({"modes": "fast"}, "no mode is called 'fast': eager, compiled"),
@@ -61,14 +61,14 @@ def test_a_spent_budget_leaves_cases_out_and_says_so(tmp_path):
         ({"device": "cpu"}, "a model of 8B shape needs CUDA"),
     ],
 )
-def test_bad_arguments_are_named(wrong, says):
-    with pytest.raises(typer.BadParameter, match=says):
-        bench.main(**wrong)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        bench.main(**arguments)
 
 
 @pytest.fixture
 def wheel(monkeypatch):
-    """A module with the kernels' signatures."""
+    """A module with the signatures of the wheel, computed by fa_ops."""
 
     def attend(q, k, v, softmax_scale=None, causal=False):
         out = fa_ops.attention(
@@ -88,7 +88,7 @@ def wheel(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == module.__name__)
 
 
-def test_the_forward_only_wheel_takes_the_place_of_flash_attention_3(wheel):
+def test_the_wheel_replaces_flash_attention_3(wheel):
     assert bench._names(["sdpa", "flash_attention_3"]) == ["sdpa", "fa3_fwd"]
     model = tiny.build(next(tiny.configs("llama")), "fa_ops")
     left, right = padding("left"), padding("right")
@@ -102,7 +102,7 @@ def test_the_forward_only_wheel_takes_the_place_of_flash_attention_3(wheel):
         torch.testing.assert_close(found[0][kept], found[1][kept])
 
 
-def test_what_the_wheel_cannot_do_is_refused(wheel):
+def test_unsupported_calls_of_the_wheel_raise(wheel):
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no backward"):
         peers.forward(torch.nn.Module(), q, q, q)
@@ -110,5 +110,5 @@ def test_what_the_wheel_cannot_do_is_refused(wheel):
         peers.forward(torch.nn.Module(), q[:, :, :1], q, q)
 
 
-def test_without_the_wheel_the_name_stays():
+def test_without_the_wheel_the_name_is_unchanged():
     assert bench._names(["flash_attention_3"]) == ["flash_attention_3"]

@@ -1,4 +1,4 @@
-"""The check on a real model, on two of its prompts."""
+"""The check of a real model, on two prompts."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.evaluation import hf_check as check
 
 
 @pytest.mark.slow
-def test_a_real_model_says_what_it_says_with_eager_attention():
+def test_a_real_model_gives_the_tokens_of_eager_attention():
     if packages := smollm.missing():
         pytest.skip(f"needs {', '.join(packages)}")
     model, tokenizer = smollm.load("cpu", torch.float32)
@@ -25,15 +25,15 @@ def test_a_real_model_says_what_it_says_with_eager_attention():
     assert len(found["eager"].tokens.unique()) > 3
 
 
-def test_bad_arguments_are_named(monkeypatch):
+def test_bad_arguments_are_refused(monkeypatch):
     with pytest.raises(typer.BadParameter, match="dtype must be float32, .*got 'half'"):
         check.main("cpu", "half")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="torch sees no such device"):
+    with pytest.raises(typer.BadParameter, match="torch has no such device"):
         check.main("cuda:1", "")
 
 
-def test_differences_count_where_the_choice_was_clear():
+def test_differences_are_counted_by_margin():
     eager = check.Answers(tensor([[1, 2], [3, 4], [5, 6]]), tensor([[9.0, 0.1], [1.0, 9], [9, 9]]))
     ours = check.Answers(tensor([[1, 7], [8, 4], [5, 6]]), eager.margins)
     assert check.differing(eager, ours, 0.0) == (2, 2)

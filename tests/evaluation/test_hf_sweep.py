@@ -1,4 +1,4 @@
-"""The sweep as a command, on little."""
+"""The sweep command on a few models."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests.evaluation.hf_sweep.__main__ import main
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
+def test_the_sweep_runs_and_continues(tmp_path, capsys):
     file = tmp_path / "sweep.json"
     types = ["gemma2", "bloom", "vit"]
     main(types, file, "fa_ops,sdpa")
@@ -23,7 +23,7 @@ def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
     assert {r[0] for r in found["gemma2"]["fa_ops"].values()} == {"pass", "skip"}
     assert found["gemma2"]["sdpa"].keys() == found["gemma2"]["fa_ops"].keys()
     assert found["bloom"]["fa_ops"]["nopad"][0] == "unrouted"
-    # what sdpa makes of Gemma 2's softcap depends on transformers' version
+    # the result of sdpa for Gemma 2, which has a softcap, depends on the release of transformers
     assert ["nopad", "2/0/0/1/0"] in [line.split()[:2] for line in out.splitlines()]
     command = [sys.executable, "-m", "tests.evaluation.hf_sweep", *types, "--json", str(file)]
     again = subprocess.check_output([*command, "--only-report"], text=True, timeout=200, cwd=ROOT)
@@ -31,17 +31,17 @@ def test_the_sweep_runs_continues_and_counts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "arguments, message",
     [
-        ({"types": ["nosuch"]}, "'nosuch' is no model type"),
+        ({"types": ["nosuch"]}, "'nosuch' is not a model type"),
         ({"scenarios": "nopad,fast"}, "no scenario is called 'fast'"),
         ({"against": "fast"}, "no implementation is called 'fast'"),
         ({"json_file": Path(__file__)}, "test_hf_sweep.py holds no results"),
     ],
 )
-def test_bad_arguments_are_named(wrong, says):
-    with pytest.raises(typer.BadParameter, match=says):
-        main(**wrong)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        main(**arguments)
 
 
 def test_a_broken_feature_fails_its_scenario(monkeypatch):
@@ -62,5 +62,5 @@ def test_a_broken_feature_fails_its_scenario(monkeypatch):
     assert [status for status, _ in results.values()] == ["fail"] * 4
 
 
-def test_scenarios_are_those_of_the_tables():
+def test_there_are_as_many_scenarios_as_in_the_docs():
     assert len(scenarios.SCENARIOS) == 13

@@ -1,4 +1,4 @@
-"""transformers' own tests as a command, on a source distribution of three tests."""
+"""The command for transformers' tests, on a source distribution with a few tests."""
 
 import json
 from collections import Counter
@@ -60,7 +60,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tests_run_through_fa_ops_and_are_compared(folder, tmp_path, capsys):
+def test_the_tests_run_with_fa_ops_and_are_compared(folder, tmp_path, capsys):
     pytest.importorskip("parameterized")
     file = tmp_path / "results.json"
     with pytest.raises(typer.Exit) as end:
@@ -95,7 +95,7 @@ def test_every_family_runs_forward(family):
         model(**(rows if "MultipleChoice" in name else inputs))
 
 
-def test_bad_arguments_are_named(folder, tmp_path):
+def test_bad_arguments_are_refused(folder, tmp_path):
     pytest.importorskip("parameterized")
 
     def refused(path, families: str) -> str:
@@ -110,7 +110,7 @@ def test_bad_arguments_are_named(folder, tmp_path):
     assert found.endswith("has no PKG-INFO beside tests/test_modeling_common.py")
 
 
-def test_what_did_not_run_is_no_pass():
+def test_a_test_that_did_not_run_is_a_regression():
     base = {"test_a": ["passed", 2, ""], "test_b": ["failed", 1, "x"]}
     ours = {"test_a": ["skipped", 0, "why"], "test_b": ["passed", 1, ""]}
     assert report.regressions(base, ours) == ["test_a"]

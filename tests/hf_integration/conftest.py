@@ -5,7 +5,7 @@ import fa_ops
 
 @pytest.fixture
 def packed_calls(monkeypatch) -> list[int]:
-    """Sequences of every packed call."""
+    """The number of sequences of every packed call."""
     found = []
     varlen = fa_ops.attention_varlen
 

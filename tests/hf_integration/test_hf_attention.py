@@ -1,4 +1,4 @@
-"""The attention function alone: every keyword that some model passes, against the oracle."""
+"""The attention function with every keyword that some model passes, against the oracle."""
 
 from types import SimpleNamespace
 
@@ -63,7 +63,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("form", MASKS)
-def test_masks_and_keywords(form, option):
+def test_every_keyword_with_every_mask_matches_the_oracle(form, option):
     q, k, v = inputs()
     (mask, spec), (options, fields) = MASKS[form], OPTIONS[option]
     out, weights = forward(q, k, v, mask, **options)
@@ -72,18 +72,18 @@ def test_masks_and_keywords(form, option):
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_position_bias(form):
+def test_position_bias_is_added_and_differentiated(form):
     q, k, v = inputs()
     mask, spec = MASKS[form]
     bias = random(1, 4, 12, 12, seed=2).requires_grad_()
     out, _ = forward(q, k, v, mask, position_bias=bias)
-    whole = bias if spec.attn_mask is None or form == "bool" else bias + spec.attn_mask
+    added = bias if spec.attn_mask is None or form == "bool" else bias + spec.attn_mask
     if form == "bool":
-        whole = whole.masked_fill(~BOOL, float("-inf"))
-    check(out, q, k, v, spec._replace(attn_mask=whole))
+        added = added.masked_fill(~BOOL, float("-inf"))
+    check(out, q, k, v, spec._replace(attn_mask=added))
     (ours,) = torch.autograd.grad(out.square().sum(), bias)
     oracle, _ = reference.dense(
-        q.double(), k.double(), v.double(), spec._replace(attn_mask=whole.double())
+        q.double(), k.double(), v.double(), spec._replace(attn_mask=added.double())
     )
     (expected,) = torch.autograd.grad(oracle.square().sum(), bias)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
@@ -103,7 +103,7 @@ def test_weights_are_those_of_eager_attention(form, sinks):
     torch.testing.assert_close(weights, expected.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_sink_for_every_query():
+def test_sinks_may_differ_by_query():
     q, k, v = inputs()
     sinks = random(2, 4, 12, 1).requires_grad_()
     out, _ = forward(q, k, v, MASKS["causal"][0], sinks=sinks)
@@ -131,7 +131,9 @@ def test_a_sink_for_every_query():
         (False, True, False),
     ],
 )
-def test_without_a_mask_the_argument_decides_then_the_module(argument, attribute, causal):
+def test_without_a_mask_causality_is_that_of_the_argument_or_else_of_the_module(
+    argument, attribute, causal
+):
     q, k, v = inputs()
     module = nn.Module()
     if attribute is not None:
@@ -140,8 +142,8 @@ def test_without_a_mask_the_argument_decides_then_the_module(argument, attribute
     check(out, q, k, v, CAUSAL if causal else Spec())
 
 
-def test_without_a_mask_a_longer_cache_is_cut():
-    """As SDPA aligns it at the top left: query i sees keys 0 to i."""
+def test_without_a_mask_the_unused_end_of_a_cache_is_not_attended():
+    """Aligned at the top left, as in SDPA: query i attends keys 0 to i."""
     q, k, v = inputs(make_case(Sq=5, Sk=12))
     out, _ = forward(q, k, v)
     check(out, q, k[:, :, :5], v[:, :, :5], CAUSAL)
@@ -149,7 +151,7 @@ def test_without_a_mask_a_longer_cache_is_cut():
     check(out, q[:, :, :1], k, v, Spec())
 
 
-def test_causal_over_the_filled_part_of_a_cache():
+def test_a_causal_mask_over_the_filled_part_of_a_cache():
     q, k, v = inputs(make_case(Sq=5, Sk=12))
     bias = random(1, 4, 5, 12)
     out, _ = forward(q, k, v, encodings.causal((2, 1, 5, 12), 9, "cpu"), position_bias=bias)
@@ -165,7 +167,7 @@ def packed(lengths=(5, 7)):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_cu_seq_lens_without_a_mask_packs(causal, dtype):
+def test_cu_seq_lens_without_a_mask_give_a_packed_call(causal, dtype):
     q, k, v, ends = packed()
     lens = {"cu_seq_lens_q": ends.to(dtype), "cu_seq_lens_k": ends.to(dtype)}
     out, _ = forward(q, k, v, is_causal=causal, max_length_q=7, max_length_k=7, **lens)
@@ -176,8 +178,8 @@ def test_cu_seq_lens_without_a_mask_packs(causal, dtype):
 
 @pytest.mark.parametrize("form", ["causal", "ranges", "full"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_cu_seq_lens_confine_what_a_mask_leaves(form, bias):
-    """The mask of transformers may not know of the packing."""
+def test_cu_seq_lens_restrict_a_mask(form, bias):
+    """The mask of transformers may not separate the documents."""
     q, k, v, ends = packed()
     mask, spec = MASKS[form]
     mask = ranges(1) if form == "ranges" else mask
@@ -189,8 +191,8 @@ def test_cu_seq_lens_confine_what_a_mask_leaves(form, bias):
         together = together.tril()
     if form == "ranges":
         together[:, :3] = False
-    whole = torch.zeros(1, 1, 12, 12).masked_fill(~together, float("-inf"))
-    check(out, q, k, v, Spec(attn_mask=whole + extra.get("position_bias", 0.0)))
+    added = torch.zeros(1, 1, 12, 12).masked_fill(~together, float("-inf"))
+    check(out, q, k, v, Spec(attn_mask=added + extra.get("position_bias", 0.0)))
 
 
 def test_indices_select_keys():
@@ -210,7 +212,7 @@ def test_indices_select_keys():
         check(out, q, k, v, spec)
 
 
-def test_mixed_dtypes_follow_the_value_or_autocast():
+def test_mixed_dtypes_become_that_of_the_value_or_of_autocast():
     q, k, v = inputs()
     out, _ = forward(q, k, v.bfloat16())
     assert out.dtype == torch.bfloat16
@@ -228,13 +230,13 @@ def test_strides_that_the_operator_refuses_are_copied():
     check(out, q, k, v, CAUSAL)
 
 
-def test_learned_queries_are_shared_by_the_batch():
+def test_queries_of_batch_size_one_are_broadcast():
     q, k, v = inputs()
     out, _ = forward(q[:1], k, v, MASKS["full"][0])
     check(out, q[:1].expand_as(q), k, v, Spec())
 
 
-def test_dropout_is_drawn_from_torch_and_leaves_the_mean():
+def test_dropout_follows_the_seed_of_torch():
     q, k, v = inputs(make_case(B=1, Sq=64, Sk=64, Hq=8))
     torch.manual_seed(3)
     first = forward(q, k, v, dropout=0.5)[0]
@@ -244,15 +246,17 @@ def test_dropout_is_drawn_from_torch_and_leaves_the_mean():
 
 
 @pytest.mark.parametrize("name", ["cache", "block_indices"])
-def test_what_only_others_can_do_is_refused(name):
+def test_unsupported_arguments_raise(name):
     q, k, v = inputs()
-    with pytest.raises(NotImplementedError, match=f"does not take `{name}`, which Module passes"):
+    with pytest.raises(
+        NotImplementedError, match=f"does not support `{name}`, which Module passes"
+    ):
         forward(q, k, v, **{name: SimpleNamespace()})
 
 
 @pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (288, False, 1), (16, False, 0)])
-def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cached, monkeypatch):
-    """Lengths on the device, and head dimensions wider than other kernels have."""
+def test_some_decoding_steps_run_the_cache_operator(D, lengths, cached, monkeypatch):
+    """Lengths on the device, and head dimensions that other kernels do not support."""
     calls = []
     attend = fa_ops.attention_with_kv_cache
     monkeypatch.setattr(
@@ -266,7 +270,7 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
     assert len(calls) == cached
     check(out, q, k, v, Spec(kv_lens=lens.int(), sinks=SINKS, softcap=2.0))
-    if lengths:  # with gradients the lengths become ranges
+    if lengths:  # with gradients the lengths become key ranges
         q.requires_grad_()
         out, _ = forward(q, k, v, mask, s_aux=SINKS, softcap=2.0)
         assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
@@ -274,26 +278,26 @@ def test_steps_of_decoding_that_only_the_cached_operator_takes(D, lengths, cache
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_step_with_padding_in_front_splits_its_keys_on_a_gpu(rows, monkeypatch):
-    """Here the condition alone is a GPU's."""
-    given, attend = [], fa_ops.attention_with_kv_cache
+def test_a_decoding_step_with_left_padding_is_passed_contiguous_lengths(rows, monkeypatch):
+    """The operator that is chosen on a GPU, here on the CPU."""
+    passed, attend = [], fa_ops.attention_with_kv_cache
     monkeypatch.setattr(
-        fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
+        fa_ops, "attention_with_kv_cache", lambda *a, **k: passed.append(a[3]) or attend(*a, **k)
     )
     q, k, v = inputs(make_case(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16))
     lo, hi = torch.tensor([[3], [0]])[:rows], torch.tensor([[7], [9]])[:rows]
     mask, module = encodings.ranges((2, 1, 1, 9), lo, hi), torch.nn.Module()
     options = {"scale": None, "softcap": 0.0, "dropout_p": 0.0}
-    call = operators.Inputs(q, k, v, encodings.arguments(mask), None, options)
+    call = operators.LayerCall(q, k, v, encodings.arguments(mask), None, options)
     with torch.no_grad():
         assert operators.is_step(call)
         outs = [operators.step(module, call) for _ in range(2)]
-    check(outs[0].transpose(1, 2), q, k, v, Spec(key_ranges=mask.ranges))
-    assert given[0] is given[1] and given[0].is_contiguous()
-    assert given[0].tolist() == [7, 9][:rows] * (2 // rows)
+    check(outs[0][0], q, k, v, Spec(key_ranges=mask.ranges))
+    assert passed[0] is passed[1] and passed[0].is_contiguous()
+    assert passed[0].tolist() == [7, 9][:rows] * (2 // rows)
 
 
-def test_lengths_are_those_of_every_row_that_a_model_repeats():
+def test_lengths_are_expanded_to_a_batch_that_a_model_repeats():
     q, k, v = inputs(make_case(B=4, Hq=4, Hkv=1, Sq=1, Sk=9, D=16, Dv=16))
     mask = encodings.lengths((2, 1, 1, 9), torch.tensor([[5]]))
     with torch.no_grad():
@@ -302,8 +306,8 @@ def test_lengths_are_those_of_every_row_that_a_model_repeats():
 
 
 def test_heads_wider_than_any_gpu_kernel_run_eager_attention(monkeypatch):
-    monkeypatch.setattr(operators, "_is_too_wide", lambda q, v: True)
-    monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was asked"))
+    monkeypatch.setattr(operators, "is_too_wide", lambda call: True)
+    monkeypatch.setattr(fa_ops, "attention", lambda *a, **k: pytest.fail("a kernel was called"))
     q, k, v = inputs()
     for form in MASKS:
         mask, spec = MASKS[form]

@@ -1,4 +1,4 @@
-"""Continuous batching: generate_batch on the paged cache, against generate with eager attention."""
+"""Continuous batching: generate_batch on the paged cache gives the tokens of eager generate."""
 
 import inspect
 from unittest import mock
@@ -13,8 +13,8 @@ import fa_ops
 from hf_integration import hooks
 
 NEW = 6
-KNOWN = inspect.signature(ContinuousBatchingConfig).parameters
-SIZES = {("page_size" if "page_size" in KNOWN else "block_size"): 8}
+PARAMETERS = inspect.signature(ContinuousBatchingConfig).parameters
+SIZES = {("page_size" if "page_size" in PARAMETERS else "block_size"): 8}
 SIZES |= {"num_blocks": 16, "max_batch_tokens": 32}
 
 
@@ -41,21 +41,21 @@ def batched(model, name: str, **sizes) -> list[list[int]]:
     return [result.generated_tokens for result in out.values()]
 
 
-def test_the_hook_found_what_it_changes():
-    assert hooks.state["continuous batching"] == "on"
+def test_the_hook_is_installed():
+    assert hooks.states["continuous batching"] == "on"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
-def test_gathered_keys(model_type):
-    """Full and sliding layers, and sinks."""
+def test_gathered_keys_give_the_tokens_of_eager_attention(model_type):
+    """With full layers, sliding layers and sinks."""
     model = build(model_type)
     assert batched(model, "fa_ops") == alone(model)
 
 
 @pytest.mark.filterwarnings("ignore:The `paged|:FutureWarning")
 @pytest.mark.parametrize("name", ["fa_ops", "paged|fa_ops"])
-def test_pages_are_attended_where_they_are(name, monkeypatch):
-    """transformers takes that way on CUDA only; here it is let through."""
+def test_pages_are_attended_in_place(name, monkeypatch):
+    """transformers uses this path on CUDA only; its check is disabled here."""
     appended = 0
     attend = fa_ops.attention_with_kv_cache
 

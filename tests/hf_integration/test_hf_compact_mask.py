@@ -1,4 +1,4 @@
-"""A compact mask in code that computes with it: the bool tensor that SDPA's would be."""
+"""A compact mask in code that computes with it is the bool mask of SDPA."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_operation_sees_the_bool_mask(name, operation):
+def test_every_operation_gives_that_of_the_bool_mask(name, operation):
     make, expected = EXPECTED[name]
     mask = make()
     assert mask.encoding.value == name
@@ -58,8 +58,8 @@ def test_every_operation_sees_the_bool_mask(name, operation):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_operation_sees_the_bool_mask_in_a_graph(name):
-    """As an argument of a compiled function, and made inside one."""
+def test_every_operation_in_a_graph_gives_that_of_the_bool_mask(name):
+    """For a mask that is an argument of a compiled function, and one that is made inside."""
 
     def all_operations(mask):
         return [operation(mask) for operation in OPERATIONS.values()]
@@ -75,7 +75,7 @@ def test_every_operation_sees_the_bool_mask_in_a_graph(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_added_to_scores_it_is_the_mask_that_eager_attention_adds(name):
+def test_added_to_scores_it_is_the_float_mask_of_eager_attention(name):
     make, expected = EXPECTED[name]
     scores = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
     lowest = torch.finfo(torch.float32).min
@@ -96,7 +96,7 @@ def attend(mask, queries=4):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_attention_is_that_of_the_bool_mask(name):
+def test_attention_gives_that_of_the_bool_mask(name):
     make, expected = EXPECTED[name]
     queries = expected.shape[2]
     torch.testing.assert_close(attend(make(), queries), attend(expected, queries))
@@ -111,7 +111,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name != "lengths"])
-def test_what_a_model_writes_to_its_mask_holds(name, write):
+def test_attention_sees_writes_to_a_mask(name, write):
     make, expected = EXPECTED[name]
     mask, expected = make(), expected.clone()
     WRITES[write](mask)
@@ -120,7 +120,7 @@ def test_what_a_model_writes_to_its_mask_holds(name, write):
     torch.testing.assert_close(attend(mask), attend(expected))
 
 
-def test_a_write_in_a_graph_is_refused():
+def test_a_write_in_a_graph_raises():
     torch._dynamo.reset()
     run = torch.compile(WRITES["itself"], backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="writes to an attention mask in place"):
@@ -144,8 +144,8 @@ def test_a_mask_is_materialised_once():
     assert hf_integration.mask_counts == {"dense: the model computes with its mask": 1}
 
 
-def test_checkpoints_save_masks():
-    """Without the cache that they recompute into, which would make the mask of another call."""
+def test_gradient_checkpointing_saves_masks():
+    """Without a cache, because recomputing would append to it again."""
     model, mask = build("mistral").train(), padding(side="right")
     found = []
     for reentrant in (None, True, False):
@@ -171,14 +171,14 @@ def test_siglip2_repeats_the_mask_of_its_pooling_head(padded, compiled):
     kept, shapes = torch.ones(2, 64, dtype=torch.long), torch.tensor([[8, 8], [8, 8]])
     if padded:
         kept[1, 48:], shapes[1, 0] = 0, 6
-    given = (torch.randn(2, 64, 8 * 8 * 3), kept, shapes)
+    inputs = (torch.randn(2, 64, 8 * 8 * 3), kept, shapes)
     found = []
     for name in ("eager", "fa_ops"):
         model.set_attn_implementation(name)
         run = torch.compile(model, backend="eager") if compiled and name == "fa_ops" else model
         torch._dynamo.reset()
         with torch.no_grad():
-            found.append(run(*given).pooler_output)
+            found.append(run(*inputs).pooler_output)
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -195,11 +195,11 @@ GEMMA4 = dict(
 @pytest.mark.parametrize("pad", ["none", "ones", "left"])
 @pytest.mark.parametrize("family", ["Gemma4", "Gemma4Unified"])
 def test_gemma4_assistants_flip_their_sliding_mask(family, pad, monkeypatch):
-    """More keys than the window, which the flip moves from the future to the past."""
+    """With more keys than the window, which the flip moves from the future to the past."""
     if not hasattr(transformers, f"{family}AssistantConfig"):
         pytest.skip("not in this transformers release")
     text = getattr(transformers, f"{family}TextConfig")
-    # what the model asks for; the config computes it for models that store keys themselves
+    # The model reads this attribute, which configs only compute for models with their own keys.
     shared = property(lambda self: ["reuse"] * self.num_hidden_layers)
     monkeypatch.setattr(text, "kv_sharing_modes", shared, raising=False)
     config = getattr(transformers, f"{family}AssistantConfig")(

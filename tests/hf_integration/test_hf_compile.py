@@ -1,4 +1,4 @@
-"""Under torch.compile(fullgraph=True): one graph, small masks, the same numbers."""
+"""torch.compile(fullgraph=True): one graph, compact masks, and the results of eager mode."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def is_materialised(value) -> bool:
 
 
 class Graphs:
-    """A backend that keeps the graphs and runs them as they are."""
+    """A backend that records the graphs and runs them unchanged."""
 
     def __init__(self):
         self.calls, self.shapes = [], []
@@ -29,11 +29,11 @@ class Graphs:
         return graph.forward
 
     def square(self, Sq: int, Sk: int | None = None) -> list[tuple]:
-        """The shapes of tensors of Sq queries times Sk keys."""
+        """The shapes of all tensors in the graphs that end with (Sq, Sk)."""
         return [shape for shape in self.shapes if shape[-2:] == (Sq, Sk or Sq)]
 
     def masks(self) -> list[str]:
-        """Which keywords carry the masks of the attention calls of the last graph."""
+        """How the attention calls of the last graph are passed their masks."""
         return [
             "lengths" if "kv_cache" in str(node.target)
             else "key_ranges" if "key_ranges" in node.kwargs
@@ -54,7 +54,7 @@ def logits(out):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_one_graph_over_several_lengths(model_type):
+def test_several_lengths_are_one_graph(model_type):
     model = build(model_type)
     run, graphs = compiled(model, dynamic=True)
     for S in (9, 12, 16, 21):
@@ -62,8 +62,8 @@ def test_one_graph_over_several_lengths(model_type):
         with torch.no_grad():
             torch.testing.assert_close(logits(run(ids)), logits(model(ids)))
     assert len(graphs.calls) == 1
-    wanted = {"bert": {"full"}, "llama": {"causal"}, "mistral": {"key_ranges"}}
-    assert set(graphs.masks()) == wanted.get(model_type, {"causal", "key_ranges"})
+    expected = {"bert": {"full"}, "llama": {"causal"}, "mistral": {"key_ranges"}}
+    assert set(graphs.masks()) == expected.get(model_type, {"causal", "key_ranges"})
 
 
 def mask_with(kind: str, S: int) -> torch.Tensor:
@@ -76,8 +76,7 @@ def mask_with(kind: str, S: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "model_type, kind", [*((name, "holes") for name in FAMILIES), ("llama", "left")]
 )
-def test_padded(model_type, kind):
-    """Exact for every mask, with nothing in the graph that has a size of queries times keys."""
+def test_padding_is_exact_without_a_dense_mask(model_type, kind):
     model, S = build(model_type), 23
     mask, ids = mask_with(kind, S), tokens(S=S)
     run, graphs = compiled(model)
@@ -91,7 +90,7 @@ def test_padded(model_type, kind):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_padded_prefill_of_a_static_cache(model_type):
+def test_a_padded_prefill_of_a_static_cache_has_no_dense_mask(model_type):
     model, S = build(model_type), 23
     mask, ids = mask_with("holes", S), tokens(S=S)
     run, graphs = compiled(model)
@@ -106,7 +105,7 @@ def test_padded_prefill_of_a_static_cache(model_type):
     assert graphs.square(S, 40) == graphs.square(S) == []
 
 
-def test_padded_over_several_lengths():
+def test_padding_of_several_lengths_is_one_graph():
     model = build("mistral")
     run, graphs = compiled(model, dynamic=True)
     for S in (9, 12, 16):
@@ -117,7 +116,7 @@ def test_padded_over_several_lengths():
     assert len(graphs.calls) == 1
 
 
-def test_padded_training_step():
+def test_a_padded_training_step_has_the_gradients_of_eager_attention():
     model, S = build("llama"), 23
     mask, ids = mask_with("right", S), tokens(S=S)
     labels = ids.masked_fill(mask == 0, -100)
@@ -132,7 +131,7 @@ def test_padded_training_step():
     assert graphs.square(S) == []
 
 
-def test_packed_training_step_has_no_dense_mask():
+def test_a_packed_training_step_has_no_dense_mask():
     model = build("gemma3_text")
     positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
     run, graphs = compiled(model)
@@ -142,7 +141,7 @@ def test_packed_training_step_has_no_dense_mask():
     assert set(graphs.masks()) == {"key_ranges"}
 
 
-def test_static_decoding_reads_the_filled_part_of_the_cache():
+def test_decoding_with_a_static_cache_passes_lengths():
     model, ids = build("llama"), tokens()
     run, graphs = compiled(model)
     cache, reference = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
@@ -156,7 +155,7 @@ def test_static_decoding_reads_the_filled_part_of_the_cache():
     assert set(graphs.masks()) == {"lengths"}
 
 
-def test_generate_with_a_compiled_forward():
+def test_generate_with_a_compiled_forward_gives_the_same_tokens():
     model = build("llama")
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, attention_mask=padding())
     eager = model.generate(tokens(), **options)
@@ -167,8 +166,8 @@ def test_generate_with_a_compiled_forward():
 @pytest.mark.parametrize(
     "model_type, strict", [("llama", False), ("llama", True), ("gemma3_text", False)]
 )
-def test_export(model_type, strict):
-    """One graph with the operators in it, exact for every mask, and none as large as the scores."""
+def test_exported_programs_are_exact_without_a_dense_mask(model_type, strict):
+    """The program holds the operators, is exact for every mask, and holds no dense mask."""
     model, S = build(model_type), 23
     with torch.no_grad():
         options = {"use_cache": False, "attention_mask": mask_with("left", S)}

@@ -1,4 +1,4 @@
-"""Decoding on a device whose values must not be read: here the CPU, told that reads cost."""
+"""Decoding on a device whose values must not be read; the CPU is treated as one."""
 
 import gc
 import itertools
@@ -16,7 +16,7 @@ OPTIONS = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, disable_
 
 
 @pytest.fixture(autouse=True)
-def reads_cost(monkeypatch):
+def without_reads(monkeypatch):
     monkeypatch.setattr(masks, "reads_are_free", lambda device: False)
     decoding.forget()
 
@@ -27,25 +27,25 @@ def generate(model, name: str, mask, **options):
     return model.generate(tokens(), attention_mask=mask, **OPTIONS | options)
 
 
-@pytest.mark.parametrize("ways", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("search", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("pad", ["none", "left"])
-def test_masks_stay_small(model_type, cache, pad, ways):
+def test_masks_stay_compact(model_type, cache, pad, search):
     model, mask = build(model_type), padding()
     mask = torch.ones_like(mask) if pad == "none" else mask
-    ours = generate(model, "fa_ops", mask, cache_implementation=cache, **ways)
+    ours = generate(model, "fa_ops", mask, cache_implementation=cache, **search)
     assert {name for name in hf_integration.mask_counts if ":" in name} == set()
     if model_type == "llama":
         kind = {"left": "ranges", "none": "lengths" if cache else "full"}[pad]
         assert hf_integration.mask_counts[kind] >= NEW - 1
-    eager = generate(model, "eager", mask, cache_implementation=cache, **ways)
+    eager = generate(model, "eager", mask, cache_implementation=cache, **search)
     assert torch.equal(ours, eager)
 
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
-def test_right_padded_prompts_and_holes_get_exact_masks(cache):
-    """Ones behind them leave holes."""
+def test_right_padding_and_holes_get_exact_masks(cache):
+    """The ones appended in decoding make holes of right padding."""
     model, holes = build("llama"), torch.ones_like(padding())
     holes[1, 3:5] = 0
     for mask in (padding(side="right"), holes):
@@ -59,7 +59,7 @@ def step(model, cache, mask):
     return model(tokens(S=1), past_key_values=cache, attention_mask=mask).logits
 
 
-def test_a_mask_that_no_prefill_has_shown_is_exact():
+def test_a_mask_without_a_prefill_is_exact():
     model = build("llama")
     with torch.no_grad():
         switch(model, "eager")
@@ -72,7 +72,7 @@ def test_a_mask_that_no_prefill_has_shown_is_exact():
         torch.testing.assert_close(step(model, cache, mask), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_another_mask_in_decoding_is_an_error_not_a_wrong_result():
+def test_a_mask_that_does_not_continue_the_prefill_raises():
     model = build("llama")
     with torch.no_grad():
         cache = model(tokens(), attention_mask=padding(), use_cache=True).past_key_values
@@ -101,7 +101,7 @@ def steps(model, seed: int, mask, count: int = NEW):
 
 @pytest.mark.parametrize("kinds", list(itertools.permutations(MASKS, 2)), ids="-".join)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_interleaved_requests_do_not_share_what_was_read(model_type, kinds):
+def test_interleaved_requests_do_not_share_masks(model_type, kinds):
     """Two requests of one batch size and length on one model, a step of each in turn."""
     model = build(model_type)
     requests = [steps(model, seed, MASKS[kind]) for seed, kind in enumerate(kinds)]
@@ -112,7 +112,7 @@ def test_interleaved_requests_do_not_share_what_was_read(model_type, kinds):
             torch.testing.assert_close(ours[seed], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_interleaved_requests_keep_small_masks():
+def test_interleaved_requests_keep_compact_masks():
     model = build("llama")
     hf_integration.mask_counts.clear()
     for _ in zip(*(steps(model, 0, MASKS[kind]) for kind in ("left", "none")), strict=True):
@@ -120,7 +120,7 @@ def test_interleaved_requests_keep_small_masks():
     assert {name for name in hf_integration.mask_counts if ":" in name} == set()
 
 
-def test_threads_do_not_share_what_was_read():
+def test_threads_do_not_share_masks():
     model, kinds = build("llama"), list(MASKS) * 2
 
     def generated(kind):
@@ -134,8 +134,8 @@ def test_threads_do_not_share_what_was_read():
         assert torch.equal(found, generated(kind))
 
 
-def test_another_model_continues_what_the_cache_was_filled_with():
-    """As when one model's layers are split over two: the cache is the request."""
+def test_another_model_may_continue_a_cache():
+    """Requests are identified by their caches, not by their models."""
     one, other = build("llama"), build("llama")
     with torch.no_grad():
         cache = one(tokens(), attention_mask=padding(), use_cache=True).past_key_values
@@ -144,7 +144,7 @@ def test_another_model_continues_what_the_cache_was_filled_with():
     assert set(hf_integration.mask_counts) == {"ranges"}
 
 
-def test_what_was_read_ends_with_its_cache():
+def test_a_recorded_mask_is_freed_with_its_cache():
     model = build("llama")
     with torch.no_grad():
         out = model(tokens(), attention_mask=padding(), use_cache=True)
@@ -156,7 +156,7 @@ def test_what_was_read_ends_with_its_cache():
     assert len(decoding._read) == 0
 
 
-def test_encoder_masks_are_never_followed():
+def test_encoder_masks_are_not_recorded():
     model = build("bart")
     mask = padding(side="right")
     results = [generate(model, name, mask) for name in ("fa_ops", "eager")]

@@ -1,4 +1,4 @@
-"""`explain(model)` and `python -m fa_ops doctor --model`: what runs in each layer, and why."""
+"""`explain(model)` and `python -m fa_ops doctor --model`."""
 
 import warnings
 
@@ -17,7 +17,7 @@ def layers(model) -> dict[str, tuple[int, str, str]]:
     return {e.kind: (len(e.names), e.runs, e.why) for e in hf_integration.explain(model).layers}
 
 
-def test_layers_that_are_alike_stand_together():
+def test_equal_layers_are_grouped():
     count, runs, why = layers(build("llama"))["LlamaAttention"]
     assert (count, runs) == (2, "fa_ops, backend cpu")
     assert "masks stay compact" in why and "triton: needs" in why
@@ -42,7 +42,7 @@ def test_other_implementations_are_named():
     assert layers(bloom)["BloomAttention"][1] == "its own attention code"
 
 
-def test_masks_and_hooks_are_part_of_it():
+def test_mask_counts_and_hooks_are_shown():
     model = build("llama")
     hf_integration.mask_counts.clear()
     model(tiny_models.tokens())
@@ -55,7 +55,7 @@ def doctor(*arguments: str):
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
 
 
-def test_a_model_without_memory_is_explained():
+def test_a_model_on_the_meta_device_is_explained():
     with torch.device("meta"):
         model = AutoModel.from_config(tiny_models.config("llama"), attn_implementation="fa_ops")
     assert all(p.is_meta for p in model.parameters())
@@ -70,18 +70,18 @@ def test_doctor_explains_a_model_type_at_its_full_size():
 
 
 @pytest.mark.parametrize("model_type", ["mpt", "codegen"])
-def test_doctor_says_what_is_refused(model_type):
+def test_doctor_shows_models_with_their_own_attention_code(model_type):
     out = doctor("--model", model_type).stdout
-    assert "has attention code of its own" in out
+    assert "has its own attention code" in out
 
 
-def test_doctor_reads_a_folder(tmp_path):
+def test_doctor_explains_the_model_of_a_folder(tmp_path):
     tiny_models.config("llama").save_pretrained(tmp_path)
     out = doctor("--model", str(tmp_path)).stdout
     assert "model llama" in out and "LlamaAttention  2 x fa_ops" in out
 
 
-def test_doctor_refuses_a_config_that_builds_nothing():
+def test_doctor_refuses_a_config_without_a_model():
     result = doctor("--model", "encoder-decoder")
     assert result.exit_code == 2 and "encoder-decoder" in result.output
 
@@ -91,6 +91,6 @@ def test_doctor_refuses_a_folder_without_a_model(tmp_path):
     assert result.exit_code == 2 and "no model's config can be read from" in result.output
 
 
-def test_doctor_refuses_what_is_no_model():
+def test_doctor_refuses_an_unknown_model_type():
     result = doctor("--model", "nosuch")
     assert result.exit_code == 2 and "neither a folder nor a model type" in result.output

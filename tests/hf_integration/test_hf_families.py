@@ -1,4 +1,4 @@
-"""Families through every scenario of the sweep that they have: outputs, gradients, tokens."""
+"""Model families in every scenario of the sweep that applies: outputs, gradients, tokens."""
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 from tests.evaluation.hf_sweep import run
 from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
-# With what of it must apply; the decoders and encoders of test_hf_models.py are not repeated.
+# The scenarios that must apply; test_hf_models.py covers common decoders and encoders.
 FAMILIES = {
     "clip": {"nopad", "grad"},
     "siglip": {"nopad", "grad"},
@@ -20,10 +20,10 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_scenario(model_type):
+def test_every_scenario_matches_eager_attention(model_type):
     assert model_type in CONFIG_MAPPING
     results = run.compare(run.Base(model_type), "fa_ops", list(SCENARIOS))
     passed = {scenario for scenario, (status, _) in results.items() if status == "pass"}
-    wrong = {s: r for s, r in results.items() if r[0] not in ("pass", "skip", "base_error")}
-    assert not wrong
+    failures = {s: r for s, r in results.items() if r[0] not in ("pass", "skip", "base_error")}
+    assert not failures
     assert passed >= FAMILIES[model_type]

@@ -1,4 +1,4 @@
-"""Registration, and models that cannot be served."""
+"""Registration, and models that bypass the attention interface."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_registering_again_changes_nothing():
     assert AttentionMaskInterface()["fa_ops"] is hf_integration.fa_ops_mask
 
 
-def test_without_the_import_transformers_says_that_the_name_is_unknown():
+def test_without_the_import_transformers_raises_for_an_unknown_name():
     code = """
 from transformers import AutoModel, LlamaConfig
 sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8)
@@ -44,9 +44,9 @@ print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_i
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt", "codegen", "xglm"])
-def test_a_model_with_attention_of_its_own_keeps_its_default_and_is_named(model_type):
+def test_a_model_with_its_own_attention_code_keeps_its_default_with_a_warning(model_type):
     config = tiny_models.config(model_type)
-    with pytest.warns(UserWarning, match=r"Model has attention code of its own.*'eager' is used"):
+    with pytest.warns(UserWarning, match=r"Model has its own attention code.*'eager' is used"):
         model = AutoModel.from_config(config, attn_implementation="fa_ops").eval()
     assert model.config._attn_implementation == "eager"
     reference = AutoModel.from_config(config, attn_implementation="eager").eval()
@@ -57,7 +57,7 @@ def test_a_model_with_attention_of_its_own_keeps_its_default_and_is_named(model_
     torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()])
 
 
-def test_a_model_forced_past_the_gate_gets_the_float_mask_that_its_code_adds():
+def test_a_model_with_its_own_attention_code_gets_float_masks():
     model = tiny_models.build("bloom")
     ids, mask = tiny_models.tokens(), tiny_models.padding()
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_a_model_forced_past_the_gate_gets_the_float_mask_that_its_code_adds():
     torch.testing.assert_close(forced, eager)
 
 
-def test_an_implementation_per_submodule():
+def test_a_dictionary_sets_the_implementation_of_a_submodel():
     model = tiny_models.build("bart")
     model.set_attn_implementation({"": "eager"})
     assert model.config._attn_implementation == "eager"
@@ -75,7 +75,7 @@ def test_an_implementation_per_submodule():
     assert model.config._attn_implementation == "fa_ops"
 
 
-def test_a_config_class_from_elsewhere_gets_dense_masks():
+def test_a_config_class_outside_transformers_gets_dense_masks():
     class Unknown(LlamaConfig):
         model_type = "unknown_llama"
 
@@ -85,4 +85,4 @@ def test_a_config_class_from_elsewhere_gets_dense_masks():
     model = LlamaForCausalLM._from_config(config, attn_implementation="fa_ops").eval()
     hf_integration.mask_counts.clear()
     model(tiny_models.tokens())
-    assert hf_integration.mask_counts == {"dense: an architecture that is not known": 1}
+    assert hf_integration.mask_counts == {"dense: an unknown architecture": 1}

@@ -1,4 +1,4 @@
-"""generate(): every way of choosing tokens, every cache, against eager attention."""
+"""generate(): every strategy and every cache, against eager attention."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import hf_integration
 
 NEW = 6
 FAMILIES = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"]
-WAYS = {
+STRATEGIES = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
     "beams": {"do_sample": False, "num_beams": 3},
@@ -19,8 +19,8 @@ WAYS = {
 }
 
 
-def both(model, ids=None, **options) -> None:
-    """Ours and eager's tokens are equal, unpadded and left padded."""
+def check_tokens(model, ids=None, **options) -> None:
+    """Check that tokens are those of eager attention, unpadded and left padded."""
     ids = tokens() if ids is None else ids
     for mask in (torch.ones_like(ids), padding()[:, : ids.shape[1]][: len(ids)]):
         results = []
@@ -38,39 +38,39 @@ def both(model, ids=None, **options) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_ways_of_choosing(model_type, way, cache):
-    both(build(model_type), cache_implementation=cache, **WAYS[way])
+def test_every_strategy_gives_the_tokens_of_eager_attention(model_type, strategy, cache):
+    check_tokens(build(model_type), cache_implementation=cache, **STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams"])
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
-def test_encoder_decoder_caches(model_type, cache, way):
-    both(build(model_type), cache_implementation=cache, **WAYS[way])
+def test_encoder_decoder_caches_give_the_tokens_of_eager_attention(model_type, cache, strategy):
+    check_tokens(build(model_type), cache_implementation=cache, **STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_an_assistant_proposes_several_tokens(model_type):
-    """Steps of several queries on a filled cache, some of them taken back."""
+def test_assisted_generation_gives_the_tokens_of_eager_attention(model_type):
+    """Steps of several queries on a filled cache, some of which are rolled back."""
     if model_type == "gemma3_text" and transformers.__version__ < "5.18":
         pytest.skip("transformers 5.17 fails with eager attention, too")
     model, assistant = build(model_type), build(model_type, seed=1)
-    both(model, tokens(1), assistant_model=assistant, do_sample=False)
+    check_tokens(model, tokens(1), assistant_model=assistant, do_sample=False)
 
 
-def test_prompt_lookup():
+def test_prompt_lookup_gives_the_tokens_of_eager_attention():
     ids = tokens(1, 4).repeat(1, 3)
-    both(build("llama"), ids, prompt_lookup_num_tokens=3, do_sample=False)
+    check_tokens(build("llama"), ids, prompt_lookup_num_tokens=3, do_sample=False)
 
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss"])
-def test_sliding_caches_beyond_their_window(model_type, cache):
-    """Twelve tokens of prompt and twelve new ones, with windows of five."""
+def test_sliding_caches_work_beyond_their_window(model_type, cache):
+    """A prompt of twelve tokens and twelve new ones, with windows of five."""
     options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    both(build(model_type), cache_implementation=cache, **options)
+    check_tokens(build(model_type), cache_implementation=cache, **options)
 
 
 class Rounded(QuantizedLayer):
@@ -92,18 +92,17 @@ def quantised(config) -> DynamicCache:
     return cache
 
 
-def test_a_quantised_cache():
+def test_a_quantised_cache_gives_the_tokens_of_eager_attention():
     model = build("llama")
-    both(model, past_key_values=lambda: quantised(model.config), do_sample=False)
+    check_tokens(model, past_key_values=lambda: quantised(model.config), do_sample=False)
 
 
-def test_a_prefill_in_chunks():
+def test_a_prefill_in_chunks_gives_the_tokens_of_eager_attention():
     model = build("llama")
-    both(model, prefill_chunk_size=5, do_sample=False)
+    check_tokens(model, prefill_chunk_size=5, do_sample=False)
 
 
-def test_decoding_asks_for_no_mask_of_the_caches_size():
-    """Lengths and ranges, never a dense mask."""
+def test_decoding_makes_no_dense_mask():
     for model_type in FAMILIES:
         model = build(model_type)
         hf_integration.mask_counts.clear()
@@ -113,8 +112,7 @@ def test_decoding_asks_for_no_mask_of_the_caches_size():
         assert not [name for name in hf_integration.mask_counts if ":" in name]
 
 
-def test_an_implementation_for_each_part():
-    """A dictionary names parts; the others keep what they have."""
+def test_a_dictionary_sets_the_implementation():
     model = build("bart")
     ids = tokens()
     with torch.no_grad():

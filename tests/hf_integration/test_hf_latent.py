@@ -1,4 +1,4 @@
-"""Multi-head latent attention: decoding on the latents themselves."""
+"""Multi-head latent attention: decoding attends the latents themselves."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ MODELS = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
 
 
 def count(monkeypatch) -> list[int]:
-    """Queries of every absorbed call."""
+    """The number of queries of every absorbed call."""
     calls = []
     absorb = latent.absorb
 
@@ -24,7 +24,7 @@ def count(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_decoding_absorbs(model_type, cache, monkeypatch):
+def test_decoding_absorbs_the_projections(model_type, cache, monkeypatch):
     model, calls, results = build(model_type), count(monkeypatch), []
     for mask in (torch.ones_like(padding()), padding()):
         for name in ("eager", "fa_ops"):
@@ -48,8 +48,8 @@ def test_decoding_absorbs(model_type, cache, monkeypatch):
     assert len(calls) == 2 * 4 * model.config.num_hidden_layers
 
 
-def test_a_projection_that_cannot_be_read_expands(monkeypatch):
-    """Quantised ones, for instance."""
+def test_latents_are_expanded_if_the_projection_is_no_plain_linear(monkeypatch):
+    """A quantised projection, for instance."""
 
     class Other(torch.nn.Linear):
         pass
@@ -64,7 +64,7 @@ def test_a_projection_that_cannot_be_read_expands(monkeypatch):
     assert not calls
 
 
-def test_other_implementations_still_expand():
+def test_other_implementations_expand_latents():
     model = build("deepseek_v3")
     with torch.no_grad():
         eager, sdpa = (switch(model, n) or model(tokens()).logits for n in ("eager", "sdpa"))

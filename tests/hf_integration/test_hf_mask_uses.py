@@ -1,4 +1,4 @@
-"""What modeling code does with its masks: read from the source of every model of this release."""
+"""What modeling code does with its masks, for all models of the installed transformers release."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import BeitConfig, BeitModel, InformerConfig, InformerModel
 from hf_integration import architectures, mask_uses
 
 MODELS = Path(transformers.__file__).parent / "models"
-# Models that call the attention interface, and in other code add their mask to scores.
+# Models that call the attention interface, and add their mask to scores in other code.
 ADDING = {"beit", "bigbird_pegasus", "informer", "pp_doclayout_v2", "qwen4_exp"}
 
 
@@ -125,8 +125,8 @@ def test_a_mask_is_followed(name):
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[str, tuple[bool, set[str]]]:
-    """Model -> whether it calls the attention interface, and the kinds of uses."""
+def all_models() -> dict[str, tuple[bool, set[str]]]:
+    """Model -> whether it calls the attention interface, and the kinds of uses of its masks."""
     result = {}
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         source = file.read_text()
@@ -137,34 +137,34 @@ def everything() -> dict[str, tuple[bool, set[str]]]:
     return result
 
 
-def test_every_model_that_adds_or_writes_is_known(everything):
-    """A compact mask is right in all other code. Those that add get float masks, by this scan."""
-    routed = {name: kinds for name, (calls, kinds) in everything.items() if calls}
+def test_every_model_that_adds_or_writes_is_known(all_models):
+    """Compact masks work in all other code; this scan gives models that add float masks."""
+    routed = {name: kinds for name, (calls, kinds) in all_models.items() if calls}
     assert len(routed) > 300
     assert {name for name, kinds in routed.items() if "add" in kinds} <= ADDING
     assert {name for name, kinds in routed.items() if "write" in kinds} == set()
 
 
-def test_the_scan_sees_what_models_are_known_for(everything):
+def test_the_scan_finds_known_uses(all_models):
     """Negative control."""
-    assert "method" in everything["siglip2"][1]
-    assert "add" in everything["bloom"][1] and "write" in everything["longformer"][1]
-    if "gemma4_assistant" in everything:
-        assert "method" in everything["gemma4_assistant"][1]
+    assert "method" in all_models["siglip2"][1]
+    assert "add" in all_models["bloom"][1] and "write" in all_models["longformer"][1]
+    if "gemma4_assistant" in all_models:
+        assert "method" in all_models["gemma4_assistant"][1]
 
 
 @pytest.mark.parametrize("model_type", [*tiny_models.CAUSAL, *tiny_models.ENCODERS])
 def test_common_models_keep_compact_masks(model_type):
     config = tiny_models.build(model_type).config
-    assert architectures.facts(config) == architectures.Facts()
+    assert architectures.mask_needs(config) == architectures.MaskNeeds()
 
 
-def both(model, **given):
+def check_output(model, **inputs):
     results = []
     for name in ("eager", "fa_ops"):
         tiny_models.switch(model, name)
         with torch.no_grad():
-            results.append(model(**given).last_hidden_state)
+            results.append(model(**inputs).last_hidden_state)
     torch.testing.assert_close(*results[::-1], atol=1e-4, rtol=1e-4)
 
 
@@ -181,11 +181,11 @@ def test_beit_adds_its_mask_to_a_position_bias(shared, padded):
     for name, parameter in model.named_parameters():
         if "relative_position_bias_table" in name:
             torch.nn.init.normal_(parameter, std=2.0)
-    given = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
     if padded and transformers.__version__ >= "5.23":
-        given["attention_mask"] = torch.ones(2, 17).long()
-        given["attention_mask"][0, 9:] = 0
-    both(model, **given)
+        inputs["attention_mask"] = torch.ones(2, 17).long()
+        inputs["attention_mask"][0, 9:] = 0
+    check_output(model, **inputs)
 
 
 def test_informer_adds_a_part_of_its_causal_mask():
@@ -196,7 +196,7 @@ def test_informer_adds_a_part_of_its_causal_mask():
     )  # fmt: skip
     torch.manual_seed(0)
     model = InformerModel(config).eval()
-    given = dict(
+    inputs = dict(
         past_values=torch.randn(2, 17), past_time_features=torch.randn(2, 17, 1),
         past_observed_mask=torch.ones(2, 17), future_values=torch.randn(2, 8),
         future_time_features=torch.randn(2, 8, 1),
@@ -204,7 +204,7 @@ def test_informer_adds_a_part_of_its_causal_mask():
     results = []
     for name in ("eager", "fa_ops"):
         tiny_models.switch(model, name)
-        torch.manual_seed(0)  # it samples keys
+        torch.manual_seed(0)  # the model samples keys
         with torch.no_grad():
-            results.append(model(**given).last_hidden_state)
+            results.append(model(**inputs).last_hidden_state)
     torch.testing.assert_close(*results[::-1], atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""The mask function: exact for everything that transformers composes, and small."""
+"""The mask function: masks are exact for everything that transformers composes, and compact."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, masking_utils
-from transformers.models.llama import modeling_llama  # noqa: F401  (makes the architecture known)
+from transformers.models.llama import modeling_llama  # noqa: F401  (loads the architecture)
 
 from hf_integration import encodings, key_ranges, mask_counts, masks
 
@@ -85,14 +85,14 @@ def request(function, geometry, pad=None, **changes) -> dict:
 
 
 def flags(name: str) -> dict:
-    """The flags that transformers sets along with a function."""
+    """The flags that transformers passes with a mask function."""
     if "bidirectional" in name:
         return {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": "packed" not in name}
     return {"allow_is_causal_skip": "packed" not in name and "blocks" not in name}
 
 
 def dense(mask: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
-    """What attention makes of a mask."""
+    """The keys that attention keeps with a mask."""
     found = encodings.arguments(mask, LAYER)
     visible = Sk if found.visible_keys is None else found.visible_keys
     keep = found.keep(Sq, visible, mask.device)
@@ -118,7 +118,7 @@ def made(fields: dict) -> tuple[torch.Tensor, str]:
 def test_masks_are_exact_and_compact(name, pad, on_device):
     for kind, geometry in GEOMETRIES.items():
         if "packed" in name and kind != "prefill":
-            continue  # transformers packs only what has no cache
+            continue  # transformers packs only without a cache
         fields = request(FUNCTIONS[name], geometry, padding(pad))
         if on_device:
             fields["q_offset"] = torch.tensor(geometry[2])
@@ -131,7 +131,7 @@ def test_masks_are_exact_and_compact(name, pad, on_device):
 @pytest.mark.parametrize("tracing", [False, True], ids=["read", "traced"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_padding_with_holes_is_exact_and_compact(name, tracing, monkeypatch):
-    """Tracing does not know whether there are holes, and reads nothing."""
+    """While tracing, masks are not read, and may therefore have holes."""
     pads = ("holes", "left", "ones", "empty row") if tracing else ("holes",)
     if tracing:
         monkeypatch.setattr(masks, "is_readable", lambda x: False)
@@ -143,14 +143,14 @@ def test_padding_with_holes_is_exact_and_compact(name, tracing, monkeypatch):
         if tracing and "blocks" in name:
             assert counted == "dense: packing while tracing"
             continue
-        hole = tracing or kind != "sliding cache"  # whose keys come after it
+        hole = tracing or kind != "sliding cache"  # whose keys are all behind the hole
         assert counted.endswith("keys") == hole, kind
         assert torch.equal(dense(mask, *GEOMETRIES[kind][:2]), expected(fields)), kind
         assert torch.equal(mask & True, expected(fields)), kind
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "blocks" not in name])
-def test_the_search_without_closures_agrees(name):
+def test_search_gives_the_exact_ranges(name):
     for kind, (q_length, kv_length, q_offset, kv_offset) in GEOMETRIES.items():
         if "packed" in name and kind != "prefill":
             continue
@@ -177,13 +177,13 @@ def test_the_search_without_closures_agrees(name):
         ("bidirectional", "prefill", "full"),
     ],
 )
-def test_the_cheapest_form_is_chosen(name, kind, form):
+def test_the_cheapest_encoding_is_chosen(name, kind, form):
     for pad in ("none", "ones"):
         fields = request(FUNCTIONS[name], GEOMETRIES[kind], padding(pad))
         assert made(fields | flags(name))[1] == form
 
 
-def test_masks_stay_linear_in_the_sequence_length():
+def test_masks_are_linear_in_the_sequence_length():
     for name in ("causal", "window", "chunked", "bidirectional window"):
         fields = request(BASES[name], (4096, 4096, 0, 0), torch.ones((3, 4096)).bool())
         fields["attention_mask"][0, :100] = False
@@ -191,8 +191,8 @@ def test_masks_stay_linear_in_the_sequence_length():
         assert sum(tensor.nbytes for tensor in mask.tensors()) <= 3 * 4096 * 2 * 4
 
 
-def test_nothing_is_read_from_the_device_in_decoding():
-    """Tensors on the meta device have no values: any read raises."""
+def test_decoding_reads_nothing_from_the_device():
+    """Tensors on the meta device have no values, so any read raises."""
     for offset in (16, torch.empty((), dtype=torch.int64, device="meta")):
         for name in ("causal", "window", "chunked"):
             for pad in (None, torch.empty((3, S), dtype=torch.bool, device="meta")):
@@ -207,7 +207,7 @@ def test_nothing_is_read_from_the_device_in_decoding():
                 assert counted.startswith("dense") == (pad is not None)
 
 
-def test_lengths_are_contiguous_for_every_row():
+def test_lengths_are_contiguous():
     offset = torch.tensor(9)
     fields = request(BASES["causal"], GEOMETRIES["static decode"], q_offset=offset)
     with pytest.MonkeyPatch.context() as patch:
@@ -242,9 +242,9 @@ def custom(batch, head, q, k):
     "reason, changes",
     [
         ("mask function custom", {"mask_function": custom}),
-        ("a mask function of the model's own", {"use_vmap": True}),
-        ("an architecture that is not known", {"config": None}),
-        ("keywords that are not known", {"a_later_release": 1}),
+        ("a mask function of the model itself", {"use_vmap": True}),
+        ("an unknown architecture", {"config": None}),
+        ("unknown keywords", {"a_later_release": 1}),
         (
             "blocks that are not contiguous",
             {
@@ -256,9 +256,9 @@ def custom(batch, head, q, k):
         ("a padding mask of another batch size", {"attention_mask": torch.ones(2, S).bool()}),
     ],
 )
-def test_what_is_not_known_becomes_a_dense_mask(reason, changes, monkeypatch):
+def test_unknown_requests_get_a_dense_mask(reason, changes, monkeypatch):
     fields = request(BASES["causal"], GEOMETRIES["prefill"]) | changes
-    if reason.startswith("a padding mask"):  # transformers itself cannot take it
+    if reason.startswith("a padding mask"):  # transformers itself does not support it
         with pytest.raises(IndexError):
             made(fields)
         assert mask_counts == {f"dense: {reason}": 1}
@@ -266,11 +266,11 @@ def test_what_is_not_known_becomes_a_dense_mask(reason, changes, monkeypatch):
     mask, counted = made(fields)
     assert counted == f"dense: {reason}"
     assert mask.dtype == torch.bool and mask.shape == (3, 1, S, S)
-    want = fields | {"allow_is_causal_skip": False}
-    assert torch.equal(mask, masking_utils.sdpa_mask(**want))
+    fields |= {"allow_is_causal_skip": False}
+    assert torch.equal(mask, masking_utils.sdpa_mask(**fields))
 
 
-def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
+def test_cross_attention_ignores_the_length_of_another_cache():
     valid = torch.ones((3, S), dtype=torch.bool)
     fields = request(BASES["bidirectional"], (1, 4, 3, 0), valid, allow_is_bidirectional_skip=True)
     assert made(fields)[1] == "full"
@@ -281,14 +281,14 @@ def test_cross_attention_is_not_cut_at_the_length_of_another_cache():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8])
 @pytest.mark.parametrize("shape", [(1, 1, 4, 4), (1, 1, 4, 2), (1, 1, 4, 1), (1, 1, 0, 0)])
-def test_integer_masks_of_a_user_are_refused(dtype, shape):
-    """SDPA refuses them, too. None of them is read as lengths or key ranges."""
+def test_integer_masks_raise(dtype, shape):
+    """As in SDPA; none of them is read as lengths or key ranges."""
     with pytest.raises(ValueError, match="attention_mask must be bool or floating point, got"):
         encodings.arguments(torch.zeros(shape, dtype=dtype))
 
 
-def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
-    """What decoding with padding gets on a GPU; holes stay holes."""
+def test_a_mask_of_one_query_is_bounded_to_its_kept_keys():
+    """As in decoding with padding on a GPU; holes stay masked."""
     keep = torch.zeros(4, 1, 1, 10, dtype=torch.bool)
     keep[0, ..., 2:7] = True
     keep[1, ..., :] = True
@@ -303,7 +303,7 @@ def test_a_mask_of_one_query_is_bounded_to_the_keys_it_keeps():
     assert encodings.bounded(keep, torch.bfloat16, LAYER).key_ranges[0, 0, 0].tolist() == [2, 9]
 
 
-def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
+def test_decoding_with_a_bounded_mask_gives_that_of_the_mask(monkeypatch):
     from hf_integration import fa_ops_attention_forward
 
     generator = torch.Generator().manual_seed(0)
@@ -320,25 +320,25 @@ def test_bounded_decoding_is_that_of_the_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("start", range(2))
-def test_the_run_of_every_padding_mask(start):
-    """All masks of five keys, the first of which the cache may have dropped."""
+def test_every_padding_mask_has_the_right_key_range(start):
+    """All masks of five keys, of which the cache may have dropped the first."""
     valid = torch.tensor([[bool(n >> j & 1) for j in range(5)] for n in range(32)])
     fields = {"batch_size": 32, "q_length": 1, "kv_length": 5 - start, "kv_offset": start}
-    padding, is_run = masks._padding_ranges(masks.Request(**fields, attention_mask=valid), False)
-    assert not is_run
+    padding, is_range = masks._padding_ranges(masks.Request(**fields, attention_mask=valid), False)
+    assert not is_range
     for row, lo, hi in zip(valid[:, start:], padding.lo, padding.hi, strict=True):
-        own = masks.Request(**fields | {"batch_size": 1}, attention_mask=valid[:1])
+        single = masks.Request(**fields | {"batch_size": 1}, attention_mask=valid[:1])
         kept = row.nonzero()[:, 0].tolist()
         whole = torch.cat([torch.zeros(start).bool(), row])[None]
-        _, is_run = masks._padding_ranges(own._replace(attention_mask=whole), False)
+        _, is_range = masks._padding_ranges(single._replace(attention_mask=whole), False)
         contiguous = kept == list(range(kept[0], kept[-1] + 1)) if kept else True
-        assert bool(is_run) == contiguous
+        assert bool(is_range) == contiguous
         if contiguous:
             assert list(range(int(lo), int(hi))) == kept
 
 
 @pytest.mark.parametrize("kv_offset", [0, 3])
-def test_the_newest_token_sees_all_that_the_cache_holds(kv_offset, monkeypatch):
+def test_the_newest_token_attends_all_filled_keys(kv_offset, monkeypatch):
     monkeypatch.setattr(masks, "reads_are_free", lambda device: False)
     fields = {"batch_size": 2, "q_length": 1, "kv_length": 8, "kv_offset": kv_offset}
     for offset in (5, 12):

@@ -1,4 +1,4 @@
-"""What all layers of a forward pass share."""
+"""Values that the layers of a forward pass share."""
 
 import torch
 from tiny_models import build, padding, tokens
@@ -9,7 +9,7 @@ from hf_integration.memo import PerTensorMemo
 FIRST, SECOND = torch.nn.Module(), torch.nn.Module()
 
 
-def test_layers_share_until_the_tensor_is_another_or_changed():
+def test_layers_share_a_value_until_the_tensor_changes():
     made, known = [], PerTensorMemo()
 
     def of(tensor, layer):
@@ -22,13 +22,13 @@ def test_layers_share_until_the_tensor_is_another_or_changed():
     other = x.clone()
     assert [of(other, FIRST), of(x, SECOND), of(other, SECOND)] == [3, 2, 3]
     assert made == [[0, 0], [1, 1], [1, 1]]
-    for _ in range(PerTensorMemo.KEPT):
+    for _ in range(PerTensorMemo.MAX_ENTRIES):
         of(torch.ones(1), FIRST)
-    assert of(x, FIRST) == 4 + PerTensorMemo.KEPT
+    assert of(x, FIRST) == 4 + PerTensorMemo.MAX_ENTRIES
 
 
-def test_inference_tensors_are_looked_at_once_in_a_forward_pass():
-    """They don't say whether they were changed in place."""
+def test_values_of_inference_tensors_are_computed_once_in_a_forward_pass():
+    """These tensors do not count in-place changes."""
     made, known = [], PerTensorMemo()
     with torch.inference_mode():
         x = torch.zeros(1)
@@ -39,7 +39,7 @@ def test_inference_tensors_are_looked_at_once_in_a_forward_pass():
     assert made == [3, 4]
 
 
-def test_a_graph_takes_nothing_from_outside_and_holds_it_once(monkeypatch):
+def test_a_captured_graph_computes_its_own_value_once(monkeypatch):
     made, capturing, x = [], [False], torch.zeros(1)
     version = memo._version
     monkeypatch.setattr(memo, "_version", lambda t: "capturing" if capturing[0] else version(t))
@@ -50,8 +50,8 @@ def test_a_graph_takes_nothing_from_outside_and_holds_it_once(monkeypatch):
     assert made == [False, True, True, False]
 
 
-def test_inference_mode():
-    """One row, whose positions are looked at, and several, padded, with each cache."""
+def test_inference_mode_gives_the_same_tokens():
+    """One row, whose positions are read, and several padded rows, with each cache."""
     model = build("llama")
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     for ids, mask in ((tokens(1), None), (tokens(), padding())):

@@ -1,4 +1,4 @@
-"""Whole models: "fa_ops" against eager, architecture by architecture."""
+"""Models with "fa_ops" against eager attention, by architecture."""
 
 import pytest
 import tiny_models
@@ -9,9 +9,7 @@ from torch import Tensor
 
 import hf_integration
 
-TOLERANCE = (
-    2e-5  # relative to the largest logit; a wrong mask or feature changes it by 1e-2 or more
-)
+TOLERANCE = 2e-5  # relative to the largest logit; a wrong mask or feature changes 1e-2 or more
 
 
 def outputs(model, implementation: str, **inputs) -> Tensor:
@@ -30,7 +28,7 @@ def assert_same(model, keep: Tensor | None = None, **inputs) -> None:
 
 
 @pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
-def test_logits_of_unpadded_and_padded_batches(model_type):
+def test_logits_of_unpadded_and_padded_batches_are_those_of_eager_attention(model_type):
     model, ids = build(model_type), tokens()
     hf_integration.mask_counts.clear()
     assert_same(model, input_ids=ids)
@@ -41,7 +39,7 @@ def test_logits_of_unpadded_and_padded_batches(model_type):
 
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
 @pytest.mark.parametrize("model_type", CAUSAL)
-def test_greedy_tokens(model_type, cache):
+def test_greedy_tokens_are_those_of_eager_attention(model_type, cache):
     model = build(model_type)
     if (model_type, cache) == ("llama4_text", "static") and transformers.__version__ < "5.18":
         pytest.skip("transformers 5.17 cannot generate with this model and a static cache")
@@ -64,7 +62,7 @@ def test_greedy_tokens(model_type, cache):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss"])
-def test_prefill_in_chunks(model_type):
+def test_a_prefill_in_two_pieces_gives_the_logits_of_one(model_type):
     model, ids = build(model_type), tokens()
     with torch.no_grad():
         whole = outputs(model, "eager", input_ids=ids)
@@ -79,8 +77,8 @@ GRADIENTS = [*CAUSAL, *ENCODERS, "t5"]
 
 
 @pytest.mark.parametrize("model_type", GRADIENTS)
-def test_gradients(model_type):
-    """Of every parameter, with padding: sinks of gpt-oss and position biases of T5 among them."""
+def test_gradients_are_those_of_eager_attention(model_type):
+    """Of every parameter, with padding; they include sinks (gpt-oss) and position biases (T5)."""
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
     if model_type in SEQ2SEQ:
@@ -103,7 +101,7 @@ def test_gradients(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "mistral"])
-def test_packed_documents_do_not_see_each_other(model_type):
+def test_packed_documents_do_not_attend_each_other(model_type):
     model, ids = build(model_type), tokens(1, 12)
     positions = torch.cat([torch.arange(n) for n in (5, 7)])[None]
     with torch.no_grad():
@@ -116,7 +114,7 @@ def test_packed_documents_do_not_see_each_other(model_type):
 
 
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
-def test_encoder_decoders(model_type):
+def test_encoder_decoders_match_eager_attention(model_type):
     model, ids, target = build(model_type), tokens(), tokens(S=7, seed=1)
     assert_same(model, input_ids=ids, decoder_input_ids=target)
     for mask in (padding(side="right"), padding()):
@@ -129,20 +127,20 @@ def test_encoder_decoders(model_type):
     assert torch.equal(*results)
 
 
-def test_whisper():
+def test_whisper_matches_eager_attention():
     model = build("whisper")
     features = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
     assert_same(model, input_features=features, decoder_input_ids=tokens(S=7))
 
 
 @pytest.mark.parametrize("model_type", VISION)
-def test_vision_towers(model_type):
+def test_vision_towers_match_eager_attention(model_type):
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert_same(build(model_type), pixel_values=pixels)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "t5"])
-def test_output_attentions_takes_the_eager_path(model_type):
+def test_output_attentions_returns_the_weights_of_eager_attention(model_type):
     model = build(model_type)
     inputs = {"input_ids": tokens(), "attention_mask": padding(side="right")}
     if model_type in SEQ2SEQ:
@@ -159,8 +157,8 @@ def test_output_attentions_takes_the_eager_path(model_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    """With fp32 weights, rotary embeddings hand on fp32 queries and keys, whatever values are."""
+def test_autocast_is_as_accurate_as_eager_attention(dtype):
+    """With fp32 weights, rotary embeddings return fp32 queries and keys, but values are 16-bit."""
     for model_type in ("llama", "deepseek_v3", "bert"):
         model, ids = build(model_type), tokens()
         exact = outputs(model, "eager", input_ids=ids)
@@ -191,7 +189,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("feature", BROKEN)
-def test_these_models_notice_a_missing_feature(feature):
+def test_models_differ_without_the_feature(feature):
     """Negative control: with the feature dropped, the comparison above fails."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -213,5 +211,5 @@ def test_these_models_notice_a_missing_feature(feature):
     assert (ours - eager).abs()[keep].max() > 100 * TOLERANCE * eager.abs().max()
 
 
-def test_every_model_type_listed_is_built_from_a_tiny_config():
+def test_every_model_type_is_tiny():
     assert all(sum(p.numel() for p in build(t).parameters()) < 1e6 for t in tiny_models.CAUSAL)

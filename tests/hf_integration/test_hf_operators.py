@@ -1,4 +1,4 @@
-"""Which operator computes a layer, and that remembered choices are those of the general path."""
+"""The operator of a layer, and decoding steps that replay the decisions of the general path."""
 
 import random
 
@@ -15,10 +15,12 @@ from hf_integration import attention, encodings, fa_ops_attention_forward, opera
 LENS = torch.tensor([5, 9])
 SINKS = torch.linspace(-1, 1, 4)
 SHAPE = (2, 1, 1, 9)
+LO, HI = torch.tensor([[3], [0]]), torch.tensor([[7], [9]])
+KEPT = torch.arange(18).view(2, 9) % 4 > 0
 
 
 def ranges():
-    return encodings.ranges(SHAPE, torch.tensor([[3], [0]]), torch.tensor([[7], [9]]))
+    return encodings.ranges(SHAPE, LO, HI)
 
 
 def lengths(values=LENS):
@@ -30,7 +32,7 @@ def full():
 
 
 def kept():
-    return encodings.keys(SHAPE, torch.arange(18).view(2, 9) % 4 > 0)
+    return encodings.keys(SHAPE, KEPT)
 
 
 MASKS = {
@@ -45,16 +47,15 @@ def inputs(B=2, Hq=4, Hkv=2, Sq=1, Sk=9, D=16, Dv=16):
 
 
 @pytest.fixture
-def choices(monkeypatch) -> operators.Choices:
-    """The choices that are remembered, none yet."""
-    fresh = operators.Choices()
-    monkeypatch.setattr(attention, "_choices", fresh)
-    return fresh
+def remembered(monkeypatch) -> dict[tuple, attention.Decisions]:
+    """The decisions that are remembered, none at first."""
+    monkeypatch.setattr(attention, "_remembered", {})
+    return attention._remembered
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Ranges are computed where keys are split, as on a GPU."""
+    """Makes decoding steps with key ranges run the operator that is chosen on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -66,14 +67,14 @@ def forward(q, k, v, mask, module=None, **options):
 
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}, {"softcap": 2.0, "scaling": 0.5}])
 @pytest.mark.parametrize("form", MASKS)
-def test_a_remembered_choice_computes_the_same(form, options, choices, on_gpu):
+def test_remembered_decisions_give_the_same_result(form, options, remembered, on_gpu):
     make, spec = MASKS[form]
     q, k, v = inputs()
     first = forward(q, k, v, make(), position_ids=torch.tensor([[8]]), **options)
     operator = operators.dense if form == "full" else operators.step
-    assert list(choices._operators.values()) == [operator]
+    assert [known.operator for known in remembered.values()] == [operator]
     again = forward(q, k, v, make(), **options)
-    assert len(choices._operators) == 1
+    assert len(remembered) == 1
     assert first.is_contiguous() and torch.equal(first, again)
     spec = spec._replace(sinks=options.get("s_aux"), scale=options.get("scaling"))
     spec = spec._replace(softcap=options.get("softcap", 0.0))
@@ -81,7 +82,7 @@ def test_a_remembered_choice_computes_the_same(form, options, choices, on_gpu):
     torch.testing.assert_close(first, expected.transpose(1, 2).float(), atol=1e-5, rtol=1e-5)
 
 
-def test_lengths_follow_their_mask(choices):
+def test_lengths_follow_their_mask(remembered):
     q, k, v = inputs()
     mask = lengths()
     forward(q, k, v, mask)
@@ -90,20 +91,20 @@ def test_lengths_follow_their_mask(choices):
     assert torch.equal(out, forward(q, k, v, lengths(torch.tensor([2, 2]))))
 
 
-def test_a_copied_mask_is_still_a_compact_one(choices):
-    """As a mask is that was moved to another device, or saved by a checkpoint."""
+def test_copied_masks_share_remembered_decisions(remembered):
+    """A mask is copied when it is moved to another device, or saved by a checkpoint."""
     q, k, v = inputs()
     for copy in (lengths().clone(), lengths().detach(), lengths().to("cpu", copy=True)):
         assert torch.equal(forward(q, k, v, copy), forward(q, k, v, lengths()))
-    assert len(choices._operators) == 1
+    assert len(remembered) == 1
 
 
-class Latent(nn.Module):
-    """Not latent: only another class of layer."""
+class OtherLayer(nn.Module):
+    """Another class of layer."""
 
 
 def calls():
-    """Calls that differ in one thing from a plain step, and are computed otherwise."""
+    """Calls that differ from a plain decoding step in one respect."""
     q, k, v = inputs()
     apart = torch.stack([k, k], -1)[..., 0]
     repeated = encodings.lengths((2, 1, 1, 9), torch.tensor([5]))
@@ -114,6 +115,9 @@ def calls():
         "kept keys": ((q, k, v, kept()), {}),
         "causal over all": ((q, k, v, encodings.causal(SHAPE, 9, "cpu")), {}),
         "causal over some": ((q, k, v, encodings.causal(SHAPE, 6, "cpu")), {}),
+        "causal over one": ((q, k, v, encodings.causal(SHAPE, 1, "cpu")), {}),
+        "kept causal keys": ((q, k, v, encodings.causal_keys(SHAPE, KEPT[:, :6])), {}),
+        "kept keys in ranges": ((q, k, v, encodings.ranges(SHAPE, LO, HI, KEPT)), {}),
         "a bool mask": ((q, k, v, torch.ones(2, 1, 1, 9).bool()), {}),
         "no mask": ((q, k, v, None), {}),
         "several queries": ((*inputs(Sq=2), encodings.full((2, 1, 2, 9), "cpu")), {}),
@@ -122,11 +126,11 @@ def calls():
         "wide values": ((*inputs(Dv=264), full()), {}),
         "other dtypes": ((q, k.double(), v, lengths()), {}),
         "rows apart": ((q, apart, v, lengths()), {}),
-        "queries of the batch": ((q[:1], k, v, lengths()), {}),
+        "queries shared by the batch": ((q[:1], k, v, lengths()), {}),
         "a repeated batch": ((*inputs(B=4), repeated), {}),
         "sinks": ((q, k, v, lengths()), {"s_aux": SINKS}),
         "sinks of each query": ((q, k, v, lengths()), {"s_aux": torch.zeros(2, 4, 1, 1)}),
-        "another layer": ((q, k, v, lengths()), {"module": Latent()}),
+        "another layer": ((q, k, v, lengths()), {"module": OtherLayer()}),
         "weights": ((q, k, v, full()), {"output_attentions": True}),
         "a bias": ((q, k, v, full()), {"position_bias": torch.randn(1, 4, 1, 9)}),
         "indices": ((q, k, v, full()), {"indices": torch.zeros(2, 1, 3, dtype=torch.int64)}),
@@ -134,60 +138,60 @@ def calls():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_calls_of_many_kinds_do_not_share_a_choice(seed, monkeypatch):
-    """In any order, each is what it is alone."""
+def test_families_do_not_share_decisions(seed, monkeypatch):
+    """In any order, each call gives the result that it gives without remembered decisions."""
     known, alone = calls(), {}
-    for name, (given, options) in known.items():
-        monkeypatch.setattr(attention, "_choices", operators.Choices())
-        alone[name] = forward(*given, **options)
-    monkeypatch.setattr(attention, "_choices", operators.Choices())
+    for name, (inputs, options) in known.items():
+        monkeypatch.setattr(attention, "_remembered", {})
+        alone[name] = forward(*inputs, **options)
+    monkeypatch.setattr(attention, "_remembered", {})
     names = list(known) * 3
     random.Random(seed).shuffle(names)
     for name in names:
-        given, options = known[name]
-        assert torch.equal(forward(*given, **options), alone[name]), name
+        inputs, options = known[name]
+        assert torch.equal(forward(*inputs, **options), alone[name]), name
 
 
-def test_dropout_and_gradients_are_never_remembered(choices):
+def test_decisions_with_dropout_or_gradients_are_not_remembered(remembered):
     q, k, v = inputs()
     mask = lengths()
     q.requires_grad_()
     out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
     assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
     forward(q.detach(), k, v, full(), dropout=0.5)
-    assert choices._operators == {}
-    forward(q.detach(), k, v, mask)  # which is, and does not hold with a gradient
+    assert remembered == {}
+    forward(q.detach(), k, v, mask)  # this one is remembered, but not used with a gradient
     out, _ = fa_ops_attention_forward(nn.Module(), q, k, v, mask)
     assert torch.autograd.grad(out.sum(), q)[0].abs().max() > 0
 
 
-def test_few_choices_are_kept(choices, monkeypatch):
-    monkeypatch.setattr(operators.Choices, "KEPT", 3)
+def test_the_number_of_remembered_decisions_is_bounded(remembered, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_REMEMBERED", 3)
     for Sk in range(2, 8):
         forward(
             *inputs(Hkv=1 if Sk % 2 else 2, D=8 * Sk, Sk=Sk), encodings.full((2, 1, 1, Sk), "cpu")
         )
-        assert len(choices._operators) <= 3
+        assert len(remembered) <= 3
 
 
-def test_a_compiler_sees_the_general_path(choices):
+def test_compiled_code_runs_the_general_path(remembered):
     def run(q, k, v, ends):
         return forward(q, k, v, encodings.lengths(SHAPE, ends))
 
     q, k, v = inputs()
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     out = compiled(q, k, v, LENS)
-    assert choices._operators == {}
+    assert remembered == {}
     torch.testing.assert_close(out, run(q, k, v, LENS))
 
 
-def test_the_operator_is_called_with_the_lengths_themselves(monkeypatch):
-    given = []
+def test_lengths_are_passed_without_a_copy(monkeypatch):
+    passed = []
     attend = fa_ops.attention_with_kv_cache
     monkeypatch.setattr(
-        fa_ops, "attention_with_kv_cache", lambda *a, **k: given.append(a[3]) or attend(*a, **k)
+        fa_ops, "attention_with_kv_cache", lambda *a, **k: passed.append(a[3]) or attend(*a, **k)
     )
     mask = lengths()
     for _ in range(2):
         forward(*inputs(), mask)
-    assert given[0] is given[1] and given[0] is mask.lengths
+    assert passed[0] is passed[1] and passed[0] is mask.lengths

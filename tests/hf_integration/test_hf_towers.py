@@ -1,4 +1,4 @@
-"""Vision and audio towers: one call per layer for all images and windows."""
+"""Vision towers: one packed call per layer for all images and windows."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ TOWERS = ["qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "glm4v_visi
 
 
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_two_images_are_one_call_per_layer(model_type, packed_calls):
+def test_two_images_are_one_packed_call_per_layer(model_type, packed_calls):
     if model_type not in tiny.CONFIG_MAPPING:
         pytest.skip("this transformers release does not have it")
     base = run.Base(model_type)

@@ -32,7 +32,7 @@ def alone(model) -> torch.Tensor:
         return torch.cat([model(torch.tensor([row])).logits for row in documents()], 1)
 
 
-WAYS = {
+BATCHES = {
     "cu_seq_lens": ({"return_flash_attn_kwargs": True}, {}),
     "positions, no cache": ({}, {"use_cache": False}),
     "positions, a cache": ({}, {"use_cache": True}),
@@ -40,12 +40,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma3_text", "gpt_oss"])
-def test_flattened_documents_do_not_see_each_other(model_type, way, packed_calls):
-    """transformers itself looks for packing in the second way only, and for gpt-oss never."""
+def test_flattened_documents_do_not_attend_each_other(model_type, kind, packed_calls):
+    """transformers itself separates only the second kind of batch, and for gpt-oss none."""
     model = build(model_type)
-    collator, options = WAYS[way]
+    collator, options = BATCHES[kind]
     batch = collate(**collator) | options
     batch.pop("labels")
     ours = model(**batch).logits
@@ -54,8 +54,8 @@ def test_flattened_documents_do_not_see_each_other(model_type, way, packed_calls
         assert packed_calls == [3, 3]
 
 
-def test_other_masks_of_transformers_leak_where_ours_do_not():
-    """The trap itself: with a cache, SDPA's documents attend each other."""
+def test_with_sdpa_and_a_cache_documents_attend_each_other():
+    """Negative control."""
     model = build("llama")
     batch = collate()
     switch(model, "sdpa")
@@ -63,14 +63,14 @@ def test_other_masks_of_transformers_leak_where_ours_do_not():
     assert not torch.allclose(leaking, alone(model), atol=1e-2)
 
 
-def test_positions_are_looked_at_once_per_forward_pass(monkeypatch):
-    looks = []
+def test_positions_are_read_once_per_forward_pass(monkeypatch):
+    reads = []
     find = packing._find
-    monkeypatch.setattr(packing, "_find", lambda p: looks.append(1) or find(p))
+    monkeypatch.setattr(packing, "_find", lambda p: reads.append(1) or find(p))
     model = build("llama")
     model(**{k: v for k, v in collate().items() if k != "labels"})
     model(tokens(1))
-    assert len(looks) == 2
+    assert len(reads) == 2
 
 
 KEPT = torch.ones(1, sum(LENGTHS), dtype=torch.long)
@@ -96,7 +96,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_packing_is_the_same_in_every_mode(model_type, mode):
-    """One row of documents told apart by their positions, whatever else the call has."""
+    """One row of documents that are separated by positions, with any other arguments."""
     make, context = MODES[mode]
     torch._dynamo.reset()
     model = build(model_type)
@@ -115,8 +115,8 @@ def test_packing_is_the_same_in_every_mode(model_type, mode):
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "compiled"])
-def test_packed_and_padded_documents_do_not_see_each_other(mode):
-    """Padding behind the documents, as to a multiple of some length."""
+def test_packed_and_padded_documents_do_not_attend_each_other(mode):
+    """Padding behind the documents, for instance to a multiple of some length."""
     make, context = MODES[mode]
     torch._dynamo.reset()
     model = build("llama")
@@ -131,8 +131,8 @@ def test_packed_and_padded_documents_do_not_see_each_other(mode):
     torch.testing.assert_close(ours[:, :S], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_exported_packing():
-    """The positions of the exported program decide, not those it was made with."""
+def test_exported_programs_separate_the_documents_of_their_inputs():
+    """Not those of the example inputs."""
     model = build("mistral")
     expected = alone(model)
     switch(model, "fa_ops")
@@ -146,7 +146,7 @@ def test_exported_packing():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cu_seq_lens_hold_beside_a_mask(compiled):
+def test_cu_seq_lens_separate_documents_despite_a_mask(compiled):
     make, context = MODES["compiled" if compiled else "no_grad"]
     torch._dynamo.reset()
     model = build("llama")
@@ -162,7 +162,7 @@ def test_cu_seq_lens_hold_beside_a_mask(compiled):
         torch.testing.assert_close(ours[:, 5:], expected[:, 5:], atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_of_packed_documents_are_those_of_each_alone():
+def test_gradients_of_packed_documents_are_those_of_single_documents():
     model = build("gemma3_text")
     batch = collate(return_flash_attn_kwargs=True)
     batch.pop("labels")
@@ -196,8 +196,8 @@ def test_checkpointing_repeats_dropout_and_packing(packed, reentrant):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_trainer(bf16, tmp_path):
-    """Three steps from the same weights: the losses of eager attention, in bf16 nearly."""
+def test_trainer_has_the_losses_of_eager_attention(bf16, tmp_path):
+    """Three steps from the same weights have the losses of eager attention."""
     losses = {}
     for name in ("eager", "fa_ops"):
         model = build("llama").train()
@@ -225,8 +225,8 @@ def test_trainer(bf16, tmp_path):
 
 
 @pytest.mark.parametrize("dtypes", ["fff", "fbb", "bff", "ffb"])
-def test_autocast_takes_any_mix(dtypes):
-    """Query, key and value as rotary embeddings, norms and caches leave them under autocast."""
+def test_autocast_accepts_mixed_dtypes(dtypes):
+    """Rotary embeddings, norms and caches return different dtypes under autocast."""
     from hf_integration import fa_ops_attention_forward
 
     kinds = {"f": torch.float32, "b": torch.bfloat16}
@@ -244,23 +244,23 @@ def test_autocast_takes_any_mix(dtypes):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("model_type", ["mistral", "gpt_oss"])
-def test_gradients_per_sample(model_type, padded):
-    """What a vmap maps has no numbers that the host could read."""
-    model, given = build(model_type), {"input_ids": tokens()}
-    given["position_ids"] = torch.arange(12).expand(2, -1).contiguous()
-    if padded or model_type == "mistral":  # transformers reads positions where there is no mask
-        given["attention_mask"] = padding(side="right") if padded else torch.ones(2, 12).long()
+def test_gradients_per_sample_are_those_of_eager_attention(model_type, padded):
+    """The host cannot read tensors that are mapped by vmap."""
+    model, inputs = build(model_type), {"input_ids": tokens()}
+    inputs["position_ids"] = torch.arange(12).expand(2, -1).contiguous()
+    if padded or model_type == "mistral":  # without a mask, transformers reads positions
+        inputs["attention_mask"] = padding(side="right") if padded else torch.ones(2, 12).long()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
-    def loss(parameters, given):
-        given = {name: x[None] for name, x in given.items()}
-        logits = torch.func.functional_call(model, parameters, (), given | {"use_cache": False})[0]
-        kept = given.get("attention_mask", torch.ones(1, 12))
+    def loss(parameters, inputs):
+        inputs = {name: x[None] for name, x in inputs.items()}
+        logits = torch.func.functional_call(model, parameters, (), inputs | {"use_cache": False})[0]
+        kept = inputs.get("attention_mask", torch.ones(1, 12))
         return (logits.square() * kept[..., None]).mean()
 
     found = []
     for implementation in ("eager", "fa_ops"):
         switch(model, implementation)
-        found.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, given))
+        found.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, inputs))
     for name, eager in found[0].items():
         assert (found[1][name] - eager).abs().max() <= 2e-4 * eager.abs().max().clamp(min=1e-4)

@@ -1,4 +1,4 @@
-"""The sweep's tiny models, with what some families need for a test to see their features."""
+"""Tiny models of the sweep, with config values that make the features of families matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ assert hf_integration.NAME  # the import registers the implementation
 
 VOCAB = tiny.VOCAB
 WINDOWED = {"sliding_window": 5}
-# Families, with what differs from the sweep's sizes.
+# Families, with values that differ from those of the sweep.
 CAUSAL = {
     "llama": {},
     "qwen2": {},
@@ -58,7 +58,7 @@ def build(model_type: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def switch(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention implementation, also where this transformers release only warns."""
+    """Set the attention implementation, even if this transformers release would only warn."""
     model.set_attn_implementation(implementation)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):

@@ -14,7 +14,14 @@ import triton.language as tl
 from fa_ops.backends.triton.primitives import LN2, dropout_keep, dropout_rows, load_ranges, scores
 
 ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
-EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(32)
+
+
+@triton.constexpr_function
+def exact_size(dtype):
+    """Rows, or keys, of an EXACT tile whose gradients are added up; it has twice as many of the
+    others. Products of float32 are unrolled in registers, which must not outnumber other loops'.
+    """
+    return 8 if dtype.is_fp32() else 16
 
 
 @triton.jit

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
-    EXACT_KEYS,
-    EXACT_ROWS,
+    exact_size,
     load_rows,
     product_scale,
     row_capacity,
@@ -99,8 +98,6 @@ def key_value_grad_block(
     v += hk * v_stride_h
     dk += hk * dk_stride_h
     dv += hk * dv_stride_h
-    j = n0 + positions(BLOCK_N, EXACT)[:, None]
-
     limit = Sk
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
@@ -109,13 +106,29 @@ def key_value_grad_block(
         n0, Sq, shift, limit, window_left, window_right, BLOCK_M, BLOCK_N
     )
 
-    kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-    vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    if EXACT:
-        poisoned = tl.zeros([BLOCK_N], tl.int32)
-    for h in range(hk * group, hk * group + group):
+    KEYS: tl.constexpr = BLOCK_M // 2 if EXACT else BLOCK_N
+    heads, heads_end = hk * group, hk * group + group
+    if EXACT:  # one loop over blocks of keys and heads: see `query_grad_block`
+        heads, heads_end = 0, tl.cdiv(tl.minimum(Sk - n0, BLOCK_N), KEYS) * group
+        poisoned = tl.zeros([KEYS], tl.int32)
+    else:
+        n_begin = n0
+        j = n0 + tl.arange(0, BLOCK_N)[:, None]
+        kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
+        vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    dk_acc = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    for h in range(heads, heads_end):
+        if EXACT:
+            n_begin = n0 + h // group * KEYS
+            h = hk * group + h % group
+            j = n_begin + positions(KEYS, True)[:, None]
+            kt = load_rows(k, n_begin, k_stride_s, 0, limit, D, KEYS, BLOCK_D, True)
+            vt = load_rows(v, n_begin, v_stride_s, 0, limit, Dv, KEYS, BLOCK_DV, True)
+            is_first = h == hk * group
+            dk_acc = tl.where(is_first, 0.0, dk_acc)
+            dv_acc = tl.where(is_first, 0.0, dv_acc)
+            poisoned = tl.where(is_first, 0, poisoned)
         q_head = q + h * q_stride_h
         grad_out_head = grad_out + h * grad_out_stride_h
         row_lse_head = row_lse + row_at + h * row_stride
@@ -164,12 +177,33 @@ def key_value_grad_block(
                 dx = tl.where(holes[None, :], 0.0, dx)
             dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
             dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+        if EXACT:  # noqa: SIM102  (known when it is compiled, the other is not)
+            if h == hk * group + group - 1:
+                is_poisoned = poisoned[:, None] > 0
+                dk_block = tl.where(is_poisoned, float("nan"), dk_acc)
+                dv_block = tl.where(is_poisoned, float("nan"), dv_acc)
+                store_gradients(
+                    dk, dv, dk_block, dv_block, n_begin, j, limit, Sk, dk_stride_s, dv_stride_s,
+                    scale, cap, seed, keep_scale, D, Dv, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+    if EXACT:
+        return False
+    else:
+        return store_gradients(
+            dk, dv, dk_acc, dv_acc, n0, j, limit, Sk, dk_stride_s, dv_stride_s, scale, cap, seed,
+            keep_scale, D, Dv, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_gradients(
+    dk, dv, dk_acc, dv_acc, n0, j, limit, Sk, dk_stride_s, dv_stride_s, scale, cap, seed,
+    keep_scale, D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of keys j from their sums; whether any is NaN or Inf."""
     dk_acc *= product_scale(scale, cap)
     if seed is not None:
         dv_acc *= keep_scale
-    if EXACT:
-        dk_acc = tl.where(poisoned[:, None] > 0, float("nan"), dk_acc)
-        dv_acc = tl.where(poisoned[:, None] > 0, float("nan"), dv_acc)
     inside_limit = j < limit
     dk_acc = tl.where(inside_limit, dk_acc, 0.0)
     dv_acc = tl.where(inside_limit, dv_acc, 0.0)
@@ -228,16 +262,14 @@ def key_value_grad_kernel(
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
             unrelated(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
         )
-        for more in tl.range(0, tl.minimum(keys - n0, BLOCK_N), EXACT_KEYS, num_stages=1):
-            key_value_grad_block(
-                q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
-                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
-                grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
-                dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk,
-                n0 + more,
-                q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
-                mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
-                ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-                window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS,
-                EVEN, EXTREME, PRECISION, True,
-            )  # fmt: skip
+        key_value_grad_block(
+            q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,
+            k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
+            dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0,
+            q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+            mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
+            ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+            window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
+            2 * exact_size(q.dtype.element_ty), BLOCK_N, EVEN, EXTREME, PRECISION, True,
+        )  # fmt: skip

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
-    EXACT_KEYS,
-    EXACT_ROWS,
+    exact_size,
     load_rows,
     product_scale,
     row_capacity,
@@ -88,9 +87,6 @@ def query_grad_block(
     grad_out += h * grad_out_stride_h
     out += h * out_stride_h
     dq += h * dq_stride_h
-    rows_m = m0 + positions(BLOCK_M, EXACT)
-    i = rows_m[:, None]
-
     limit = Sk
     if kv_lens is not None:
         limit = tl.minimum(tl.maximum(tl.load(kv_lens + b, mask=inside, other=0), 0), Sk)
@@ -103,34 +99,53 @@ def query_grad_block(
         mask += b * mask_stride_b + h * mask_stride_h
     if ranges is not None:
         ranges += b * ranges_stride_b + h * ranges_stride_h
-        first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
+        block_rows = m0 + positions(BLOCK_M, EXACT)
+        first, last = load_ranges(ranges, ranges_stride_q, block_rows[:, None], Sq)
         low = tl.min(tl.where(first < last, first, 2147483647))
     lo, full_lo, full_hi, hi = key_bounds(
         m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
     )
 
-    # all loads before the first reduction, whose barrier none of them would pass
-    m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
-    do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
-    o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
-    qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if grad_lse is not None:
-        delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
-    dead = m == float("-inf")
-    m *= LOG2E
-    # from 2**24 on lse has no fraction left, and weights computed from it might overflow
-    m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
-    delta = tl.where(dead, 0.0, delta)
-
-    tl.store(row_lse + row_at + rows_m, m)
-    tl.store(row_delta + row_at + rows_m, delta)
-
+    ROWS: tl.constexpr = BLOCK_N // 2 if EXACT else BLOCK_M
+    begin, end, step = lo, hi, BLOCK_N
     if EXACT:
-        poisoned = tl.zeros([BLOCK_M], tl.int32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # a single loop over rows and keys: ptxas spills registers of the loop with fewer nested
+        # levels, which would be the main loop
+        key_blocks = tl.cdiv(hi - lo, BLOCK_N)
+        begin, end, step = 0, tl.cdiv(tl.minimum(Sq - m0, BLOCK_M), ROWS) * key_blocks, 1
+        poisoned = tl.zeros([ROWS], tl.int32)
+        tl.debug_barrier()  # between the stores of row_lse and row_delta and their loads
+    else:
+        rows_m = m0 + tl.arange(0, BLOCK_M)
+        # all loads before the first reduction, whose barrier none of them would pass
+        m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
+        do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+        o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
+        qt = load_rows(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        if grad_lse is not None:
+            delta -= tl.load(grad_lse + at + rows_m, mask=rows_m < Sq, other=0.0)
+        dead = m == float("-inf")
+        m *= LOG2E
+        # from 2**24 on lse has no fraction left, and weights computed from it might overflow
+        m = tl.where(tl.abs(m) >= 16777216.0, float("inf"), m)
+        delta = tl.where(dead, 0.0, delta)
+        tl.store(row_lse + row_at + rows_m, m)
+        tl.store(row_delta + row_at + rows_m, delta)
+
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     CHECK: tl.constexpr = not EVEN or ranges is not None
-    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
+    for n0 in tl.range(begin, end, step, num_stages=1 if EXACT else None):
+        if EXACT:
+            m_begin = m0 + n0 // key_blocks * ROWS
+            n0 = lo + n0 % key_blocks * BLOCK_N
+            rows_m = m_begin + positions(ROWS, True)
+            m = tl.load(row_lse + row_at + rows_m)
+            delta = tl.load(row_delta + row_at + rows_m)
+            do = load_rows(grad_out, m_begin, grad_out_stride_s, 0, Sq, Dv, ROWS, BLOCK_DV, True)
+            qt = load_rows(q, m_begin, q_stride_s, 0, Sq, D, ROWS, BLOCK_D, True)
+            acc = tl.where(n0 == lo, 0.0, acc)
+            poisoned = tl.where(n0 == lo, 0, poisoned)
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + positions(BLOCK_N, EXACT)[None, :]
         kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
@@ -143,19 +158,25 @@ def query_grad_block(
             holes = holes | holes_v
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         w, ds, dx = score_gradients(
-            qk, dp, m[:, None], delta[:, None], i, j, Sq, shift, limit, scale, cap, slope, mask,
-            mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h, threshold,
-            keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
+            qk, dp, m[:, None], delta[:, None], rows_m[:, None], j, Sq, shift, limit, scale, cap,
+            slope, mask, mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h,
+            threshold, keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
         )  # fmt: skip
         if EXACT:
             found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
-    acc *= product_scale(scale, cap)
+        if EXACT:
+            grad = acc * product_scale(scale, cap)
+            grad = tl.where(poisoned[:, None] > 0, float("nan"), grad)
+            end_row = tl.where(n0 + BLOCK_N >= hi, Sq, 0)  # stored after the last keys
+            store_tile(dq, m_begin, dq_stride_s, end_row, D, grad, D == BLOCK_D)
     if EXACT:
-        acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-    store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
-    return has_holes(acc)
+        return False
+    else:
+        acc *= product_scale(scale, cap)
+        store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
+        return has_holes(acc)
 
 
 @triton.jit(
@@ -210,15 +231,14 @@ def query_grad_kernel(
         b, h, m0 = unrelated(b), unrelated(h), unrelated(m0)
         q_start, rows = unrelated(q_start), unrelated(rows)
         k_start, keys = unrelated(k_start), unrelated(keys)
-        for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):
-            query_grad_block(
-                q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b,
-                q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h,
-                v_stride_s, grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b,
-                out_stride_h, out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group,
-                b, h, m0 + more, q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b,
-                mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens,
-                ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
-                keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS,
-                EXACT_KEYS, EVEN, EXTREME, PRECISION, True,
-            )  # fmt: skip
+        query_grad_block(
+            q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
+            q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+            grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
+            out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0,
+            q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+            mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
+            ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+            window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
+            2 * exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, True,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention as models spell it: CASES of all files of this folder."""
+"""Attention as models write it: the CASES of all files in this folder."""
 
 from __future__ import annotations
 

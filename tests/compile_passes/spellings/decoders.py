@@ -1,4 +1,4 @@
-"""Attention as decoders spell it."""
+"""Attention as decoders write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as encoders spell it."""
+"""Attention as encoders write it."""
 
 from __future__ import annotations
 

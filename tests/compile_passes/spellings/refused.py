@@ -1,4 +1,4 @@
-"""What looks like attention and is not, or must not be fused."""
+"""Code that resembles attention but is not, or that must not be fused."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def cosformer_like(q, k, v):
 
 @case("no_fuse", bhsd(), cores=0)
 def gated_mixture(q, k, v):
-    """A router's weights."""
+    """The weights of a router."""
     return torch.einsum("bhse,bhed->bhsd", q.softmax(-1), k[:, :, :D])
 
 

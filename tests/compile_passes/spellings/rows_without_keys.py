@@ -1,4 +1,4 @@
-"""Rows without keys: the first text is padded on the left, so its first queries see nothing."""
+"""Rows without keys: the first text is padded on the left, so its first queries attend none."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class mask_from_another_graph(nn.Module):
     """A float mask of unknown content with rows that are finfo.min throughout."""
 
     def forward(self, q, k, v, mask):
-        mask = mask.detach()  # as an attention mask, it learns nothing
+        mask = mask.detach()  # an attention mask requires no grad
         keep = triangle() & mask.bool()[:, None, None]
         bias = self.outside(keep)
         return join((split(q) @ split(k).mT * 0.3 + bias).softmax(-1) @ split(v))

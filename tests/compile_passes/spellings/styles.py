@@ -1,4 +1,4 @@
-"""Attention in whatever house style."""
+"""Attention in various coding styles."""
 
 from __future__ import annotations
 

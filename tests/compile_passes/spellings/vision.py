@@ -1,4 +1,4 @@
-"""Attention as vision and diffusion models spell it."""
+"""Attention as vision and diffusion models write it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`python -m tests.evaluation.hf_sweep`: every architecture against eager, by scenario."""
+"""`python -m tests.evaluation.hf_sweep`: every architecture against eager attention."""

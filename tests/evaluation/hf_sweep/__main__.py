@@ -1,4 +1,4 @@
-"""The command; results go to a JSON file after every architecture, where a later run continues."""
+"""The command; results are written to a JSON file, from which a later run continues."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def main(
     scenarios: Annotated[str, typer.Option(help="scenarios, comma separated")] = ",".join(
         SCENARIOS
     ),
-    again: Annotated[bool, typer.Option(help="do not keep earlier results of the types")] = False,
+    again: Annotated[bool, typer.Option(help="repeat results that the file has")] = False,
     only_report: Annotated[bool, typer.Option(help="run nothing")] = False,
 ) -> None:
-    """Every architecture that builds from a tiny config: attention implementations against eager.
+    """Compare attention implementations with eager attention on a tiny model of every model type.
 
-    fp32 on CPU, one process, no network: logits, gradients and greedy tokens in 13 scenarios.
+    Logits, gradients and greedy tokens in 13 scenarios, in fp32 on the CPU, in one process.
     """
     for name in types or ():
         if name not in CONFIG_MAPPING_NAMES:
-            raise typer.BadParameter(f"{name!r} is no model type that transformers knows")
+            raise typer.BadParameter(f"{name!r} is not a model type of transformers")
     for name in scenarios.split(","):
         if name not in SCENARIOS:
             raise typer.BadParameter(f"no scenario is called {name!r}: {', '.join(SCENARIOS)}")
@@ -57,11 +57,11 @@ def main(
     results["versions"] = {"transformers": transformers.__version__, "torch": torch.__version__}
     wanted = [] if only_report else types or list(CONFIG_MAPPING_NAMES)
     for model_type in wanted:
-        mine = {} if again else known.get(model_type, {})
-        missing = [name for name in against.split(",") if name not in mine]
-        if "base_error" in mine or not missing:
+        earlier = {} if again else known.get(model_type, {})
+        missing = [name for name in against.split(",") if name not in earlier]
+        if "base_error" in earlier or not missing:
             continue
-        known[model_type] = mine | _results(model_type, missing, scenarios.split(","))
+        known[model_type] = earlier | _results(model_type, missing, scenarios.split(","))
         print(model_type, _short(known[model_type]), flush=True)
         part = json_file.with_name(json_file.name + ".part")
         part.write_text(json.dumps(results, indent=1))

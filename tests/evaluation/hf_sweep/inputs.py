@@ -1,4 +1,4 @@
-"""Inputs for a model of any architecture: what its forward pass asks for, by name."""
+"""Inputs for a model of any architecture, by the names of the parameters of its forward."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ B, S, S_DECODER = 2, 12, 7
 
 
 def names(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters of forward."""
     return set(inspect.signature(model.forward).parameters)
 
 
 def tokens(length: int = S, seed: int = 0, rows: int = B) -> Tensor:
+    """Random text tokens (rows, length)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, LAST_TEXT_TOKEN, (rows, length), generator=generator)
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:
+    """Normally distributed numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def padding(side: str, length: int = S) -> Tensor:
+    """A padding mask (B, length) that excludes four tokens of a row."""
     mask = torch.ones((B, length), dtype=torch.long)
     mask[0, :4] = 0
     return mask if side == "left" else mask.flip(-1)
 
 
 def is_text(model: PreTrainedModel) -> bool:
-    """Whether tokens alone will do."""
+    """Whether the model runs on tokens alone."""
     return "input_ids" in names(model) and not _wants_images(model) and not _audio(names(model))
 
 
 def candidates(model: PreTrainedModel) -> Iterator[dict]:
-    """Keyword arguments of a forward pass, to be tried in turn; the plainest first."""
+    """Keyword arguments of a forward pass to try in order, the simplest first."""
     images = _wants_images(model)
     yield from _candidates(model, images)
     if not images and names(model) & {"pixel_values", "pixel_values_videos"}:
@@ -89,7 +93,7 @@ def _audio(known: set[str]) -> list[str]:
 
 
 def _wants_images(model: PreTrainedModel) -> bool:
-    """Models that generate text from images also take text alone."""
+    """Whether a model needs images; models that generate text from images accept text alone."""
     text = [
         getattr(modeling_auto, name, {})
         for name in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
@@ -101,7 +105,7 @@ def _wants_images(model: PreTrainedModel) -> bool:
 
 
 def _grids(config, name: str) -> Iterator[dict]:
-    """Two images of different sizes as patches, for towers of packed images."""
+    """Two images of different sizes as patches, for towers with packed images."""
     grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
     channels = _find(config, "in_channels") or _find(config, "num_channels") or 3
     patch = _find(config, "patch_size") or 14
@@ -112,7 +116,7 @@ def _grids(config, name: str) -> Iterator[dict]:
 
 
 def _find(config, name: str):
-    """An int of that name in the config or one of its parts."""
+    """The int attribute of that name in a config or one of its parts, or None."""
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
     values = (getattr(part, name, None) for part in parts if part is not None)
     return next((v for v in values if isinstance(v, int)), None)

@@ -1,4 +1,4 @@
-"""Counts and differences of a sweep."""
+"""The report of a sweep: counts and differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COUNTED = ("pass", "fail", "error", "unrouted", "unsupported")
 
 
 def lines(results: dict) -> Iterator[str]:
-    """`results`: model type -> implementation -> scenario -> [status, detail]."""
+    """The report of results: model type -> implementation -> scenario -> [status, detail]."""
     built = {t: r for t, r in results.items() if "base_error" not in r}
     yield f"{len(results)} model types, {len(built)} build and run with eager attention"
     names = sorted({name for r in built.values() for name in r})
@@ -26,6 +26,7 @@ def lines(results: dict) -> Iterator[str]:
 
 
 def count(built: dict, name: str, scenario: str) -> str:
+    """The numbers of statuses of an implementation in a scenario."""
     statuses = Counter(r[name][scenario][0] for r in built.values() if scenario in r.get(name, {}))
     return "/".join(str(statuses[word]) for word in COUNTED)
 

@@ -1,4 +1,4 @@
-"""One architecture through every scenario."""
+"""Run one architecture in every scenario."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from tests.evaluation.hf_sweep import inputs as make
 from tests.evaluation.hf_sweep import tiny
 from tests.evaluation.hf_sweep.scenarios import CHANGES, SCENARIOS, Skip, changes, difference
 
-SECONDS = 180  # for one architecture and implementation
+SECONDS = 180  # limit for one architecture and implementation
 Results = dict[str, list[str]]  # scenario -> [status, detail]
 
 
 class Base:
-    """An architecture with eager attention: its configs, inputs and answers."""
+    """An architecture with eager attention: its configs, inputs and results."""
 
     def __init__(self, model_type: str) -> None:
-        """Raises LookupError, with what was tried last, where nothing runs."""
+        """Raises LookupError with the last error if no config and input run."""
         self.model_type = model_type
         self.config, self.model, self.inputs = _first_that_runs(model_type)
         self.models = {None: self.model}
         self.answers: dict[str, dict[str, Tensor] | str] = {}
 
     def config_for(self, scenario: str):
+        """The config for a scenario, which may change it."""
         wanted = CHANGES.get(scenario)
         if wanted is None or not changes(self.config, wanted):
             return self.config
         return next(tiny.configs(self.model_type, **wanted))
 
     def answer(self, scenario: str) -> dict[str, Tensor] | str:
-        """Eager attention's answer, or why there is none."""
+        """The result of eager attention, or why there is none."""
         if scenario not in self.answers:
             model = self.model
             try:
                 if self.config_for(scenario) is not self.config:
                     model = tiny.build(self.config_for(scenario), "eager")
-                torch.manual_seed(0)  # some draw in every forward pass
+                torch.manual_seed(0)  # some models draw random numbers
                 self.answers[scenario] = SCENARIOS[scenario](model, self.inputs)
             except Skip as reason:
                 self.answers[scenario] = f"skip: {reason}"
@@ -71,10 +72,11 @@ def _first_that_runs(model_type: str) -> tuple[object, PreTrainedModel, dict]:
 
 
 def compare(base: Base, implementation: str, scenarios: list[str]) -> Results:
-    """An implementation's results, scenario by scenario: [status, detail].
+    """The results of an implementation by scenario: [status, detail].
 
-    Statuses: pass, fail, error; unrouted: the model never calls it; unsupported: transformers
-    refuses to build the model with it; skip and base_error: eager attention has no answer.
+    Statuses: pass, fail, error; unrouted: the model never calls the implementation; unsupported:
+    transformers refuses to build the model with it; skip, base_error: eager attention has no
+    result.
     """
     results: Results = {}
     model = None
@@ -85,14 +87,14 @@ def compare(base: Base, implementation: str, scenarios: list[str]) -> Results:
             continue
         try:
             config = base.config_for(scenario)
-            own = config is not base.config
-            if own or model is None:
+            is_changed = config is not base.config
+            if is_changed or model is None:
                 made = tiny.build(config, implementation)
-                model = model if own else made
+                model = model if is_changed else made
         except Exception as error:
             results[scenario] = ["unsupported", _line(error)]
             continue
-        results[scenario] = _verdict(made if own else model, base, scenario, implementation)
+        results[scenario] = _verdict(made if is_changed else model, base, scenario, implementation)
     return results
 
 
@@ -112,7 +114,7 @@ def _verdict(model, base: Base, scenario: str, implementation: str) -> list[str]
 
 @contextlib.contextmanager
 def calls(implementation: str) -> Iterator[Counter]:
-    """Counts how often an attention function is called."""
+    """Count the calls of an attention function."""
     count: Counter = Counter()
     original = AttentionInterface()[implementation]
 
@@ -130,7 +132,7 @@ def calls(implementation: str) -> Iterator[Counter]:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError after so many seconds, in a main thread."""
+    """Raise TimeoutError after some seconds; for the main thread only."""
 
     def stop(*_):
         raise TimeoutError(f"more than {seconds} s")

@@ -1,7 +1,7 @@
-"""What is asked of every architecture, and how an answer is compared with eager attention's.
+"""The scenarios of the sweep, and the comparison of their results with those of eager attention.
 
-A scenario is a function of a model and its inputs that returns tensors by name. It raises Skip
-where the architecture does not have what it is about.
+A scenario is a function of a model and its inputs that returns tensors by name. It raises Skip if
+it does not apply to the architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from tests.evaluation.hf_sweep import inputs as make
 
 NEW_TOKENS = 4
-TOLERANCE = 5e-4  # of the largest value; a wrong mask or feature changes it by 1e-2 or more
+TOLERANCE = 5e-4  # relative to the largest value; a wrong mask or feature changes 1e-2 or more
 GRADIENT_TOLERANCE = 5e-3
 
 WINDOW = {
@@ -31,40 +31,47 @@ SOFTCAP = {"attn_logit_softcapping": 2.0, "attn_logit_softcap": 2.0}
 
 
 class Skip(Exception):
-    """Why a scenario does not apply."""
+    """Raised with the reason why a scenario does not apply."""
 
 
 def nopad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """A forward pass without padding."""
     with torch.no_grad():
         return _flat(model(**inputs))
 
 
 def leftpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """A forward pass with left padding."""
     return _padded(model, inputs, "left")
 
 
 def rightpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """A forward pass with right padding."""
     return _padded(model, inputs, "right")
 
 
 def decode(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """Greedy decoding with a dynamic cache."""
     return _generate(model, inputs, None, None)
 
 
 def decode_leftpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """Greedy decoding of left padded prompts with a dynamic cache."""
     return _generate(model, inputs, "left", None)
 
 
 def static(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """Greedy decoding with a static cache."""
     return _generate(model, inputs, None, "static")
 
 
 def static_leftpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """Greedy decoding of left padded prompts with a static cache."""
     return _generate(model, inputs, "left", "static")
 
 
 def chunked(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """A prompt in two pieces, the second behind what the first has cached."""
+    """A prefill in two pieces, the second of which attends the cache of the first."""
     _need(model, "past_key_values")
     if getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():
         raise Skip("not a decoder")
@@ -76,7 +83,7 @@ def chunked(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 
 def grad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """Of every parameter."""
+    """The gradients of all parameters."""
     outputs = [out for out in _flat(model(**inputs)).values() if out.requires_grad]
     if not outputs:
         raise Skip("no output depends on a parameter")
@@ -88,20 +95,21 @@ def grad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 
 def window(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """The model is built with a window of five keys."""
+    """A model with a window of five keys."""
     if not changes(model.config, WINDOW):
         raise Skip("no window")
     return nopad(model, inputs)
 
 
 def softcap(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """The model is built with scores capped at two."""
+    """A model whose scores are capped at two."""
     if not changes(model.config, SOFTCAP):
         raise Skip("no softcap")
     return nopad(model, inputs)
 
 
 def sink(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
+    """A model with sinks, without padding and with left padding."""
     if not any("sink" in name for name, _ in model.named_parameters()):
         raise Skip("no sinks")
     padded = {f"padded {name}": out for name, out in leftpad(model, inputs).items()}
@@ -109,7 +117,7 @@ def sink(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 
 def packed(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """Two documents in one row, told apart by their positions."""
+    """Two documents in one row, separated by their positions."""
     _need(model, "position_ids", "past_key_values")
     if getattr(model.config, "is_encoder_decoder", False):
         raise Skip("not a decoder")
@@ -126,12 +134,12 @@ SCENARIOS: dict[str, Callable[[PreTrainedModel, dict], dict[str, Tensor]]] = {
         window, softcap, sink, packed,
     )
 }  # fmt: skip
-# Scenarios for which a model is built anew, with what its config knows of these.
+# Scenarios that build another model, with those of the values that its config has.
 CHANGES = {"window": WINDOW, "softcap": SOFTCAP}
 
 
 def changes(config, wanted: dict) -> dict:
-    """What of `wanted` the config or one of its parts has set."""
+    """The `wanted` values if the config or one of its parts sets such a size, else none."""
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
     known = {n for part in parts if part is not None for n in wanted if getattr(part, n, None)}
     sizes = {name for name in known if isinstance(wanted[name], int | float)}
@@ -139,7 +147,7 @@ def changes(config, wanted: dict) -> dict:
 
 
 def difference(eager: dict[str, Tensor], ours: dict[str, Tensor], scenario: str) -> str | None:
-    """Where two answers differ by more than rounding, or None."""
+    """Where two results differ by more than rounding, or None."""
     if eager.keys() != ours.keys():
         return f"other outputs: {sorted(eager.keys() ^ ours.keys())[:3]}"
     tolerance = GRADIENT_TOLERANCE if scenario == "grad" else TOLERANCE
@@ -164,7 +172,7 @@ def difference(eager: dict[str, Tensor], ours: dict[str, Tensor], scenario: str)
 
 
 def _padded(model: PreTrainedModel, inputs: dict, side: str) -> dict[str, Tensor]:
-    """The outputs at real tokens; what padding queries give is nobody's business."""
+    """The outputs of real tokens; those of padding tokens have no meaning."""
     _need(model, "attention_mask", "input_ids")
     if "pixel_values" in inputs or set(inputs) - {"input_ids", "decoder_input_ids"}:
         raise Skip("not text alone")
@@ -208,15 +216,15 @@ def _generate(
 
 def _need(model: PreTrainedModel, *names: str) -> None:
     for name in set(names) - make.names(model):
-        raise Skip(f"takes no {name}")
+        raise Skip(f"no parameter {name}")
 
 
-# Caches, and weights, which only eager attention has without being asked.
+# Caches, and weights, which only eager attention returns by default.
 _SKIPPED = ("past_key_values", "cache_params", "attentions")
 
 
 def _flat(out) -> dict[str, Tensor]:
-    """Every float tensor of an output, by its path."""
+    """All float tensors of an output by their paths."""
     return dict(_walk("", out))
 
 

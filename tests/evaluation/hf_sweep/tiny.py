@@ -1,4 +1,4 @@
-"""A tiny random model of any architecture that transformers knows, without a network."""
+"""Tiny random models of all architectures of transformers, built offline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 VOCAB = 99
-LAST_TEXT_TOKEN = 80  # tokens above it are left to images, audio and the like
-MOST_PARAMETERS = 80_000_000
+LAST_TEXT_TOKEN = 80  # higher tokens are special, for instance of images
+MAX_PARAMETERS = 80_000_000
 
 _NARROW = dict.fromkeys("hidden_size n_embd d_model dim word_embed_proj_dim embedding_size".split())
 _NARROW |= dict.fromkeys("embed_dim encoder_hidden_size decoder_hidden_size emb_dim".split())
@@ -27,7 +27,7 @@ _HEADS = "num_attention_heads n_head n_heads num_heads encoder_attention_heads a
 _HEADS += " decoder_attention_heads swa_num_attention_heads"
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers depth"
 _LAYERS += " decoder_layers num_encoder_layers"
-# What a config may name, and the tiny value; a config takes those that it has.
+# Tiny values for attributes; a config gets those that it has.
 SIZES = {
     "vocab_size": VOCAB,
     **_NARROW,
@@ -79,19 +79,19 @@ SIZES = {
 }
 _KEPT = {"vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
 _KEPT |= {*_LAYERS.split(), "image_size", "decoder_start_token_id"}
-# Where grouped heads or head dimensions of their own are not allowed.
+# For architectures without grouped heads or independent head dimensions.
 _PLAIN = {"num_key_value_heads": None, "head_dim": None}
 _TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")
 
 
 def configs(model_type: str, **changes) -> Iterator[PreTrainedConfig]:
-    """Configs to try in turn, the smallest first; `changes` go to whichever part knows the name."""
+    """Configs to try in order, the smallest first; `changes` apply to all parts with the name."""
     config_class = CONFIG_MAPPING[model_type]
     few = {name: size for name, size in SIZES.items() if name in _KEPT}
     for recipe, kinds in itertools.product((SIZES, SIZES | _PLAIN, few), (True, False)):
         try:
             yield _config(config_class, recipe, kinds, changes)
-        except Exception:  # many configs validate themselves, each in its own way
+        except Exception:  # configs raise many kinds of errors when they validate themselves
             continue
 
 
@@ -115,7 +115,7 @@ def _config(config_class: type, recipe: dict, kinds: bool, changes: dict) -> Pre
 
 
 def _layers(known: PreTrainedConfig) -> dict:
-    """One layer of each kind, at least two; every list of a value per layer keeps those layers."""
+    """One layer of each kind, at least two, and the values of these layers in all lists."""
     count = getattr(known, "num_hidden_layers", None)
     lists = {
         name: list(value)
@@ -136,7 +136,7 @@ def _layers(known: PreTrainedConfig) -> dict:
 
 
 def _latent(known: PreTrainedConfig) -> dict:
-    """Latent attention has a key head for every query head and rotates a part of it."""
+    """Values for latent attention, which has a key head for every query head, partly rotated."""
     if getattr(known, "kv_lora_rank", None) is None:
         return {"num_kv_shared_layers": 0} if hasattr(known, "num_kv_shared_layers") else {}
     heads = {name: 4 for name in ("num_key_value_heads",) if hasattr(known, name)}
@@ -144,7 +144,7 @@ def _latent(known: PreTrainedConfig) -> dict:
 
 
 def _rope(known: PreTrainedConfig) -> dict:
-    """Rotary sections for images in a head of sixteen, where the modeling code splits them."""
+    """Rotary sections for images, if the modeling code splits them, for head dimension 16."""
     rope = getattr(known, "rope_parameters", None)
     modeling = type(known).__module__.replace(".configuration_", ".modeling_")
     try:
@@ -162,7 +162,7 @@ def _rope(known: PreTrainedConfig) -> dict:
 
 
 def _lower_tokens(config: PreTrainedConfig) -> None:
-    """Give special tokens beyond the vocabulary places above the text, each its own."""
+    """Move special tokens beyond the vocabulary to different tokens above those of text."""
     free = iter(range(VOCAB - 1, LAST_TEXT_TOKEN, -1))
     for name, value in list(vars(config).items()):
         is_token = name.endswith(("_token_id", "_token_index", "_token_idx"))
@@ -184,9 +184,9 @@ _MAPPINGS = (
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that says most about a config: a language model where there is one.
+    """The most specific model class for a config: a language model if there is one.
 
-    Raises LookupError if nothing is made from such a config.
+    Raises LookupError if there is no class for it.
     """
     for name in _MAPPINGS:
         mapping = getattr(modeling_auto, name, {})
@@ -207,14 +207,14 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def build(config: PreTrainedConfig, implementation: str, seed: int = 0) -> PreTrainedModel:
-    """A model in eval mode whose weights depend on nothing but the seed, their names and shapes.
+    """A model in eval mode whose weights depend only on the seed, their names and their shapes.
 
-    Raises MemoryError for one of more than `MOST_PARAMETERS`.
+    Raises MemoryError for a model of more than `MAX_PARAMETERS`.
     """
     made = model_class(config)
     with torch.device("meta"):
         size = sum(p.numel() for p in made._from_config(_copy(config)).parameters())
-    if size > MOST_PARAMETERS:
+    if size > MAX_PARAMETERS:
         raise MemoryError(f"{size} parameters, even from a tiny config")
     torch.manual_seed(seed)
     model = made._from_config(_copy(config), attn_implementation=implementation)
@@ -227,7 +227,7 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def fill(model: nn.Module, seed: int = 0) -> None:
-    """Weights large enough that attention is not uniform, and sinks that matter."""
+    """Fill in weights large enough that attention is not uniform, and that sinks matter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

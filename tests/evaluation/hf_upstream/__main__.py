@@ -1,4 +1,4 @@
-"""The command: every family's tests with sdpa, with fa_ops, and those of FlashAttention 2."""
+"""The command: the tests of every family with sdpa and fa_ops, and those of FlashAttention 2."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def main(
     ],
     models: Annotated[str, typer.Option(help="comma separated")] = ",".join(FAMILIES),
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="where results go", callback=in_a_folder)
+        Path | None, typer.Option("--json", help="the file for results", callback=in_a_folder)
     ] = None,
-    seconds: Annotated[int, typer.Option(min=1, help="for one model's tests")] = 1800,
+    seconds: Annotated[int, typer.Option(min=1, help="limit for the tests of one model")] = 1800,
 ) -> None:
-    """transformers' own common model tests, with fa_ops in place of sdpa or flash_attention_2.
+    """Run transformers' common model tests with fa_ops instead of sdpa or flash_attention_2.
 
-    Exits with 1 if a test passes with sdpa alone, or one of FlashAttention 2 fails.
+    Exits with 1 if a test passes only with sdpa, or one of FlashAttention 2 fails.
     """
     _check(folder, models.split(","))
     results: dict[str, dict] = {}
@@ -57,7 +57,7 @@ def _check(folder: Path, families: list[str]) -> None:
             raise typer.BadParameter(f"no model is called {family!r}: {known}")
     for package in ("parameterized", "pytest"):
         if importlib.util.find_spec(package) is None:
-            raise typer.BadParameter(f"transformers' tests need it: pip install {package}")
+            raise typer.BadParameter(f"transformers' tests need: pip install {package}")
     try:
         found = source.version(folder)
     except ValueError as error:
@@ -69,8 +69,8 @@ def _check(folder: Path, families: list[str]) -> None:
 
 
 def _run(folder: Path, family: str, scope: str, implementation: str, seconds: int) -> dict | str:
-    """What was found, or why nothing was. A process of its own: the tests change what they like."""
-    # _INSIDE_SUB_PROCESS: transformers' tests start no further process
+    """The results of the tests in a new process, because they change global state; or an error."""
+    # With _INSIDE_SUB_PROCESS, transformers' tests start no further process.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "_INSIDE_SUB_PROCESS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "found.json")

@@ -1,4 +1,4 @@
-"""The models that the common tests run on: a tiny config, its classes and what they are given."""
+"""The models of the common tests: tiny configs, their model classes and their inputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ B, S, S_DECODER = 7, 7, 5
 FRAMES = 60  # of audio; Whisper's convolutions halve them
 
 _HEADS = "ForSequenceClassification ForTokenClassification ForQuestionAnswering".split()
-# Tenfold the usual weights, where attention is not uniform and a wrong scale shows; at 0.5 sdpa
-# itself is outside the tests' tolerances.
+# Ten times the usual weights, so that attention is not uniform and a wrong scale is noticed; with
+# 0.5 sdpa itself exceeds the tolerances of the tests.
 _SPREAD = 0.2
 _COMMON = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _DECODER = _COMMON | {
@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[str, list[str], dict]] = {
 
 
 class Tester:
-    """What transformers' tests ask of a model: sizes, a config and inputs."""
+    """The model tester that transformers' tests expect: sizes, a config and inputs."""
 
     batch_size, seq_length, is_training, num_labels, num_choices = B, S, True, 3, 4
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
@@ -102,23 +102,24 @@ class Tester:
     def __init__(self, family: str) -> None:
         name, _, self.sizes = FAMILIES[family]
         self.config_class = getattr(transformers, name)
-        self.listens, self.decodes = family == "whisper", family in ("t5", "whisper")
-        if self.decodes:
-            self.encoder_seq_length = FRAMES // 2 if self.listens else S
+        self.is_audio, self.has_decoder = family == "whisper", family in ("t5", "whisper")
+        if self.has_decoder:
+            self.encoder_seq_length = FRAMES // 2 if self.is_audio else S
             self.decoder_seq_length = self.seq_length = S_DECODER
 
     def get_config(self) -> PreTrainedConfig:
+        """A tiny config."""
         return self.config_class(**self.sizes)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict]:
-        """Tokens padded on the right, row i after i + 1 of them; audio has no padding."""
+        """A config and inputs: row i has i + 1 tokens and right padding; audio is not padded."""
         inputs: dict[str, Tensor] = {}
-        if self.listens:
+        if self.is_audio:
             inputs["input_features"] = torch.randn(B, self.sizes["num_mel_bins"], FRAMES)
         else:
             inputs["input_ids"] = _tokens(S)
             inputs["attention_mask"] = torch.ones(B, S, dtype=torch.long).tril()
-        if self.decodes:
+        if self.has_decoder:
             inputs["decoder_input_ids"] = _tokens(S_DECODER)
             inputs["decoder_attention_mask"] = torch.ones(B, S_DECODER, dtype=torch.long)
         return self.get_config(), inputs
@@ -129,15 +130,15 @@ def _tokens(length: int) -> Tensor:
 
 
 def case(family: str, common: ModuleType) -> type[unittest.TestCase]:
-    """The common tests of a family, for unittest."""
+    """The common tests of a family, as a test case of unittest."""
     classes = tuple(getattr(transformers, name) for name in FAMILIES[family][1])
-    listens = family == "whisper"
+    is_audio = family == "whisper"
 
     class Case(common.ModelTesterMixin, unittest.TestCase):
         all_model_classes = classes
         is_encoder_decoder = family in ("t5", "whisper")
-        test_resize_embeddings = not listens  # those tests look for input_ids
-        if family not in ("bert", "t5", "whisper"):  # as transformers' own classes have it
+        test_resize_embeddings = not is_audio  # these tests need input_ids
+        if family not in ("bert", "t5", "whisper"):  # as in transformers' own test classes
             _torch_compile_train_cls = classes[1]
 
         def setUp(self) -> None:
@@ -146,7 +147,7 @@ def case(family: str, common: ModuleType) -> type[unittest.TestCase]:
 
         def _prepare_for_class(self, inputs_dict, model_class, return_labels=False) -> dict:
             inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
-            if return_labels and listens and model_class.can_generate():
+            if return_labels and is_audio and model_class.can_generate():
                 inputs["labels"] = torch.zeros(B, S_DECODER, dtype=torch.long)
             return inputs
 

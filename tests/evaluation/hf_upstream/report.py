@@ -1,23 +1,24 @@
-"""What the tests found, as a table."""
+"""The report of test results."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-# The runs of a family: which implementation the tests name, and which runs in its place.
+# The runs of a family: the implementation that the tests name, and the one that replaces it.
 RUNS = (("sdpa", "sdpa"), ("sdpa", "fa_ops"), ("flash_attention_2", "fa_ops"))
 
 Found = dict[str, list]  # test -> [outcome, attention calls, why]
 
 
 def key(scope: str, implementation: str) -> str:
+    """The name of a run."""
     return implementation if scope == implementation else f"{implementation} for {scope}"
 
 
 def lines(results: dict[str, dict[str, Found | str]]) -> list[str]:
-    """A markdown table, then every test that passes with sdpa alone, and every flash test failed.
+    """A markdown table, the tests that pass only with sdpa, and failed tests of FlashAttention 2.
 
-    `results`: family -> run -> what was found, or why nothing was.
+    `results`: family -> run -> test results, or an error.
     """
     columns = [key(*names) for names in RUNS]
     table = [
@@ -38,7 +39,7 @@ def lines(results: dict[str, dict[str, Found | str]]) -> list[str]:
 
 
 def regressions(base: Found | str, ours: Found | str) -> list[str]:
-    """The tests that pass with sdpa and not with fa_ops."""
+    """The tests that pass with sdpa, but not with fa_ops."""
     if isinstance(base, str) or isinstance(ours, str):
         return []
     passed = (name for name, test in base.items() if test[0] == "passed")
@@ -59,7 +60,7 @@ def _failed(found: Found | str) -> list[tuple[str, list]]:
 
 
 def is_good(results: dict[str, dict[str, Found | str]]) -> bool:
-    """Whether everything ran, nothing passes with sdpa alone, and no flash test fails."""
+    """Whether all runs finished, no test passes only with sdpa, and no flash test fails."""
     for runs in results.values():
         base, ours, flash = (runs[key(*names)] for names in RUNS)
         if any(isinstance(found, str) for found in runs.values()):

@@ -1,4 +1,4 @@
-"""One family's tests with one implementation, in a process of their own; prints JSON."""
+"""Run the tests of a family with an implementation, and write the results as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_integration
 from tests.evaluation.hf_upstream import families, source
 
-# The implementation that the tests name -> the beginning of the tests to run. Of the tests for
-# FlashAttention 2 only the names count: its package and a GPU are not asked for.
+# The implementation that the tests name -> the prefix of the tests to run. Tests of FlashAttention
+# 2 run without its package and without a GPU.
 SCOPES = {"sdpa": "test_", "flash_attention_2": "test_flash_attn_2_"}
-_ASKED = ("require_flash_attn", "require_torch_accelerator", "slow")
-# About the class that holds the tests, not about a model.
-_LEFT_OUT = {"test_generation_tester_mixin_inheritance"}
+_REQUIREMENTS = ("require_flash_attn", "require_torch_accelerator", "slow")
+# It tests the class that contains the tests, not a model.
+_EXCLUDED = {"test_generation_tester_mixin_inheritance"}
 
 
 class Result(unittest.TestResult):
@@ -31,6 +31,7 @@ class Result(unittest.TestResult):
         self.calls, self.found = calls, {}
 
     def startTest(self, test) -> None:
+        """Reset the count of attention calls."""
         super().startTest(test)
         self.calls.clear()
 
@@ -40,17 +41,21 @@ class Result(unittest.TestResult):
             self.found[name] = [outcome, self.calls.total(), why[:300]]
 
     def addSuccess(self, test) -> None:
+        """Record a passed test."""
         self._note(test, "passed")
 
     def addSkip(self, test, reason: str) -> None:
+        """Record a skipped test."""
         self._note(test, "skipped", reason)
 
     def addFailure(self, test, error) -> None:
+        """Record a failed test."""
         self._note(test, "failed", _line(error))
 
     addError = addFailure
 
     def addSubTest(self, test, subtest, error) -> None:
+        """Record a test with a failed subtest."""
         if error is not None:
             self._note(test, "failed", _line(error))
 
@@ -72,32 +77,32 @@ def count(implementation: str, calls: Counter) -> None:
     AttentionInterface.register(implementation, counted)
 
 
-def by_default(implementation: str) -> None:
-    """Make it what models use that name none, wherever transformers would take sdpa."""
-    settle = PreTrainedModel.get_correct_attn_implementation
+def make_default(implementation: str) -> None:
+    """Make an implementation the default of models for which transformers would choose sdpa."""
+    choose = PreTrainedModel.get_correct_attn_implementation
 
-    def settled(self, requested_attention, *args, **kwargs):
-        chosen = settle(self, requested_attention, *args, **kwargs)
+    def replaced(self, requested_attention, *args, **kwargs):
+        chosen = choose(self, requested_attention, *args, **kwargs)
         if requested_attention is None and chosen == "sdpa":
-            return settle(self, implementation, *args, **kwargs)
+            return choose(self, implementation, *args, **kwargs)
         return chosen
 
-    PreTrainedModel.get_correct_attn_implementation = settled
+    PreTrainedModel.get_correct_attn_implementation = replaced
 
 
 def run(folder: Path, family: str, scope: str, implementation: str) -> dict[str, list]:
-    """Run the tests that name `scope` with `implementation` in its place; changes this process."""
+    """Run the tests of `scope` with `implementation` in its place; changes global state."""
     assert hf_integration.NAME  # the import registers the implementation
     calls: Counter = Counter()
     count(implementation, calls)
     if scope == "sdpa" and implementation != "sdpa":
-        by_default(implementation)
+        make_default(implementation)
     if scope != "sdpa":
-        for name in _ASKED:
+        for name in _REQUIREMENTS:
             setattr(testing_utils, name, lambda test: test)
     case = families.case(family, source.load(folder, {scope: implementation}))
     result = Result(calls)
-    names = [n for n in unittest.TestLoader().getTestCaseNames(case) if n not in _LEFT_OUT]
+    names = [n for n in unittest.TestLoader().getTestCaseNames(case) if n not in _EXCLUDED]
     unittest.TestSuite(case(n) for n in names if n.startswith(SCOPES[scope])).run(result)
     return result.found
 

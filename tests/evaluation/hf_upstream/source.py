@@ -1,4 +1,4 @@
-"""transformers' common model tests, from its source distribution, with names exchanged."""
+"""Load transformers' common model tests from its source distribution, with replaced strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = "test_modeling_common"
 def version(folder: Path) -> str:
     """The version of an unpacked source distribution.
 
-    Raises ValueError for a folder that is none, or has no common model tests.
+    Raises ValueError for another folder, or one without the common model tests.
     """
     about = folder / "PKG-INFO"
     if not about.is_file() or not path(folder).is_file():
@@ -24,17 +24,18 @@ def version(folder: Path) -> str:
 
 
 def path(folder: Path) -> Path:
+    """The file of the common model tests."""
     return folder / "tests" / f"{TESTS}.py"
 
 
-def load(folder: Path, exchanged: dict[str, str]) -> ModuleType:
-    """The module of common tests, each string that is a key of `exchanged` replaced by its value.
+def load(folder: Path, replacements: dict[str, str]) -> ModuleType:
+    """The module of the common tests, with string constants replaced.
 
-    What the tests import from files that the distribution does not carry (tests of generation and
-    export) is an empty class.
+    Classes that the tests import from files outside the distribution (tests of generation and
+    export) become empty classes.
     """
     file = path(folder)
-    tree = _Exchange(exchanged).visit(ast.parse(file.read_text(), str(file)))
+    tree = _Replace(replacements).visit(ast.parse(file.read_text(), str(file)))
     package = sys.modules[PACKAGE] = ModuleType(PACKAGE)
     package.__path__ = [str(file.parent)]
     for name, classes in absent(tree, file.parent).items():
@@ -49,7 +50,7 @@ def load(folder: Path, exchanged: dict[str, str]) -> ModuleType:
 
 
 def absent(tree: ast.Module, tests: Path) -> dict[str, list[str]]:
-    """The relative imports whose files are not there: module -> imported names."""
+    """The relative imports whose files do not exist: module -> imported names."""
     imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module]
     return {
         node.module: [alias.name for alias in node.names]
@@ -59,16 +60,16 @@ def absent(tree: ast.Module, tests: Path) -> dict[str, list[str]]:
 
 
 def _stems(name: str) -> list[str]:
-    """a.b.c: a, a.b, a.b.c."""
+    """The prefixes of a dotted name: a, a.b and a.b.c of a.b.c."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-class _Exchange(ast.NodeTransformer):
-    def __init__(self, exchanged: dict[str, str]) -> None:
-        self.exchanged = exchanged
+class _Replace(ast.NodeTransformer):
+    def __init__(self, replacements: dict[str, str]) -> None:
+        self.replacements = replacements
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        if isinstance(node.value, str) and node.value in self.exchanged:
-            return ast.copy_location(ast.Constant(self.exchanged[node.value]), node)
+        if isinstance(node.value, str) and node.value in self.replacements:
+            return ast.copy_location(ast.Constant(self.replacements[node.value]), node)
         return node

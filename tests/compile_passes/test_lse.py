@@ -1,4 +1,4 @@
-"""Scores that are also read by a log-sum-exp, and sinks for each query: the operator's own lse."""
+"""Log-sum-exps that the model reads, and sinks per query: both use the operator's own."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def left_padded():
 
 
 def returned(q, k, v):
-    """What a ring of devices exchanges."""
+    """As ring attention exchanges it."""
     scores = causal(q @ k.mT * 0.35)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
@@ -34,7 +34,7 @@ def returned_with_its_dimension(q, k, v):
 
 
 def gate_before_the_product(q, k, v):
-    """As GraniteSWA's sinks."""
+    """As GraniteSWA applies its sinks."""
     scores = causal(q @ k.mT * 0.35)
     gate = (scores.logsumexp(-1) - torch.linspace(-1, 1, 4).view(1, -1, 1)).sigmoid()
     return (scores.softmax(-1) @ v) * gate[..., None]
@@ -62,7 +62,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-def test_lse_is_the_operators(spelling, dynamic):
+def test_lse_comes_from_the_operator(spelling, dynamic):
     fusion = check(spelling, qkv(), dynamic=dynamic)
     assert len(fusion.graphs[-1].find_nodes(op="call_function", target=WITH_LSE)) == 1
     assert "logsumexp" not in fusion.code
@@ -72,20 +72,20 @@ def test_lse_is_the_operators(spelling, dynamic):
 def test_rows_without_keys_have_their_fill_as_lse(kind):
     def function(q, k, v, keep, bias):
         scores = q @ k.mT * 0.35
-        both = keep & torch.ones(12, 12, dtype=torch.bool).tril()
+        visible = keep & torch.ones(12, 12, dtype=torch.bool).tril()
         if kind == "filled":
-            scores = scores.masked_fill(~both, LOWEST)
+            scores = scores.masked_fill(~visible, LOWEST)
         elif kind == "added":
-            scores = scores + torch.where(both, 0.0, LOWEST)
+            scores = scores + torch.where(visible, 0.0, LOWEST)
         else:
-            scores = scores + bias + torch.where(both, 0.0, LOWEST)
-        lse = scores.logsumexp(-1) * 1e-38  # of the order of 1 there, as far as gradients go
+            scores = scores + bias + torch.where(visible, 0.0, LOWEST)
+        lse = scores.logsumexp(-1) * 1e-38  # so that gradients are of order 1 there
         return scores.softmax(-1) @ v, lse, torch.where(lse < -1.0, lse * 1e38 / LOWEST, lse)
 
     check(function, (*qkv(), left_padded(), torch.randn(4, 12, 12)))
 
 
-def test_gradients_of_their_lse_reach_rows_without_keys():
+def test_gradients_of_the_lse_reach_rows_without_keys():
     def function(q, k, v, keep):
         scores = q @ k.mT * 0.35 + torch.where(keep, 0.0, LOWEST)
         return scores.softmax(-1) @ v, (scores.logsumexp(-1) - LOWEST).clamp(max=10.0)
@@ -103,8 +103,8 @@ def test_lse_is_verified(spelling):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_sink_for_each_query(dynamic):
-    """As Inkling's."""
+def test_sinks_per_query_are_fused(dynamic):
+    """As in Inkling."""
 
     def function(q, k, v, sinks):
         scores = torch.cat([causal(q @ k.mT * 0.35), sinks], -1)
@@ -113,7 +113,7 @@ def test_a_sink_for_each_query(dynamic):
     check(function, (*qkv(), torch.randn(2, 4, 12, 1)), dynamic=dynamic)
 
 
-def test_a_sink_for_each_query_takes_rows_without_keys():
+def test_sinks_per_query_allow_rows_without_keys():
     def function(q, k, v, sinks, keep):
         scores = q @ k.mT * 0.35 + torch.where(keep, 0.0, LOWEST)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
@@ -177,7 +177,7 @@ NEAR_MISSES = [
 
 
 @pytest.mark.parametrize("spelling", NEAR_MISSES, ids=lambda f: f.__name__)
-def test_another_number_is_not(spelling):
+def test_other_statistics_are_refused(spelling):
     fusion = fuse(spelling)
     results(fusion.run, qkv(), True)
     assert fusion.fused == 0 and len(fusion.reasons) == 1

@@ -1,0 +1,125 @@
+"""Rules for softmax written by hand: exp and sum, log-sum-exp, log_softmax, division after the
+value product. In reasons, "they" are the scores.
+
+Subtracting a row's maximum, or any other number per row, before exp changes nothing once the row is
+divided by its sum, so it is only checked that numerator and denominator are shifted alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from compile_passes.graph.axes import Group, is_one, resolve, resolve_dims
+from compile_passes.graph.constants import constant_value
+from compile_passes.graph.ir import Value
+from compile_passes.match.alignment import reduced
+from compile_passes.match.match_state import (
+    Core,
+    ExpSum,
+    LogWeights,
+    MatchedScores,
+    MatchedWeights,
+    RowStatistic,
+    ScoreExps,
+    ShiftExp,
+    State,
+    UnnormalizedOutput,
+)
+from compile_passes.report import Refused
+
+NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
+
+
+def check_over_keys(s: MatchedScores, keys: Group) -> None:
+    """Raises Refused unless `keys` are the key axes of these scores: they belong to one of the
+    product's operands alone, and what was subtracted from the scores is constant along them.
+    """
+    real = set(resolve(keys))
+    if s.shift and set(resolve(s.shift.keys)) != real:
+        raise Refused("what is subtracted from them varies along the keys")
+    if s.sink:
+        if real != set(resolve(s.dims[-1])):
+            raise Refused(NOT_KEYS)
+        real = set(resolve(s.keys_without_sink))
+    a, b = s.a.axes(), s.b.axes()
+    if not real or not (real <= a - b or real <= b - a):
+        raise Refused(NOT_KEYS)
+
+
+def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
+    """scores - row statistic"""
+    aligned = resolve_dims(tuple(() if g == r.keys else g for g in resolve_dims(s.dims)))
+    if r.scores is not s or r.negative or resolve_dims(r.dims) != aligned:
+        raise Refused("the maximum of something else is subtracted from them")
+    path = tuple(dict.fromkeys((*s.path, *r.path, value)))
+    if r.lse:
+        check_over_keys(s, r.keys)
+        weights = MatchedWeights(s.dims, path, s, value, r.keys)
+        return LogWeights(s.dims, path, weights)
+    if s.shift:
+        raise Refused("they are shifted twice")
+    return dataclasses.replace(s, shift=r, path=path)
+
+
+def row_rule(value: Value, r: RowStatistic, name: str) -> State:
+    """An operation on a row statistic."""
+    if value.op == "neg":
+        return r.extend(value, negative=not r.negative)
+    if value.op in ("clamp", "detach", "maximum"):
+        if r.lse:
+            raise Refused(f"{value.op} is applied to their log-sum-exp")
+        same_rank = len(value.shape) == len(r.dims)
+        if not same_rank or not all(g or is_one(n) for g, n in zip(r.dims, value.shape)):
+            raise Refused("their maximum is combined with a larger tensor")
+        return r.extend(value)
+    if value.op == "exp" and r.negative:
+        return ShiftExp(r.dims, (*r.path, value), r)
+    raise Refused(f"{value.op} is applied to their maximum or log-sum-exp")
+
+
+def sum_of_exps(value: Value, e: ScoreExps) -> State:
+    """exps.sum(keys)"""
+    keys, dims = reduced(value, e.dims, "their exponentials are not summed over one dimension")
+    return ExpSum(dims, (*e.path, value), e, keys)
+
+
+def add_sink(value: Value, t: ExpSum, x: object) -> State:
+    """exp_sum + exp(-shift), or exp_sum + 1 where nothing was subtracted"""
+    if t.zero_sink or value.op != "add":
+        raise Refused("something is added to the sum of their exponentials")
+    s = t.exps.scores
+    if isinstance(x, ShiftExp) and s.shift and x.row.path[:-1] == s.shift.path:
+        path = tuple(dict.fromkeys((*t.path, *x.path, value)))
+        return dataclasses.replace(t, zero_sink=True, path=path)
+    if constant_value(x) == 1 and s.shift is None:
+        return t.extend(value, zero_sink=True)
+    raise Refused("something is added to the sum of their exponentials")
+
+
+def divide(value: Value, e: ScoreExps, t: ExpSum) -> State:
+    """exps / exp_sum"""
+    aligned = tuple(() if g == t.keys else g for g in resolve_dims(e.dims))
+    # exp may have been computed twice
+    same_exps = t.exps.scores is e.scores and t.exps.path[:-1] == e.path[:-1]
+    if not same_exps or resolve_dims(t.dims) != aligned:
+        raise Refused("their exponentials are divided by another sum")
+    check_over_keys(e.scores, t.keys)
+    path = tuple(dict.fromkeys((*e.path, *t.path, value)))
+    return MatchedWeights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
+
+
+def divide_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core:
+    """(exps @ v) / exp_sum"""
+    dims, under = resolve_dims(output.dims), resolve_dims(t.dims)
+    under = ((),) * (len(dims) - len(under)) + under
+    rows = [g for g in under if g]
+    matching = all(u in ((), d) for u, d in zip(under, dims, strict=True))
+    wanted = [g for g in dims if g and not set(g) & set(output.features)]
+    if t.exps.path != output.exps.path or t.keys != output.keys or not matching or rows != wanted:
+        raise Refused("the product with the value is divided by another sum")
+    check_over_keys(output.exps.scores, t.keys)
+    path = tuple(dict.fromkeys((*output.path, *t.path)))
+    weights = MatchedWeights(
+        output.exps.dims, path, output.exps.scores, value, t.keys, zero_sink=t.zero_sink
+    )
+    return Core(weights, output.v, output.features, output.dims, value)
