@@ -10,7 +10,7 @@ from fa_ops.bench import host
 from fa_ops.bench.cli import app
 
 FORWARD = {
-    "fa_ops.attention", "inside: torch.ops.fa.attention", "inside: dispatch", "inside: backend cpu",
+    "fa_ops.attention", "inside: torch.ops.fa.attention", "inside: planning", "inside: backend cpu",
     "F.sdpa flash", "torch.empty_like",
 }  # fmt: skip
 BACKWARD = {
@@ -38,7 +38,7 @@ def test_every_row_has_its_time(tmp_path):
     assert result.exit_code == 0, result.output
     us = {r["call"]: r["us"] for r in json.loads(path.read_text())["records"]}
     assert us.keys() == FORWARD | BACKWARD and min(us.values()) > 0
-    assert us["fa_ops.attention"] > us["inside: dispatch"]
+    assert us["fa_ops.attention"] > us["inside: planning"]
     assert us["fa_ops.attention, forward + backward"] > us["torch.addcmul, forward + backward"]
 
 

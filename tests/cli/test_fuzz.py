@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fa_ops import planning
 from fa_ops.backends import cpu
 from fa_ops.cli import app, fuzz_cases, fuzz_workers
 from fa_ops.cli.fuzz import plan
@@ -66,6 +67,7 @@ def test_a_failure_is_found_and_its_line_runs_it_again(monkeypatch):
     message = re.compile(r"^  Case\(.*$", re.M)
     assert message.search(again.output)[0] in result.output
     monkeypatch.setattr(cpu, "forward", right)
+    planning.forget()
     assert invoke(*lines[0].split()).exit_code == 0
 
 

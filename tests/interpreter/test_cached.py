@@ -1,4 +1,4 @@
-"""Many queries against a cache in the interpreter (TRITON_INTERPRET=1): who attends them."""
+"""Many queries against a cache in the interpreter (TRITON_INTERPRET=1), and what attends them."""
 
 import importlib
 
@@ -8,9 +8,8 @@ import torch
 from fa_ops import dispatch
 from fa_ops.backends import cpu, reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.ops import prepared
+from fa_ops.call import CACHED, Call
 from fa_ops.testing.caches import CacheCase, assert_cache_close, call
-from fa_ops.types import writes
 
 cached = importlib.import_module("fa_ops.backends.triton.cached")
 
@@ -33,6 +32,10 @@ FEATURES = {
 }  # fmt: skip
 
 
+def kernel_of(q, k, v, cache, spec):
+    return triton.plan(Call(CACHED, q, k, v, spec, cache=cache)).kernel
+
+
 @pytest.fixture
 def dense(monkeypatch):
     """Calls of the forward kernel."""
@@ -43,8 +46,9 @@ def dense(monkeypatch):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_contiguous_cache_is_attended_by_the_forward_kernel(name, dense):
-    assert_cache_close(CacheCase(**MANY | FEATURES[name]), "triton")
-    assert len(dense) == 1
+    case = CacheCase(**MANY | FEATURES[name])
+    assert_cache_close(case, "triton")
+    assert len(dense) == 1 and kernel_of(*case.fresh()).endswith("forward")
 
 
 @pytest.mark.parametrize(
@@ -59,35 +63,46 @@ def test_a_contiguous_cache_is_attended_by_the_forward_kernel(name, dense):
 def test_others_are_not(changes, dense, monkeypatch):
     other = object()
     monkeypatch.setattr(cached.decode, "cache_forward", lambda *args: other)
-    assert cached.cache_forward(*CacheCase(**MANY | changes).fresh()) is other and not dense
+    case = CacheCase(**MANY | changes)
+    assert cached.cache_forward(*case.fresh()) is other and not dense
+    assert kernel_of(*case.fresh()) == "split-KV decoding"
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """The triton backend writes to caches, another one attends: as on Hopper."""
+    monkeypatch.setattr(dispatch, "choose", lambda call: triton if call.writes_cache else cpu)
+
+
+def assert_as_reference(case):
+    """Results, and the caches after the call."""
+    q, k, v, cache, spec = case.fresh()
+    results = call(q, k, v, cache, spec)
+    q2, k2, v2, cache2, spec2 = case.fresh()
+    for found, wanted in zip(results, reference.cached(q2, k2, v2, cache2, spec2)):
+        torch.testing.assert_close(found, wanted.float(), atol=1e-4, rtol=1e-4)
+    for found, wanted in ((k, k2), (v, v2)):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rotary": 8, "interleaved": True}, {"page_size": 8}])
-def test_one_backend_writes_and_another_attends(changes, monkeypatch):
-    """As on Hopper, whose own kernels do not write."""
+def test_one_backend_writes_and_another_attends(changes, reader, monkeypatch):
     case = CacheCase(**MANY | {"new": 20, "is_causal": True, "lens": (70, 30)} | changes)
-    asked, real = [], triton.cache_write
+    written, prepare = [], triton.prepare_append
 
-    def select(q, k, v, cache, spec):
-        return triton if writes(cache) else cpu
+    def prepare_and_note(call):
+        write = prepare(call)
+        return lambda *args: written.append(args) or write(*args)
 
-    monkeypatch.setattr(dispatch, "select_cache", select)
-    monkeypatch.setattr(triton, "cache_write", lambda *args: asked.append(args) or real(*args))
-    monkeypatch.setattr(triton, "cache_forward", lambda *args: pytest.fail("attended too"))
-    prepared._runs.clear(), prepared._ways.clear()
+    monkeypatch.setattr(triton, "prepare_append", prepare_and_note)
+    for name in ("cache_forward", "prepare_cached"):
+        monkeypatch.setattr(triton, name, lambda *_: pytest.fail("attended too"))
     for times in (1, 2):
-        q, k, v, cache, spec = case.fresh()
-        out, lse = call(q, k, v, cache, spec)
-        q2, k2, v2, cache2, spec2 = case.fresh()
-        expected = reference.cached(q2, k2, v2, cache2, spec2)
-        torch.testing.assert_close(out, expected[0].float(), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(lse, expected[1].float(), atol=1e-4, rtol=1e-4)
-        for found, wanted in ((k, k2), (v, v2)):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
-        assert len(asked) == times
+        assert_as_reference(case)
+        assert len(written) == times
 
 
-def test_what_writes_nothing_asks_no_writer(monkeypatch):
-    monkeypatch.setattr(dispatch, "select_cache", lambda *_: pytest.fail("asked"))
-    assert dispatch.select_writer(*CacheCase(**MANY).fresh()) is None
-    assert dispatch.select_writer(*CacheCase(new=1, lens=(3, 4)).fresh()) is None
+@pytest.mark.parametrize("changes", [MANY, {"new": 1, "lens": (3, 4)}], ids=["many", "append"])
+def test_calls_that_one_backend_runs_are_not_split(changes, reader, monkeypatch):
+    monkeypatch.setattr(triton, "prepare_append", lambda call: pytest.fail("split"))
+    assert_as_reference(CacheCase(**changes))

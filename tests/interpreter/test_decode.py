@@ -8,7 +8,7 @@ import torch
 
 from fa_ops.backends import reference, triton
 from fa_ops.backends.triton import launch
-from fa_ops.ops import prepared
+from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
@@ -71,6 +71,10 @@ FEATURES = {
     "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
     "keys wider than a product": {"D": 288, "Dv": 256, "shared": True, "Hkv": 1, "S": 40},
 }  # fmt: skip
+
+
+def cached(q, k, v, cache, spec):
+    return Call(CACHED, q, k, v, spec, cache=cache)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -145,13 +149,20 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
             "alibi": "batch_heads",
         },
     }[name]  # fmt: skip
-    calls = []
-    monkeypatch.setattr(forward, "decode", lambda *args: calls.append(args) or decode.decode(*args))
+    calls, prepare = [], triton.prepare_cached
+
+    def prepare_and_note(call):
+        run = prepare(call)
+        return lambda *args: calls.append(args) or run(*args)
+
+    monkeypatch.setattr(triton, "prepare_cached", prepare_and_note)
+    monkeypatch.setattr(triton, "forward", None)
     assert_close_to_oracle(make_case(Sq=3, Sk=520, **options), "triton", gradients=False)
     assert len(calls) == 1
 
 
 def test_ranges_of_heads_or_queries_are_no_decoding(monkeypatch):
+    monkeypatch.setattr(triton, "prepare_cached", None)
     monkeypatch.setattr(forward, "decode", None)
     for axes in ((1, 1, 0), (0, 0, 1)):
         case = make_case(B=1, Hq=2, Hkv=1, Sq=2, Sk=520, key_ranges=axes)
@@ -184,14 +195,13 @@ def test_attention_reads_no_tail_of_the_cache():
 @pytest.mark.parametrize("changes", [{}, {"new": 2, "Sq": 2, "rotary": 8}, {"page_size": 8}])
 def test_a_prepared_call_takes_other_tensors(changes):
     case = CacheCase(**changes, S=70)
-    run = decode.prepare_cached(*case.fresh())
+    run = decode.prepare_cached(cached(*case.fresh()))
     for seed in range(3):
         q, k, v, cache, spec = dataclasses.replace(case, seed=seed).fresh()
         if seed == 2:  # an address of its own kind
             q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view_as(q)
         expected = reference.cache_forward(q, k.clone(), v.clone(), cache, spec)
-        small = (spec.kv_lens, cache.page_table, spec.key_ranges, spec.alibi_slopes, spec.sinks)
-        results = run(True, q, k, v, *small, *cache[1:7], cache.unified_max)
+        results = run(q, k, v, cached(q, k, v, cache, spec).tensors)
         for found, wanted in zip(results, expected):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
@@ -206,10 +216,11 @@ def test_a_prepared_call_follows_torchs_switch_of_fp32_precision(monkeypatch):
 
     monkeypatch.setattr(decode, "_launches", {})
     monkeypatch.setattr(decode, "constants", spy)
-    run = decode.prepare_cached(q, k, v, cache, spec)
+    call = cached(q, k, v, cache, spec)
+    run = decode.prepare_cached(call)
     for switch in ("ieee", "tf32", "tf32", "ieee"):
         monkeypatch.setattr(decode, "precision", lambda dtype, switch=switch: switch)
-        run(False, q, k, v, spec.kv_lens)
+        run(q, k, v, call.tensors, False)
     assert compiled == ["ieee", "tf32"]
 
 
@@ -221,14 +232,14 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
         data = torch.zeros(x.numel() + 16, dtype=torch.uint8).view(x.dtype)
         return data.as_strided(x.shape, x.stride(), by).copy_(x)
 
-    run = decode.prepare_cached(q, k, v, cache, spec)
-    monkeypatch.setattr(decode, "_bind", lambda *call: lambda *args: "attended")
-    small = (spec.kv_lens, None, None, None, None, *cache[1:7])
-    assert run(False, q, moved(k, 2), moved(v, 2), *small) == "attended"
+    call = cached(q, k, v, cache, spec)
+    run = decode.prepare_cached(call)
+    monkeypatch.setattr(decode, "_bind", lambda *_: lambda *args: "attended")
+    assert run(q, moved(k, 2), moved(v, 2), call.tensors, False) == "attended"
     for name, by in (("key_cache", (1, 2)), ("value_cache", (2, 1))):
         caches = [moved(x, offset) for x, offset in zip((k, v), by)]
         with pytest.raises(NotImplementedError, match=f"even strides and addresses, {name}"):
-            run(False, q, *caches, *small)
+            run(q, *caches, call.tensors, False)
         for found, before in zip(caches, (k, v)):
             assert torch.equal(found.view(torch.uint8), before.view(torch.uint8))
 
@@ -263,14 +274,24 @@ def test_scales_of_values_far_apart_keep_their_precision():
         assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
+def dense_plan(q, k, v, spec):
+    """The plan of a call, and what that prepares for it."""
+    call = Call(DENSE, q, k, v, spec)
+    plan = triton.plan(call)
+    return plan.kernel, plan.prepare(call)
+
+
 def test_a_prepared_dense_call():
     q, k, v, _ = make_case(Sq=2, Sk=520).fresh()
     spec = Spec(is_causal=True)
-    run = prepared._way(triton, q, k, v, spec)(q, k, v, Cache(), spec)
+    kernel, run = dense_plan(q, k, v, spec)
+    assert kernel == "split-KV decoding"
     expected = reference.forward(2 * q, k, v, spec)[0]
-    torch.testing.assert_close(run(2 * q, k, v), expected, atol=1e-5, rtol=1e-5)
-    short = q, k[:, :, :100], v[:, :, :100]
-    assert prepared._way(triton, *short, spec)(*short, Cache(), spec) is None
+    found, lse = run(2 * q, k, v, spec.tensors, False)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert lse is None
+    kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
+    assert kernel == "forward"
 
 
 @pytest.mark.parametrize("names", [("kv_lens",), ("key_ranges",), ("kv_lens", "key_ranges")])
@@ -281,9 +302,11 @@ def test_a_prepared_dense_call_reads_lengths_and_ranges_anew(names):
         lens = torch.tensor([last, 7], dtype=torch.int32)
         bounds = {"kv_lens": lens, "key_ranges": torch.stack([lens // 2, lens], -1)[:, None, None]}
         spec = Spec(is_causal=True, **{name: bounds[name] for name in names})
-        run = run or prepared._way(triton, q, k, v, spec)(q, k, v, Cache(), spec)
+        kernel, first = dense_plan(q, k, v, spec)
+        assert kernel == "split-KV decoding"
+        run = run or first
         expected = reference.forward(q, k, v, spec)[0]
-        found = run(q, k, v, spec.kv_lens, spec.key_ranges, None)
+        found, _ = run(q, k, v, spec.tensors, False)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    short = q, k[:, :, :100], v[:, :, :100]
-    assert prepared._way(triton, *short, spec)(*short, Cache(), spec) is None
+    kernel, _ = dense_plan(q, k[:, :, :100], v[:, :, :100], spec)
+    assert kernel == "forward"

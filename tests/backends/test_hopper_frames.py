@@ -1,0 +1,123 @@
+"""How many functions of the package a call of the Hopper tier enters: most of its host time."""
+
+import collections
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import fa_ops
+from fa_ops import dispatch, planning
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import decode, launch
+
+PACKAGE = Path(fa_ops.__file__).parent
+OTHERS = str(Path(__file__).parents[1]), str(PACKAGE / "testing")
+# Compiling and loading, which the driver of the tests replaces, and the maps of new addresses.
+REPLACED = {
+    one.__code__
+    for one in (launch.kernel.__wrapped__, launch.kernels, launch.TensorMap._encode)
+}  # fmt: skip
+
+
+class Frames:
+    """Counts the functions of the package that are entered in a `with` block, by file and name.
+
+    Each step of a generator counts. Functions that tests replace are left out, with all that they
+    call: on a GPU they are C functions.
+    """
+
+    def __enter__(self):
+        self.entered, self._depth = collections.Counter(), 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        code = frame.f_code
+        if event == "return" and self._depth:
+            self._depth -= 1
+        elif event == "call":
+            if self._depth or code in REPLACED or code.co_filename.startswith(OTHERS):
+                self._depth += 1
+            elif code.co_filename.startswith(str(PACKAGE)):
+                name = str(Path(code.co_filename).relative_to(PACKAGE))
+                self.entered[name, code.co_name] += 1
+
+    @property
+    def count(self):
+        return sum(self.entered.values())
+
+    @property
+    def files(self):
+        return {name for name, _ in self.entered}
+
+
+def counted(call):
+    with Frames() as frames:
+        call()
+    return frames
+
+
+def attention(Sq=256, Sk=256, requires_grad=False, **options):
+    """A call that can be repeated."""
+    q, k, v = (
+        torch.zeros(1, 8, S, 64, dtype=torch.bfloat16, requires_grad=requires_grad)
+        for S in (Sq, Sk, Sk)
+    )
+    return partial(fa_ops.attention, q, k, v, **options)
+
+
+def cached():
+    q, k = (torch.zeros(1, 8, S, 64, dtype=torch.bfloat16) for S in (1, 600))
+    lens = torch.full((1,), 600, dtype=torch.int32)
+    return partial(fa_ops.attention_with_kv_cache, q, k, k, lens)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(driver, monkeypatch):
+    """CPU tensors go to the tier, and their values are not checked, as those of CUDA tensors."""
+    driver.struct_bytes = 576
+    monkeypatch.setattr(hopper, "support_error", lambda *call: None)
+    monkeypatch.setattr(hopper, "cache_error", decode.cache_error)
+    monkeypatch.setattr(dispatch, "AUTO", {"cpu": ("hopper",)})
+    monkeypatch.setattr(dispatch, "_available", {"hopper": None})
+    monkeypatch.setattr(planning, "_rules_of_values", lambda call: None)
+    attention(Sq=128)()  # imports what is imported late
+
+
+# A call, and how many functions it may enter when it is repeated.
+CALLS = {
+    "forward": (attention(), 23),
+    "with lse": (attention(return_lse=True), 23),
+    "causal": (attention(is_causal=True), 25),  # tiles are handed out on demand
+    "recorded": (attention(requires_grad=True), 27),
+    "decoding": (attention(Sq=1, Sk=600), 19),
+    "cached": (cached(), 19),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_enters_few_functions(name):
+    call, limit = CALLS[name]
+    call()
+    frames = counted(call)
+    assert 10 < frames.count <= limit and len(frames.files) <= 7, frames.entered
+    assert counted(call).entered == frames.entered
+
+
+def test_a_repeated_backward_pass_enters_few_functions():
+    for _ in range(2):
+        out = attention(requires_grad=True)()
+        frames = counted(partial(out.backward, torch.zeros_like(out)))
+    assert 20 < frames.count <= 42 and len(frames.files) <= 6, frames.entered
+
+
+def test_a_first_forward_enters_few_functions():
+    call, limit = CALLS["forward"]
+    frames = counted(call)
+    assert limit < frames.count <= 160 and len(frames.files) <= 18, frames.entered
