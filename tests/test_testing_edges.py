@@ -159,7 +159,7 @@ def is_wrong(case) -> bool:
         pairs = zip(case.packing()[:2], case.meaning()[:2])
         return any(not torch.equal(x, y) for x, y in pairs)
     _, k, _, cache, spec = case.fresh()
-    return broken_caches.error(k, cache, spec) is not None
+    return broken_caches.first_invalid_value(k, cache, spec) is not None
 
 
 BROKEN = [case for case in (*PACKED, *CACHED) if is_wrong(case)]
@@ -220,8 +220,8 @@ def test_pages_that_do_not_exist_have_a_scale_too(seed):
         dtype=torch.float16,
     )  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    cache, spec, present = broken_caches.meaning(k, v, cache, spec)
+    cache, spec, present = broken_caches.valid_call(k, v, cache, spec)
     k, v = broken_caches.with_spare_page(k, v, cache)
-    attend = broken_caches.Present(present, reference.dense)
+    attend = broken_caches.attend_present(present, reference.dense)
     reference.cached(q, k, v, cache, spec, attend)
     assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)

@@ -1,4 +1,4 @@
-"""Uninitialised memory that is NaN, so that a kernel that leaves a hole in its output fails."""
+"""Fill uninitialised memory with NaN, so that a kernel that skips part of its output fails."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fa_ops.testing import allocators
 
 @contextlib.contextmanager
 def poisoned_memory(backend: str = "hopper") -> Iterator[None]:
-    """In a `with` block, what torch's functions for uninitialised tensors return is full of NaN.
+    """In a `with` block, uninitialised tensors of torch and of the named backend hold NaN.
 
-    So are results of the named backend; the Hopper tier's workspaces, which are vectors, are not.
+    The Hopper backend's workspaces, which are 1-D, are left as they are.
     """
-    _device_constructors()  # torch remembers its answer, which must hold the functions themselves
+    _device_constructors()  # torch caches this set, which must hold the unpatched functions
     with allocators.replaced(_with_nan, backend, lambda x: _with_nan(x) if x.dim() > 1 else x):
         yield
 
