@@ -19,7 +19,7 @@ from fa_ops.bench import host as host_calls
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()
@@ -32,11 +32,11 @@ Only = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Json = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--json", help="write every number here", callback=in_a_folder),
+    typer.Option("--json", help="write every number here", callback=in_existing_folder),
 ]
 Plot = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="draw the grid into this PNG", callback=in_a_folder),
+    typer.Option(help="draw the grid into this PNG", callback=in_existing_folder),
 ]
 Budget = Annotated[float, typer.Option(min=0.1, help="timed milliseconds for each cell")]
 Bursts = Annotated[int, typer.Option(min=1, help="samples of each call")]

@@ -200,7 +200,7 @@ def main(
     backend: Annotated[Optional[str], typer.Option(help="ours side by side: triton,hopper")] = None,  # noqa: UP045
     json: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", help="write every number here", callback=options.in_a_folder),
+        typer.Option("--json", help="write every number here", callback=options.in_existing_folder),
     ] = None,
     budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each cell")] = 60.0,
     seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,

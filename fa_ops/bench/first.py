@@ -220,7 +220,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="processes of each kind; the median")] = 1,
     json: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", help="write every number here", callback=options.in_a_folder),
+        typer.Option("--json", help="write every number here", callback=options.in_existing_folder),
     ] = None,
 ) -> None:
     """First calls on a Hopper GPU with an empty and a full cache of kernels: milliseconds."""

@@ -1,4 +1,4 @@
-"""`python -m fa_ops warm`: the first calls on a Hopper GPU find their kernels compiled."""
+"""`python -m fa_ops warm`: compile Hopper kernels into the cache before their first call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fa_ops.cli import options
 
 
 def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
+    """Compile the kernels of these head dimensions and dtypes; None selects all."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
     head_dims = options.one_of("--head-dim", head_dims, warm.HEAD_DIMS)
     dtypes = options.one_of("--dtype", dtypes, tuple(known))

@@ -76,7 +76,7 @@ def test_what_was_left_out_and_why_is_printed():
         (["/nowhere"], "/nowhere is no checkout"),
         ([ROOT, "--groups", "forward", "--backend", "nothing"], "got 'nothing'"),
         ([ROOT, "--only", "D64", "--groups", "forward"], "--only must name problems of tiny"),
-        ([ROOT, "--groups", "sideways"], "--groups must be of forward"),
+        ([ROOT, "--groups", "sideways"], "--groups must be one of forward"),
     ],
 )
 def test_refusals(arguments, message):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fa_ops.bench.problems import PRESETS
 from fa_ops.bench.timing import Run, device_times, host_times
-from fa_ops.cli.options import in_a_folder, one_of, words
+from fa_ops.cli.options import in_existing_folder, one_of, words
 from tests.gpu import checkouts
 from tests.gpu.compared_calls import DEVICE, GROUPS, Call, host_sdpa, rows
 from tests.kernels import relative_error
@@ -165,7 +165,7 @@ def main(
     budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each")] = 60.0,
     bursts: Annotated[int, typer.Option(min=10, help="samples of each host time")] = 300,
     processes: Annotated[int, typer.Option(min=1, help="medians over as many count")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=in_existing_folder)] = None,
 ) -> None:
     """Time checkouts by turns through the public functions, and compare their results."""
     chosen = one_of("--groups", words(groups), ALL)
