@@ -1,12 +1,9 @@
-"""Who is measured at decoding: ours, and what people use instead over the layout it prefers."""
+"""The implementations of the decoding benchmark, each with the cache layout it prefers."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 
-import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
@@ -15,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fa_ops
 from fa_ops import dispatch
 from fa_ops.bench.decode_problems import Data, DecodeProblem
-from fa_ops.bench.peers import Call, Implementation
+from fa_ops.bench.peers import Call, Implementation, compiled_flex, import_first
 from fa_ops.cli import options
 
 
@@ -38,34 +35,31 @@ def _ours(backend: str | None) -> list[Implementation]:
     ]
 
 
-def _plain(p: DecodeProblem) -> None:
+def _check_plain(p: DecodeProblem) -> None:
+    """Raise NotImplementedError for problems that SDPA and FlexAttention cannot compute."""
     if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
-        raise NotImplementedError("takes neither pages nor fp8, lengths, padding or shared values")
+        raise NotImplementedError("supports no pages, fp8, lengths, padding or shared values")
     if p.queries > 1:
         raise NotImplementedError("aligns causal queries at the first key")
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:
     def build(p: DecodeProblem, data: Data) -> Call:
-        _plain(p)
+        _check_plain(p)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=p.Hq != p.Hkv)
 
     return Implementation(f"sdpa {name}", build, context=lambda: sdpa_kernel(backend))
 
 
 def _flex(p: DecodeProblem, data: Data) -> Call:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    _plain(p)
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    _check_plain(p)
+    compiled = compiled_flex()
     return lambda q, k, v: compiled(q, k, v, enable_gqa=p.Hq != p.Hkv)
 
 
 def _flash_attn_3(p: DecodeProblem, data: Data) -> Call:
     names = ("flash_attn_interface", "fa3_fwd_interface", "tokenspeed_fa3.flash_attn_interface")
-    found = [name for name in names if importlib.util.find_spec(name.split(".")[0])]
-    function = importlib.import_module((found or names)[0]).flash_attn_with_kvcache
+    function = import_first(*names).flash_attn_with_kvcache
     if p.fp8 or p.padding or p.shared or p.unsplit:
         raise NotImplementedError("measured with neither fp8, padding nor shared values")
 
@@ -88,10 +82,10 @@ PEERS = [
 
 
 def ours(backends: str | None) -> list[Implementation]:
-    """Ours: what is chosen by itself, or each backend that is named."""
+    """Our implementations: each named backend, or the one that is selected automatically."""
     names = options.words(backends) or [None]
     for name in names:
         if name not in (None, *dispatch.AUTO["cuda"]):
             known = ", ".join(dispatch.AUTO["cuda"])
             raise typer.BadParameter(f"no backend that decodes on CUDA is called {name!r}: {known}")
-    return [one for name in names for one in _ours(name)]
+    return [implementation for name in names for implementation in _ours(name)]

@@ -1,4 +1,4 @@
-"""Host time of an eager call, and where it goes: without gradient, then forward + backward."""
+"""Host time of an eager call and of its parts: without gradients, and forward + backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = ", forward + backward"
 
 
 def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
-    """For either, the doors from the outside in, SDPA, and torch's own floor."""
+    """The calls to time: each layer of fa_ops from the outside in, SDPA, and a trivial operator."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
     peers = {"F.sdpa flash": SDPBackend.FLASH_ATTENTION}
@@ -51,7 +51,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
 
 
 def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    """Each `grad_output` is made once, and lies in memory as that call's output does."""
+    """Each gradient of the output is created once, in that output's memory layout."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def both(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:

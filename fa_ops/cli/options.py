@@ -54,3 +54,7 @@ Json = Annotated[
     Optional[Path],  # noqa: UP045  (typer reads it at run time, on Python 3.10 too)
     typer.Option("--json", help="write all results to this file", callback=in_existing_folder),
 ]
+Only = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="comma-separated words; measure only what contains one of them in its name"),
+]

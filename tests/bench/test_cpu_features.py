@@ -1,4 +1,4 @@
-"""The CPU backend's own table."""
+"""The benchmark of the CPU backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from fa_ops.bench import cpu
 
 
-def test_rows():
+def test_run_measures_the_selected_contenders():
     threads = torch.get_num_threads()
     rows = cpu.run(length=64, rounds=1, only="softcap,gradient,naive")
     names = [row.name for row in rows]
@@ -30,6 +30,6 @@ def test_every_contender_computes_attention(name):
     contender.both()
 
 
-def test_a_wrong_word_names_the_rows():
+def test_an_unknown_contender_is_refused_with_the_known_names():
     with pytest.raises(typer.BadParameter, match="no contender is called 'softcup'; there are: "):
         cpu.run(length=64, rounds=1, only="softcup")
