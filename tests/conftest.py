@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 
 
 @pytest.fixture(autouse=True)

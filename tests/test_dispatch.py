@@ -92,9 +92,9 @@ def test_use_backend_applies_to_the_backward_of_its_calls(monkeypatch):
 
 def test_remembered_choices_depend_on_features_and_dtypes(monkeypatch):
     monkeypatch.setattr(dispatch, "_selected", {})
-    asked = []
+    checked = []
     cpu = dispatch.load("cpu")
-    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: asked.append((q.dtype, spec)))
+    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: checked.append((q.dtype, spec)))
     specs = [
         Spec(),
         Spec(is_causal=True),
@@ -113,10 +113,10 @@ def test_remembered_choices_depend_on_features_and_dtypes(monkeypatch):
     for _ in range(2):
         for spec in specs:
             dispatch.select(*qkv(), spec)
-    assert len(asked) == len(specs)
+    assert len(checked) == len(specs)
     dispatch.select(*qkv(dtype=torch.float64), Spec())
     dispatch.select(*[x[0] for x in qkv()], Spec())
-    assert len(asked) == len(specs) + 2
+    assert len(checked) == len(specs) + 2
 
 
 def test_few_queries_are_decoding_if_all_of_a_row_have_one_key_range():

@@ -388,7 +388,7 @@ VARLEN = {
     "ends before the tokens": Bad(
         {"cu_seqlens_k": ENDS - 1}, V, "cu_seqlens_k[0] is -1, but must not be less than 0", REAL
     ),
-    "ends behind the tokens": Bad(
+    "ends beyond the tokens": Bad(
         {"cu_seqlens_k": ENDS + 3}, V, "cu_seqlens_k[2] is 8, but there are 7 tokens", REAL
     ),
     "negative max_seqlen": Bad(

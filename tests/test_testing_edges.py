@@ -50,19 +50,19 @@ def test_layouts_of_gradients(layout):
     assert layout not in repeated or y.stride()[2:] == repeated[layout]
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "inside"])
+@pytest.mark.parametrize("where", ["before", "after", "inside"])
 def test_an_arena_finds_overwritten_memory(where):
     arena = Arena()
     x = arena.placed(torch.zeros(4, 4))
     flat = torch.as_strided(x, (18,), (1,), x.storage_offset() - 1)
-    flat[{"before": 0, "inside": 5, "behind": 17}[where]] = 1.0
+    flat[{"before": 0, "inside": 5, "after": 17}[where]] = 1.0
     words = {"inside": "of a tensor"}.get(where, f"{where} a tensor")
     with pytest.raises(AssertionError, match=rf"bytes {words} .* were overwritten"):
         arena.check()
     arena.check()  # the first check dropped all buffers
 
 
-def test_writes_behind_a_result_are_found(monkeypatch):
+def test_writes_after_a_result_are_found(monkeypatch):
     right = cpu.forward
 
     def forward(q, k, v, spec):
@@ -72,7 +72,7 @@ def test_writes_behind_a_result_are_found(monkeypatch):
         return placed, lse
 
     monkeypatch.setattr(cpu, "forward", forward)
-    with pytest.raises(AssertionError, match="4 bytes behind a tensor of .* were overwritten"):
+    with pytest.raises(AssertionError, match="4 bytes after a tensor of .* were overwritten"):
         assert_right(CASE, "cpu", Arena())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -20,20 +20,19 @@ from fa_ops.bench import host as host_calls
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
-from fa_ops.cli.options import Json, Only
+from fa_ops.cli.options import Device, Json, Only
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()
 
 Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(problems.PRESETS)}")]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Plot = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option(help="plot the grid into this PNG", callback=options.in_existing_folder),
 ]
 Budget = Annotated[float, typer.Option(min=0.1, help="milliseconds to time each cell for")]
 Bursts = Annotated[int, typer.Option(min=1, help="number of samples of each call")]
-Threads = Annotated[Optional[int], typer.Option(min=1, help="CPU threads")]  # noqa: UP045
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 
 def _sweep_command(name: str) -> Callable:
@@ -77,11 +76,10 @@ def _wide():
     console.width = before
 
 
-for _name, _help in {
-    "forward": "Compare forward passes with SDPA's kernels, FlexAttention and flash-attn.",
-    "backward": "Compare backward passes alone with the same peers.",
-}.items():
-    app.command(_name, help=_help)(_sweep_command(_name))
+_FORWARD = "Compare forward passes with SDPA's kernels, FlexAttention and flash-attn."
+_BACKWARD = "Compare backward passes alone with the same peers."
+app.command("forward", help=_FORWARD)(_sweep_command("forward"))
+app.command("backward", help=_BACKWARD)(_sweep_command("backward"))
 
 
 @app.command()
@@ -100,7 +98,7 @@ def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> No
 def features(
     device: Device = "auto",
     tokens: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,

@@ -37,9 +37,9 @@ class ContenderRow:
 
     name: str
     forward_ms: float
-    both_ms: float
+    training_ms: float
     forward_ratio: float
-    both_ratio: float
+    training_ratio: float
     peak_mib: float
 
 
@@ -57,14 +57,14 @@ class _Contender:
         with torch.no_grad():
             self.call(*self.inputs)
 
-    def both(self) -> None:
+    def training(self) -> None:
         result = self.call(*self.inputs)
         outputs = [result] if isinstance(result, Tensor) else list(result)
         torch.autograd.grad(outputs, self.leaves, self.cotangents)
 
 
 def contenders(S: int) -> dict[str, _Contender]:
-    """All contenders by name; q, k and v are (1, 8, S, 64) unless the name says otherwise."""
+    """All contenders by name; q, k and v are (1, 8, S, 64) unless the name states otherwise."""
     g = torch.Generator().manual_seed(0)
 
     def draw(heads: int = H, length: int = S, dim: int = D, dtype=torch.float32) -> Tensor:
@@ -124,7 +124,7 @@ def run(
     torch.set_num_threads(threads)
     try:
         best = _fastest(chosen, rounds, time.process_time if threads == 1 else time.perf_counter)
-        peaks = {name: _peak_mib(contender.both) for name, contender in chosen.items()}
+        peaks = {name: _peak_mib(contender.training) for name, contender in chosen.items()}
     finally:
         torch.set_num_threads(before)
     times = {key: 1e3 * seconds for key, seconds in best.items()}
@@ -132,9 +132,9 @@ def run(
         ContenderRow(
             name,
             times[name, "forward"],
-            times[name, "both"],
+            times[name, "training"],
             times[name, "forward"] / times[BASELINE, "forward"],
-            times[name, "both"] / times[BASELINE, "both"],
+            times[name, "training"] / times[BASELINE, "training"],
             peaks[name],
         )
         for name in chosen
@@ -144,13 +144,13 @@ def run(
 def _fastest(
     chosen: dict[str, _Contender], rounds: int, clock: Callable[[], float]
 ) -> dict[tuple[str, str], float]:
-    """The fewest seconds, by the contender's name and "forward" or "both"."""
+    """The fewest seconds, by the contender's name and "forward" or "training"."""
     best: dict[tuple[str, str], float] = {}
     for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
         for name, contender in chosen.items():
             if name == "naive" and step > 0:
                 continue
-            for part in ("forward", "both"):
+            for part in ("forward", "training"):
                 seconds = _seconds(getattr(contender, part), clock)
                 best[name, part] = min(seconds, best.get((name, part), seconds))
     return best
@@ -181,8 +181,8 @@ def main(
     title = f"({B}, {H}, {length}, {D}), {threads} thread(s), {clock}, {facts['device']}"
     table = Table("", "forward ms", "x aten", "fwd + bwd ms", "x aten", "peak MiB", title=title)
     for row in rows:
-        ratios = (f"{x:.2f}" for x in (row.forward_ratio, row.both_ratio))
-        forward, both = f"{row.forward_ms:.0f}", f"{row.both_ms:.0f}"
+        ratios = (f"{x:.2f}" for x in (row.forward_ratio, row.training_ratio))
+        forward, training = f"{row.forward_ms:.0f}", f"{row.training_ms:.0f}"
         first, second = ratios
-        table.add_row(row.name, forward, first, both, second, f"{row.peak_mib:.0f}")
+        table.add_row(row.name, forward, first, training, second, f"{row.peak_mib:.0f}")
     Console(width=None if Console().is_terminal else 120).print(table)

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -195,8 +195,8 @@ def host_times() -> dict[str, timing.Time]:
 def main(
     preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
     only: options.Only = None,
-    heads: Annotated[Optional[str], typer.Option(help="only these heads: 32/8,64/8")] = None,  # noqa: UP045
-    backend: Annotated[Optional[str], typer.Option(help="compare these: triton,hopper")] = None,  # noqa: UP045
+    heads: Annotated[str | None, typer.Option(help="only these heads: 32/8,64/8")] = None,
+    backend: Annotated[str | None, typer.Option(help="compare these: triton,hopper")] = None,
     json: options.Json = None,
     budget: Annotated[
         float, typer.Option(min=0.1, help="milliseconds to time each cell for")

@@ -21,11 +21,11 @@ def _ours(backend: str | None) -> list[Implementation]:
 
     def build(p: DecodeProblem, data: Data) -> Call:
         width = p.Dv or p.D
-        given: dict = {"num_splits": 1} if p.unsplit else {}
-        given |= {"is_causal": True} if p.queries > 1 else {}
-        given |= {"key_ranges": data.ranges} if p.padding else {}
-        given |= {"unified_max": data.guesses} if p.unified else {}
-        call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **given)
+        arguments: dict = {"num_splits": 1} if p.unsplit else {}
+        arguments |= {"is_causal": True} if p.queries > 1 else {}
+        arguments |= {"key_ranges": data.ranges} if p.padding else {}
+        arguments |= {"unified_max": data.estimates} if p.unified else {}
+        call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **arguments)
         return lambda q, k, v: call(q, k, v[..., :width], data.lens, data.table)
 
     name = f"fa_ops {backend}" if backend else "fa_ops"
@@ -65,9 +65,9 @@ def _flash_attn_3(p: DecodeProblem, data: Data) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x if p.page else x.transpose(1, 2) for x in (k, v))
-        given: dict = {"page_table": data.table} if p.page else {}
-        given |= {"cache_seqlens": data.lens, "causal": p.queries > 1}
-        out = function(q.transpose(1, 2), k, v, **given)
+        arguments: dict = {"page_table": data.table} if p.page else {}
+        arguments |= {"cache_seqlens": data.lens, "causal": p.queries > 1}
+        out = function(q.transpose(1, 2), k, v, **arguments)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return call

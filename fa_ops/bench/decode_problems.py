@@ -34,7 +34,7 @@ class DecodeProblem:
         words = [f"B{self.B} {self.S}", self.heads]
         words += [f"{self.queries} queries"] if self.queries > 1 else []
         words += [f"page {self.page}"] if self.page else []
-        words += [f"behind {self.padding}"] if self.padding else []
+        words += [f"padding {self.padding}"] if self.padding else []
         words += [word for word in ("fp8", "ragged", "unsplit", "unified") if getattr(self, word)]
         return " ".join(words)
 
@@ -87,7 +87,7 @@ class Data:
             ranges = [[p.padding, length] for length in p.lengths()]
             self.ranges = torch.tensor(ranges, dtype=torch.int32, device="cuda")[:, None, None]
         # scores of random inputs are normally distributed with unit variance
-        self.guesses = torch.full((p.Hq,), 4.0, device="cuda") if p.unified else None
+        self.estimates = torch.full((p.Hq,), 4.0, device="cuda") if p.unified else None
         self.caches = []
         for _ in range(self.count):
             k = self._draw(numbers, g, p)

@@ -18,7 +18,7 @@ from fa_ops.bench.timing import Run
 from fa_ops.types import Spec
 
 SHAPE = (1, 8, 64, 64)
-BOTH = ", forward + backward"
+TRAINING = ", forward + backward"
 
 
 def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
@@ -54,7 +54,7 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     """Each gradient of the output is created once, in that output's memory layout."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def both(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
+    def training(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
         with _context(True, kernel):
             grad = grad_out(call(*leaves).detach())
         return Run(
@@ -69,15 +69,15 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     saved = grad_out(out), None, q, k, v, out, lse
     sdpa = F.scaled_dot_product_attention
     return {
-        f"fa_ops.attention{BOTH}": both(fa_ops.attention),
+        f"fa_ops.attention{TRAINING}": training(fa_ops.attention),
         "  inside: torch.ops.fa.attention_backward": Run(
             lambda _: operator(*saved), context=torch.no_grad
         ),
         f"  inside: backend {_name(module)}, backward": Run(
             lambda _: module.backward(*saved, spec), context=torch.no_grad
         ),
-        **{f"{name}{BOTH}": both(sdpa, kernel) for name, kernel in peers.items()},
-        f"torch.addcmul{BOTH}": both(torch.addcmul),
+        **{f"{name}{TRAINING}": training(sdpa, kernel) for name, kernel in peers.items()},
+        f"torch.addcmul{TRAINING}": training(torch.addcmul),
     }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,14 @@ class ModelRun:
     error: str = ""
 
 
-def run(prompt: str, device: str, tokens: int) -> None:
-    """Run the model in every mode, then one call of the function, and print the results."""
+def run(
+    prompt: Annotated[
+        str, typer.Option(help="the question for the model")
+    ] = "In one sentence: why is the sky blue?",
+    device: options.Device = "auto",
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="number of tokens to generate")] = 24,
+) -> None:
+    """Run a Llama with eager attention, SDPA, attn_implementation="fa_ops" and torch.compile."""
     device = options.device(device)
     console = Console(highlight=False)
     if not console.is_terminal:

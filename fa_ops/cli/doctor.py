@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -19,8 +20,15 @@ from fa_ops.backends.hopper import cubin_cache
 PACKAGES = ("torch", "triton", "transformers")
 
 
-def run(model: str | None = None) -> None:
-    """Print all sections, and those of a transformers model if one is named."""
+def run(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="a transformers model type or model folder: explain its layers and masks"
+        ),
+    ] = None,
+) -> None:
+    """Print versions, devices, why each backend is or is not available, and the cache folder."""
     console = Console(highlight=False, soft_wrap=True)
     parts = sections() if model is None else (*sections(), *transformers_model(model))
     for title, rows in parts:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -27,27 +27,33 @@ COLUMNS = ("specialisations", "cases", "dense", "packed", "cached", "gradients",
 
 
 def run(
-    backends: Sequence[str],
-    device: str,
-    cases: int,
-    each: int,
-    seed: int,
-    case: int | None,
-    dtypes: Sequence[str],
-    workers: int | None,
-    seconds: float | None,
-    json: Path | None,
-    arena: bool,
+    backend: Annotated[
+        str | None, typer.Option(help="comma-separated; default: those available on the device")
+    ] = None,
+    device: options.Device = "auto",
+    cases: Annotated[int, typer.Option(min=1, help="number of cases over all backends")] = 1000,
+    each: Annotated[
+        int, typer.Option(min=1, help="cases of each specialisation, which share compiled kernels")
+    ] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="number of the first specialisation")] = 0,
+    case: Annotated[
+        int | None, typer.Option(min=0, help="run only this case of specialisation --seed")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="comma-separated: bfloat16, float16, float32, float64")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="processes; 0: this one; default: one for each core")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="stop after this time")] = None,
+    json: options.Json = None,
+    arena: Annotated[
+        bool, typer.Option("--arena", help="only edge cases, in memory with checked margins")
+    ] = False,
 ) -> None:
-    """Run the cases and print the results.
-
-    Raises:
-        SystemExit: with status 1, if a case failed or not all cases ran in time.
-    """
-    targets = _targets(backends, device, dtypes, arena)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 100
+    """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
+    dtypes = options.words(dtype)
+    targets = _targets(options.words(backend), device, dtypes, arena)
     if case is not None:
         runs = [FuzzRun(target, seed, case, case + 1) for target in targets]
         cases, workers = len(targets), 0
@@ -59,24 +65,33 @@ def run(
     steps = fuzz(runs, workers, seconds)
     for outcome in track(steps, "cases", cases, console=Console(stderr=True), transient=True):
         tally.add(outcome)
-    spent = time.monotonic() - start
-    facts = environment(targets[0].device)
-    title = f"random calls against the oracle, {facts['device']}, torch {facts['torch']}"
-    title += ", with margins around all tensors" * arena
-    console.print(tally.summary(title, targets))
-    console.print(tally.feature_table(targets))
+    spent = f"in {time.monotonic() - start:.0f} s with {max(1, workers)} processes"
     dtype_option = f" --dtype {','.join(dtypes)}" if dtypes else ""
-    for failure in tally.failures[:MAX_PRINTED]:
-        console.print(f"[bold red]failed[/]: {command(failure)}{dtype_option}", soft_wrap=True)
-        console.print(f"  {failure.error}", markup=False, soft_wrap=True)
-    console.print(
-        f"{tally.cases} of {cases} cases of {len(tally.families)} specialisations in {spent:.0f} s "
-        f"with {max(1, workers)} processes: {len(tally.failures)} failed"
-    )
+    _print(tally, targets, cases, spent, dtype_option)
     if json is not None:
         write_json(json, targets[0].device, "fuzz", tally.records(targets, dtype_option))
     if tally.failures or tally.cases < cases:
         raise SystemExit(1)
+
+
+def _print(
+    tally: Tally, targets: Sequence[Target], cases: int, spent: str, dtype_option: str
+) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100
+    facts = environment(targets[0].device)
+    title = f"random calls against the oracle, {facts['device']}, torch {facts['torch']}"
+    title += ", with margins around all tensors" * targets[0].arena
+    console.print(tally.summary(title, targets))
+    console.print(tally.feature_table(targets))
+    for failure in tally.failures[:MAX_PRINTED]:
+        console.print(f"[bold red]failed[/]: {command(failure)}{dtype_option}", soft_wrap=True)
+        console.print(f"  {failure.error}", markup=False, soft_wrap=True)
+    console.print(
+        f"{tally.cases} of {cases} cases of {len(tally.families)} specialisations {spent}: "
+        f"{len(tally.failures)} failed"
+    )
 
 
 def _targets(

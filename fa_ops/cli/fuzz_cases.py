@@ -14,7 +14,7 @@ import torch
 from fa_ops import dispatch
 from fa_ops.ops import cache_checks, checks
 from fa_ops.testing import Arena, CacheCase, assert_right, draws
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 
 KINDS = ("dense", "packed", "dense", "cached", "dense")  # repeated over the numbers of families
 MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails

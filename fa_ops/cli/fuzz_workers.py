@@ -73,12 +73,9 @@ class _Worker:
 
     def receive(self) -> Iterator[Outcome]:
         """Yield the outcome that the process has sent, or a failure if it crashed or hangs."""
+        hang = self._failure(f"no result after {TIMEOUT:.0f} s")
         try:
-            outcome: Outcome | None = (
-                self.pipe.recv()
-                if self.pipe.poll()
-                else self._failure(f"no result after {TIMEOUT:.0f} s")
-            )
+            outcome: Outcome | None = self.pipe.recv() if self.pipe.poll() else hang
         except (EOFError, OSError):
             self.process.join(10)
             outcome = self._failure(f"the process ended with status {self.process.exitcode}")

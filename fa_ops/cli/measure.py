@@ -34,7 +34,7 @@ def typical_seconds(step: Callable[[], object], device: str, budget: float = 4.0
 
 
 def peak_memory(step: Callable[[], object], device: str) -> int | None:
-    """Peak bytes during a step above those held before it; None where the system does not say.
+    """Peak bytes during a step above those held before it; None if the system cannot report it.
 
     On a GPU this counts torch's allocations. On a CPU it is the growth of the process's resident
     memory, after free memory has been returned to the system.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -27,11 +27,11 @@ def words(option: str | None) -> list[str]:
 
 def matching(option: str | None, names: Collection[str], what: str) -> list[str]:
     """The names that contain one of the option's words; all names if it has none."""
-    wanted = words(option)
-    for word in wanted:
+    chosen = words(option)
+    for word in chosen:
         if not any(word in name for name in names):
             raise typer.BadParameter(f"no {what} is called {word!r}; there are: {'; '.join(names)}")
-    return [name for name in names if not wanted or any(word in name for word in wanted)]
+    return [name for name in names if not chosen or any(word in name for word in chosen)]
 
 
 def one_of(option: str, values: Collection | None, allowed: Collection) -> list:
@@ -50,11 +50,12 @@ def in_existing_folder(path: Path | None) -> Path | None:
     return path
 
 
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Json = Annotated[
-    Optional[Path],  # noqa: UP045  (typer reads it at run time, on Python 3.10 too)
+    Path | None,
     typer.Option("--json", help="write all results to this file", callback=in_existing_folder),
 ]
 Only = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(help="comma-separated words; measure only what contains one of them in its name"),
 ]

@@ -1,4 +1,4 @@
-"""Replace every function by which a backend allocates uninitialised memory."""
+"""Replace every function by which a backend allocates uninitialised memory, or fill it with NaN."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _TORCH = [
     (torch, "empty"),
@@ -60,6 +61,25 @@ def replaced(
 
             patch(launch, "_empty_strided_cuda", None)  # it then uses torch.empty_strided
         yield
+
+
+@contextlib.contextmanager
+def poisoned_memory(backend: str = "hopper") -> Iterator[None]:
+    """In a `with` block, uninitialised tensors of torch and of the named backend hold NaN.
+
+    A kernel that skips part of its output then fails. The Hopper backend's workspaces, which are
+    1-D, are left as they are.
+    """
+    _device_constructors()  # torch caches this set, which must hold the unpatched functions
+    with replaced(_with_nan, backend, lambda x: _with_nan(x) if x.dim() > 1 else x):
+        yield
+
+
+def _with_nan(x: Tensor) -> Tensor:
+    if x.dtype.is_floating_point:
+        with torch.no_grad():
+            x.fill_(float("nan"))
+    return x
 
 
 def _wrapped(allocate: Callable, wrap: Callable[[Tensor], Tensor]) -> Callable:

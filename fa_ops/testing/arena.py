@@ -65,10 +65,10 @@ class Arena:
         if not changed:
             return
         counts = torch.stack(changed).tolist()  # one copy from the device
-        for (buffer, first, last, content), (before, behind, inside) in zip(buffers, counts):
+        for (buffer, first, last, content), (before, after, inside) in zip(buffers, counts):
             size = f"a tensor of {last - first} bytes on {buffer.device}"
             assert not before, f"{before} bytes before {size} were overwritten"
-            assert not behind, f"{behind} bytes behind {size} were overwritten"
+            assert not after, f"{after} bytes after {size} were overwritten"
             assert content is None or not inside, f"{inside} bytes of {size} were overwritten"
 
     def _allocated(self, x: Tensor) -> Tensor:

@@ -194,9 +194,9 @@ def _each(spec: Spec, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]
     return {name: function(x) for name, x in spec._asdict().items() if isinstance(x, Tensor)}
 
 
-def _farthest(expected: Tensor, *found: Tensor) -> Tensor:
+def _farthest(expected: Tensor, *candidates: Tensor) -> Tensor:
     """Elementwise, the candidate with the largest distance from `expected`."""
-    first, *others = found
+    first, *others = candidates
     for other in others:
         first = torch.where((other - expected).abs() > (first - expected).abs(), other, first)
     return first
@@ -249,12 +249,12 @@ class _Solution:
         if cotangents is None:
             return
         q, k, v, spec = self.inputs
-        wanted = {"q": q, "k": k, "v": v}
+        leaves = {"q": q, "k": k, "v": v}
         if self.differentiable_mask:
-            wanted["attn_mask"] = spec.attn_mask
+            leaves["attn_mask"] = spec.attn_mask
         if spec.sinks is not None:
-            wanted["sinks"] = spec.sinks
-        for name, grad in self._gradients(wanted, *cotangents, exact_out).items():
+            leaves["sinks"] = spec.sinks
+        for name, grad in self._gradients(leaves, *cotangents, exact_out).items():
             self.results[f"grad_{name}"] = grad
         if self.differentiable_mask and self.kind != "actual":
             grad = self.terms["grad_attn_mask"] = self.results["grad_attn_mask"]
@@ -279,7 +279,7 @@ class _Solution:
         return attend(q, k, v, spec)
 
     def _gradients(
-        self, wanted: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
+        self, leaves: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
     ) -> dict[str, Tensor]:
         out, lse, spec = self.results["out"], self.results["lse"], self.inputs[3]
         grad_out, grad_lse = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
@@ -298,12 +298,12 @@ class _Solution:
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
             cotangents.append(grad_lse)
         options = {"allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, **options)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, **options)
         if spec.sinks is not None:
             slope = grad_lse - _per_row(grad_out * summed, lse).sum(-1)
             share = torch.exp(spec.sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)
             self.terms["grad_sinks"] = (share * slope).transpose(-1, -2)
-        return dict(zip(wanted, grads))
+        return dict(zip(leaves, grads))
 
 
 _SIGNS = {"naive": 1.0, "mirrored": -1.0}  # by which simulated rounding errors are multiplied

@@ -81,13 +81,13 @@ def _assert_refused(case: object, argument: str, run) -> None:
             raise AssertionError(f"{case}: accepted, although {argument} is wrong")
 
 
-def _public_call(case: Case | PackedCase, backend: str, gradients: bool, place=lambda x: x):
+def _public_call(case: Case | PackedCase, backend: str, gradients: bool, wrap=lambda x: x):
     """The case as a call of the public function: () -> (out, *gradients of q, k, v)."""
     import fa_ops  # not at the top: fa_ops.testing may depend on types and reference only
 
     q, k, v, spec = case.fresh(requires_grad=gradients)
-    q, k, v = map(place, (q, k, v))
-    spec = spec._replace(**{n: place(x) for n, x in spec._asdict().items() if torch.is_tensor(x)})
+    q, k, v = map(wrap, (q, k, v))
+    spec = spec._replace(**{n: wrap(x) for n, x in spec._asdict().items() if torch.is_tensor(x)})
     options = {
         "dropout_p": spec.dropout_p, "is_causal": spec.is_causal, "scale": spec.scale,
         "window": (spec.window_left, spec.window_right), "softcap": spec.softcap,
@@ -96,7 +96,7 @@ def _public_call(case: Case | PackedCase, backend: str, gradients: bool, place=l
     }  # fmt: skip
     function, args = fa_ops.attention, ()
     if isinstance(case, PackedCase):
-        function, args = fa_ops.attention_varlen, tuple(map(place, case.packing()[:2]))
+        function, args = fa_ops.attention_varlen, tuple(map(wrap, case.packing()[:2]))
     else:
         options |= {"attn_mask": spec.attn_mask, "key_ranges": spec.key_ranges}
 

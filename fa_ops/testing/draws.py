@@ -63,15 +63,15 @@ class Family:
             fields["mask_holes"] = pick((False, True))
         if self.sizes == "many":
             B = pick((24, 40))
-            room = max(1, MAX_SCORES // (B * fields["Hq"] * max(fields["D"], fields["Dv"])))
-            Sq, Sk = pick(range(1, min(room, 30) + 1)), pick(range(1, min(room, 30) * 4))
+            limit = max(1, MAX_SCORES // (B * fields["Hq"] * max(fields["D"], fields["Dv"])))
+            Sq, Sk = pick(range(1, min(limit, 30) + 1)), pick(range(1, min(limit, 30) * 4))
             return Case(**fields, B=B, Sq=Sq, Sk=Sk)
         if self.sizes == "decoding":
             Sq, Sk = pick((1, 2, 5, 16)), pick(range(512, 1600))
         else:
             Sq, Sk = pick(pick(LENGTHS)), pick(pick(KEYS))
-        room = max(1, MAX_SCORES // (fields["Hq"] * Sq * Sk))
-        return Case(**fields, B=pick(range(1, min(3, room) + 1)), Sq=Sq, Sk=Sk)
+        limit = max(1, MAX_SCORES // (fields["Hq"] * Sq * Sk))
+        return Case(**fields, B=pick(range(1, min(3, limit) + 1)), Sq=Sq, Sk=Sk)
 
     def _packed(self, pick: Pick, fields: dict) -> PackedCase:
         count = pick((16, 24)) if self.sizes == "many" else pick(range(1, 6))

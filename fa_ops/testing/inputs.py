@@ -59,15 +59,15 @@ class Case:
         return short_repr(self)
 
     def _tensor(
-        self, g: torch.Generator, place: Callable, H: int, S: int, D: int, factor: float = 1.0,
+        self, g: torch.Generator, move: Callable, H: int, S: int, D: int, factor: float = 1.0,
         integers: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Draw a (B, H, S, D) tensor in the case's dtype and layout; `place` moves and casts it."""
+        """Draw (B, H, S, D) in the case's dtype and layout; `move` applies device and dtype."""
         shape = self.B, H, S, D
         x = torch.randn(base_shape(self.layout, *shape), generator=g, dtype=torch.float64)
         if integers:
             x = x.round().clamp(-2, 2)
-        return arranged(self.layout, place((x * factor).to(self.dtype)), *shape)
+        return arranged(self.layout, move((x * factor).to(self.dtype)), *shape)
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
@@ -79,19 +79,19 @@ class Case:
         g = torch.Generator().manual_seed(self.seed)
         cast = dtype or self.dtype
 
-        def place(x: Tensor, dtype: torch.dtype = cast, grad: bool = False) -> Tensor:
+        def move(x: Tensor, dtype: torch.dtype = cast, grad: bool = False) -> Tensor:
             return x.to(device=self.device, dtype=dtype).requires_grad_(grad)
 
         factor, exact = self.magnitude, self.integers
-        q = self._tensor(g, place, self.Hq, self.Sq, self.D, factor, exact)
-        k = self._tensor(g, place, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
-        v = self._tensor(g, place, self.Hkv, self.Sk, self.Dv)
-        spec = self._spec(g, place, cast, requires_grad)
+        q = self._tensor(g, move, self.Hq, self.Sq, self.D, factor, exact)
+        k = self._tensor(g, move, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
+        v = self._tensor(g, move, self.Hkv, self.Sk, self.Dv)
+        spec = self._spec(g, move, cast, requires_grad)
         q, k, v = (x.requires_grad_(requires_grad) for x in (q, k, v))
         return q, k, v, spec
 
     def _spec(
-        self, g: torch.Generator, place: Callable, cast: torch.dtype, requires_grad: bool
+        self, g: torch.Generator, move: Callable, cast: torch.dtype, requires_grad: bool
     ) -> Spec:
         wide = torch.float64 if cast == torch.float64 else torch.float32
         full = (self.B, self.Hq, self.Sq, self.Sk)
@@ -101,31 +101,31 @@ class Case:
             holes = torch.rand((*shape[:3], 1), generator=g) < (0.2 if self.mask_holes else 0.0)
             if self.mask == "bool":
                 keep = (torch.rand(shape, generator=g) > 0.3) & ~holes
-                fields["attn_mask"] = place(keep, torch.bool, False)
+                fields["attn_mask"] = move(keep, torch.bool, False)
             else:
                 bias = torch.randn(shape, generator=g, dtype=torch.float64)
                 if self.mask_holes:
                     bias[holes | (torch.rand(shape, generator=g) < 0.2)] = float("-inf")
                 grad = requires_grad and self.mask_grad
-                fields["attn_mask"] = place(bias.to(self.dtype), grad=grad)
+                fields["attn_mask"] = move(bias.to(self.dtype), grad=grad)
         if self.alibi is not None:
-            fields["alibi_slopes"] = place(random_slopes(self, g), torch.float32, False)
+            fields["alibi_slopes"] = move(random_slopes(self, g), torch.float32, False)
         if self.sinks:
-            fields["sinks"] = place(random_sinks(self, g), wide, requires_grad)
+            fields["sinks"] = move(random_sinks(self, g), wide, requires_grad)
         if self.kv_lens:
             lens = torch.randint(0, self.Sk + 1, (self.B,), generator=g)
             if self.broken:
                 lens = with_invalid_values(lens, self.Sk, g)
-            fields["kv_lens"] = place(lens, torch.int32, False)
+            fields["kv_lens"] = move(lens, torch.int32, False)
         if self.key_ranges is not None:
             shape = [n if keep else 1 for n, keep in zip(full[:3], self.key_ranges)]
             ends = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
             if self.broken:
                 ends = with_invalid_values(ends, self.Sk, g)
-            fields["key_ranges"] = place(ends, torch.int32, False)
+            fields["key_ranges"] = move(ends, torch.int32, False)
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
-            fields["dropout_seed"] = place(seed, torch.int64, False)
+            fields["dropout_seed"] = move(seed, torch.int64, False)
         return Spec(
             dropout_p=self.dropout_p,
             is_causal=self.is_causal,

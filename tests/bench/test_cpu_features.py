@@ -16,8 +16,8 @@ def test_run_measures_the_selected_contenders():
     assert names == [
         cpu.BASELINE, "causal, softcap", "causal, float mask with gradient", "naive"
     ]  # fmt: skip
-    assert rows[0].forward_ratio == rows[0].both_ratio == 1.0
-    assert all(row.forward_ms > 0 and row.both_ms > 0 for row in rows)
+    assert rows[0].forward_ratio == rows[0].training_ratio == 1.0
+    assert all(row.forward_ms > 0 and row.training_ms > 0 for row in rows)
     assert torch.get_num_threads() == threads
 
 
@@ -27,7 +27,7 @@ def test_every_contender_computes_attention(name):
     out = contender.call(*contender.inputs)
     out = out if isinstance(out, torch.Tensor) else out[0]
     assert out.shape == contender.cotangents[0].shape and torch.isfinite(out).all()
-    contender.both()
+    contender.training()
 
 
 def test_an_unknown_contender_is_refused_with_the_known_names():

@@ -21,7 +21,7 @@ CALLS = 3
 
 
 def smaller(sizes: dict[str, int]) -> list[dict[str, int]]:
-    """Sizes of which one or two are 0."""
+    """All variants of the sizes with one or two of them set to 0."""
     zeros = [*itertools.combinations(sizes, 1), *itertools.combinations(sizes, 2)]
     return [sizes | dict.fromkeys(names, 0) for names in zeros]
 

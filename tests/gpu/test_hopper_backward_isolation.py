@@ -156,11 +156,11 @@ def test_nan_in_keys_beyond_kv_lens_has_no_effect(D, Dv, deterministic):
         dirty_k, dirty_v = k.clone(), v.clone()
         for b, n in enumerate(lens):
             dirty_k[b, :, n:], dirty_v[b, :, n:] = math.nan, math.inf
-        found = backward(q, dirty_k, dirty_v, grad_out, spec)
-        for x, y in zip(found[:3], clean):
+        grads = backward(q, dirty_k, dirty_v, grad_out, spec)
+        for x, y in zip(grads[:3], clean):
             assert (x - y).abs().max() <= 0.02 * y.abs().max()
         for b, n in enumerate(lens):
-            assert (found.key[b, :, n:] == 0).all() and (found.value[b, :, n:] == 0).all()
+            assert (grads.key[b, :, n:] == 0).all() and (grads.value[b, :, n:] == 0).all()
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
@@ -171,9 +171,9 @@ def test_rows_without_keys_have_zero_gradients(D, Dv, deterministic):
     clean = backward(q, k, v, grad_out, spec, grad_lse)
     for x in (q, grad_out, grad_lse):
         x[:, :, :100] = math.nan
-    found = backward(q, k, v, grad_out, spec, grad_lse)
-    assert (found.query[:, :, :100] == 0).all()
-    for x, y in zip(found[:3], clean):
+    grads = backward(q, k, v, grad_out, spec, grad_lse)
+    assert (grads.query[:, :, :100] == 0).all()
+    for x, y in zip(grads[:3], clean):
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
 
@@ -201,9 +201,9 @@ def test_sequences(D, deterministic, operand, is_causal):
         tensors[operand][token] = math.nan
     if operand < 3:  # the forward pass would give NaN for the sequence
         out[bad], lse[:, bad] = math.nan, math.nan
-    found, good = solve(), torch.ones(T, dtype=torch.bool)
+    grads, good = solve(), torch.ones(T, dtype=torch.bool)
     good[bad] = False
-    for x, y in zip(found[:3], clean):
+    for x, y in zip(grads[:3], clean):
         assert (x - y)[good].abs().max() <= 0.02 * y.abs().max()
 
 
@@ -236,10 +236,10 @@ def test_huge_scores(D, Dv, deterministic, dtype):
             a, b = a.clamp(-limit, limit), b.clamp(-limit, limit)
             for is_causal in (False, True):
                 spec = Spec(is_causal=is_causal, deterministic=deterministic)
-                found = backward(a, b, v, grad_out, spec)
-                assert found.value.isfinite().all()
+                grads = backward(a, b, v, grad_out, spec)
+                assert grads.value.isfinite().all()
                 if dtype == torch.bfloat16:  # the others may overflow in float16
-                    assert found.query.isfinite().all() and found.key.isfinite().all()
+                    assert grads.query.isfinite().all() and grads.key.isfinite().all()
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
@@ -247,13 +247,13 @@ def test_huge_scores(D, Dv, deterministic, dtype):
 def test_softcaps(D, Dv, deterministic, softcap):
     q, k, v, grad_out = draw(HQ, SQ, D) * 3, draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(is_causal=True, softcap=softcap, deterministic=deterministic)
-    found = backward(q, k, v, grad_out, spec)
+    grads = backward(q, k, v, grad_out, spec)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
     exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
     out, _ = reference.forward(*leaves, exact)
     expected = torch.autograd.grad(out, leaves, grad_out.double())
-    for x, y in zip(found, expected):
+    for x, y in zip(grads, expected):
         assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6
 
 
@@ -267,8 +267,8 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
         for far in (1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 31) - 2):
             for left, right in ((far, far), (-1, far), (far, -1)):
                 spec = plain._replace(window_left=left, window_right=right)
-                found = backward(q, k, v, grad_out, spec)
-                for x, y in zip(found[:3], expected):
+                grads = backward(q, k, v, grad_out, spec)
+                for x, y in zip(grads[:3], expected):
                     assert torch.equal(x, y) or not deterministic
                     assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
@@ -278,17 +278,17 @@ def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
 def test_small_scales(D, Dv, deterministic, scale):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(scale=scale, deterministic=deterministic)
-    found = backward(q, k, v, grad_out, spec)
-    assert all(x.isfinite().all() for x in found[:3])
+    grads = backward(q, k, v, grad_out, spec)
+    assert all(x.isfinite().all() for x in grads[:3])
     mean = grad_out.double().mean(2, keepdim=True) * SQ / SK
     expected = mean.view(B, HKV, 2, 1, Dv).sum(2)
-    assert (found.value.double() - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert (grads.value.double() - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("sinks", [LOW, 0.5])
 def test_sinks_of_rows_without_keys(sinks):
     q, k, v, grad_out = draw(HQ, SQ, 64), draw(HKV, 100, 64), draw(HKV, 100, 64), draw(HQ, SQ, 64)
     spec = Spec(is_causal=True, sinks=torch.full((HQ,), sinks, device="cuda"))
-    found = backward(q, k, v, grad_out, spec)
-    assert found.sinks.isfinite().all() and (sinks != LOW or (found.sinks == 0).all())
-    assert all(x.isfinite().all() for x in found[:3])
+    grads = backward(q, k, v, grad_out, spec)
+    assert grads.sinks.isfinite().all() and (sinks != LOW or (grads.sinks == 0).all())
+    assert all(x.isfinite().all() for x in grads[:3])
