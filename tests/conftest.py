@@ -1,11 +1,11 @@
-"""Memory that nobody wrote is NaN, so that a kernel that leaves a hole in its output fails."""
+"""Uninitialised memory is NaN in all tests, so that a kernel that skips some outputs fails."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Which backend runs: names, the context manager, the environment, and the reasons."""
+"""Backend selection: by name, context manager and environment variable, with reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def qkv(**options):
     return [torch.randn(1, 2, 4, 8, **options) for _ in range(3)]
 
 
-def test_auto_takes_the_cpu_backend_for_cpu_tensors():
+def test_auto_selects_the_cpu_backend_for_cpu_tensors():
     assert dispatch.select(*qkv(), Spec()) is dispatch.load("cpu")
     assert "triton" not in dispatch.AUTO["cpu"]
     assert all("reference" not in names for names in dispatch.AUTO.values())
@@ -32,15 +32,15 @@ def test_a_named_backend_never_falls_back(monkeypatch):
         fa_ops.attention(*qkv(), backend="cpu")
 
 
-def test_auto_says_what_every_backend_said(monkeypatch):
+def test_auto_reports_the_reason_of_every_backend(monkeypatch):
     monkeypatch.setattr(dispatch, "_selected", {})
     monkeypatch.setattr(dispatch.load("cpu"), "support_error", lambda *args: "not today")
     with pytest.raises(NotImplementedError, match="on cpu:\n  cpu: not today"):
         fa_ops.attention(*qkv())
 
 
-def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
-    """Of choices that are remembered: a longer call is asked about again."""
+def test_a_backend_may_refuse_a_call_by_its_number_of_keys(monkeypatch):
+    """A remembered choice is not used for a call with many more keys."""
     monkeypatch.setattr(dispatch, "_selected", {})
 
     def refuse(q, k, *call):
@@ -61,7 +61,7 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
             select(long)
 
 
-def test_use_backend_nests_and_ends(monkeypatch):
+def test_use_backend_can_be_nested(monkeypatch):
     assert dispatch.default is None
     with fa_ops.use_backend("reference"):
         assert dispatch.select(*qkv(), Spec()) is dispatch.load("reference")
@@ -73,28 +73,28 @@ def test_use_backend_nests_and_ends(monkeypatch):
     assert dispatch.default is None
 
 
-def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
-    """The door hands the name to the operator, so a backward outside the block runs on it too."""
+def test_use_backend_applies_to_the_backward_of_its_calls(monkeypatch):
+    """The function passes the name to the operator, whose backward may run outside the block."""
     q, k, v = qkv(requires_grad=True)
     with fa_ops.use_backend("reference"):
         out = fa_ops.attention(q, k, v)
-    seen = []
+    names = []
     select = dispatch.select
 
     def spy(q, k, v, spec, backward=False):
-        seen.append(spec.backend)
+        names.append(spec.backend)
         return select(q, k, v, spec, backward)
 
     monkeypatch.setattr(dispatch, "select", spy)
     out.sum().backward()
-    assert seen == ["reference"]
+    assert names == ["reference"]
 
 
-def test_the_memo_tells_features_and_dtypes_apart(monkeypatch):
+def test_remembered_choices_depend_on_features_and_dtypes(monkeypatch):
     monkeypatch.setattr(dispatch, "_selected", {})
-    asked = []
+    checked = []
     cpu = dispatch.load("cpu")
-    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: asked.append((q.dtype, spec)))
+    monkeypatch.setattr(cpu, "support_error", lambda q, k, v, spec: checked.append((q.dtype, spec)))
     specs = [
         Spec(),
         Spec(is_causal=True),
@@ -113,13 +113,13 @@ def test_the_memo_tells_features_and_dtypes_apart(monkeypatch):
     for _ in range(2):
         for spec in specs:
             dispatch.select(*qkv(), spec)
-    assert len(asked) == len(specs)
+    assert len(checked) == len(specs)
     dispatch.select(*qkv(dtype=torch.float64), Spec())
     dispatch.select(*[x[0] for x in qkv()], Spec())
-    assert len(asked) == len(specs) + 2
+    assert len(checked) == len(specs) + 2
 
 
-def test_few_queries_are_decoding_if_a_row_sees_one_run_of_keys():
+def test_few_queries_are_decoding_if_all_of_a_row_have_one_key_range():
     q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 600, 8)
     for shape, decodes in (((2, 1, 1), True), ((1, 1, 1), True), ((1, 4, 1), False),
                            ((2, 1, 3), False)):  # fmt: skip
@@ -136,7 +136,7 @@ def test_backends_lists_every_backend_with_its_reason():
         assert isinstance(listed["triton"], str)
 
 
-def test_a_backend_that_cannot_be_imported_says_so(monkeypatch):
+def test_a_backend_that_cannot_be_imported_is_unavailable(monkeypatch):
     monkeypatch.setattr(dispatch, "_available", {})
     monkeypatch.setitem(sys.modules, "fa_ops.backends.triton", None)
     assert "cannot be imported" in dispatch.available_error("triton")
@@ -168,7 +168,7 @@ backend: none
             )
 
 
-def test_unknown_name():
+def test_unknown_names_are_refused():
     names = ", ".join(map(repr, dispatch.BACKENDS))
     with pytest.raises(ValueError) as error:
         fa_ops.use_backend("cuda")
@@ -194,21 +194,21 @@ fa_ops.attention(q, q, q)
 """
 
 
-def test_environment_variable():
+def test_the_environment_variable_sets_the_default():
     result = run(CALL, FA_OPS_BACKEND="reference")
     assert result.returncode == 0 and result.stdout == "reference\n", result.stderr
 
 
-def test_environment_variable_with_an_unknown_name():
+def test_an_unknown_name_in_the_environment_variable_is_refused():
     result = run(CALL, FA_OPS_BACKEND="fast")
     assert "ValueError: backend must be 'auto' or one of" in result.stderr
     assert "got 'fast'" in result.stderr
 
 
-def test_rows_that_copy_engines_read():
+def test_rows_are_aligned_if_their_strides_are_multiples_of_16_bytes():
     q = torch.randn(4, 8, 16, 128)
-    one = q[:1, :1, :1].as_strided((1, 1, 1, 128), (3, 5, 7, 1))  # strides of nothing
-    assert rows_are_aligned(q) and rows_are_aligned(q.transpose(1, 2), one)
+    single = q[:1, :1, :1].as_strided((1, 1, 1, 128), (3, 5, 7, 1))  # strides of sizes of 1
+    assert rows_are_aligned(q) and rows_are_aligned(q.transpose(1, 2), single)
     odd = torch.randn(4, 8, 16, 130)[..., :128]
     for other in (odd, q.mT, q[..., 1:], q[:, :1].expand(4, 8, 16, 128), odd.half()[..., 2:]):
         assert not rows_are_aligned(q, other)

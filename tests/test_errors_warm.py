@@ -1,4 +1,4 @@
-"""What a first call refuses is refused, in the same words, once like calls are remembered."""
+"""Invalid calls are refused with the same message after similar calls have been remembered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fa_ops
 from fa_ops.backends import cpu
 from fa_ops.ops import prepared
 from tests.ops import test_kv_cache as caches
-from tests.test_errors import DENSE, DOOR_ONLY, ids, ints, legal, rand
+from tests.test_errors import DENSE, FUNCTION_ONLY, ids, ints, rand, valid
 
 GOOD = {
     "attn_mask": [rand(5, 7), torch.ones(5, 7, dtype=torch.bool)],
@@ -29,13 +29,13 @@ GOOD = {
     "backend": ["cpu", "auto"],
     "dropout_p": [0.5],
 }
-LIKE = [{}] + [{name: value} for name, values in GOOD.items() for value in values]
-OFTEN = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True}]
+SINGLE = [{}] + [{name: value} for name, values in GOOD.items() for value in values]
+COMBINED = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True}]
 
 
 @pytest.fixture(autouse=True)
-def everything_is_remembered(monkeypatch):
-    """CPU calls are prepared, those over caches too, as CUDA's are."""
+def prepared_cpu_calls(monkeypatch):
+    """Prepare calls on the CPU, including those over caches, as on CUDA."""
     monkeypatch.setattr(prepared, "_runs", {})
     monkeypatch.setattr(prepared, "_ways", {})
     monkeypatch.setattr(prepared, "values_are_free", lambda q: True)
@@ -54,13 +54,13 @@ def error_of(call, arguments: dict) -> Exception | None:
 
 
 def compact(change: dict) -> dict:
-    """The change with tensors as they lie in memory by default."""
+    """The change with contiguous tensors."""
     return {n: x.detach().clone(memory_format=torch.contiguous_format) if torch.is_tensor(x) else x
             for n, x in change.items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
-@pytest.mark.parametrize("bad", **ids(DENSE | DOOR_ONLY))
+@pytest.mark.parametrize("bad", **ids(DENSE | FUNCTION_ONLY))
 def test_attention(bad, grad):
     def call(**arguments):
         for name in ("query", "key", "value"):
@@ -69,18 +69,18 @@ def test_attention(bad, grad):
                 arguments[name] = x.detach().requires_grad_(grad)
         return fa_ops.attention(**arguments)
 
-    first = error_of(call, legal() | bad.change)
+    first = error_of(call, valid() | bad.change)
     assert first is not None and not prepared._runs
-    for like in (*LIKE, *OFTEN, compact(bad.change)) * 2:
-        error_of(call, legal() | like)
+    for options in (*SINGLE, *COMBINED, compact(bad.change)) * 2:
+        error_of(call, valid() | options)
     assert any(prepared._runs.values())
-    again = error_of(call, legal() | bad.change)
-    assert type(again) is type(first) and str(again) == str(first)
-    for like in (*LIKE, *OFTEN):
-        assert error_of(call, legal() | like | bad.change) is not None
+    second = error_of(call, valid() | bad.change)
+    assert type(second) is type(first) and str(second) == str(first)
+    for options in (*SINGLE, *COMBINED):
+        assert error_of(call, valid() | options | bad.change) is not None
 
 
-VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not seen on a GPU
+VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not checked on a GPU
 REFUSED = {
     message: change
     for message, change in (caches.WRONG | caches.WRONG_TYPES).items()
@@ -93,17 +93,17 @@ GOOD_FOR_CACHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["function", "operator"])
+@pytest.mark.parametrize("entry_point", ["function", "operator"])
 @pytest.mark.parametrize("message", REFUSED)
-def test_attention_with_kv_cache(message, way):
+def test_attention_with_kv_cache(message, entry_point):
     change = REFUSED[message]
-    seen = BaseTorchFunctionMode if way == "operator" else contextlib.nullcontext
-    with seen():
+    mode = BaseTorchFunctionMode if entry_point == "operator" else contextlib.nullcontext
+    with mode():
         first = error_of(caches.door, change)
         assert message in str(first) and not prepared._runs
         case = {"case": change["case"]} if "case" in change else {}
-        for like, _ in itertools.product((*GOOD_FOR_CACHES, compact(change)), range(2)):
-            error_of(caches.door, case | like)
+        for options, _ in itertools.product((*GOOD_FOR_CACHES, compact(change)), range(2)):
+            error_of(caches.door, case | options)
         assert any(prepared._runs.values())
-        again = error_of(caches.door, change)
-    assert type(again) is type(first) and str(again) == str(first)
+        second = error_of(caches.door, change)
+    assert type(second) is type(first) and str(second) == str(first)

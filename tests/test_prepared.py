@@ -1,4 +1,4 @@
-"""Eager calls that repeat: they go to the prepared function, and only where they may."""
+"""Repeated eager calls: when they take the fast path by a prepared function, and when not."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -33,36 +33,36 @@ def is_fast(*args, **options):
     return fa_ops.attention(*args, **options) is FAST
 
 
-def is_another(*args, **options):
-    """Whether no call before it was the same."""
+def is_new(*args, **options):
+    """Whether the call is prepared anew, because it differs from all earlier calls."""
     before = len(prepared._runs)
     fa_ops.attention(*args, **options)
     return len(prepared._runs) > before
 
 
-def test_a_call_and_its_repetitions_take_the_prepared_function():
+def test_first_and_repeated_calls_take_the_fast_path():
     q, k, v = qkv()
-    assert fa_ops.attention(q, k, v) is FAST  # a growing cache has no second call of a length
+    assert fa_ops.attention(q, k, v) is FAST  # each decoding step has a new length
     assert is_fast(q, k, v)
     assert is_fast(*qkv(), is_causal=True, window=(3, 0), softcap=2.0, scale=0.3)
     with torch.inference_mode():
         assert is_fast(*qkv())
 
 
-def test_what_differs_is_another_call():
+def test_calls_with_other_properties_are_prepared_anew():
     q, k, v = qkv()
-    assert is_another(q, k, v) and not is_another(q, k, v)
+    assert is_new(q, k, v) and not is_new(q, k, v)
     for other in (q.double(), q.transpose(1, 2).contiguous().transpose(1, 2), q[:, :, :4]):
         others = (other, k.to(other.dtype), v.to(other.dtype))
-        assert is_another(*others)
-    assert is_another(q, k, v, is_causal=True)
-    assert is_another(q, k, v, scale=0.5)
+        assert is_new(*others)
+    assert is_new(q, k, v, is_causal=True)
+    assert is_new(q, k, v, scale=0.5)
     with fa_ops.use_backend("reference"):
-        assert is_another(q, k, v)
-    assert is_another(q, k, v, backend="reference")
+        assert is_new(q, k, v)
+    assert is_new(q, k, v, backend="reference")
 
 
-def test_gradients_and_tensor_options_need_the_operator():
+def test_gradients_and_tensor_options_take_the_operator():
     q, k, v = qkv(requires_grad=True)
     assert not is_fast(q, k, v)
     with torch.no_grad():
@@ -91,7 +91,7 @@ SINKS = torch.zeros(2)
     ],
     ids=" and ".join,
 )
-def test_small_tensors_repeat_with_other_values(small, monkeypatch):
+def test_repeated_calls_receive_new_small_tensors(small, monkeypatch):
     def prepare(q, k, v, cache, spec):
         return lambda with_lse, q, k, v, *tensors: (tensors, None)
 
@@ -99,31 +99,31 @@ def test_small_tensors_repeat_with_other_values(small, monkeypatch):
     q, k, v = qkv(512)
     fa_ops.attention(q, k, v, **small)
     others = {name: t + 1 for name, t in small.items()}
-    given = fa_ops.attention(q, k, v, **others)
+    received = fa_ops.attention(q, k, v, **others)
     names = ("kv_lens", "page_table", "key_ranges", "alibi_slopes", "sinks")
-    for name, found in zip(names, given, strict=True):
-        assert found is others.get(name)
-    assert is_another(q, k, v)
-    assert is_another(q, k, v, **small, is_causal=True)
+    for name, tensor in zip(names, received, strict=True):
+        assert tensor is others.get(name)
+    assert is_new(q, k, v)
+    assert is_new(q, k, v, **small, is_causal=True)
 
 
-def test_small_tensors_of_calls_that_are_no_decoding_go_the_long_way(monkeypatch):
+def test_small_tensors_take_the_fast_path_in_decoding_only(monkeypatch):
     for small in ({"kv_lens": LENS}, {"sinks": SINKS}):
         assert is_fast(*qkv(512), **small)
         assert not is_fast(*qkv(511), **small)
     monkeypatch.setattr(cpu, "cache_error", lambda *call: "cannot", raising=False)
-    assert is_fast(*qkv(600), kv_lens=LENS)  # asked when the first of the family was made
+    assert is_fast(*qkv(600), kv_lens=LENS)  # the choice for other lengths is reused
     assert not is_fast(*qkv(600), kv_lens=LENS, scale=2.0)
 
 
-def test_ranges_laid_out_otherwise_go_the_long_way():
+def test_key_ranges_with_other_strides_take_the_operator():
     assert is_fast(*qkv(512), key_ranges=RANGES)
     assert not is_fast(*qkv(512), key_ranges=RANGES.expand(1, 1, 5, 2))
     apart = torch.stack([RANGES, RANGES], -1)[..., 0]
     assert not is_fast(*qkv(512), key_ranges=apart)
 
 
-def test_bad_lengths_and_ranges_are_checked_every_time():
+def test_invalid_lengths_and_ranges_are_refused_every_time():
     q, k, v = qkv()
     for _ in range(2):
         with pytest.raises(TypeError, match="kv_lens must be int32"):
@@ -135,7 +135,7 @@ def test_bad_lengths_and_ranges_are_checked_every_time():
     assert not prepared._runs
 
 
-def test_watchers_see_the_operator():
+def test_modes_transforms_and_the_profiler_observe_the_operator():
     q, k, v = qkv()
     assert is_fast(q, k, v)
     with FlopCounterMode(display=False) as flops:
@@ -152,7 +152,7 @@ def test_watchers_see_the_operator():
     assert compiled(q, k, v) is not FAST
 
 
-def test_lazily_negated_tensors_go_the_long_way():
+def test_lazily_negated_tensors_take_the_operator():
     negated = torch.view_as_complex(torch.randn(1, 2, 8, 4, 2)).conj().imag
     same = negated.resolve_neg()
     assert negated.is_neg() and prepared.key_of(same, negated, same, ()) is None
@@ -161,7 +161,7 @@ def test_lazily_negated_tensors_go_the_long_way():
     torch.testing.assert_close(fa_ops.attention(negated, negated, negated), expected)
 
 
-def test_bad_calls_are_never_remembered():
+def test_invalid_calls_are_not_remembered():
     q, k, v = qkv()
     for _ in range(2):
         with pytest.raises(ValueError, match="head dimension"):
@@ -183,7 +183,7 @@ def test_bad_calls_are_never_remembered():
     ],
     ids=str,
 )
-def test_a_value_of_another_type_is_refused_also_where_it_equals_the_last_calls(good, bad):
+def test_values_of_a_wrong_type_are_refused_even_if_equal_to_remembered_ones(good, bad):
     q, k, v = qkv()
     assert is_fast(q, k, v, **good)
     (name,) = bad
@@ -191,17 +191,17 @@ def test_a_value_of_another_type_is_refused_also_where_it_equals_the_last_calls(
         fa_ops.attention(q, k, v, **bad)
 
 
-def test_windows_are_told_apart_by_what_they_mean():
+def test_equivalent_windows_are_the_same_call():
     q, k, v = qkv()
     assert is_fast(q, k, v, window=(3, None))
     assert fa_ops.attention(q, k, v, window=[3, -1]) is FAST
-    assert is_another(q, k, v, window=(None, 3))
+    assert is_new(q, k, v, window=(None, 3))
     for bad in ((), (3,), "3-", 3):
         with pytest.raises(TypeError, match="window must be a pair"):
             fa_ops.attention(q, k, v, window=bad)
 
 
-def test_layouts_without_sizes_are_the_operators_to_refuse():
+def test_nested_tensors_are_refused_by_the_operator():
     rows = [torch.randn(2, n, 8) for n in (3, 4)]
     q = torch.nested.nested_tensor(rows, layout=torch.strided)
     with pytest.raises(NotImplementedError, match="fa::attention"):
@@ -210,7 +210,7 @@ def test_layouts_without_sizes_are_the_operators_to_refuse():
         fa_ops.attention(*qkv(), kv_lens=q)
 
 
-def test_empty_calls_and_many_calls(monkeypatch):
+def test_empty_calls_are_not_remembered_and_the_cache_is_bounded(monkeypatch):
     q, k, v = qkv()
     assert fa_ops.attention(q[:, :, :0], k, v).shape == (1, 2, 0, 8)
     assert not prepared._runs
@@ -222,17 +222,17 @@ def test_empty_calls_and_many_calls(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """How often the rules and the choice of a backend were asked."""
-    asked = []
+    """The names of the checks and of the backend selection, in the order of their calls."""
+    names = []
     for module, name in ((checks, "dense"), (dispatch, "select"), (cpu, "cache_error")):
-        one = getattr(module, name)
-        noted = lambda *a, one=one, name=name, **k: asked.append(name) or one(*a, **k)  # noqa: E731
-        monkeypatch.setattr(module, name, noted)
-    return asked
+        original = getattr(module, name)
+        spy = lambda *a, original=original, name=name, **k: names.append(name) or original(*a, **k)  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    return names
 
 
 @pytest.mark.parametrize("small", [{}, {"kv_lens": LENS, "sinks": SINKS}], ids=("plain", "small"))
-def test_a_cache_that_grows_is_checked_once_and_prepared_in_every_step(small, checked, monkeypatch):
+def test_a_growing_cache_is_checked_once_and_prepared_in_every_step(small, checked, monkeypatch):
     lengths = []
     cached = lambda q, k, *call: lengths.append(k.shape[2]) or (lambda *call: (FAST, None))  # noqa: E731
     monkeypatch.setattr(cpu, "prepare_cached", cached)
@@ -240,12 +240,12 @@ def test_a_cache_that_grows_is_checked_once_and_prepared_in_every_step(small, ch
         assert is_fast(*qkv(Sk), **small)
         assert checked == ["dense", "select", "cache_error"]
     assert lengths == list(range(512, 520)) and len(prepared._runs) == 8
-    assert is_another(*qkv(520), **small, is_causal=True) and len(checked) == 6
+    assert is_new(*qkv(520), **small, is_causal=True) and len(checked) == 6
     with pytest.raises(ValueError, match="value has length 520, but key's is 521"):
         fa_ops.attention(*qkv(521)[:2], qkv(520)[2], **small)
 
 
-def test_rows_apart_are_refused_where_nothing_is_aligned():
+def test_strided_features_are_refused_for_unaligned_tensors_too():
     def off(*shape):
         return torch.zeros(1, 2, shape[0] * shape[1] + 1)[..., 1:].unflatten(2, shape)
 
@@ -258,7 +258,7 @@ def test_rows_apart_are_refused_where_nothing_is_aligned():
         fa_ops.attention(q, off(601, 8), wide[..., :4])
 
 
-def test_meta_tensors_have_a_result_and_no_backend():
+def test_meta_tensors_have_results_and_are_not_remembered():
     for _ in range(2):
         assert fa_ops.attention(*qkv(device="meta")).shape == (1, 2, 5, 8)
     assert not prepared._runs
@@ -266,7 +266,7 @@ def test_meta_tensors_have_a_result_and_no_backend():
 
 @pytest.fixture
 def cached_calls(monkeypatch):
-    """Arguments of prepared calls over caches, and the keys that they are looked up by."""
+    """The arguments of prepared calls over caches, and the keys by which they are looked up."""
     calls, keys = [], []
 
     def find(key):
@@ -277,7 +277,7 @@ def cached_calls(monkeypatch):
     return calls, keys
 
 
-def test_a_cached_call_hands_its_tensors_over(cached_calls):
+def test_calls_over_caches_pass_their_tensors_to_the_prepared_function(cached_calls):
     calls, _ = cached_calls
     q, k, v = qkv(512)
     call = fa_ops.attention_with_kv_cache
@@ -299,7 +299,7 @@ def test_a_cached_call_hands_its_tensors_over(cached_calls):
         assert k._version == v._version == before + (name == "key")
 
 
-def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
+def test_different_calls_over_caches_have_different_keys(cached_calls):
     _, keys = cached_calls
     q, k, v = qkv(512)
     other, call = torch.ones(2, 2), fa_ops.attention_with_kv_cache
@@ -324,7 +324,7 @@ def test_cached_calls_that_differ_have_keys_of_their_own(cached_calls):
         call(q, k, v, LENS, window=(1.0, 2))
 
 
-def test_values_in_keys_and_the_precision_of_products_are_part_of_a_key(cached_calls, monkeypatch):
+def test_shared_values_and_matmul_precision_are_part_of_a_key(cached_calls, monkeypatch):
     _, keys = cached_calls
     q, k, _ = qkv(512)
     call = fa_ops.attention_with_kv_cache
@@ -336,7 +336,7 @@ def test_values_in_keys_and_the_precision_of_products_are_part_of_a_key(cached_c
     assert len(set(keys)) == 3
 
 
-def test_cached_calls_of_watched_or_foreign_tensors_have_no_key(cached_calls):
+def test_calls_over_caches_with_parameters_or_lists_have_no_key(cached_calls):
     _, keys = cached_calls
     q, k, v = qkv(512)
     call = fa_ops.attention_with_kv_cache
@@ -353,7 +353,7 @@ READ, APPEND = kv_cache.READ, kv_cache.APPEND
 
 @pytest.fixture
 def prepared_tensors(monkeypatch):
-    """What prepared calls over caches were given; CPU tensors are remembered, as CUDA's are."""
+    """The arguments of prepared calls over caches, which are remembered on the CPU as on CUDA."""
     calls = []
 
     def prepare(q, k, v, cache, spec):
@@ -364,7 +364,7 @@ def prepared_tensors(monkeypatch):
     return calls
 
 
-def test_a_repeated_operator_call_takes_the_prepared_function(prepared_tensors):
+def test_repeated_operator_calls_take_the_fast_path(prepared_tensors):
     q, k, v = qkv(512)
     new = torch.randn(1, 2, 1, 8)
     READ(q, k, v, LENS)
@@ -383,7 +383,7 @@ def test_a_repeated_operator_call_takes_the_prepared_function(prepared_tensors):
     assert k._version == v._version == before + 1
 
 
-def test_the_first_call_over_a_cache_is_checked_and_takes_the_prepared_function(prepared_tensors):
+def test_the_first_call_over_a_cache_is_checked_and_takes_the_fast_path(prepared_tensors):
     q, k, v = qkv(512)
     call, new = fa_ops.attention_with_kv_cache, torch.randn(1, 2, 1, 8)
     before = k._version
@@ -396,7 +396,7 @@ def test_the_first_call_over_a_cache_is_checked_and_takes_the_prepared_function(
     assert len(prepared_tensors) == len(prepared._runs) == 2
 
 
-def test_operator_calls_that_differ_are_not_taken_for_each_other(prepared_tensors):
+def test_different_operator_calls_are_prepared_separately(prepared_tensors):
     q, k, v = qkv(512)
     options = (
         {}, {"scale": 0.5}, {"window_left": 3}, {"window_right": 3}, {"softcap": 2.0},
@@ -413,7 +413,7 @@ def test_operator_calls_that_differ_are_not_taken_for_each_other(prepared_tensor
     assert len(prepared_tensors) == len(options)
 
 
-def test_a_remembered_operator_call_still_has_no_gradient(prepared_tensors):
+def test_remembered_operator_calls_refuse_gradients(prepared_tensors):
     q, k, v = qkv(512)
     for _ in range(2):
         READ(q, k, v, LENS)
@@ -423,7 +423,7 @@ def test_a_remembered_operator_call_still_has_no_gradient(prepared_tensors):
         READ(q, k[:, :, :], v[:0], LENS)
 
 
-def test_lengths_on_the_cpu_are_checked_every_time():
+def test_lengths_on_the_cpu_are_checked_on_every_call():
     q, k, v = qkv(512)
     for _ in range(2):
         READ(q, k, v, LENS)
@@ -432,7 +432,7 @@ def test_lengths_on_the_cpu_are_checked_every_time():
     assert not prepared._runs
 
 
-def test_a_backend_without_prepare_is_asked_once(monkeypatch):
+def test_calls_of_a_backend_without_prepare_take_the_operator(monkeypatch):
     monkeypatch.delattr(cpu, "prepare")
     q, k, v = qkv()
     assert not is_fast(q, k, v)

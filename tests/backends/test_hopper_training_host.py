@@ -12,7 +12,7 @@ from fa_ops import dispatch
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_backward, dense_forward
 from fa_ops.ops import prepared
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 from fa_ops.types import Spec
 from tests.backends import test_hopper_backward_host as host
 

@@ -1,4 +1,4 @@
-"""Repeated decoding calls on a GPU: the prepared way gives the bits of the operator's first."""
+"""Repeated decoding calls on a GPU: the fast path gives results bitwise equal to the first call."""
 
 import threading
 
@@ -49,7 +49,7 @@ class Call:
         return fa_ops.attention_with_kv_cache(*given, **self.options, **options)
 
     def expected(self, q):
-        """(out, lse) by an operator that remembers nothing."""
+        """(out, lse) of the operator with an empty cache of prepared calls."""
         prepared._runs.clear()
         options = dict(self.options)
         new = [options.pop(name) for name in ("key", "value") if name in options]
@@ -58,7 +58,7 @@ class Call:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_second_call_gives_the_bits_of_the_first(case):
+def test_repeated_calls_are_bitwise_equal_to_the_first(case):
     call = Call(case)
     for _ in range(3):
         q = call.query()
@@ -68,30 +68,30 @@ def test_the_second_call_gives_the_bits_of_the_first(case):
         assert prepared._runs and all(prepared._runs.values())
         results += [(call(q), lse) for _ in range(3)]
         results += [call(q.clone(), return_lse=True)]
-        for found in results:
-            assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+        for result in results:
+            assert torch.equal(result[0], out) and torch.equal(result[1], lse)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_operator_itself_repeats(case):
+def test_repeated_operator_calls_take_the_fast_path(case):
     call = Call(case)
     q, other = call.query(), call.query()
     out, lse = call.expected(other)
-    call.expected(q)  # remembered by the operator
+    call.expected(q)  # prepares the operator's call
     (run,) = prepared._runs.values()
     assert run is not None
     options = dict(call.options)
     new = [options.pop(name) for name in ("key", "value") if name in options]
     operator = kv_cache.APPEND if new else kv_cache.READ
     versions = [t._version for t in call.caches]
-    found = operator(other, *call.caches, *new, call.lens, **options)
-    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    result = operator(other, *call.caches, *new, call.lens, **options)
+    assert torch.equal(result[0], out) and torch.equal(result[1], lse)
     assert len(prepared._runs) == 1
     assert [t._version > before for t, before in zip(call.caches, versions)] == [bool(new)] * 2
 
 
 @pytest.mark.parametrize("case", ("contiguous", "paged", "latent"))
-def test_threads_on_streams_of_their_own(case):
+def test_concurrent_threads_and_streams(case):
     call, wrong = Call(case), []
     work = [(q, call.expected(q)[0]) for q in (call.query() for _ in range(4))]
     call(work[0][0])
@@ -112,7 +112,7 @@ def test_threads_on_streams_of_their_own(case):
 
 
 @pytest.mark.parametrize("case", ("contiguous", "paged", "latent"))
-def test_two_graphs_replay_at_once(case):
+def test_concurrent_cuda_graphs(case):
     call, captured = Call(case), []
     for _ in range(2):
         q = call.query()
@@ -123,7 +123,7 @@ def test_two_graphs_replay_at_once(case):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = call(q)
-        captured.append((graph, out, expected, torch.cuda.Stream(), q))  # q must live
+        captured.append((graph, out, expected, torch.cuda.Stream(), q))  # keeps q alive
     for _ in range(50):
         for graph, out, _, stream, _ in captured:
             with torch.cuda.stream(stream):
@@ -146,10 +146,10 @@ SIZES = [(1, 32, 8, 128, 128), (3, 8, 2, 64, 64), (2, 6, 3, 72, 40)]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("small", ["", "kv_lens", "sinks kv_lens key_ranges"])
-def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeypatch):
-    """Beyond its end lies NaN: what is read there shows. Checked once, for all lengths."""
-    (B, Hq, Hkv, D, Dv), asked, dense = sizes, [], checks.dense
-    monkeypatch.setattr(checks, "dense", lambda *a, **k: asked.append(1) or dense(*a, **k))
+def test_growing_caches_are_attended_up_to_their_length(small, layout, sizes, monkeypatch):
+    """Memory beyond the length is NaN. Arguments are checked once for all lengths."""
+    (B, Hq, Hkv, D, Dv), checked, dense = sizes, [], checks.dense
+    monkeypatch.setattr(checks, "dense", lambda *a, **k: checked.append(1) or dense(*a, **k))
     prepared._runs.clear(), prepared._ways.clear()
     whole = draw(B, Hkv, 2048, D), draw(B, Hkv, 2048, Dv)
     sinks = torch.randn(Hq, device="cuda")
@@ -162,17 +162,17 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         bounds = torch.stack([lens // 9, lens], -1)[:, None, None].contiguous()
         given = {"sinks": sinks, "kv_lens": lens, "key_ranges": bounds}
         options = {name: given[name] for name in small.split()}
-        found, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
+        out, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
         expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
-        assert_within_budget(f"{S} keys", found, expected, naive(q, k, v, spec)[0])
-    assert len(asked) == 1 and len(prepared._ways) == 1
+        assert_within_budget(f"{S} keys", out, expected, naive(q, k, v, spec)[0])
+    assert len(checked) == 1 and len(prepared._ways) == 1
 
 
-def test_a_latent_cache_that_grows():
+def test_growing_latent_caches():
     whole = draw(2, 1, 2048, 576)
     for S in LENGTHS:
         q, k = draw(2, 16, 1, 576), whole[:, :, :S].clone()
-        found = fa_ops.attention(q, k, k[..., :512], scale=0.07)
+        out = fa_ops.attention(q, k, k[..., :512], scale=0.07)
         call = (q, k, k[..., :512], Spec(scale=0.07))
         expected, _ = reference.dense(*(t.double() for t in call[:3]), call[3])
-        assert_within_budget(f"{S} keys", found, expected, naive(*call)[0])
+        assert_within_budget(f"{S} keys", out, expected, naive(*call)[0])
