@@ -27,7 +27,8 @@ def main(
     ],
     models: Annotated[str, typer.Option(help="comma separated")] = ",".join(FAMILIES),
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="the file for results", callback=in_existing_folder)
+        Path | None,
+        typer.Option("--json", help="the file for results", callback=in_existing_folder),
     ] = None,
     seconds: Annotated[int, typer.Option(min=1, help="limit for the tests of one model")] = 1800,
 ) -> None:
