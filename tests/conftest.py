@@ -1,4 +1,4 @@
-"""Memory that nobody wrote is NaN, so that a kernel that leaves a hole in its output fails."""
+"""Uninitialised memory is NaN in all tests, so that a kernel that skips some outputs fails."""
 
 from __future__ import annotations
 

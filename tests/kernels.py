@@ -1,4 +1,4 @@
-"""Checks of the Triton kernels that run in the interpreter and on a GPU alike."""
+"""Checks of the Triton kernels that run both in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_batch_invariant(backend, case: CacheCase) -> tuple[Tensor, Tensor]:
-    """Each row of the batch has the bits that it has alone; returns (out, lse)."""
+    """Check that each row of a batch is bitwise equal to a batch of that row; return (out, lse)."""
     q, k, v, _, spec = case.fresh()
     cache = Cache(batch_invariant=True)
     together = backend.cache_forward(q, k, v, cache, spec)
     for b in range(case.B):
-        one = (x[b : b + 1] for x in (q, k, v))
-        alone = backend.cache_forward(*one, cache, spec._replace(kv_lens=spec.kv_lens[b : b + 1]))
+        row = (x[b : b + 1] for x in (q, k, v))
+        alone = backend.cache_forward(*row, cache, spec._replace(kv_lens=spec.kv_lens[b : b + 1]))
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
     return together
 
 
 def assert_merges(backend, outs: Tensor, lses: Tensor) -> None:
-    """Some of `lses` become -inf: states, and a row, without keys."""
+    """Compare with the reference, after setting some of `lses` to -inf, as without keys."""
     lses[0, ..., 0] = float("-inf")
     lses[:, ..., 1:2] = float("-inf")
     out, lse = backend.merge_states(outs, lses)

@@ -1,7 +1,7 @@
-"""A second oracle, written from docs/semantics.md alone: it shares no code with the reference.
+"""A second oracle, written from docs/semantics.md, that shares no code with the reference.
 
-In float64, one head of one sequence at a time, each row over the keys that it attends.
-Differentiable.
+It computes one head of one sequence at a time in float64, each row over the keys that it attends,
+and is differentiable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Results = tuple[Tensor, Tensor]
 
 
 def head(q, k, v, spec: Spec, n: int, slope, sink, bias, ranges, dropped) -> Results:
-    """q (Sq, D), k (Sk, D), v (Sk, Dv), of which n keys exist; out (Sq, Dv) and lse (Sq,)."""
+    """One head with n keys: q (Sq, D), k (Sk, D), v (Sk, Dv) to out (Sq, Dv) and lse (Sq,)."""
     Sq, Sk = len(q), len(k)
     i, j = torch.arange(Sq).view(Sq, 1) + n - Sq, torch.arange(Sk)
     s = (q @ k.T) * (1 / math.sqrt(q.shape[1]) if spec.scale is None else spec.scale)
@@ -54,7 +54,7 @@ def head(q, k, v, spec: Spec, n: int, slope, sink, bias, ranges, dropped) -> Res
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, dropped: Tensor | None = None) -> Results:
-    """(B, H, S, D) tensors; `dropped` (B, Hq, Sq, Sk) is what dropout multiplies weights by."""
+    """(B, H, S, D) tensors; `dropped` (B, Hq, Sq, Sk) holds the factors that dropout applies."""
     (B, Hq, Sq, _), (_, Hkv, Sk, _) = q.shape, k.shape
     bias, ranges, slopes = spec.attn_mask, spec.key_ranges, spec.alibi_slopes
     bias = None if bias is None else bias.expand(B, Hq, Sq, Sk)
@@ -83,7 +83,7 @@ def row_of(spec: Spec, b: int, n: int | None) -> Spec:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, dropped=None) -> Results:
-    """(T, H, D) tensors; `dropped` holds what `dense` takes for each sequence."""
+    """(T, H, D) tensors; `dropped` holds the argument of `dense` for each sequence."""
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], len(q)), -math.inf)
     borders = zip(packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist())
     (q0, k0), *borders = borders
@@ -98,8 +98,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, droppe
     return out, lse
 
 
-def turned(x: Tensor, cache: Cache, position: int) -> Tensor:
-    """x (H, D) with its first features turned by the angles of a position."""
+def rotated(x: Tensor, cache: Cache, position: int) -> Tensor:
+    """x (H, D) with its first features rotated by the angles of a position."""
     if cache.rotary_cos is None:
         return x.double()
     cos, sin = (t[max(position, 0)].double() for t in (cache.rotary_cos, cache.rotary_sin))
@@ -113,7 +113,7 @@ def turned(x: Tensor, cache: Cache, position: int) -> Tensor:
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Results:
-    """Writes the new keys and values, one by one, then attends each row of the batch."""
+    """Write the new keys and values one by one, then attend each row of the batch."""
     new, outs, lses = 0 if cache.key is None else cache.key.shape[2], [], []
     for b, length in enumerate(spec.kv_lens.tolist()):
         rows = []
@@ -123,19 +123,19 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Results
         ):
             keys = []
             for j in range(length + new):
-                where, unit = _slot(memory, cache, b, j), _scale(scale, cache, b, j, memory)
+                slot, factor = _slot(memory, cache, b, j), _scale(scale, cache, b, j, memory)
                 if j >= length:
                     x = fresh[b, :, j - length]
-                    x = turned(x, cache, j).to(q.dtype) if memory is k else x
-                    x = x.double() / unit
+                    x = rotated(x, cache, j).to(q.dtype) if memory is k else x
+                    x = x.double() / factor
                     if memory.dtype.itemsize == 1:
                         x = x.clamp(-448, 448).float()
-                    where.copy_(x.to(where.dtype))
-                keys.append(where.double() * unit)
+                    slot.copy_(x.to(slot.dtype))
+                keys.append(slot.double() * factor)
             empty = torch.zeros(_heads(memory, cache), 0, memory.shape[3], dtype=torch.float64)
             rows.append(torch.stack(keys, 1) if keys else empty)
         steps = range(q.shape[2])
-        query = [turned(q[b, :, i], cache, length + new + i - len(steps)) for i in steps]
+        query = [rotated(q[b, :, i], cache, length + new + i - len(steps)) for i in steps]
         query = torch.stack(query, 1).to(q.dtype).double()
         o, m = dense(query[None], rows[0][None], rows[1][None], row_of(spec, b, None))
         outs.append(o), lses.append(m)
@@ -143,7 +143,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Results
 
 
 def _slot(memory: Tensor, cache: Cache, b: int, j: int) -> Tensor:
-    """Where key j of row b lies, (Hkv, D)."""
+    """The memory of key j of row b, (Hkv, D)."""
     if cache.page_table is None:
         return memory[b, :, j]
     return memory[int(cache.page_table[b, j // memory.shape[1]]), j % memory.shape[1]]

@@ -1,4 +1,4 @@
-"""The typed doors: what they make of their arguments."""
+"""The public functions: how they normalise their arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen(monkeypatch):
     return specs
 
 
-def test_first_arguments_are_sdpas():
+def test_the_first_arguments_are_those_of_sdpa():
     names = list(inspect.signature(fa_ops.attention).parameters)
     assert names[:6] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
     q, k, v = qkv()
@@ -48,7 +48,7 @@ def test_first_arguments_are_sdpas():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_return_lse():
+def test_return_lse_returns_the_log_sum_of_exponentials():
     q, k, v = qkv()
     out, lse = fa_ops.attention(q, k, v, return_lse=True)
     assert torch.equal(out, fa_ops.attention(q, k, v))
@@ -78,8 +78,8 @@ def test_return_lse():
         ((np.uint64(2**64 - 1), 0), (-1, 0)),
     ],
 )
-def test_window(seen, window, sides):
-    """All a backend ever reads are ints of Python below 2**31 - 1, whatever the way to it."""
+def test_windows_are_normalised(specs, window, sides):
+    """By every entry point, backends receive Python ints below 2**31 - 1, or -1."""
     q, k, v = qkv()
     ends = torch.tensor([0, 5], dtype=torch.int32)
     tokens = [t[0].transpose(0, 1) for t in (q, k, v)]
@@ -107,7 +107,7 @@ def test_window(seen, window, sides):
 
 
 @pytest.mark.parametrize("side", [2**31 - 1, sys.maxsize, 2**63, 10**30])
-def test_a_window_of_any_size_compiles(side):
+def test_windows_of_any_size_compile(side):
     q, k, v = qkv()
     compiled = torch.compile(
         lambda left: fa_ops.attention(q, k, v, window=(left, 0)), backend="aot_eager",
@@ -115,10 +115,10 @@ def test_a_window_of_any_size_compiles(side):
     )  # fmt: skip
     expected = fa_ops.attention(q, k, v, is_causal=True)
     torch.testing.assert_close(compiled(side), expected)
-    by_constant = torch.compile(
+    constant = torch.compile(
         lambda q: fa_ops.attention(q, k, v, window=(side, 0)), backend="aot_eager", fullgraph=True
     )
-    torch.testing.assert_close(by_constant(q), expected)
+    torch.testing.assert_close(constant(q), expected)
 
 
 def test_plans_are_made_of_windows_that_leave_keys_out(monkeypatch):
@@ -130,7 +130,7 @@ def test_plans_are_made_of_windows_that_leave_keys_out(monkeypatch):
     assert [spec.window_left for spec in specs] == [-1]
 
 
-def test_options_arrive(seen):
+def test_options_are_passed_to_the_backend(specs):
     given = {
         "scale": 0.5,
         "softcap": 3.0,
@@ -142,7 +142,7 @@ def test_options_arrive(seen):
         "backend": "reference",
     }
     fa_ops.attention(*qkv(), torch.zeros(5, 5), 0.0, True, **given)
-    spec = seen[0]
+    spec = specs[0]
     assert spec.is_causal and spec.attn_mask.shape == (5, 5)
     for name, value in given.items():
         if torch.is_tensor(value):
@@ -151,7 +151,7 @@ def test_options_arrive(seen):
             assert getattr(spec, name) == value
 
 
-def test_small_tensors_reach_backends_contiguous(seen):
+def test_small_tensors_are_made_contiguous(specs):
     fa_ops.attention(
         *qkv(),
         alibi_slopes=torch.rand(8)[::2],
@@ -159,14 +159,14 @@ def test_small_tensors_reach_backends_contiguous(seen):
         kv_lens=torch.arange(1, 5, dtype=torch.int32)[::2],
         key_ranges=torch.tensor([0, 3], dtype=torch.int32).expand(2, 1, 5, 2),
     )
-    spec = seen[0]
+    spec = specs[0]
     for name in ("alibi_slopes", "sinks", "kv_lens", "key_ranges"):
         assert getattr(spec, name).is_contiguous(), name
 
 
-def test_numbers_of_every_python_kind(seen):
+def test_ints_are_accepted_for_floats(specs):
     fa_ops.attention(*qkv(), scale=1, softcap=2)
-    assert (seen[0].scale, seen[0].softcap) == (1.0, 2.0)
+    assert (specs[0].scale, specs[0].softcap) == (1.0, 2.0)
 
 
 def test_results_are_no_views():
@@ -179,7 +179,7 @@ def test_results_are_no_views():
 
 
 @pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "sinks"])
-def test_every_argument_with_a_gradient_gets_one(argument):
+def test_every_differentiable_argument_has_a_gradient(argument):
     q, k, v = qkv()
     given = {
         "query": q,
@@ -193,12 +193,12 @@ def test_every_argument_with_a_gradient_gets_one(argument):
     assert x.grad.shape == x.shape and x.grad.abs().sum() > 0
 
 
-def test_frozen_slopes_are_fine_without_gradients():
+def test_slopes_may_require_grad_under_no_grad():
     with torch.no_grad():
         fa_ops.attention(*qkv(), alibi_slopes=torch.rand(4, requires_grad=True))
 
 
-def test_dropout_draws_its_seed_from_torchs_generator():
+def test_the_dropout_seed_is_drawn_from_torchs_generator():
     q, k, v = qkv()
     outs = []
     for seed in (1, 1, 2):
@@ -210,7 +210,7 @@ def test_dropout_draws_its_seed_from_torchs_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_merge_states_takes_sequences():
+def test_merge_states_accepts_sequences():
     q, k, v = qkv()
     states = [
         fa_ops.attention(q, k[:, :, s], v[:, :, s], return_lse=True)
@@ -222,18 +222,21 @@ def test_merge_states_takes_sequences():
     torch.testing.assert_close(merged, fa_ops.attention(q, k, v, return_lse=True))
 
 
-def test_the_door_and_the_operator_agree_on_defaults():
-    door = {n: p.default for n, p in inspect.signature(fa_ops.attention).parameters.items()}
+def test_the_function_and_the_operator_have_the_same_defaults():
+    parameters = inspect.signature(fa_ops.attention).parameters
     for name, default in Spec()._asdict().items():
-        if name in door:
-            assert door[name] == default, name
+        if name in parameters:
+            assert parameters[name].default == default, name
     assert torch.equal(fa_ops.attention(*qkv()), dense.ATTENTION(*qkv()))
 
 
-@pytest.mark.parametrize("door", [fa_ops.attention, fa_ops.attention_varlen, fa_ops.merge_states])
-def test_docstrings(door):
-    text = inspect.getdoc(door)
+FUNCTIONS = (fa_ops.attention, fa_ops.attention_varlen, fa_ops.merge_states)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_docstrings_describe_every_parameter(function):
+    text = inspect.getdoc(function)
     for part in ("Args:", "Returns:", "Raises:"):
         assert part in text
-    for name in inspect.signature(door).parameters:
+    for name in inspect.signature(function).parameters:
         assert re.search(rf"\b{name}\b", text), name

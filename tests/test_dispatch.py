@@ -1,4 +1,4 @@
-"""Which backend runs: names, the context manager, the environment, and the reasons."""
+"""Backend selection: by name, context manager and environment variable, with reasons."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_backend_may_refuse_by_how_many_keys_there_are(monkeypatch):
             select(long)
 
 
-def test_use_backend_nests_and_ends(monkeypatch):
+def test_use_backend_can_be_nested(monkeypatch):
     assert dispatch.default is None
     with fa_ops.use_backend("reference"):
         assert chosen(*qkv()) is dispatch.load("reference")
@@ -82,7 +82,7 @@ def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
     seen, choose = [], dispatch.choose
     monkeypatch.setattr(dispatch, "choose", lambda call: seen.append(call.backend) or choose(call))
     out.sum().backward()
-    assert seen == ["reference"]
+    assert names == ["reference"]
 
 
 def test_backends_lists_every_backend_with_its_reason():
@@ -93,7 +93,7 @@ def test_backends_lists_every_backend_with_its_reason():
         assert isinstance(listed["triton"], str)
 
 
-def test_a_backend_that_cannot_be_imported_says_so(monkeypatch):
+def test_a_backend_that_cannot_be_imported_is_unavailable(monkeypatch):
     monkeypatch.setattr(dispatch, "_available", {})
     monkeypatch.setitem(sys.modules, "fa_ops.backends.triton", None)
     assert "cannot be imported" in dispatch.available_error("triton")
@@ -127,7 +127,7 @@ backend: none
             )
 
 
-def test_unknown_name():
+def test_unknown_names_are_refused():
     names = ", ".join(map(repr, dispatch.BACKENDS))
     with pytest.raises(ValueError) as error:
         fa_ops.use_backend("cuda")
@@ -153,21 +153,21 @@ fa_ops.attention(q, q, q)
 """
 
 
-def test_environment_variable():
+def test_the_environment_variable_sets_the_default():
     result = run(CALL, FA_OPS_BACKEND="reference")
     assert result.returncode == 0 and result.stdout == "reference\n", result.stderr
 
 
-def test_environment_variable_with_an_unknown_name():
+def test_an_unknown_name_in_the_environment_variable_is_refused():
     result = run(CALL, FA_OPS_BACKEND="fast")
     assert "ValueError: backend must be 'auto' or one of" in result.stderr
     assert "got 'fast'" in result.stderr
 
 
-def test_rows_that_copy_engines_read():
+def test_rows_are_aligned_if_their_strides_are_multiples_of_16_bytes():
     q = torch.randn(4, 8, 16, 128)
-    one = q[:1, :1, :1].as_strided((1, 1, 1, 128), (3, 5, 7, 1))  # strides of nothing
-    assert rows_are_aligned(q) and rows_are_aligned(q.transpose(1, 2), one)
+    single = q[:1, :1, :1].as_strided((1, 1, 1, 128), (3, 5, 7, 1))  # strides of sizes of 1
+    assert rows_are_aligned(q) and rows_are_aligned(q.transpose(1, 2), single)
     odd = torch.randn(4, 8, 16, 130)[..., :128]
     for other in (odd, q.mT, q[..., 1:], q[:, :1].expand(4, 8, 16, 128), odd.half()[..., 2:]):
         assert not rows_are_aligned(q, other)

@@ -1,4 +1,4 @@
-"""Bad input: a clear error from the door and the same from the operator, nothing computed."""
+"""Invalid arguments raise the same error from the function and the operator, before any work."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ INT = torch.int32
 
 @dataclass
 class Bad:
-    """Changes to a legal call that make it fail, the error, and the ways in that see it."""
+    """Changes that make a valid call fail, the error, and the entry points that raise it."""
 
     change: dict
     error: type
     message: str
-    doors: tuple[str, ...] = field(default=("door", "operator", "fake"))
+    entry_points: tuple[str, ...] = field(default=("function", "operator", "fake"))
 
 
-def legal() -> dict:
+def valid() -> dict:
     q, k, v, _ = make_case(B=2, Hq=4, Hkv=2, Sq=5, Sk=7, D=8, Dv=8).fresh()
     return {"query": q, "key": k, "value": v}
 
@@ -41,15 +41,15 @@ def ints(*shape, dtype=INT, device=None) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-REAL = ("door", "operator")  # a fake tensor's strides and device may differ
+REAL = ("function", "operator")  # fake tensors have other strides and devices
 Q, K = (2, 4, 5, 8), (2, 2, 7, 8)
 MASKS = "attn_mask must broadcast to (B, Hq, Sq, Sk) = (2, 4, 5, 7), got shape "
 RANGES = (
     "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = (2, 4, 5), got "
 )
-HALF = {n: t.half() for n, t in legal().items()}
-FP8 = {n: t.to(torch.float8_e4m3fn) for n, t in legal().items()}
-DOUBLE_META = {n: t.double().to("meta") for n, t in legal().items()}
+HALF = {n: t.half() for n, t in valid().items()}
+FP8 = {n: t.to(torch.float8_e4m3fn) for n, t in valid().items()}
+DOUBLE_META = {n: t.double().to("meta") for n, t in valid().items()}
 KNOWN = f"backend must be 'auto' or one of {', '.join(map(repr, dispatch.BACKENDS))}, got "
 V = ValueError
 T = TypeError
@@ -138,7 +138,7 @@ DENSE = {
         T,
         "attn_mask must be bool or float16 or float32, got bfloat16",
     ),
-    "mask and its twin": Bad(
+    "bool mask and ranges": Bad(
         {"attn_mask": torch.ones(5, 7, dtype=torch.bool), "key_ranges": ints(1, 1, 5, 2)},
         V,
         "a bool attn_mask and key_ranges both say which keys are kept: pass one of them",
@@ -193,8 +193,8 @@ DENSE = {
     ),
 }
 
-# What only one way in can express.
-DOOR_ONLY = {
+# Errors that only one of the entry points can raise.
+FUNCTION_ONLY = {
     "negative window": Bad(
         {"window": (-2, None)}, V, "window_left must be -1 (unbounded) or more, got -2"
     ),
@@ -212,10 +212,10 @@ DOOR_ONLY = {
         {"window": (-(2**64), 0)},
         V,
         f"window must hold integers of 64 bits, got -{2**64}",
-        ("door",),
+        ("function",),
     ),
     "scale beyond floats": Bad(
-        {"scale": 10**400}, V, "scale must fit a float, got an integer of 1329 bits", ("door",)
+        {"scale": 10**400}, V, "scale must fit a float, got an integer of 1329 bits", ("function",)
     ),
     "list as query": Bad({"query": [[1.0]]}, T, "query must be a Tensor, got list"),
     "no query": Bad({"query": None}, T, "query must be a Tensor, got NoneType"),
@@ -282,30 +282,30 @@ def ids(table: dict) -> dict:
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("bad", **ids(DENSE | DOOR_ONLY))
-def test_door(bad, return_lse):
-    check(bad, fa_ops.attention, legal() | bad.change | {"return_lse": return_lse})
+@pytest.mark.parametrize("bad", **ids(DENSE | FUNCTION_ONLY))
+def test_function(bad, return_lse):
+    check(bad, fa_ops.attention, valid() | bad.change | {"return_lse": return_lse})
 
 
 @pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE], ids=str)
 @pytest.mark.parametrize("bad", **ids(DENSE | OPERATOR_ONLY))
 def test_operator(bad, operator):
-    check(bad, operator, legal() | bad.change)
-    if "fake" in bad.doors:
-        check(bad, operator, to_meta(legal() | bad.change))
+    check(bad, operator, valid() | bad.change)
+    if "fake" in bad.entry_points:
+        check(bad, operator, to_meta(valid() | bad.change))
 
 
 @pytest.mark.parametrize("bad", **ids(DENSE))
 def test_operator_in_inference_mode(bad):
-    """Below autograd: everything but what is about gradients."""
+    """All errors but those about gradients are raised below autograd too."""
     if "require grad" in bad.message:
         return
     with torch.inference_mode():
-        check(bad, dense.ATTENTION, legal() | bad.change)
+        check(bad, dense.ATTENTION, valid() | bad.change)
 
 
 def backward_arguments(**change) -> dict:
-    given = legal()
+    given = valid()
     saved = {"grad_out": rand(*Q), "grad_lse": rand(*Q[:3]), "out": rand(*Q), "lse": rand(*Q[:3])}
     return given | saved | change
 
@@ -343,7 +343,7 @@ BACKWARD = {
 @pytest.mark.parametrize("bad", **ids(BACKWARD))
 def test_backward(bad):
     check(bad, dense.BACKWARD, backward_arguments(**bad.change))
-    if "fake" in bad.doors:
+    if "fake" in bad.entry_points:
         check(bad, dense.BACKWARD, to_meta(backward_arguments(**bad.change)))
 
 
@@ -387,7 +387,7 @@ VARLEN = {
     "ends before the tokens": Bad(
         {"cu_seqlens_k": ENDS - 1}, V, "cu_seqlens_k[0] is -1, but must not be less than 0", REAL
     ),
-    "ends behind the tokens": Bad(
+    "ends beyond the tokens": Bad(
         {"cu_seqlens_k": ENDS + 3}, V, "cu_seqlens_k[2] is 8, but there are 7 tokens", REAL
     ),
     "negative max_seqlen": Bad(
@@ -402,7 +402,7 @@ VARLEN = {
     "negative softcap": DENSE["negative softcap"],
     "full dropout": DENSE["full dropout"],
 }
-VARLEN_DOOR_ONLY = {
+VARLEN_FUNCTION_ONLY = {
     "list as ends": Bad({"cu_seqlens_q": [0, 5]}, T, "cu_seqlens_q must be a Tensor, got list"),
     "tensor as max_seqlen": Bad(
         {"max_seqlen_k": ENDS[1]},
@@ -423,15 +423,15 @@ def packed(**change) -> dict:
     return tokens | {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS + 2} | change
 
 
-@pytest.mark.parametrize("bad", **ids(VARLEN | VARLEN_DOOR_ONLY))
-def test_varlen_door(bad):
+@pytest.mark.parametrize("bad", **ids(VARLEN | VARLEN_FUNCTION_ONLY))
+def test_varlen_function(bad):
     check(bad, fa_ops.attention_varlen, packed(**bad.change))
 
 
 @pytest.mark.parametrize("bad", **ids(VARLEN))
 def test_varlen_operators(bad):
     check(bad, varlen.VARLEN, packed(**bad.change))
-    if "fake" in bad.doors:
+    if "fake" in bad.entry_points:
         check(bad, varlen.VARLEN, to_meta(packed(**bad.change)))
     if "require grad" not in bad.message:
         saved = {
@@ -485,7 +485,7 @@ MERGE = {
 def test_merge(bad):
     check(bad, fa_ops.merge_states, bad.change)
     check(bad, merge.MERGE, bad.change)
-    if "fake" in bad.doors:
+    if "fake" in bad.entry_points:
         check(bad, merge.MERGE, to_meta(bad.change))
 
 
@@ -498,26 +498,27 @@ def test_merge(bad):
         ([torch.ones(8), torch.ones(8).half()], T, "outs must hold one dtype, got torch.float32"),
     ],
 )
-def test_states_to_merge_are_alike(outs, error, message):
+def test_states_to_merge_must_have_one_shape_and_dtype(outs, error, message):
     with pytest.raises(error, match=re.escape(message)):
         fa_ops.merge_states(outs, torch.ones(2))
 
 
-def test_merge_door_types():
+def test_merge_states_refuses_numbers_and_empty_lists():
     with pytest.raises(TypeError, match="outs must be a Tensor, got float"):
         fa_ops.merge_states([1.0], [2.0])
     with pytest.raises(ValueError, match="outs must hold at least one state"):
         fa_ops.merge_states([], [])
 
 
-def test_float64_on_a_gpu(monkeypatch):
-    """Said by shape alone: no GPU is needed to know it."""
-    q = legal()["query"].double()
+def test_float64_on_a_gpu_is_refused():
+    q = valid()["query"].double()
     with pytest.raises(TypeError, match="float64, which is supported on CPU only"):
         checks.dense(_OnGpu(q), _OnGpu(q), _OnGpu(q), Spec())
 
 
 class _OnGpu:
+    """A CPU tensor that claims to be on a GPU."""
+
     def __init__(self, t: torch.Tensor) -> None:
         self.t, self.device, self.is_cuda = t, torch.device("cuda"), True
 
@@ -526,7 +527,7 @@ class _OnGpu:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_the_quick_check_never_says_yes_where_the_rules_say_no(seed):
+def test_the_quick_check_accepts_only_what_the_full_check_accepts(seed):
     g = torch.Generator().manual_seed(seed)
     pick = lambda *xs: xs[int(torch.randint(len(xs), (), generator=g))]  # noqa: E731
     B, H, S, D = pick(1, 2), pick(1, 2, 4), pick(0, 1, 5), pick(0, 1, 8)
@@ -549,15 +550,15 @@ def test_the_quick_check_never_says_yes_where_the_rules_say_no(seed):
 
 
 class TestCompiled(expecttest.TestCase):
-    """Under torch.compile the same rules stop the trace."""
+    """Under torch.compile, tracing raises the same errors."""
 
     def test_shapes(self):
         compiled = torch.compile(fa_ops.attention, backend="eager", fullgraph=True)
-        given = legal() | {"key": rand(2, 3, 7, 8), "value": rand(2, 3, 7, 8)}
+        given = valid() | {"key": rand(2, 3, 7, 8), "value": rand(2, 3, 7, 8)}
         with pytest.raises(Exception) as error:
             compiled(**given)
         assert "key has 3 heads, which does not divide query's 4" in str(error.value)
 
 
-def test_packing_is_what_the_operators_take():
+def test_packing_has_the_arguments_of_the_operators():
     assert Packing._fields == tuple(a.name for a in varlen.VARLEN._schema.arguments[3:7])

@@ -14,7 +14,7 @@ from fa_ops import cache_checks, planning
 from fa_ops.backends import cpu
 from fa_ops.call import Plan
 from tests.ops import test_kv_cache as caches
-from tests.test_errors import DENSE, DOOR_ONLY, ids, ints, legal, rand
+from tests.test_errors import DENSE, FUNCTION_ONLY, ids, ints, rand, valid
 
 GOOD = {
     "attn_mask": [rand(5, 7), torch.ones(5, 7, dtype=torch.bool)],
@@ -30,8 +30,8 @@ GOOD = {
     "backend": ["cpu", "auto"],
     "dropout_p": [0.5],
 }
-LIKE = [{}] + [{name: value} for name, values in GOOD.items() for value in values]
-OFTEN = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True}]
+SINGLE = [{}] + [{name: value} for name, values in GOOD.items() for value in values]
+COMBINED = [{"is_causal": True, "scale": 1.0, "softcap": 1.0, "deterministic": True}]
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +52,13 @@ def error_of(call, arguments: dict) -> Exception | None:
 
 
 def compact(change: dict) -> dict:
-    """The change with tensors as they lie in memory by default."""
+    """The change with contiguous tensors."""
     return {n: x.detach().clone(memory_format=torch.contiguous_format) if torch.is_tensor(x) else x
             for n, x in change.items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
-@pytest.mark.parametrize("bad", **ids(DENSE | DOOR_ONLY))
+@pytest.mark.parametrize("bad", **ids(DENSE | FUNCTION_ONLY))
 def test_attention(bad, grad):
     def call(**arguments):
         for name in ("query", "key", "value"):
@@ -78,7 +78,7 @@ def test_attention(bad, grad):
         assert error_of(call, legal() | like | bad.change) is not None
 
 
-VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not seen on a GPU
+VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not checked on a GPU
 REFUSED = {
     message: change
     for message, change in (caches.WRONG | caches.WRONG_TYPES).items()
@@ -91,12 +91,12 @@ GOOD_FOR_CACHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["function", "operator"])
+@pytest.mark.parametrize("entry_point", ["function", "operator"])
 @pytest.mark.parametrize("message", REFUSED)
-def test_attention_with_kv_cache(message, way):
+def test_attention_with_kv_cache(message, entry_point):
     change = REFUSED[message]
-    seen = BaseTorchFunctionMode if way == "operator" else contextlib.nullcontext
-    with seen():
+    mode = BaseTorchFunctionMode if entry_point == "operator" else contextlib.nullcontext
+    with mode():
         first = error_of(caches.door, change)
         assert message in str(first) and not planning._prepared
         case = {"case": change["case"]} if "case" in change else {}

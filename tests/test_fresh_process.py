@@ -1,4 +1,4 @@
-"""What happens in a process that has seen nothing else."""
+"""Imports and first calls in a new process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def run(code: str) -> str:
     return result.stdout
 
 
-def test_import_is_light():
-    """No kernel language, no transformers, no distributed tensors, no GPU."""
+def test_importing_fa_ops_loads_no_heavy_modules():
+    """Neither Triton, transformers nor DTensor are imported, and CUDA is not initialised."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -35,7 +35,7 @@ BLOCKED = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'platformd
 
 
 @pytest.mark.parametrize("package", ["compile_passes", "hf_integration"])
-def test_no_package_needs_what_the_commands_need(package):
+def test_packages_work_without_the_dependencies_of_the_commands(package):
     code = f"""
 import torch, fa_ops, {package}
 from fa_ops.backends.hopper import compiler
@@ -47,7 +47,7 @@ print(tuple(fa_ops.attention(q, q, q).shape), compiler.cache_dir().name)
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @pytest.mark.parametrize("command", ["doctor", "bench --help"])
-def test_commands_without_their_packages_name_the_remedy(missing, command):
+def test_commands_without_their_dependencies_name_the_extra(missing, command):
     code = f"""
 import runpy, sys
 sys.modules["{missing}"] = None
@@ -61,7 +61,7 @@ runpy.run_module("fa_ops", run_name="__main__")
     assert missing in line and line.endswith("pip install 'fa-ops[cli]'")
 
 
-def test_a_call_on_cpu_imports_no_kernel_language():
+def test_calls_on_the_cpu_import_neither_triton_nor_the_reference():
     code = """
 import sys, torch, fa_ops
 q = torch.randn(1, 1, 2, 4, requires_grad=True)
@@ -71,7 +71,7 @@ print("triton" in sys.modules, "fa_ops.backends.reference" in sys.modules)
     assert run(code) == "False False\n"
 
 
-def test_the_first_call_may_be_compiled():
+def test_the_first_call_can_be_compiled():
     code = """
 import torch, fa_ops
 
@@ -86,7 +86,7 @@ print(q.grad.shape)
     assert run(code) == "torch.Size([1, 2, 5, 8])\n"
 
 
-def test_the_first_call_may_be_a_transform():
+def test_the_first_call_can_be_transformed():
     code = """
 import torch, fa_ops
 q = torch.randn(3, 1, 2, 5, 8)
@@ -96,8 +96,8 @@ print(torch.vmap(grad)(q).shape)
     assert run(code) == "torch.Size([3, 1, 2, 5, 8])\n"
 
 
-def test_torch_without_its_private_function_class():
-    """The names may go; what they made possible raises, the rest works."""
+def test_torch_without_the_private_autograd_function():
+    """Without torch's private helpers, torch.func.grad raises and all else works."""
     code = """
 import torch, torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function
@@ -113,7 +113,7 @@ except RuntimeError as error:
     assert run(code) == "torch.Size([1, 2, 5, 8])\nraises\n"
 
 
-def test_rules_wait_for_the_parts_of_torch_they_are_about():
+def test_rules_are_registered_when_the_module_of_torch_is_imported():
     code = """
 import sys, torch, fa_ops
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -127,7 +127,7 @@ print(before - len(sys.meta_path))
     assert run(code) == "1\n"
 
 
-def test_asking_where_a_part_of_torch_is_keeps_its_rules():
+def test_find_spec_does_not_drop_the_registration_of_rules():
     code = """
 import importlib.util, sys, torch, fa_ops
 assert importlib.util.find_spec("torch.distributed.tensor") is not None

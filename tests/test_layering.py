@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""The modules that each module may import."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ TOP = {
     ),
     "hf_integration": ("hf_integration", "fa_ops"),
 }
-# Commands for people may use everything that is public.
+# Commands may import everything.
 COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli")
-# Public to the other two packages: what users may import.
+# Modules of fa_ops that users, compile_passes and hf_integration may import.
 PUBLIC = ("fa_ops", "fa_ops.api", "fa_ops.dispatch", "fa_ops.testing", "fa_ops.types")
 
 
@@ -104,7 +104,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Full names imported anywhere below; `from a import b` counts as a.b."""
+    """Full names of all imports in the tree; `from a import b` counts as a.b."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -115,16 +115,16 @@ def imports(tree: ast.AST) -> set[str]:
     return names
 
 
-def at_top(tree: ast.Module) -> set[str]:
-    """The imports that run when the module does: not in functions, not for the type checker."""
+def top_level_imports(tree: ast.Module) -> set[str]:
+    """Imports that run with the module: not those in functions or for type checking."""
     tree = copy.deepcopy(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _for_types(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node):
             node.body = []
     return imports(tree)
 
 
-def _for_types(node: ast.AST) -> bool:
+def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
 
 
@@ -136,31 +136,31 @@ def ours(names: set[str]) -> set[str]:
     return {name for name in names if within(name, PACKAGES)}
 
 
-def rule(module: str) -> tuple[str, ...]:
+def allowed_imports(module: str) -> tuple[str, ...]:
     return TOP[max((prefix for prefix in TOP if within(module, (prefix,))), key=len)]
 
 
 MODULES = list(modules())
 
 
-def test_the_walk_sees_the_packages():
+def test_modules_are_found():
     names = {name for name, _ in MODULES}
     assert {"fa_ops.api", "fa_ops.ops.dense", "fa_ops.backends.reference"} <= names
 
 
 @pytest.mark.parametrize("module, tree", MODULES, ids=[name for name, _ in MODULES])
 def test_imports(module, tree):
-    everywhere, top = ours(imports(tree)), ours(at_top(tree))
-    if module in COMMANDS or within(module, COMMANDS):
+    everywhere, top = ours(imports(tree)), ours(top_level_imports(tree))
+    if within(module, COMMANDS):
         return
-    allowed = rule(module)
+    allowed = allowed_imports(module)
     if module.startswith("fa_ops.backends."):
-        allowed += (".".join(module.split(".")[:3]),)  # a backend is one house
+        allowed += (".".join(module.split(".")[:3]),)  # a backend may import its own modules
     wrong = {name for name in top if not within(name, allowed)}
     assert not wrong, f"{module} must not import {sorted(wrong)}"
     for other in ("compile_passes", "hf_integration"):
         if not module.startswith(other):
-            assert not within_any(everywhere, (other,)), f"{module} must not know {other}"
+            assert not within_any(everywhere, (other,)), f"{module} must not import {other}"
     if module.startswith("fa_ops.backends"):
         assert not within_any(everywhere, ("fa_ops.ops", "fa_ops.api", "fa_ops.dispatch"))
     if module.startswith(("compile_passes", "hf_integration")):
@@ -173,19 +173,19 @@ def within_any(names: set[str], prefixes: tuple[str, ...]) -> bool:
     return any(within(name, prefixes) for name in names)
 
 
-def test_what_is_installed_imports_nothing_of_the_tests():
-    """The evaluations stand there, and are not in the wheel."""
+def test_installed_packages_do_not_import_tests():
+    """The tests, with the evaluations, are not part of the wheel."""
     for module, tree in MODULES:
         assert not within_any(imports(tree), ("tests",)), f"{module} imports tests"
 
 
 @pytest.mark.parametrize("heavy", ["triton", "transformers", "typer", "rich"])
-def test_only_their_own_rooms_import_heavy_packages(heavy):
-    rooms = {
+def test_heavy_packages_are_imported_only_where_they_are_needed(heavy):
+    allowed = {
         "triton": ("fa_ops.backends.triton",),
         "transformers": ("hf_integration",),
     }.get(heavy, ())
     for module, tree in MODULES:
-        if not within(module, (*rooms, *COMMANDS)):
-            top = {name.split(".")[0] for name in at_top(tree)}
+        if not within(module, (*allowed, *COMMANDS)):
+            top = {name.split(".")[0] for name in top_level_imports(tree)}
             assert heavy not in top, f"{module} imports {heavy} at its top"

@@ -1,4 +1,4 @@
-"""The wheel holds what users need, and works where the checkout is not."""
+"""The wheel is complete, and works without the checkout."""
 
 import subprocess
 import sys
@@ -32,23 +32,23 @@ def tracked(package: str) -> set[str]:
     return {name for name in listed if (ROOT / name).exists()}
 
 
-def information(wheel: zipfile.ZipFile, name: str) -> str:
+def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
     folder = f"fa_ops-{fa_ops.__version__}.dist-info"
     return wheel.read(f"{folder}/{name}").decode()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_of_the_packages_is_in_the_wheel(wheel, package):
+def test_the_wheel_contains_every_file_of_the_packages(wheel, package):
     assert f"{package}/py.typed" in wheel.namelist()
     assert tracked(package) <= set(wheel.namelist())
 
 
-def test_nothing_else_is(wheel):
-    tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert tops == {*PACKAGES, f"fa_ops-{fa_ops.__version__}.dist-info"}
+def test_the_wheel_contains_nothing_else(wheel):
+    folders = {name.split("/")[0] for name in wheel.namelist()}
+    assert folders == {*PACKAGES, f"fa_ops-{fa_ops.__version__}.dist-info"}
 
 
-def test_the_source_distribution_carries_the_evaluations(tmp_path):
+def test_the_source_distribution_contains_the_evaluations(tmp_path):
     builder = pytest.importorskip("hatchling.builders.sdist", reason="building needs hatchling")
     (path,) = builder.SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with tarfile.open(path) as archive:
@@ -57,7 +57,7 @@ def test_the_source_distribution_carries_the_evaluations(tmp_path):
 
 
 def test_metadata_of_the_wheel(wheel):
-    core = information(wheel, "METADATA").splitlines()
+    core = metadata_file(wheel, "METADATA").splitlines()
     assert f"Version: {fa_ops.__version__}" in core
     assert "License-Expression: Apache-2.0" in core
     required = [line for line in core if line.startswith("Requires-Dist") and "extra" not in line]
@@ -65,11 +65,11 @@ def test_metadata_of_the_wheel(wheel):
     assert names == {"torch", "numpy"}
     commands = [line for line in core if line.endswith("extra == 'cli'")]
     assert {line.split()[1].split(">")[0] for line in commands} == {"typer", "rich"}
-    assert "Apache License" in information(wheel, "licenses/LICENSE")
+    assert "Apache License" in metadata_file(wheel, "licenses/LICENSE")
 
 
-def test_entry_points_of_the_wheel_name_things_that_exist(wheel):
-    text = information(wheel, "entry_points.txt")
+def test_entry_points_of_the_wheel_can_be_loaded(wheel):
+    text = metadata_file(wheel, "entry_points.txt")
     groups = {"console_scripts": "fa-ops", "torch_dynamo_backends": "fa_ops"}
     for group, name in groups.items():
         target = text.split(f"[{group}]\n{name} = ")[1].splitlines()[0]

@@ -1,9 +1,9 @@
-"""The reference against a second oracle that shares no code with it, on random draws.
+"""The reference against a second oracle that shares no code with it, on random cases.
 
-FA_OPS_ORACLE_DRAWS=10000 pytest tests/test_second_oracle.py            more draws
-FA_OPS_ORACLE_DRAWS=10000 FA_OPS_ORACLE_SEED=7 pytest ...               others
+FA_OPS_ORACLE_DRAWS=10000 pytest tests/test_second_oracle.py            more cases
+FA_OPS_ORACLE_DRAWS=10000 FA_OPS_ORACLE_SEED=7 pytest ...               other cases
 
-A failure names the draw: `draw_of(number)` makes it again.
+A failure prints the number of the case: `random_small_case(number)` recreates it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tests import second_oracle
 
 DRAWS = int(os.environ.get("FA_OPS_ORACLE_DRAWS", "150"))
 SEED = os.environ.get("FA_OPS_ORACLE_SEED", "0")
-PARTS = 10  # of the draws, so that workers share them
+PARTS = 10  # the draws are divided among so many tests, which run in parallel
 KINDS = ("dense", "packed", "dense", "cached", "dense")
-MOST = 600  # rows of scores: the second oracle takes one at a time
+MAX_ROWS = 600  # rows of scores in a case, as the second oracle computes one at a time
 
 
-def draw_of(number: int) -> draws.AnyCase:
-    """Case `number`: in float64, and small."""
+def random_small_case(number: int) -> draws.AnyCase:
+    """Case `number`, in float64 unless it is cached, with at most `MAX_ROWS` rows of scores."""
     kind = KINDS[number % len(KINDS)]
     dtypes = (torch.float32, torch.bfloat16) if kind == "cached" else (torch.float64,)
     for attempt in range(1000):
         pick = random.Random(f"{SEED}.{number}.{attempt}").choice
         case = draws.family(pick, kind, dtypes).case(pick)
         if isinstance(case, CacheCase):
-            small = case.B * case.Hq * case.Sq <= MOST and case.B * case.S <= MOST
+            small = case.B * case.Hq * case.Sq <= MAX_ROWS and case.B * case.S <= MAX_ROWS
             if small and not case.broken:
                 return dataclasses.replace(case, poison=None)
             continue
@@ -44,13 +44,13 @@ def draw_of(number: int) -> draws.AnyCase:
             if kind == "dense"
             else case.features.Hq * sum(case.lengths_q)
         )
-        if rows <= MOST:
+        if rows <= MAX_ROWS:
             return _without_poison(case)
-    raise LookupError(f"draw {number} is never small")
+    raise LookupError(f"found no small case for number {number}")
 
 
 def _without_poison(case):
-    """With a NaN the two differ in rows that attend it: in which bits, is not said."""
+    """Remove NaN and Inf, as results of rows that attend them are not specified."""
     if isinstance(case, PackedCase):
         return dataclasses.replace(case, features=_without_poison(case.features))
     return dataclasses.replace(case, poison=None)
@@ -75,7 +75,7 @@ def solve(case, second: bool) -> dict[str, torch.Tensor]:
     wanted = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
     grad_out, grad_lse = case.grad_outputs(out, lse)
     pairs = [(out, grad_out), (lse.masked_fill(lse == -math.inf, 0.0), grad_lse)]
-    pairs = [(x, grad) for x, grad in pairs if x.requires_grad]  # not where no row has a key
+    pairs = [(x, grad) for x, grad in pairs if x.requires_grad]  # some do not, if no row has keys
     options = {"allow_unused": True, "materialize_grads": True}
     outputs, seeds = zip(*pairs) if pairs else ((), ())
     grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, **options)
@@ -84,7 +84,7 @@ def solve(case, second: bool) -> dict[str, torch.Tensor]:
 
 
 def _dropped(shape: tuple, spec, first_batch: int):
-    """What dropout multiplies weights by: which are dropped, docs/semantics.md leaves open."""
+    """The factors that dropout applies; docs/semantics.md does not specify which are zero."""
     if not spec.dropout_p:
         return None
     return reference.dropout_factor(torch.Size(shape), spec, torch.device("cpu"), first_batch)
@@ -101,14 +101,14 @@ def solve_cached(case: CacheCase, second: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_two_oracles_agree(part):
     for number in range(part, DRAWS, PARTS):
-        case = draw_of(number)
-        one = solve_cached if isinstance(case, CacheCase) else solve
-        found, expected = one(case, second=False), one(case, second=True)
-        assert found.keys() == expected.keys()
-        for name, x in found.items():
+        case = random_small_case(number)
+        function = solve_cached if isinstance(case, CacheCase) else solve
+        actual, expected = function(case, second=False), function(case, second=True)
+        assert actual.keys() == expected.keys()
+        for name, x in actual.items():
             y = expected[name]
             if name.startswith("grad") and getattr(case, "features", case).integers:
-                continue  # scores so large that rounding alone makes up their gradients
+                continue  # with such large scores, gradients are rounding errors
             finite = y[torch.isfinite(y)].abs()
             size = max(1.0, float(finite.max())) if finite.numel() else 1.0
             torch.testing.assert_close(
@@ -121,7 +121,7 @@ def test_the_two_oracles_agree(part):
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window_left": 2}, {}], ids=str)
-def test_both_keep_a_value_to_the_rows_that_attend_it(number, options):
+def test_nan_and_inf_affect_only_rows_that_attend_them(number, options):
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     v[0, 1, 6, 2] = float(number)
     spec = reference.Spec(**options)

@@ -1,4 +1,4 @@
-"""Limits that CONTRIBUTING.md sets: names of classes, lengths of files and of functions."""
+"""Limits that CONTRIBUTING.md states: class names, lengths of files and functions, duplicates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.duplicates import MIN_LINES, duplicates
 from tests.test_layering import MODULES, PACKAGES, ROOT
 
-# What is over a limit today; a name or a file that no longer is has to leave its list.
+# Exceptions from the limits; those that are no longer needed must be removed.
 SHARED_CLASS_NAMES = {
     "Family",
     "Plan",
@@ -21,7 +22,23 @@ LONG_FILES = {"fa_ops/backends/hopper/cuda/forward.cu"}
 LONG_FUNCTIONS = {
     "fa_ops.kv_cache.attention_with_kv_cache",
 }
-MOST_LINES, MOST_FUNCTION_LINES = 600, 60
+MAX_LINES, MAX_FUNCTION_LINES = 600, 60
+
+HOPPER = "fa_ops/backends/hopper/cuda"
+# Lines that may be duplicated between two files, with the reason.
+DUPLICATED_LINES = {
+    # the number of keys of a batch row, in headers that are included by different kernels
+    (f"{HOPPER}/backward.cuh", f"{HOPPER}/scheduler.cuh"): 7,
+    (f"{HOPPER}/backward.cuh", f"{HOPPER}/stretches.cuh"): 6,
+    (f"{HOPPER}/scheduler.cuh", f"{HOPPER}/stretches.cuh"): 6,
+    # the page table of one row, as members of different classes
+    (f"{HOPPER}/decode.cu", f"{HOPPER}/mla.cu"): 7,
+    # loops over the registers of one kernel, which ptxas allocates
+    (f"{HOPPER}/forward.cu", f"{HOPPER}/mla.cu"): 7,
+    (f"{HOPPER}/backward.cu", f"{HOPPER}/backward_keys.cu"): 6,
+    # constexpr arguments of a kernel, by name
+    ("fa_ops/backends/triton/backward.py", "fa_ops/backends/triton/forward.py"): 7,
+}
 
 
 def test_class_names_are_unique_over_the_packages():
@@ -32,8 +49,8 @@ def test_class_names_are_unique_over_the_packages():
                 found[node.name].append(module)
     shared = {name: where for name, where in found.items() if len(where) > 1}
     new = {name: where for name, where in shared.items() if name not in SHARED_CLASS_NAMES}
-    assert not new, f"each needs a name of its own: {new}"
-    assert shared.keys() == SHARED_CLASS_NAMES, "unique by now: take it from SHARED_CLASS_NAMES"
+    assert not new, f"class names must be unique: {new}"
+    assert shared.keys() == SHARED_CLASS_NAMES, "remove unique names from SHARED_CLASS_NAMES"
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "tests"])
@@ -42,11 +59,11 @@ def test_files_are_short(folder):
         str(path.relative_to(ROOT))
         for suffix in ("py", "cu", "cuh")
         for path in (ROOT / folder).rglob(f"*.{suffix}")
-        if len(path.read_text().splitlines()) >= MOST_LINES
+        if len(path.read_text().splitlines()) >= MAX_LINES
     }
     known = {name for name in LONG_FILES if name.startswith(f"{folder}/")}
-    assert not long - known, f"files have fewer than {MOST_LINES} lines"
-    assert long == known, "short by now: take it from LONG_FILES"
+    assert not long - known, f"files must have fewer than {MAX_LINES} lines"
+    assert long == known, "remove short files from LONG_FILES"
 
 
 def test_functions_are_short():
@@ -54,10 +71,29 @@ def test_functions_are_short():
         f"{module}.{function.name}"
         for module, tree in MODULES
         for function in functions(tree)
-        if length(function) >= MOST_FUNCTION_LINES and not is_kernel(function)
+        if length(function) >= MAX_FUNCTION_LINES and not is_kernel(function)
     }
-    assert not long - LONG_FUNCTIONS, f"functions have fewer than {MOST_FUNCTION_LINES} lines"
-    assert long == LONG_FUNCTIONS, "short by now: take it from LONG_FUNCTIONS"
+    assert not long - LONG_FUNCTIONS, f"functions must have fewer than {MAX_FUNCTION_LINES} lines"
+    assert long == LONG_FUNCTIONS, "remove short functions from LONG_FUNCTIONS"
+
+
+def test_duplicated_code_does_not_grow():
+    """`python -m tests.duplicates` lists the duplicates with their line numbers."""
+    total = defaultdict(int)
+    for duplicate in duplicates():
+        total[duplicate.first, duplicate.second] += duplicate.lines
+    new = {pair: n for pair, n in total.items() if n > DUPLICATED_LINES.get(pair, 0)}
+    assert not new, f"{MIN_LINES} or more lines are equal in two files: {new}"
+
+
+def test_duplicates_are_found(tmp_path):
+    lines = [f"    x{n} = {n}" for n in range(7)]
+    for package, name in (("fa_ops", "f"), ("hf_integration", "g")):
+        (tmp_path / package).mkdir()
+        code = [f"def {name}():", '    """Docs."""', *lines[:3], "", "    # comment", *lines[3:]]
+        (tmp_path / package / "m.py").write_text("\n".join([*code, f"    return '{name}'"]))
+    (found,) = duplicates(tmp_path)
+    assert found == ("fa_ops/m.py", "hf_integration/m.py", 3, 3, 7)
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -65,7 +101,7 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def length(function: ast.FunctionDef) -> int:
-    """Lines, without those of the docstring."""
+    """The number of lines without the docstring."""
     total = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function) is None:
         return total

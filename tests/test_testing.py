@@ -1,4 +1,4 @@
-"""The tools that every other test trusts."""
+"""`fa_ops.testing`: input factories, baselines and the error budget."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_repr_recreates_the_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_fresh_gives_the_same_numbers_every_time_in_every_dtype(seed):
+def test_fresh_gives_equal_values_every_time_and_in_every_dtype(seed):
     case = random_case(seed, dtype=torch.float16)
-    first, again, wide = case.fresh(), case.fresh(), case.fresh(torch.float64)
-    flat = [[*x[:3], *(t for t in x[3] if torch.is_tensor(t))] for x in (first, again, wide)]
+    first, second, wide = case.fresh(), case.fresh(), case.fresh(torch.float64)
+    flat = [[*x[:3], *(t for t in x[3] if torch.is_tensor(t))] for x in (first, second, wide)]
     for a, b, c in zip(*flat):
         assert a is not b and torch.equal(a, b)
         assert torch.equal(a.double(), c.double())
@@ -55,7 +55,7 @@ def test_layouts(layout):
         assert (x.stride(0) == 0) == (layout == "expanded")
 
 
-def test_every_feature_gets_its_input():
+def test_every_feature_has_its_input():
     case = make_case(
         mask="float", mask_shape=(1, 0, 1, 1), mask_holes=True, mask_grad=True, alibi="batch_heads",
         sinks=True, kv_lens=True, key_ranges=(0, 0, 1), dropout_p=0.5, magnitude=0.0,
@@ -84,7 +84,7 @@ def test_packed_case():
     assert spec.alibi_slopes.shape == (3, 4)
 
 
-def test_random_cases_cover_every_feature():
+def test_random_cases_vary_every_field():
     cases = [random_case(seed) for seed in range(200)]
     for field in Case.__dataclass_fields__:
         fixed = ("dtype", "device", "magnitude", "integers", "poison")
@@ -108,7 +108,7 @@ ORACLE = torch.tensor([1.0, 2.0, math.nan, -math.inf])
         ([1.0, 2.0], "x: shape \\(2,\\), expected \\(4,\\)"),
     ],
 )
-def test_budget(actual, message):
+def test_assert_within_budget(actual, message):
     baseline = ORACLE + 1e-4
     if message is None:
         assert_within_budget("x", torch.tensor(actual), ORACLE, baseline)
@@ -118,7 +118,7 @@ def test_budget(actual, message):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_flash_baseline_without_rounding_is_the_oracle(seed):
+def test_the_flash_baseline_without_rounding_equals_the_oracle(seed):
     case = random_case(seed, dtype=torch.float64)
     solutions = []
     for attend in (reference.dense, functools.partial(flash, dtype=torch.float64)):
@@ -132,14 +132,14 @@ def test_the_flash_baseline_without_rounding_is_the_oracle(seed):
         torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
 
 
-def test_budget_is_tight_in_fp64():
+def test_the_budget_is_tight_in_fp64():
     x = torch.ones(3, dtype=torch.float64)
     assert_within_budget("x", x + 1e-12, x, x)
     with pytest.raises(AssertionError, match="over the budget"):
         assert_within_budget("x", x + 1e-9, x, x)
 
 
-def test_noise_counts_where_the_baseline_was_lucky():
+def test_noise_raises_the_budget_of_an_exact_baseline():
     x = torch.ones(1)
     with pytest.raises(AssertionError, match="over the budget"):
         assert_within_budget("x", x + 1e-3, x, x)
@@ -147,7 +147,7 @@ def test_noise_counts_where_the_baseline_was_lucky():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_naive_is_the_oracle_but_for_rounding(dtype):
+def test_naive_equals_the_oracle_up_to_rounding(dtype):
     case = make_case(dtype=dtype, is_causal=True, softcap=2.0, dropout_p=0.2, sinks=True)
     out, lse = naive(*case.fresh())
     expected_out, expected_lse = reference.dense(*case.fresh(torch.float64))
@@ -170,8 +170,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_result_is_named(name, monkeypatch):
-    """Each result of a backend that is slightly wrong, and the case that shows it."""
+def test_slightly_wrong_results_are_named(name, monkeypatch):
     from fa_ops.backends import cpu
 
     def forward(q, k, v, spec):

@@ -1,4 +1,4 @@
-"""The checks at the edges find what they look for: each is shown a backend with that defect."""
+"""`fa_ops.testing` finds planted defects: writes outside tensors, NaN leaks, missing refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = make_case(is_causal=True)
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 5, 8), (0, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
-def test_an_arena_places_tensors_as_they_are(shape, dtype):
+def test_placed_tensors_keep_values_and_strides(shape, dtype):
     arena, x = Arena(), torch.randint(2, shape).to(dtype)
     x = x.transpose(0, -1)
     y = arena.placed(x)
@@ -29,7 +29,7 @@ def test_an_arena_places_tensors_as_they_are(shape, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_arena_keeps_overlapping_strides(layout):
+def test_placed_tensors_keep_overlapping_strides(layout):
     q = make_case(layout=layout).fresh()[0]
     placed = Arena().placed(q)
     assert torch.equal(q, placed) and q.stride() == placed.stride()
@@ -51,19 +51,19 @@ def test_layouts_of_gradients(layout):
     assert layout not in repeated or y.stride()[2:] == repeated[layout]
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "inside"])
-def test_an_arena_finds_what_was_overwritten(where):
+@pytest.mark.parametrize("where", ["before", "after", "inside"])
+def test_an_arena_finds_overwritten_memory(where):
     arena = Arena()
     x = arena.placed(torch.zeros(4, 4))
     flat = torch.as_strided(x, (18,), (1,), x.storage_offset() - 1)
-    flat[{"before": 0, "inside": 5, "behind": 17}[where]] = 1.0
+    flat[{"before": 0, "inside": 5, "after": 17}[where]] = 1.0
     words = {"inside": "of a tensor"}.get(where, f"{where} a tensor")
     with pytest.raises(AssertionError, match=rf"bytes {words} .* were overwritten"):
         arena.check()
-    arena.check()  # which has forgotten them
+    arena.check()  # the first check dropped all buffers
 
 
-def test_an_arena_finds_a_result_that_is_written_too_far(monkeypatch):
+def test_writes_after_a_result_are_found(monkeypatch):
     right = cpu.forward
 
     def forward(q, k, v, spec):
@@ -73,12 +73,12 @@ def test_an_arena_finds_a_result_that_is_written_too_far(monkeypatch):
         return placed, lse
 
     monkeypatch.setattr(cpu, "forward", forward)
-    with pytest.raises(AssertionError, match="4 bytes behind a tensor of .* were overwritten"):
+    with pytest.raises(AssertionError, match="4 bytes after a tensor of .* were overwritten"):
         assert_right(CASE, "cpu", Arena())
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton", "cpu"])
-def test_every_way_to_allocate_is_replaced(backend):
+def test_every_allocation_function_is_replaced(backend):
     if backend == "triton":
         pytest.importorskip("triton")
     arena = Arena()
@@ -93,8 +93,8 @@ def test_every_way_to_allocate_is_replaced(backend):
 
             empty((2, 3), (3, 1), torch.float32, -1)
         x = torch.zeros(3)
-        made = torch.empty(2), torch.empty_like(x), x.new_empty(4), torch.empty_strided((2,), (1,))
-        for y in made:
+        new = torch.empty(2), torch.empty_like(x), x.new_empty(4), torch.empty_strided((2,), (1,))
+        for y in new:
             assert y.storage_offset() > 0
     assert len(arena._buffers) == 4 + (backend == "triton")
     assert torch.empty(2).storage_offset() == 0
@@ -111,7 +111,7 @@ POISONED = [
 
 
 @pytest.mark.parametrize("case", POISONED, ids=lambda case: case.poison)
-def test_nan_and_inf_stay_with_the_rows_that_attend_them(case):
+def test_nan_and_inf_affect_only_rows_that_attend_them(case):
     assert_right(case, "cpu")
     packed = dataclasses.replace(case, mask=None, seed=4)
     if "mask" not in case.poison:
@@ -120,12 +120,12 @@ def test_nan_and_inf_stay_with_the_rows_that_attend_them(case):
 
 @pytest.mark.parametrize("operand", ["query", "key", "value"])
 @pytest.mark.parametrize("page_size", [0, 8])
-def test_nan_and_inf_stay_with_their_rows_of_a_cache(operand, page_size):
+def test_nan_in_a_cache_affects_only_rows_that_attend_it(operand, page_size):
     fields = {"page_size": page_size, "is_causal": True, "new": 2, "Sq": 3}
     assert_right(CacheCase(**fields, poison=f"nan {operand}"), "cpu")
 
 
-def test_a_leak_is_found(monkeypatch):
+def test_leaks_of_nan_are_found(monkeypatch):
     def leaking(q, k, v, spec):
         products = q.double() @ k.double().repeat_interleave(2, 1).mT
         p, lse = reference.weights(reference.modify_scores(products, spec, 16), None)
@@ -137,7 +137,7 @@ def test_a_leak_is_found(monkeypatch):
         assert_right(case, "cpu")
 
 
-def test_a_nan_that_is_hidden_is_found(monkeypatch):
+def test_suppressed_nan_is_found(monkeypatch):
     right = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *call: [x.nan_to_num() for x in right(*call)])
     case = dataclasses.replace(CASE, poison="nan query")
@@ -154,24 +154,24 @@ CACHED = [
 ]
 
 
-def is_wrong(case) -> bool:
-    """Whether what was drawn does not happen to be right."""
+def is_invalid(case) -> bool:
+    """Whether any of the drawn values is invalid."""
     if isinstance(case, PackedCase):
         pairs = zip(case.packing()[:2], case.meaning()[:2])
         return any(not torch.equal(x, y) for x, y in pairs)
     _, k, _, cache, spec = case.fresh()
-    return broken_caches.error(k, cache, spec) is not None
+    return broken_caches.first_invalid_value(k, cache, spec) is not None
 
 
-BROKEN = [case for case in (*PACKED, *CACHED) if is_wrong(case)]
+BROKEN = [case for case in (*PACKED, *CACHED) if is_invalid(case)]
 
 
-def test_most_draws_are_wrong():
+def test_most_broken_cases_are_invalid():
     assert len(BROKEN) > 12
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=str)
-def test_broken_lengths_are_refused_on_the_cpu(case, monkeypatch):
+def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
     assert_right(case, "cpu")
     monkeypatch.setattr(checks, "_borders", lambda *_: None)
     monkeypatch.setattr(cache_checks, "values", lambda *_: None)
@@ -182,11 +182,11 @@ def test_broken_lengths_are_refused_on_the_cpu(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_what_broken_borders_mean(case):
-    meant = case.meaning()
-    for x, tokens in zip(meant[:2], (35, 37)):
+def test_meaning_is_a_valid_packing(case):
+    packing = case.meaning()
+    for x, tokens in zip(packing[:2], (35, 37)):
         assert (x.diff() >= 0).all() and x[0] >= 0 and x[-1] <= tokens
-    fa_ops.attention_varlen(*case.fresh()[:3], *meant[:2])
+    fa_ops.attention_varlen(*case.fresh()[:3], *packing[:2])
 
 
 @pytest.mark.parametrize("mask", [None, "float"])
@@ -216,15 +216,15 @@ def test_a_result_that_differs_when_repeated_is_found(mask, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pages_that_do_not_exist_have_a_scale_too(seed):
-    """The oracle reads a spare page in their place, with the scale of that page."""
+def test_the_spare_page_has_a_scale(seed):
+    """The oracle reads the spare page instead of pages that do not exist."""
     case = CacheCase(
         S=130, new=3, page_size=16, fp8=True, page_scales=True, broken=True, seed=seed,
         dtype=torch.float16,
     )  # fmt: skip
     q, k, v, cache, spec = case.fresh()
-    cache, spec, present = broken_caches.meaning(k, v, cache, spec)
+    cache, spec, present = broken_caches.valid_call(k, v, cache, spec)
     k, v = broken_caches.with_spare_page(k, v, cache)
-    attend = broken_caches.Present(present, reference.dense)
+    attend = broken_caches.attend_present(present, reference.dense)
     reference.cached(q, k, v, cache, spec, attend)
     assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)

@@ -1,1 +1,1 @@
-"""Benchmarks: all implementations in one run, on the same inputs, checked before they are timed."""
+"""Benchmarks: implementations on the same inputs in one run, checked before they are timed."""

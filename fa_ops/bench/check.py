@@ -1,4 +1,4 @@
-"""Does it compute attention at all? One kv head's slice of the result against the fp64 oracle."""
+"""Compare one kv head's slice of an implementation's results with the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 class Checker:
-    """Oracle and budget for the last kv head of the last sequence, which depend on nothing else."""
+    """The oracle and the error budget for the last kv head of the last sequence of a problem."""
 
     def __init__(self, problem: Problem, device: str, backward: bool) -> None:
         self.problem, self.backward = problem, backward
@@ -38,7 +38,7 @@ class Checker:
         return [out, *torch.autograd.grad(out, leaves, grad_out(out).to(dtype))]
 
     def error(self, results: list[Tensor]) -> str | None:
-        """What is wrong with [out] or [out, dq, dk, dv] of the whole problem; None if nothing."""
+        """The error message for [out] or [out, dq, dk, dv] of the whole problem, or None."""
         heads = (self.problem.Hq, self.problem.Hq, self.problem.Hkv, self.problem.Hkv)
         for name, x, H, expected, baseline in zip(
             NAMES, results, heads, self.expected, self.baseline
@@ -51,7 +51,7 @@ class Checker:
 
 
 def grad_out(out: Tensor) -> Tensor:
-    """The cotangent in `out`'s memory layout, the same for every sequence and head."""
+    """A gradient in `out`'s memory layout, with the same values for every sequence and head."""
     generator = torch.Generator(out.device).manual_seed(1)
     one = torch.randn(out.shape[-2:], generator=generator, device=out.device)
     return torch.empty_like(out).copy_(one)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -19,62 +20,71 @@ from fa_ops.bench import host as host_calls
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import Device, Json, Only
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console()
 
 Preset = Annotated[str, typer.Option(help=f"the grid: {', '.join(problems.PRESETS)}")]
-Only = Annotated[
-    Optional[str],  # noqa: UP045  (typer reads it at run time, on Python 3.10 too)
-    typer.Option(help="comma-separated words; implementations whose name contains one"),
-]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
-Json = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--json", help="write every number here", callback=in_a_folder),
-]
 Plot = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="draw the grid into this PNG", callback=in_a_folder),
+    Path | None,
+    typer.Option(help="plot the grid into this PNG", callback=options.in_existing_folder),
 ]
-Budget = Annotated[float, typer.Option(min=0.1, help="timed milliseconds for each cell")]
-Bursts = Annotated[int, typer.Option(min=1, help="samples of each call")]
-Threads = Annotated[Optional[int], typer.Option(min=1, help="CPU threads")]  # noqa: UP045
+Budget = Annotated[float, typer.Option(min=0.1, help="milliseconds to time each cell for")]
+Bursts = Annotated[int, typer.Option(min=1, help="number of samples of each call")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads")]
 
 
-@app.command()
-def forward(
-    preset: Preset = "issue",
-    only: Only = None,
-    device: Device = "auto",
-    json: Json = None,
-    plot: Plot = None,
-    budget: Budget = 200.0,
-    threads: Threads = None,
-) -> None:
-    """Forward passes against SDPA's kernels, FlexAttention and flash-attn, side by side."""
-    with torch.no_grad():
-        _family("forward", preset, only, device, json, plot, budget, threads)
+def _sweep_command(name: str) -> Callable:
+    def command(
+        preset: Preset = "issue",
+        only: Only = None,
+        device: Device = "auto",
+        json: Json = None,
+        plot: Plot = None,
+        budget: Budget = 200.0,
+        threads: Threads = None,
+    ) -> None:
+        device = options.device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if preset not in problems.PRESETS:
+            raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(problems.PRESETS)}")
+        chosen, grid = peers.choose(device, only), problems.PRESETS[preset]()
+        backward = name == "backward"
+        with torch.set_grad_enabled(backward):
+            steps = sweep(grid, chosen, device, backward, budget)
+            progress = Console(stderr=True)
+            rows = list(track(steps, name, len(grid), console=progress, transient=True))
+        facts = report.environment(device)
+        title = f"{name}, {facts['device']}, torch {facts['torch']}"
+        with contextlib.nullcontext() if console.is_terminal else _wide():
+            report.print_sweep(console, title, rows, backward)
+        if json is not None:
+            report.write_json(json, device, name, report.sweep_records(rows, backward))
+        if plot is not None:
+            report.plot(plot, title, rows, backward)
+
+    return command
 
 
-@app.command()
-def backward(
-    preset: Preset = "issue",
-    only: Only = None,
-    device: Device = "auto",
-    json: Json = None,
-    plot: Plot = None,
-    budget: Budget = 200.0,
-    threads: Threads = None,
-) -> None:
-    """Backward passes alone, against the same peers."""
-    _family("backward", preset, only, device, json, plot, budget, threads)
+@contextlib.contextmanager
+def _wide():
+    """Widen the console, so that tables written to a file are not truncated."""
+    console.width, before = 200, console.width
+    yield
+    console.width = before
+
+
+_FORWARD = "Compare forward passes with SDPA's kernels, FlexAttention and flash-attn."
+_BACKWARD = "Compare backward passes alone with the same peers."
+app.command("forward", help=_FORWARD)(_sweep_command("forward"))
+app.command("backward", help=_BACKWARD)(_sweep_command("backward"))
 
 
 @app.command()
 def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> None:
-    """Host time of a small eager call, without gradient and forward + backward, and its parts."""
+    """Measure the host time of a small eager call and its parts, without and with gradients."""
     device = options.device(device)
     times = timing.host_times(host_calls.runs(device), device, bursts)
     console.print(report.host_table(times))
@@ -88,18 +98,16 @@ def host(device: Device = "auto", json: Json = None, bursts: Bursts = 300) -> No
 def features(
     device: Device = "auto",
     tokens: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            min=1, help="tokens of the sequence; 16384 on a GPU, 512 on the CPU unless told"
-        ),
+        int | None,
+        typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,
-    only: Annotated[str, typer.Option(help="comma-separated words of the features' names")] = "",
-    flex: Annotated[bool, typer.Option(help="FlexAttention, compiled, beside ours")] = False,
+    only: Only = None,
+    flex: Annotated[bool, typer.Option(help="measure compiled FlexAttention too")] = False,
     budget: Budget = 200.0,
     json: Json = None,
 ) -> None:
-    """Softcap, window, masks in each form, packed documents: over plain causal attention."""
+    """Compare the cost of features, such as masks, with plain causal attention."""
     device = options.device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
     chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), only)
@@ -113,41 +121,3 @@ def features(
 app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
 app.command("first")(first_calls.main)
-
-
-def _family(
-    name: str,
-    preset: str,
-    only: str | None,
-    device: str,
-    json: Path | None,
-    plot: Path | None,
-    budget: float,
-    threads: int | None,
-) -> None:
-    device = options.device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if preset not in problems.PRESETS:
-        raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(problems.PRESETS)}")
-    chosen = peers.choose(device, only)
-    grid = problems.PRESETS[preset]()
-    backward = name == "backward"
-    steps = sweep(grid, chosen, device, backward, budget)
-    rows = list(track(steps, name, len(grid), console=Console(stderr=True), transient=True))
-    facts = report.environment(device)
-    title = f"{name}, {facts['device']}, torch {facts['torch']}"
-    with contextlib.nullcontext() if console.is_terminal else _wide():
-        report.print_sweep(console, title, rows, backward)
-    if json is not None:
-        report.write_json(json, device, name, report.sweep_records(rows, backward))
-    if plot is not None:
-        report.plot(plot, title, rows, backward)
-
-
-@contextlib.contextmanager
-def _wide():
-    """Into a file a table is as wide as it needs to be."""
-    console.width, before = 200, console.width
-    yield
-    console.width = before

@@ -1,7 +1,7 @@
-"""The CPU backend against aten's flash kernel: `python -m fa_ops bench cpu`.
+"""`python -m fa_ops bench cpu`: the CPU backend against aten's flash kernel.
 
-Time is CPU time of this process on one thread, so that others on the machine disturb it little;
-memory is how far the resident set grows over a forward and a backward, results included.
+Time is CPU time of this process on one thread, which other processes hardly affect. Memory is the
+growth of the resident set over a forward and a backward pass, results included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 import fa_ops
 from fa_ops.bench.report import environment
 from fa_ops.cli.measure import peak_memory
-from fa_ops.cli.options import matching
+from fa_ops.cli.options import Only, matching
 from fa_ops.testing import naive
 from fa_ops.types import Spec
 
@@ -33,18 +33,18 @@ BASELINE = "SDPA, aten flash"
 
 @dataclasses.dataclass(frozen=True)
 class ContenderRow:
-    """Milliseconds and MiB of one way to compute attention, and the time over aten's."""
+    """Milliseconds and MiB of one contender, and its times relative to aten's."""
 
     name: str
     forward_ms: float
-    both_ms: float
+    training_ms: float
     forward_ratio: float
-    both_ratio: float
+    training_ratio: float
     peak_mib: float
 
 
 class _Contender:
-    """One way to compute attention; `leaves` is what it is differentiated for, besides q, k, v."""
+    """An attention function with its inputs; `leaves` are differentiated in addition to q, k, v."""
 
     def __init__(
         self, call: Callable, q: Tensor, k: Tensor, v: Tensor, *leaves: Tensor, lse: bool = False
@@ -57,14 +57,14 @@ class _Contender:
         with torch.no_grad():
             self.call(*self.inputs)
 
-    def both(self) -> None:
+    def training(self) -> None:
         result = self.call(*self.inputs)
         outputs = [result] if isinstance(result, Tensor) else list(result)
         torch.autograd.grad(outputs, self.leaves, self.cotangents)
 
 
 def contenders(S: int) -> dict[str, _Contender]:
-    """All by name; q, k and v are leaves of (1, 8, S, 64) where the name says nothing else."""
+    """All contenders by name; q, k and v are (1, 8, S, 64) unless the name states otherwise."""
     g = torch.Generator().manual_seed(0)
 
     def draw(heads: int = H, length: int = S, dim: int = D, dtype=torch.float32) -> Tensor:
@@ -91,30 +91,31 @@ def contenders(S: int) -> dict[str, _Contender]:
         "causal, float mask": {"attn_mask": bias},
         "causal, float mask with gradient": {"attn_mask": learned},
     }
-    found = {BASELINE: _Contender(partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)}
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    contenders = {BASELINE: _Contender(sdpa, q, k, v)}
     for name, options in features.items():
         leaves = [learned] if options.get("attn_mask") is learned else []
         call = partial(causal, **options)
-        found[name] = _Contender(call, q, k, v, *leaves, lse="return_lse" in options)
-    found["causal, 2 kv heads"] = _Contender(causal, q, draw(2), draw(2))
-    found["causal, values of 32"] = _Contender(causal, q, k, draw(dim=32))
-    found["causal, last half of the queries"] = _Contender(causal, draw(length=S // 2), k, v)
+        contenders[name] = _Contender(call, q, k, v, *leaves, lse="return_lse" in options)
+    contenders["causal, 2 kv heads"] = _Contender(causal, q, draw(2), draw(2))
+    contenders["causal, values of 32"] = _Contender(causal, q, k, draw(dim=32))
+    contenders["causal, last half of the queries"] = _Contender(causal, draw(length=S // 2), k, v)
     for dtype in (torch.bfloat16, torch.float16):
         half = (draw(dtype=dtype) for _ in range(3))
-        found[f"causal, {str(dtype).removeprefix('torch.')}"] = _Contender(causal, *half)
-    found["naive"] = _Contender(lambda *qkv: naive(*qkv, Spec(is_causal=True))[0], q, k, v)
-    return found
+        contenders[f"causal, {str(dtype).removeprefix('torch.')}"] = _Contender(causal, *half)
+    contenders["naive"] = _Contender(lambda *qkv: naive(*qkv, Spec(is_causal=True))[0], q, k, v)
+    return contenders
 
 
 def run(
-    length: int = 4096, rounds: int = 3, threads: int = 1, only: str = ""
+    length: int = 4096, rounds: int = 3, threads: int = 1, only: str | None = None
 ) -> list[ContenderRow]:
-    """Rows for (1, 8, length, 64), causal, fp32 where nothing else is said.
+    """Measure contenders for causal attention over (1, 8, length, 64) in fp32.
 
     Args:
-        rounds: of which the fastest counts; all take turns.
-        threads: with more than one, time is wall time.
-        only: comma-separated words; contenders whose name contains one, and aten's.
+        rounds: rounds over all contenders; the fastest time of each counts.
+        threads: CPU threads; with more than one, wall time is measured.
+        only: comma-separated; only contenders whose name contains one of the words, and aten's.
     """
     known = contenders(length)
     names = (BASELINE, *matching(only, known, "contender"))
@@ -123,7 +124,7 @@ def run(
     torch.set_num_threads(threads)
     try:
         best = _fastest(chosen, rounds, time.process_time if threads == 1 else time.perf_counter)
-        peaks = {name: _peak_mib(contender.both) for name, contender in chosen.items()}
+        peaks = {name: _peak_mib(contender.training) for name, contender in chosen.items()}
     finally:
         torch.set_num_threads(before)
     times = {key: 1e3 * seconds for key, seconds in best.items()}
@@ -131,9 +132,9 @@ def run(
         ContenderRow(
             name,
             times[name, "forward"],
-            times[name, "both"],
+            times[name, "training"],
             times[name, "forward"] / times[BASELINE, "forward"],
-            times[name, "both"] / times[BASELINE, "both"],
+            times[name, "training"] / times[BASELINE, "training"],
             peaks[name],
         )
         for name in chosen
@@ -143,20 +144,20 @@ def run(
 def _fastest(
     chosen: dict[str, _Contender], rounds: int, clock: Callable[[], float]
 ) -> dict[tuple[str, str], float]:
-    """Seconds by name and "forward" or "both"."""
+    """The fewest seconds, by the contender's name and "forward" or "training"."""
     best: dict[tuple[str, str], float] = {}
     for step in track(range(rounds), "timing", console=Console(stderr=True), transient=True):
         for name, contender in chosen.items():
             if name == "naive" and step > 0:
                 continue
-            for part in ("forward", "both"):
+            for part in ("forward", "training"):
                 seconds = _seconds(getattr(contender, part), clock)
                 best[name, part] = min(seconds, best.get((name, part), seconds))
     return best
 
 
 def _peak_mib(call: Callable[[], None]) -> float:
-    call()  # one-time costs are not its own
+    call()  # warm up: one-time allocations are not counted
     peak = peak_memory(call, "cpu")
     return float("nan") if peak is None else peak / 2**20
 
@@ -171,19 +172,17 @@ def main(
     length: Annotated[int, typer.Option(min=2)] = 4096,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     threads: Annotated[int, typer.Option(min=1)] = 1,
-    only: Annotated[
-        str, typer.Option(help="comma-separated words; rows whose name contains one")
-    ] = "",
+    only: Only = None,
 ) -> None:
-    """Time and peak memory of the CPU backend's features against aten's causal flash kernel."""
+    """Compare time and memory of the CPU backend's features with aten's causal flash kernel."""
     rows = run(length, rounds, threads, only)
     facts = environment("cpu")
     clock = "CPU time" if threads == 1 else "wall time"
     title = f"({B}, {H}, {length}, {D}), {threads} thread(s), {clock}, {facts['device']}"
     table = Table("", "forward ms", "x aten", "fwd + bwd ms", "x aten", "peak MiB", title=title)
     for row in rows:
-        ratios = (f"{x:.2f}" for x in (row.forward_ratio, row.both_ratio))
-        forward, both = f"{row.forward_ms:.0f}", f"{row.both_ms:.0f}"
+        ratios = (f"{x:.2f}" for x in (row.forward_ratio, row.training_ratio))
+        forward, training = f"{row.forward_ms:.0f}", f"{row.training_ms:.0f}"
         first, second = ratios
-        table.add_row(row.name, forward, first, both, second, f"{row.peak_mib:.0f}")
+        table.add_row(row.name, forward, first, training, second, f"{row.peak_mib:.0f}")
     Console(width=None if Console().is_terminal else 120).print(table)

@@ -1,8 +1,8 @@
-"""`python -m fa_ops bench decode`: one query token against caches that no L2 holds.
+"""`python -m fa_ops bench decode`: one query token against caches larger than the L2 cache.
 
-Every implementation runs inside one CUDA graph that walks over several caches, so host time does
-not count and the L2 never helps. The caches are the same memory for all, read in the layout that
-each likes best. Before it is timed, each is held against the float64 oracle on one kv head.
+Every implementation runs inside a CUDA graph that cycles through several caches, so that neither
+host time nor data in L2 affects the result. All read the same memory, each in the layout that it
+prefers. Each is compared with the float64 oracle on one kv head before it is timed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -32,7 +31,7 @@ from fa_ops.cli import options
 from fa_ops.types import Spec
 
 ROUNDS = 5
-GRAPH_BYTES = 4e9  # what a graph need not read more than
+GRAPH_BYTES = 4e9  # calls are added to a graph until it reads this much
 console = Console()
 
 
@@ -51,14 +50,14 @@ def _oracle(p: DecodeProblem, data: Data, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _captured(implementation: Implementation, p: DecodeProblem, data: Data):
-    """(graph, calls in it), once the result was found right."""
+    """Check the result, then capture calls into a CUDA graph; return it and their number."""
     caches = [tuple(data.view(x, p, implementation.layout) for x in pair) for pair in data.caches]
     with implementation.context():
         call = implementation.build(p, data)
         out = call(data.q, *caches[0])
         expected = _oracle(p, data, *caches[0])
-        found = out[-1:, -expected.shape[1] :].double()
-        error = ((found - expected).norm() / expected.norm()).item()
+        actual = out[-1:, -expected.shape[1] :].double()
+        error = ((actual - expected).norm() / expected.norm()).item()
         if not error < 2e-2:
             raise AssertionError(f"WRONG: relative error {error:.2e}")
         calls = data.count * max(1, -(-min(20, int(GRAPH_BYTES / p.bytes())) // data.count))
@@ -76,7 +75,7 @@ def _captured(implementation: Implementation, p: DecodeProblem, data: Data):
 def measure(
     p: DecodeProblem, implementations: list[Implementation], budget_ms: float
 ) -> dict[str, float | str]:
-    """Microseconds of one call of each implementation, or why there is no such number."""
+    """Microseconds of one call of each implementation, or the reason why it could not run."""
     data, graphs = Data(p), {}
     results: dict[str, float | str] = {}
     for implementation in implementations:
@@ -88,16 +87,16 @@ def measure(
             text = str(error).strip().splitlines() or [""]
             results[implementation.name] = f"{type(error).__name__}: {text[0][:140]}"
     budget_ms /= ROUNDS
-    times = {n: max(1, math.ceil(budget_ms / _replay(g, 1))) for n, (g, _) in graphs.items()}
+    replays = {n: max(1, math.ceil(budget_ms / _replay(g, 1))) for n, (g, _) in graphs.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, (graph, calls) in graphs.items():
-            samples[name].append(_replay(graph, times[name]) * 1e3 / calls)
+            samples[name].append(_replay(graph, replays[name]) * 1e3 / calls)
     return results | {name: statistics.median(us) for name, us in samples.items()}
 
 
 def _replay(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Milliseconds of one replay of several."""
+    """Mean milliseconds of one replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -114,7 +113,7 @@ def _cell(p: DecodeProblem, us: float | str | None) -> str:
 
 
 def ratio(results: dict[str, float | str], ours: str = "fa_ops") -> float | None:
-    """The best peer's time over that of one of ours."""
+    """The time of the fastest peer divided by ours."""
     us = results.get(ours)
     peers = [us for n, us in results.items() if not n.startswith("fa_ops") and type(us) is float]
     return min(peers) / us if peers and isinstance(us, float) else None
@@ -124,7 +123,7 @@ Rows = list[tuple[DecodeProblem, dict[str, float | str]]]
 
 
 def summaries(rows: Rows, ours: list[str]) -> Iterator[str]:
-    """A line for each kind of heads, and one for all of them."""
+    """Yield a line for each combination of heads, and one for all of them."""
     kinds = list(dict.fromkeys(p.heads for p, _ in rows))
     for kind in [*kinds, None] if len(kinds) > 1 else kinds:
         for name in ours:
@@ -134,15 +133,15 @@ def summaries(rows: Rows, ours: list[str]) -> Iterator[str]:
                 if kind in (None, p.heads) and (share := ratio(results, name)) is not None
             ]
             if shares:
-                mean = math.exp(sum(map(math.log, shares)) / len(shares))
+                mean = statistics.geometric_mean(shares)
                 yield (
                     f"{kind or 'all heads'}: {name} is {min(shares):.2f}x to {max(shares):.2f}x of "
                     f"the best peer, geometric mean {mean:.2f}x over {len(shares)} cells"
                 )
 
 
-def absences(rows: Rows) -> Iterator[str]:
-    """Who did not run what, and why."""
+def failures(rows: Rows) -> Iterator[str]:
+    """Yield a line for each reason why an implementation did not run, with its problems."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for p, results in rows:
         for name, reason in results.items():
@@ -158,11 +157,11 @@ def _rows(
     budget: float,
     seconds: float,
 ) -> Rows:
-    """Results in the order of the problems, of which none is begun after so many seconds."""
+    """Measure the problems in order, and stop once the time in seconds (0: unlimited) is up."""
     rows, start = [], time.monotonic()
     for n, p in enumerate(problems):
         if seconds and time.monotonic() - start > seconds:
-            console.print(f"{len(problems) - n} cells were not begun within {seconds:.0f} seconds")
+            console.print(f"{len(problems) - n} cells were not started within {seconds:.0f} s")
             break
         results = measure(p, implementations, budget)
         torch.cuda.empty_cache()
@@ -173,21 +172,21 @@ def _rows(
 
 
 def host_times() -> dict[str, timing.Time]:
-    """Host time of eager calls over small caches, where the GPU cannot be what takes long."""
+    """Host time of eager calls over caches so small that GPU time is negligible."""
     p = DecodeProblem(4, 512)
     data, paged = Data(p), dataclasses.replace(p, page=16)
     pages = Data(paged)
     k, v = (data.view(x, p, "bshd") for x in data.caches[0])
     kp, vp = (pages.view(x, paged, "") for x in pages.caches[0])
     new = torch.randn(p.B, p.Hkv, 1, p.D, device="cuda", dtype=p.dtype)
-    some, q, call = data.lens - 8, data.q, fa_ops.attention_with_kv_cache
-    ranges = torch.stack([some // 2, some], -1)[:, None, None]
+    lens, q, call = data.lens - 8, data.q, fa_ops.attention_with_kv_cache
+    ranges = torch.stack([lens // 2, lens], -1)[:, None, None]
     runs = {
-        "contiguous": lambda _: call(q, k, v, some),
-        "paged": lambda _: call(q, kp, vp, some, pages.table),
-        "paged, append": lambda _: call(q, kp, vp, some, pages.table, key=new, value=new),
+        "contiguous": lambda _: call(q, k, v, lens),
+        "paged": lambda _: call(q, kp, vp, lens, pages.table),
+        "paged, append": lambda _: call(q, kp, vp, lens, pages.table, key=new, value=new),
         "fa_ops.attention": lambda _: fa_ops.attention(q, k, v),
-        "fa_ops.attention, kv_lens": lambda _: fa_ops.attention(q, k, v, kv_lens=some),
+        "fa_ops.attention, kv_lens": lambda _: fa_ops.attention(q, k, v, kv_lens=lens),
         "fa_ops.attention, key_ranges": lambda _: fa_ops.attention(q, k, v, key_ranges=ranges),
     }
     return timing.host_times({name: timing.Run(run) for name, run in runs.items()}, "cuda", 100)
@@ -195,24 +194,22 @@ def host_times() -> dict[str, timing.Time]:
 
 def main(
     preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quick",
-    only: Annotated[Optional[str], typer.Option(help="words in the names, with commas")] = None,  # noqa: UP045
-    heads: Annotated[Optional[str], typer.Option(help="only such heads, as 32/8,64/8")] = None,  # noqa: UP045
-    backend: Annotated[Optional[str], typer.Option(help="ours side by side: triton,hopper")] = None,  # noqa: UP045
-    json: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--json", help="write every number here", callback=options.in_a_folder),
-    ] = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each cell")] = 60.0,
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many; 0: all")] = 0.0,
+    only: options.Only = None,
+    heads: Annotated[str | None, typer.Option(help="only these heads: 32/8,64/8")] = None,
+    backend: Annotated[str | None, typer.Option(help="compare these: triton,hopper")] = None,
+    json: options.Json = None,
+    budget: Annotated[
+        float, typer.Option(min=0.1, help="milliseconds to time each cell for")
+    ] = 60.0,
+    seconds: Annotated[float, typer.Option(help="start no cell after this time; 0: all")] = 0.0,
 ) -> None:
-    """One token against a cache, or a prompt's last ones, in a CUDA graph over cold caches:
-    microseconds and GB/s, or TFLOP/s."""
+    """Measure decoding and prefill over caches in a CUDA graph, with a cold L2 cache."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
     problems, known = _chosen(preset, heads), [*ours(backend), *PEERS]
     names = options.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():
-        raise typer.BadParameter("decoding is measured on CUDA, and torch sees no such device")
+        raise typer.BadParameter("decoding is measured on a GPU, but torch finds no CUDA device")
     if preset == "host":
         times = host_times()
         console.print(report.host_table(times))
@@ -234,13 +231,13 @@ def main(
 
 
 def _chosen(preset: str, heads: str | None) -> list[DecodeProblem]:
-    """The preset's problems with the heads asked for."""
+    """The preset's problems with the requested heads."""
     problems = PRESETS[preset]()
     known = dict.fromkeys(f"{p.Hq}/{p.Hkv}" for p in problems)
     wanted = options.words(heads) or known
-    for one in wanted:
-        if one not in known:
-            raise typer.BadParameter(f"no heads of {preset!r} are {one!r}: {', '.join(known)}")
+    for pair in wanted:
+        if pair not in known:
+            raise typer.BadParameter(f"no heads of {preset!r} are {pair!r}: {', '.join(known)}")
     return [p for p in problems if f"{p.Hq}/{p.Hkv}" in wanted]
 
 
@@ -256,5 +253,5 @@ def _print(rows: Rows, names: list[str], compared: list[str]) -> None:
         table.add_row(str(p), *cells, *("-" if s is None else f"{s:.2f}x" for s in shares))
     console.width = max(console.width, 160)
     console.print(table)
-    for line in (*absences(rows), *summaries(rows, compared)):
+    for line in (*failures(rows), *summaries(rows, compared)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The decoding benchmark's problems, and their caches on the device."""
+"""The problems of the decoding benchmark, and their caches on the device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-COLD_BYTES = 320 * 2**20  # what a graph walks over at least: several L2s
+COLD_BYTES = 320 * 2**20  # minimal size of all caches of a graph: several times the L2 cache
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeProblem:
-    """One call: B rows of one query token, or the last of several, against S cached keys. Dv = 0:
-    as D."""
+    """One call: B rows of `queries` tokens, causal, against S cached keys. Dv = 0: same as D."""
 
     B: int
     S: int
@@ -25,67 +24,70 @@ class DecodeProblem:
     page: int = 0
     fp8: bool = False
     ragged: bool = False  # lengths from 1 to S
-    padding: int = 0  # keys in front of every row that nobody attends
+    padding: int = 0  # keys at the start of every row that are masked out
     unsplit: bool = False  # ours with a single split
-    unified: bool = False  # ours with a guess of the largest scores
-    queries: int = 1  # tokens of a row, which do not see each other's future
+    unified: bool = False  # ours with an estimate of the largest scores
+    queries: int = 1  # query tokens of a row, causally masked
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         words = [f"B{self.B} {self.S}", self.heads]
         words += [f"{self.queries} queries"] if self.queries > 1 else []
         words += [f"page {self.page}"] if self.page else []
-        words += [f"behind {self.padding}"] if self.padding else []
+        words += [f"padding {self.padding}"] if self.padding else []
         words += [word for word in ("fp8", "ragged", "unsplit", "unified") if getattr(self, word)]
         return " ".join(words)
 
     @property
     def heads(self) -> str:
+        """The numbers of heads and the head dimension in words."""
         return f"{self.Hq}/{self.Hkv} D{self.D}"
 
     @property
-    def cached(self) -> torch.dtype:
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
         return torch.float8_e4m3fn if self.fp8 else self.dtype
 
     @property
     def shared(self) -> bool:
-        """Whether the values are a view of the keys, as in MLA."""
+        """Whether values are a view of the keys, as in MLA."""
         return self.Dv not in (0, self.D)
 
     def lengths(self) -> list[int]:
+        """The number of keys of each row."""
         if not self.ragged:
             return [self.S] * self.B
         return [1 + (self.S - 1) * b // max(self.B - 1, 1) for b in range(self.B)]
 
     def flops(self) -> int:
-        """Two matmuls, without what is causally hidden; for rows of S keys."""
-        seen = self.queries * self.S - self.queries * (self.queries - 1) // 2
-        return 2 * self.B * self.Hq * seen * (self.D + (self.Dv or self.D))
+        """Operations of two matmuls over the causally visible scores, for rows of S keys."""
+        visible = self.queries * self.S - self.queries * (self.queries - 1) // 2
+        return 2 * self.B * self.Hq * visible * (self.D + (self.Dv or self.D))
 
     def bytes(self) -> int:
-        """What must be read: keys and values that are there."""
+        """The size of all keys and values that must be read."""
         width = self.D if self.shared else 2 * self.D
         keys = sum(self.lengths()) - self.B * self.padding
-        return keys * self.Hkv * width * self.cached.itemsize
+        return keys * self.Hkv * width * self.cache_dtype.itemsize
 
 
 class Data:
-    """Queries, several caches and what else captured graphs read, on the device."""
+    """The tensors that captured graphs read, on the device: queries, caches, lengths, pages."""
 
     def __init__(self, problem: DecodeProblem) -> None:
         p = problem
         g = torch.Generator("cuda").manual_seed(0)
         numbers = p.B * p.S * p.Hkv * p.D
-        each = numbers * p.cached.itemsize * (1 if p.shared else 2)
-        self.count = max(2, min(64, -(-COLD_BYTES // each))) if each < 2**33 else 1
+        size = numbers * p.cache_dtype.itemsize * (1 if p.shared else 2)
+        self.count = max(2, min(64, -(-COLD_BYTES // size))) if size < 2**33 else 1
         self.q = torch.randn(p.B, p.Hq, p.queries, p.D, device="cuda", dtype=p.dtype, generator=g)
         self.lens = torch.tensor(p.lengths(), dtype=torch.int32, device="cuda")
         self.ranges = None
         if p.padding:
-            runs = [[p.padding, length] for length in p.lengths()]
-            self.ranges = torch.tensor(runs, dtype=torch.int32, device="cuda")[:, None, None]
-        # scores are as if drawn from a normal distribution
-        self.guesses = torch.full((p.Hq,), 4.0, device="cuda") if p.unified else None
+            ranges = [[p.padding, length] for length in p.lengths()]
+            self.ranges = torch.tensor(ranges, dtype=torch.int32, device="cuda")[:, None, None]
+        # scores of random inputs are normally distributed with unit variance
+        self.estimates = torch.full((p.Hq,), 4.0, device="cuda") if p.unified else None
         self.caches = []
         for _ in range(self.count):
             k = self._draw(numbers, g, p)
@@ -98,13 +100,13 @@ class Data:
 
     @staticmethod
     def _draw(numbers: int, g: torch.Generator, p: DecodeProblem) -> Tensor:
-        x = torch.empty(numbers, device="cuda", dtype=p.cached)
+        x = torch.empty(numbers, device="cuda", dtype=p.cache_dtype)
         for part in x.split(2**28):
             part.copy_(torch.randn(part.shape, device="cuda", generator=g, dtype=p.dtype))
         return x
 
     def view(self, x: Tensor, p: DecodeProblem, layout: str) -> Tensor:
-        """The flat memory as (B, Hkv, S, D), in either order, or as pages."""
+        """View flat memory as pages, or as (B, Hkv, S, D) in the order "bhsd" or "bshd"."""
         if p.page:
             return x.view(-1, p.page, p.Hkv, p.D)
         if layout == "bhsd":
@@ -116,7 +118,7 @@ HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 64))
 
 
 def _grid() -> list[DecodeProblem]:
-    """Batches times lengths times heads, as far as one cache takes at most 36 GB."""
+    """All combinations of batch size, length and heads whose cache has at most 36 GB."""
     cells = [
         DecodeProblem(B, S, *heads)
         for heads in HEADS

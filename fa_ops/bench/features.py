@@ -1,9 +1,9 @@
-"""What each feature costs: as a ratio to the plain causal kernel, FlexAttention's beside it."""
+"""The cost of each feature relative to plain causal attention, optionally with FlexAttention's."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
+from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
 from fa_ops.cli import options
 
@@ -19,10 +20,10 @@ WINDOW, DOCUMENT, SOFTCAP, DROPOUT, DIM = 1024, 1024, 30.0, 0.1, 128
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A call of (1, H, S, D) tensors: our options, and what FlexAttention is given instead.
+    """Options of a call with (1, H, S, D) tensors, and the equivalent for FlexAttention.
 
-    `lengths`: documents packed one after the other, for `attention_varlen`. `keep` and `score` are
-    FlexAttention's mask_mod and score_mod; without `keep` it has no such feature.
+    `lengths` are those of documents that are packed for `attention_varlen`. `keep` and `score` are
+    FlexAttention's mask_mod and score_mod; without `keep` it does not support the feature.
     """
 
     options: dict
@@ -31,11 +32,11 @@ class Feature:
     lengths: tuple[int, ...] = ()
 
 
-Makers = dict[str, Callable[[], Feature]]  # of features, by name
+Makers = dict[str, Callable[[], Feature]]  # functions that create features, by name
 
 
 def mixed_lengths(S: int) -> tuple[int, ...]:
-    """Documents of S tokens in all: 16 from 256 tokens on, the longest 15 times the shortest."""
+    """Lengths of documents, S tokens in total: from 256 tokens on, 16 that differ up to 15-fold."""
     unit, lengths = max(S // 256, 1), []
     for i in range(15):
         lengths.append(min(unit * (2 + 7 * i % 29), S - sum(lengths)))
@@ -43,12 +44,12 @@ def mixed_lengths(S: int) -> tuple[int, ...]:
 
 
 def features(H: int, S: int, device: str) -> Makers:
-    """All features; each is made when it is measured, as two hold an (S, S) mask."""
+    """All features; each is created only when it is measured, as two hold an (S, S) mask."""
     i = torch.arange(S, device=device, dtype=torch.int32)
     zeros, causal = torch.zeros_like(i), {"is_causal": True}
     slopes = torch.logspace(-1, -8, H, base=2.0, device=device)
     sinks = torch.linspace(-1, 1, H, device=device)
-    left = torch.where(i >= S // 8, S // 8, i)  # the rows of padding attend themselves
+    left = torch.where(i >= S // 8, S // 8, i)  # padding rows attend themselves
     lengths = mixed_lengths(S)
     document = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
@@ -56,8 +57,8 @@ def features(H: int, S: int, device: str) -> Makers:
     past = lambda b, h, q, k: q >= k  # noqa: E731
 
     def float_mask() -> Feature:
-        half = torch.bfloat16 if device == "cuda" else torch.float32  # as the queries
-        bias = torch.randn(S, S, device=device, dtype=half)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that of the queries
+        bias = torch.randn(S, S, device=device, dtype=dtype)
         score = lambda s, b, h, q, k: s + bias[q, k]  # noqa: E731
         return Feature(causal | {"attn_mask": bias}, past, score)
 
@@ -96,14 +97,14 @@ def features(H: int, S: int, device: str) -> Makers:
     }  # fmt: skip
 
 
-Measured = dict[str, dict[str, Time]]  # by feature; "forward", "backward", "flex ..." inside
+Measured = dict[str, dict[str, Time]]  # by feature, then by "forward", "backward", "flex ..."
 
 
 def choose(known: Makers, only: str | None = None) -> Makers:
-    """Plain causal attention, and those whose name contains one of the comma-separated words; all
-    without words.
+    """Plain causal attention, and the features whose name contains one of the words in `only`.
 
-    Raises typer.BadParameter for a word that no name contains.
+    Raises:
+        typer.BadParameter: no name contains one of the words.
     """
     names = (next(iter(known)), *options.matching(only, known, "feature"))
     return {name: make for name, make in known.items() if name in names}
@@ -112,7 +113,7 @@ def choose(known: Makers, only: str | None = None) -> Makers:
 def times(
     chosen: Makers, H: int, S: int, device: str, budget: float, flex: bool = False
 ) -> Measured:
-    """Forward and backward of each feature; the first is what the others are compared with."""
+    """Measure forward and backward passes of each feature; the first one is the baseline."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v, grad_out = (
         torch.randn(1, S, H, DIM, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
@@ -147,10 +148,9 @@ def _ours(feature: Feature, device: str) -> Callable[[Tensor, Tensor, Tensor], T
 
 
 def _flex(feature: Feature, S: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    torch._dynamo.reset()  # past dynamo's limit on specialisations it would run uncompiled
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled = compiled_flex()
     mask = create_block_mask(feature.keep, None, None, S, S, device=device)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=feature.score)
 
@@ -161,8 +161,9 @@ def _backward(call: Callable, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor)
 
 
 def table(title: str, measured: Measured) -> Table:
+    """A row for each feature: milliseconds, and the ratio to the first row."""
     columns = list(next(iter(measured.values())))
-    result = Table(title=title, caption="ms, median; in brackets: over the first row")
+    result = Table(title=title, caption="median ms; in brackets: relative to the first row")
     result.add_column("feature")
     for column in columns:
         result.add_column(column, justify="right")
@@ -172,17 +173,17 @@ def table(title: str, measured: Measured) -> Table:
             f"{row[c].ms:.3f} ({row[c].ms / base[c].ms:.2f}x)" if c in row else "-" for c in columns
         )
         result.add_row(name, *cells)
-    for one in ("forward", "backward"):
-        other = f"flex {one}"
-        ratios = [row[other].ms / row[one].ms for row in measured.values() if other in row]
+    for ours in ("forward", "backward"):
+        flex = f"flex {ours}"
+        ratios = [row[flex].ms / row[ours].ms for row in measured.values() if flex in row]
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            result.caption += f"\nFlexAttention takes {mean:.2f}x our {one}, geometric mean"
+            mean = statistics.geometric_mean(ratios)
+            result.caption += f"\nFlexAttention takes {mean:.2f}x our {ours}, geometric mean"
     return result
 
 
 def records(measured: Measured) -> list[dict]:
-    """What the JSON holds."""
+    """The results for the JSON file."""
     return [
         {"feature": name, "ms": {column: time.ms for column, time in row.items()}}
         for name, row in measured.items()

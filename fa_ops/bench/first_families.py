@@ -1,4 +1,4 @@
-"""Families of shapes whose first calls are measured: of one family lengths alone differ."""
+"""Families of shapes whose first calls are measured; calls of a family differ in length only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DTYPE = torch.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class KernelFamily:
-    """Calls that differ in lengths alone, of `length` tokens or keys first, then of `others`.
+    """Calls that differ in length only: `length` tokens or keys first, then each of `others`.
 
-    The last length is so short that there are fewer tiles than multiprocessors.
+    With the last length there are fewer tiles than multiprocessors.
     """
 
     name: str
@@ -29,7 +29,7 @@ class KernelFamily:
     others: tuple[int, ...] = (6001, 2050, 200)
 
     def call(self, length: int, device: str, backend: str) -> Callable[[], object]:
-        """The call of one length, its inputs made."""
+        """Create the inputs for one length; return the call."""
         draw = functools.partial(torch.randn, device=device, dtype=DTYPE)
         return CALLS[self.kind](self, length, draw, backend)
 
@@ -70,7 +70,7 @@ def _mla(f: KernelFamily, S: int, draw: Draw, backend: str, B: int = 8):
 
 
 def _pages(f: KernelFamily, S: int, B: int, device: torch.device):
-    """A page table, or None, and a cache's shape for so many heads, but for features."""
+    """A page table or None, and a function from heads to a cache's shape without features."""
     if not f.page:
         return None, lambda heads: (B, heads, S)
     each = -(-S // f.page)

@@ -1,4 +1,4 @@
-"""Host time of an eager call, and where it goes: without gradient, then forward + backward."""
+"""Host time of an eager call and of its parts: without gradients, and forward + backward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fa_ops.call import DENSE, Call, Saved
 from fa_ops.types import Spec
 
 SHAPE = (1, 8, 64, 64)
-BOTH = ", forward + backward"
+TRAINING = ", forward + backward"
 
 
 def runs(device: str, shape: tuple[int, ...] = SHAPE) -> dict[str, Run]:
-    """For either, the doors from the outside in, SDPA, and torch's own floor."""
+    """The calls to time: each layer of fa_ops from the outside in, SDPA, and a trivial operator."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
     peers = {"F.sdpa flash": SDPBackend.FLASH_ATTENTION}
@@ -52,10 +52,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
 
 
 def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> dict[str, Run]:
-    """Each `grad_output` is made once, and lies in memory as that call's output does."""
+    """Each gradient of the output is created once, in that output's memory layout."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def both(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
+    def training(call: Callable[..., Tensor], kernel: SDPBackend | None = None) -> Run:
         with _context(True, kernel):
             grad = grad_out(call(*leaves).detach())
         return Run(
@@ -71,15 +71,15 @@ def _training(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> 
     module = dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec, saved=given)))
     sdpa = F.scaled_dot_product_attention
     return {
-        f"fa_ops.attention{BOTH}": both(fa_ops.attention),
+        f"fa_ops.attention{TRAINING}": training(fa_ops.attention),
         "  inside: torch.ops.fa.attention_backward": Run(
             lambda _: operator(*saved), context=torch.no_grad
         ),
         f"  inside: backend {_name(module)}, backward": Run(
             lambda _: module.backward(*saved, spec), context=torch.no_grad
         ),
-        **{f"{name}{BOTH}": both(sdpa, kernel) for name, kernel in peers.items()},
-        f"torch.addcmul{BOTH}": both(torch.addcmul),
+        **{f"{name}{TRAINING}": training(sdpa, kernel) for name, kernel in peers.items()},
+        f"torch.addcmul{TRAINING}": training(torch.addcmul),
     }
 
 

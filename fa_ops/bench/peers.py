@@ -1,4 +1,4 @@
-"""Who is measured: our backends and what people use instead, each in the layout it prefers."""
+"""The implementations that are compared, each with the memory layout it prefers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +24,14 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One competitor. `build` does what belongs to a problem, once; it may refuse by raising."""
+    """One implementation; `build` prepares the call of a problem, or raises if it cannot."""
 
     name: str
-    build: Callable[..., Call]  # of the problem, and the device or the caches
+    build: Callable[..., Call]  # its arguments: the problem, and the device or the caches
     layout: str = "bhsd"
     ours: bool = False
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    default: bool = True  # measured unless asked otherwise
+    default: bool = True  # measured without being named in --only
 
 
 def _ours(backend: str) -> Implementation:
@@ -52,13 +53,20 @@ def _sdpa(name: str, backend: SDPBackend, default: bool = True) -> Implementatio
     )
 
 
+def compiled_flex(**options) -> Callable[..., Tensor]:
+    """FlexAttention, compiled with static shapes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Each problem is a specialisation; beyond dynamo's limit it would run uncompiled.
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, **options)
+
+
 def _flex(name: str, default: bool = True, **compiling) -> Implementation:
     def build(problem: Problem, device: str) -> Call:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask
 
-        # Each problem is a specialisation; past dynamo's limit on those it would run uncompiled.
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, **compiling)
+        compiled = compiled_flex(**compiling)
         block_mask = None
         if problem.causal:
             block_mask = create_block_mask(
@@ -70,12 +78,15 @@ def _flex(name: str, default: bool = True, **compiling) -> Implementation:
     return Implementation(name, build, default=default)
 
 
-def _flash_attn(name: str, *modules: str) -> Implementation:
-    """`modules`: where its wheels put it, the official name first."""
+def import_first(*modules: str) -> ModuleType:
+    """The first module that is installed; the names are those of different wheels."""
+    installed = [module for module in modules if importlib.util.find_spec(module.split(".")[0])]
+    return importlib.import_module((installed or modules)[0])
 
+
+def _flash_attn(name: str, *modules: str) -> Implementation:
     def build(problem: Problem, device: str) -> Call:
-        found = [module for module in modules if importlib.util.find_spec(module.split(".")[0])]
-        function = importlib.import_module((found or modules)[0]).flash_attn_func
+        function = import_first(*modules).flash_attn_func
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
@@ -87,7 +98,7 @@ def _flash_attn(name: str, *modules: str) -> Implementation:
 
 
 def implementations(device: str) -> list[Implementation]:
-    """All that may run on such a device; whether one does, its `build` and first call tell."""
+    """All implementations for a device; `build` or the first call of one may still fail."""
     ours = [
         _ours(name)
         for name, unavailable in dispatch.backends()
@@ -112,9 +123,10 @@ def implementations(device: str) -> list[Implementation]:
 
 
 def choose(device: str, only: str | None = None) -> list[Implementation]:
-    """The defaults, or those whose name contains one of the comma-separated words.
+    """The default implementations, or those whose name contains one of the comma-separated words.
 
-    Raises typer.BadParameter for a word that no name contains.
+    Raises:
+        typer.BadParameter: no name contains one of the words.
     """
     known = implementations(device)
     if not options.words(only):

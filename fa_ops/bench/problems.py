@@ -1,4 +1,4 @@
-"""What is measured: attention problems, the floating-point operations that count, and the grids."""
+"""Attention problems, their numbers of floating-point operations, and the benchmark grids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKWARD_OVER_FORWARD = 2.5  # five matmuls against two
 class Problem:
     """One call: B sequences of S tokens, Hq query heads and Hkv key heads of dimension D.
 
-    In cross attention the tokens attend `cross` keys of something else.
+    For cross attention, `cross` is the number of keys.
     """
 
     B: int
@@ -29,10 +29,12 @@ class Problem:
 
     @property
     def Sk(self) -> int:
+        """The number of keys."""
         return self.cross or self.S
 
     @property
     def lengths(self) -> str:
+        """The numbers of queries and keys in words."""
         return f"{self.S}x{self.cross}" if self.cross else str(self.S)
 
     def __str__(self) -> str:
@@ -41,13 +43,12 @@ class Problem:
         return f"D{self.D} {mask} S{self.lengths} B{self.B} H{heads}"
 
     def flops(self, backward: bool = False) -> float:
-        """The usual count: two matmuls of 2 S Sk D, half if causal, 2.5 times that for backward."""
+        """The usual count: two matmuls of 2 S Sk D, halved if causal, times 2.5 for backward."""
         forward = 4 * self.B * self.Hq * self.S * self.Sk * self.D / (2 if self.causal else 1)
         return forward * (BACKWARD_OVER_FORWARD if backward else 1)
 
     def inputs(self, device: str, layout: str, requires_grad: bool = False) -> tuple[Tensor, ...]:
-        """q (B, Hq, S, D), k and v (B, Hkv, Sk, D): the same numbers in either memory order,
-        "bhsd" or "bshd"."""
+        """q (B, Hq, S, D), k and v (B, Hkv, Sk, D), with equal values in both memory orders."""
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(H: int, S: int) -> Tensor:
@@ -61,7 +62,7 @@ class Problem:
 
 
 def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, **fixed) -> list:
-    """`tokens` in all and heads of total width `width`, so that every cell of a row costs alike."""
+    """Problems with a constant number of tokens and a constant total width of all heads."""
     return [
         Problem(max(1, tokens // S), width // D, width // D // group, S, D, causal, **fixed)
         for D in dims
@@ -71,9 +72,9 @@ def _grid(tokens: int, width: int, dims: tuple, lengths: tuple, group: int = 1, 
 
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-_ODD = (77, 197, 577, 1500, 1920, 3000)  # of text and image encoders, of half a minute of speech
-# (B, H, S, D, keys): images of 1024 and 512 pixels a side over a short text, a video over a long
-# one, and text over half a minute of speech
+_ODD = (77, 197, 577, 1500, 1920, 3000)  # lengths in text, image and speech encoders
+# (B, H, S, D, keys): images of 1024 and 512 pixels with a short text, video with a long text, and
+# text with half a minute of speech
 _CROSS = (
     (8, 10, 4096, 64, 77),
     (8, 10, 4096, 64, 512),
@@ -87,8 +88,8 @@ def _cross() -> list[Problem]:
     return [Problem(B, H, H, S, D, causal=False, cross=Sk) for B, H, S, D, Sk in _CROSS]
 
 
-# (B, Hq, Hkv, S, D, causal) of models that are trained: of Llama-3 all heads, a quarter, an eighth;
-# a language model, image transformers, image encoders
+# (B, Hq, Hkv, S, D, causal) in training: Llama-3 with all heads and with a share of them under
+# tensor parallelism; other language models, image transformers and image encoders
 _MODELS = (
     (1, 8, 1, 8192, 128, True),
     (2, 8, 1, 4096, 128, True),

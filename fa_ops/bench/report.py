@@ -1,10 +1,10 @@
-"""What a run leaves behind: a table, ratios, JSON and a picture."""
+"""Output of a benchmark: tables, ratios, JSON files and plots."""
 
 from __future__ import annotations
 
 import json
-import math
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from fa_ops.bench.timing import Time
 
 
 def environment(device: str) -> dict[str, str]:
-    """What a number needs beside it to mean anything."""
+    """The command, the device and the versions, which are reported with every result."""
     facts = {
         "command": " ".join(["python -m fa_ops", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
@@ -56,7 +56,7 @@ def _commit() -> str:
 
 
 def ratios(results: list[Result]) -> dict[str, float]:
-    """How many times faster our fastest backend is than flex and than the fastest peer."""
+    """The speed of our fastest backend relative to the fastest peer and to FlexAttention."""
     timed = [(r.implementation, r.time.ms) for r in results if r.time is not None]
     ours = [ms for i, ms in timed if i.ours]
     peers = [ms for i, ms in timed if not i.ours]
@@ -67,7 +67,7 @@ def ratios(results: list[Result]) -> dict[str, float]:
 
 
 def sweep_table(title: str, rows: list[tuple[Problem, list[Result]]], backward: bool) -> Table:
-    """One line a problem: milliseconds and TFLOP/s of each implementation, then the ratios."""
+    """A line for each problem: milliseconds and TFLOP/s of each implementation, and ratios."""
     table = Table(title=title, caption="ms and TFLOP/s; the ratios compare our fastest backend")
     table.add_column("problem", no_wrap=True)
     shown = [r.implementation for r in rows[0][1] if _ever_timed(r.implementation.name, rows)]
@@ -96,11 +96,12 @@ def _cell(problem: Problem, result: Result, backward: bool) -> str:
 
 
 def tflops(problem: Problem, time: Time, backward: bool) -> float:
+    """TFLOP/s of a problem that takes this time."""
     return problem.flops(backward) / time.ms / 1e9
 
 
 def refusals(rows: list[tuple[Problem, list[Result]]]) -> dict[str, list[str]]:
-    """Each reason why an implementation was not timed, with the problems it was given for."""
+    """The reasons why implementations were not timed, each with the problems concerned."""
     reasons: dict[str, list[str]] = {}
     for problem, results in rows:
         for r in results:
@@ -112,7 +113,7 @@ def refusals(rows: list[tuple[Problem, list[Result]]]) -> dict[str, list[str]]:
 def print_sweep(
     console: Console, title: str, rows: list[tuple[Problem, list[Result]]], backward: bool
 ) -> None:
-    """The table, who was left out and why, and the ratios in one line each."""
+    """Print the table, the reasons for missing results, and a line for each kind of ratio."""
     console.print(sweep_table(title, rows, backward))
     for reason, problems in refusals(rows).items():
         where = "everywhere" if len(problems) == len(rows) else ", ".join(problems)
@@ -120,7 +121,7 @@ def print_sweep(
     for name in ("flex", "best peer"):
         values = [a[name] for _, results in rows if name in (a := ratios(results))]
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
+            mean = statistics.geometric_mean(values)
             console.print(
                 f"against {name}: {min(values):.2f}x to {max(values):.2f}x, "
                 f"geometric mean {mean:.2f}x over {len(values)} problems"
@@ -128,6 +129,7 @@ def print_sweep(
 
 
 def host_table(times: dict[str, Time]) -> Table:
+    """A line for each call: microseconds of host time."""
     table = Table(title="host time of one eager call")
     for name in ("call", "us, median", "20 % - 80 %"):
         table.add_column(name, justify="left" if name == "call" else "right")
@@ -138,6 +140,7 @@ def host_table(times: dict[str, Time]) -> Table:
 
 
 def host_records(times: dict[str, Time]) -> list[dict]:
+    """The rows of `host_table` for the JSON file."""
     return [
         {"call": name.strip(), "us": t.ms * 1e3, "us_20": t.low * 1e3, "us_80": t.high * 1e3}
         for name, t in times.items()
@@ -145,7 +148,7 @@ def host_records(times: dict[str, Time]) -> list[dict]:
 
 
 def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> list[dict]:
-    """The rows as plain data: one record for each problem and implementation."""
+    """The results for the JSON file: a record for each problem and implementation."""
     records = []
     for problem, results in rows:
         names = ("B", "Hq", "Hkv", "S", "Sk", "D", "causal")
@@ -164,12 +167,13 @@ def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> l
 
 
 def write_json(path: Path, device: str, family: str, records: list[dict]) -> None:
+    """Write the records with the environment that they were measured in."""
     content = {"family": family, "environment": environment(device), "records": records}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def plot(path: Path, title: str, rows: list[tuple[Problem, list[Result]]], backward: bool) -> None:
-    """TFLOP/s over sequence length, one panel for each head dimension and mask."""
+    """Plot TFLOP/s over sequence length, one panel for each head dimension and mask."""
     import matplotlib
 
     matplotlib.use("Agg")

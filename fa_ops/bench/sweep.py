@@ -1,4 +1,4 @@
-"""One family of measurements: every problem, every implementation, forward or backward."""
+"""Measure every implementation on every problem, forward or backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sweep(
     backward: bool,
     budget_ms: float,
 ) -> Iterator[tuple[Problem, list[Result]]]:
-    """Check and time all implementations, one problem after the other."""
+    """Check and time all implementations on each problem."""
     for problem in problems:
         checker = Checker(problem, device, backward)
         results, runs = [], {}
@@ -48,7 +48,7 @@ def sweep(
 def _prepare(
     implementation: Implementation, problem: Problem, device: str, backward: bool, checker: Checker
 ) -> tuple[Run | None, str | None]:
-    """The run, or why not: a peer may lack a package, a feature or memory, or be wrong."""
+    """The run, or the reason for an error: a missing package or feature, memory, wrong results."""
     try:
         q, k, v = problem.inputs(device, implementation.layout, requires_grad=backward)
         call = implementation.build(problem, device)
@@ -68,8 +68,7 @@ def _prepare(
         return None, f"WRONG: {wrong}"
     if not backward:
         return Run(lambda _: call(q, k, v), context=implementation.context), None
-    # A forward before each backward: compiled peers free their buffers, and the GPU stays busy
-    # while the host launches.
+    # Each backward has a forward pass of its own, as compiled peers free their saved tensors.
     run = Run(
         timed=lambda out: torch.autograd.grad(out, (q, k, v), cotangent),
         prepare=lambda: call(q, k, v),

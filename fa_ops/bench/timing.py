@@ -1,4 +1,4 @@
-"""How it is measured: medians over rounds in which all take turns, so heat treats them alike."""
+"""Timing: medians over rounds that alternate between all runs, so that heat affects all alike."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 ROUNDS = 5
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
-_FLUSHES = 8  # as many take a GPU half a millisecond, in which the host launches what is timed
+_FLUSHES = 8  # they take half a millisecond of GPU time, during which the host launches the run
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`timed(prepare())` is one measurement, of `timed` alone; `context` surrounds many of them."""
+    """A measurement of `timed(prepare())`, of which only `timed` is timed, within `context`."""
 
     timed: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
@@ -29,7 +29,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Milliseconds: the median, and the 20th and 80th percentile as its spread."""
+    """The median of samples in milliseconds, and the 20th and 80th percentiles."""
 
     ms: float
     low: float
@@ -38,18 +38,19 @@ class Time:
 
     @staticmethod
     def of(samples: list[float]) -> Time:
+        """Summarise the samples."""
         ordered = sorted(samples)
-        at = lambda share: ordered[int(share * (len(ordered) - 1))]  # noqa: E731
-        return Time(statistics.median(ordered), at(0.2), at(0.8), len(ordered))
+        low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+        return Time(statistics.median(ordered), low, high, len(ordered))
 
 
 def device_times(runs: dict[str, Run], device: str, budget_ms: float) -> dict[str, Time]:
-    """Time of each run on the device, spending about `budget_ms` of timed work on each."""
+    """Device time of each run, measured for about `budget_ms` each."""
     sample = _cuda_samples if device == "cuda" else _cpu_samples
     counts = {}
-    for name, run in runs.items():  # a first taste: warms up and says how many fit the budget
-        taste = sample(run, 3)[-1]
-        counts[name] = min(max(round(budget_ms / max(taste, 1e-4) / ROUNDS), 2), 100)
+    for name, run in runs.items():  # warm up, and estimate how many samples fit the budget
+        estimate = sample(run, 3)[-1]
+        counts[name] = min(max(round(budget_ms / max(estimate, 1e-4) / ROUNDS), 2), 100)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -58,7 +59,7 @@ def device_times(runs: dict[str, Run], device: str, budget_ms: float) -> dict[st
 
 
 def _cuda_samples(run: Run, count: int) -> list[float]:
-    """Event times with a cold L2: the GPU's alone, as the flushes keep it busy meanwhile."""
+    """GPU times by events with a cold L2; flushing L2 also keeps the GPU busy during launches."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     pairs = []
     with run.context():
@@ -90,9 +91,9 @@ def _cpu_samples(run: Run, count: int) -> list[float]:
 def host_times(
     runs: dict[str, Run], device: str, bursts: int = 300, calls: int = 10
 ) -> dict[str, Time]:
-    """Host milliseconds of one call, from bursts too short to fill the launch queue.
+    """Host milliseconds of one call, from bursts that are too short to fill the launch queue.
 
-    The device is idle when a burst begins; bursts of the different runs take turns.
+    The device is idle at the start of a burst. Bursts alternate between the runs.
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     with _no_collection():
@@ -106,7 +107,7 @@ def host_times(
 
 
 def _burst(timed: Callable[[Any], Any], calls: int, device: str) -> float:
-    timed(None)  # the context may have changed what the first call does
+    timed(None)  # warm up: the first call in a new context may be slower
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`python -m fa_ops demo`: a real Llama through all three doors, side by side."""
+"""`python -m fa_ops demo`: a real Llama through all three entry points, side by side."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,9 @@ CAPTION = (
 
 @dataclass
 class ModelRun:
-    """What one way of running the model gave."""
+    """The results of running the model in one mode."""
 
-    way: str
+    mode: str
     tokens: Tensor | None = None
     text: str = ""
     prefill: dict[int, float] = field(default_factory=dict)  # seconds by length
@@ -38,11 +39,18 @@ class ModelRun:
     error: str = ""
 
 
-def run(prompt: str, device: str, tokens: int) -> None:
+def run(
+    prompt: Annotated[
+        str, typer.Option(help="the question for the model")
+    ] = "In one sentence: why is the sky blue?",
+    device: options.Device = "auto",
+    tokens: Annotated[int, typer.Option(min=1, max=512, help="number of tokens to generate")] = 24,
+) -> None:
+    """Run a Llama with eager attention, SDPA, attn_implementation="fa_ops" and torch.compile."""
     device = options.device(device)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # into a file, as wide as the table needs
+        console.width = 160  # the table's width in a file
     if packages := smollm.missing():
         quoted = " ".join(f"'{name}'" if ">" in name else name for name in packages)
         console.print(f"the demo needs packages that are not installed: pip install {quoted}")
@@ -54,14 +62,14 @@ def run(prompt: str, device: str, tokens: int) -> None:
             model = smollm.load(device, dtype)
         question = model.ask(prompt)
         results = [
-            _measure(way, prepare, model, question, tokens, device, steps)
-            for way, prepare in WAYS.items()
+            _measure(mode, prepare, model, question, tokens, device, steps)
+            for mode, prepare in MODES.items()
         ]
         where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
         where = f"{where}, {str(dtype).removeprefix('torch.')}"
         console.print(_table(results, prompt, where))
         _direct_call(console, model.net.config, device, dtype)
-    errors = [f"{result.way}: {result.error}" for result in results if result.error]
+    errors = [f"{result.mode}: {result.error}" for result in results if result.error]
     for error in errors:
         console.print(error, markup=False)
     if errors:
@@ -69,7 +77,7 @@ def run(prompt: str, device: str, tokens: int) -> None:
 
 
 class _Steps:
-    """Says what is going on: a spinner while it lasts, a line with the time when it is done."""
+    """Reports progress: a spinner during a step, then a line with the time that it took."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -92,10 +100,10 @@ def _implementation(name: str) -> Callable[[torch.nn.Module], None]:
 
 
 def _compile(net: torch.nn.Module) -> None:
-    """Compile eager attention with the fusion pass, one graph that serves every layer.
+    """Compile eager attention with the fusion pass, with one graph for all layers.
 
-    A layer gets its own layer of the cache, which has the same `update`: then nothing in the graph
-    depends on the layer's index.
+    Each layer is passed its layer of the cache, which has the same `update` as the whole cache, so
+    that the graph does not depend on the layer's index.
     """
     import compile_passes
 
@@ -106,7 +114,7 @@ def _compile(net: torch.nn.Module) -> None:
     def layer_forward(layer, hidden_states, **kwargs):
         return type(layer).forward(layer, hidden_states, **kwargs)
 
-    def own_cache(index: int, layer: torch.nn.Module):
+    def forward_with_layer_cache(index: int, layer: torch.nn.Module):
         def forward(hidden_states, past_key_values=None, **kwargs):
             cache = None if past_key_values is None else past_key_values.layers[index]
             return layer_forward(layer, hidden_states, past_key_values=cache, **kwargs)
@@ -114,10 +122,10 @@ def _compile(net: torch.nn.Module) -> None:
         return forward
 
     for index, layer in enumerate(net.model.layers):
-        layer.forward = own_cache(index, layer)
+        layer.forward = forward_with_layer_cache(index, layer)
 
 
-WAYS = {
+MODES = {
     "eager": _implementation("eager"),
     "sdpa": _implementation("sdpa"),
     "fa_ops": _implementation("fa_ops"),
@@ -125,12 +133,12 @@ WAYS = {
 }
 
 
-def _measure(way, prepare, model: smollm.Model, question, tokens, device, steps) -> ModelRun:
-    result = ModelRun(way)
+def _measure(mode, prepare, model: smollm.Model, question, tokens, device, steps) -> ModelRun:
+    result = ModelRun(mode)
     net = model.net
     try:
         prepare(net)
-        with steps(f"{way}: {'compiling and ' * (prepare is _compile)}answering"):
+        with steps(f"{mode}: {'compiling and ' * (prepare is _compile)}answering"):
             answer = net.generate(
                 question,
                 attention_mask=torch.ones_like(question),
@@ -141,9 +149,9 @@ def _measure(way, prepare, model: smollm.Model, question, tokens, device, steps)
         result.text = model.text(result.tokens)
         fused = measure.attention_calls(lambda: _prefill(net, question))
         result.fused = f"{fused} of {net.config.num_hidden_layers}"
-        with steps(f"{way}: prefill at {' and '.join(map(str, LENGTHS))} tokens"):
+        with steps(f"{mode}: prefill at {' and '.join(map(str, LENGTHS))} tokens"):
             _time_prefill(result, net, question, device)
-    except Exception as error:  # one way that cannot run must not hide the others
+    except Exception as error:  # run the other modes even if one fails
         result.error = f"{type(error).__name__}: {error}"
     return result
 
@@ -156,7 +164,7 @@ def _prefill(net: torch.nn.Module, ids: Tensor) -> None:
 
 
 def _time_prefill(result: ModelRun, net: torch.nn.Module, question: Tensor, device: str) -> None:
-    """Time every length, and note the memory of the longest."""
+    """Time the prefill of every length, and record the peak memory of the longest."""
     ids = question.repeat(1, LENGTHS[-1] // question.shape[1] + 1)
     for length in LENGTHS:
 
@@ -166,14 +174,14 @@ def _time_prefill(result: ModelRun, net: torch.nn.Module, question: Tensor, devi
         def step(length: int = length) -> None:
             result.prefill[length] = measure.typical_seconds(prefill, device)
 
-        if device == "cuda":  # kernels are compiled and chosen by shape
+        if device == "cuda":  # warm up, as kernels are compiled for each shape
             prefill()
         result.memory = measure.peak_memory(step, device)
 
 
 def _table(results: list[ModelRun], prompt: str, where: str) -> Table:
     table = Table(title=f"“{prompt}” on {where}", show_lines=True, caption=CAPTION)
-    table.add_column("way")
+    table.add_column("mode")
     table.add_column("text", ratio=1)
     table.add_column("tokens equal\neager's")
     for length in LENGTHS:
@@ -182,12 +190,12 @@ def _table(results: list[ModelRun], prompt: str, where: str) -> Table:
     table.add_column("attention\ncores fused")
     for result in results:
         if result.error:
-            table.add_row(result.way, "[red]failed, see below[/]")
+            table.add_row(result.mode, "[red]failed, see below[/]")
             continue
         times = [f"{result.prefill[length] * 1e3:.0f} ms" for length in LENGTHS]
-        memory = "not known" if result.memory is None else f"{result.memory / 2**20:.0f} MiB"
+        memory = "unknown" if result.memory is None else f"{result.memory / 2**20:.0f} MiB"
         equal = _agreement(result.tokens, results[0].tokens)
-        table.add_row(result.way, result.text, equal, *times, memory, result.fused)
+        table.add_row(result.mode, result.text, equal, *times, memory, result.fused)
     return table
 
 
@@ -202,7 +210,7 @@ def _agreement(tokens: Tensor, reference: Tensor | None) -> str:
 
 
 def _direct_call(console: Console, config, device: str, dtype: torch.dtype) -> None:
-    """The model's attention as one call of the function, against SDPA."""
+    """Compare one call of the function, at the model's shape, with SDPA."""
     heads, S, D = (config.num_attention_heads, config.num_key_value_heads), LENGTHS[-1], 64
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(1, heads[0], S, D), (1, heads[1], S, D), (1, heads[1], S, D)]

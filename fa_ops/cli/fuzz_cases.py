@@ -1,4 +1,4 @@
-"""One random call against the oracle: which one a number means, and how it went."""
+"""Random calls by number, and the outcome of comparing each with the oracle."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ import torch
 from fa_ops import cache_checks, checks, dispatch
 from fa_ops.call import CACHED, DENSE, PACKED, Call
 from fa_ops.testing import Arena, CacheCase, assert_right, draws
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 
-KINDS = ("dense", "packed", "dense", "cached", "dense")  # of families 0, 1, 2, ... and on
-TRIES = 2000  # draws that a backend may refuse before the search for one ends
+KINDS = ("dense", "packed", "dense", "cached", "dense")  # repeated over the numbers of families
+MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
 
 
 class Target(NamedTuple):
-    """What is tried, and where."""
+    """The backend to test, its device, and the dtypes of the calls."""
 
     backend: str
     device: str
     dtypes: tuple[torch.dtype, ...]
-    arena: bool = False  # margins around all tensors are checked, and all calls are at some edge
+    arena: bool = False  # draw edge cases only, and check margins around all tensors
 
 
 class Outcome(NamedTuple):
-    """How a case went."""
+    """The result of one case."""
 
     target: Target
     family: int
     case: int
     kind: str = ""
-    gradients: bool = False  # whether they were compared too
+    gradients: bool = False  # whether gradients were compared as well
     features: Sequence[str] = ()
     error: str | None = None
-    spoils: bool = False  # the process cannot use its device any more
+    device_lost: bool = False  # the process cannot use its device any more
 
 
 class FuzzRun(NamedTuple):
-    """Cases `first` to `last - 1` of a family."""
+    """Cases `first` to `last - 1` of a family, for one target."""
 
     target: Target
     family: int
@@ -52,7 +52,7 @@ class FuzzRun(NamedTuple):
 
 
 def outcomes(run: FuzzRun) -> Iterator[Outcome]:
-    """Try the run's cases, one after the other."""
+    """Run the cases in order."""
     try:
         family = family_of(run.target, run.family)
     except Exception as error:
@@ -74,15 +74,15 @@ def _outcome(target: Target, number: int, index: int, family: draws.Family) -> O
         return result._replace(gradients=compared)
     except AssertionError as error:
         return result._replace(error=str(error))
-    except Exception as error:  # one that cannot run must not hide the others
-        broken = target.device == "cuda" and _device_is_broken()
-        return result._replace(error=f"{case}: {_message(error)}", spoils=broken)
+    except Exception as error:  # run the other cases even if one fails
+        lost = target.device == "cuda" and _device_is_lost()
+        return result._replace(error=f"{case}: {_message(error)}", device_lost=lost)
 
 
-def _device_is_broken() -> bool:
+def _device_is_lost() -> bool:
     try:
         torch.cuda.synchronize()
-    except RuntimeError:  # an illegal address stays with the process
+    except RuntimeError:  # after an illegal access the CUDA context is unusable
         return True
     return False
 
@@ -92,20 +92,22 @@ def _message(error: Exception) -> str:
 
 
 def family_of(target: Target, number: int) -> draws.Family:
-    """The first draw of that number that the backend takes.
+    """Family `number`: the first draw for this number that the backend supports.
 
     Raises:
-        LookupError: it takes none.
+        LookupError: the backend supports none of `MAX_DRAWS` draws.
     """
     kind = KINDS[number % len(KINDS)]
-    for attempt in range(TRIES):
+    for attempt in range(MAX_DRAWS):
         pick = random.Random(f"{number}.{attempt}").choice
         family = draws.family(pick, kind, target.dtypes, True if target.arena else None)
         case = family.case(pick, target.device)
         reason = refusal(target.backend, case)
         if reason is None:
             return family
-    raise LookupError(f"{target.backend} took none of {TRIES} {kind} calls; of the last: {reason}")
+    raise LookupError(
+        f"{target.backend} supports none of {MAX_DRAWS} {kind} calls; the last one: {reason}"
+    )
 
 
 def _case_of(target: Target, number: int, index: int, family: draws.Family) -> draws.AnyCase:
@@ -113,9 +115,9 @@ def _case_of(target: Target, number: int, index: int, family: draws.Family) -> d
         pick = random.Random(f"{number}.{index}.{attempt}").choice
         case = family.case(pick, target.device)
         if not isinstance(case, CacheCase) or refusal(target.backend, case) is None:
-            return case  # sizes do not change what a backend says of dense and packed calls
-        if attempt == TRIES:
-            raise LookupError(f"{target.backend} takes one call in {TRIES} of {family} at most")
+            return case  # a backend supports dense and packed calls of a family in every size
+        if attempt == MAX_DRAWS:
+            raise LookupError(f"{target.backend} supports none of {MAX_DRAWS} calls of {family}")
 
 
 def refusal(backend: str, case: draws.AnyCase) -> str | None:
@@ -130,9 +132,9 @@ def refusal(backend: str, case: draws.AnyCase) -> str | None:
 
 @contextlib.contextmanager
 def strict(target: Target) -> Iterator[None]:
-    """In a `with` block, memory that a backend allocates and does not write shows.
+    """In a `with` block, memory that a backend allocates is NaN until it is written.
 
-    Triton's interpreter is treated as a GPU is: lengths and pages are not checked for it.
+    For Triton's interpreter lengths and pages are not checked, as on a GPU.
     """
     with contextlib.ExitStack() as patches:
         patches.enter_context(poisoned_memory(target.backend))

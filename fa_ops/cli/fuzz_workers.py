@@ -1,4 +1,4 @@
-"""Processes that try random calls side by side, and what becomes of those that crash or hang."""
+"""Worker processes that run random calls in parallel, and are replaced if they crash or hang."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, outcomes, strict
 
-PATIENCE = 100.0  # seconds for a case, compilation and the start of the process included
+TIMEOUT = 100.0  # seconds for a case, including compilation and the start of the process
 
 
 def fuzz(runs: Iterable[FuzzRun], workers: int, seconds: float | None) -> Iterator[Outcome]:
-    """Try the runs in as many processes, or in this one if `workers` is 0, until time is up.
+    """Run the cases in `workers` processes, or in this one for 0 workers, until time is up.
 
-    A process that ends or says nothing for long fails the case that it was at, and another goes on
-    behind that. After an error of the device, a process is not used any more either.
+    If a process ends or exceeds the timeout, its current case fails, and a new process continues
+    with the next one. A process that lost its device is replaced as well.
     """
     deadline = time.monotonic() + (seconds or float("inf"))
     if workers == 0:
@@ -41,8 +41,8 @@ def fuzz(runs: Iterable[FuzzRun], workers: int, seconds: float | None) -> Iterat
                 return
             ready = wait([worker.pipe for worker in busy], min(1.0, remaining))
             for worker in busy:
-                if worker.pipe in ready or worker.silence() > PATIENCE:
-                    yield from worker.news()
+                if worker.pipe in ready or worker.silence() > TIMEOUT:
+                    yield from worker.receive()
                 if worker.run is None and waiting:
                     worker.start(waiting.popleft())
     finally:
@@ -51,7 +51,7 @@ def fuzz(runs: Iterable[FuzzRun], workers: int, seconds: float | None) -> Iterat
 
 
 class _Worker:
-    """A process, and the run it is at; replaced when it cannot go on."""
+    """A process, which is replaced if it crashes, hangs or loses its device, and its run."""
 
     def __init__(self) -> None:
         self.process: multiprocessing.Process | None = None
@@ -60,35 +60,40 @@ class _Worker:
     def start(self, run: FuzzRun) -> None:
         if self.process is None:
             context = multiprocessing.get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.pipe, child_pipe = context.Pipe()
+            self.process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
             self.process.start()
-            theirs.close()
-        self.run, self.heard = run, time.monotonic()
+            child_pipe.close()
+        self.run, self.last_message = run, time.monotonic()
         self.pipe.send(run)
 
     def silence(self) -> float:
-        return time.monotonic() - self.heard
+        """Seconds since the last message from the process."""
+        return time.monotonic() - self.last_message
 
-    def news(self) -> Iterator[Outcome]:
-        """What the process says now: an outcome, the end of its run, or nothing any more."""
-        run = self.run
+    def receive(self) -> Iterator[Outcome]:
+        """Yield the outcome that the process has sent, or a failure if it crashed or hangs."""
+        hang = self._failure(f"no result after {TIMEOUT:.0f} s")
         try:
-            outcome: Outcome | None = self.pipe.recv() if self.pipe.poll() else _hang(run)
+            outcome: Outcome | None = self.pipe.recv() if self.pipe.poll() else hang
         except (EOFError, OSError):
             self.process.join(10)
-            outcome = _crash(run, self.process.exitcode)
-        self.heard = time.monotonic()
+            outcome = self._failure(f"the process ended with status {self.process.exitcode}")
+        self.last_message = time.monotonic()
         if outcome is None:
             self.run = None
             return
         yield outcome
-        self.run = run._replace(first=outcome.case + 1)
-        if outcome.error is not None and outcome.spoils:
+        self.run = self.run._replace(first=outcome.case + 1)
+        if outcome.error is not None and outcome.device_lost:
             self.end()
             rest, self.run = self.run, None
             if rest.first < rest.last:
                 self.start(rest)
+
+    def _failure(self, error: str) -> Outcome:
+        run = self.run
+        return Outcome(run.target, run.family, run.first, error=error, device_lost=True)
 
     def end(self) -> None:
         if self.process is not None:
@@ -98,18 +103,8 @@ class _Worker:
             self.process = None
 
 
-def _hang(run: FuzzRun) -> Outcome:
-    error = f"no result after {PATIENCE:.0f} s"
-    return Outcome(run.target, run.family, run.first, error=error, spoils=True)
-
-
-def _crash(run: FuzzRun, status: int | None) -> Outcome:
-    error = f"the process ended with status {status}"
-    return Outcome(run.target, run.family, run.first, error=error, spoils=True)
-
-
 def _serve(pipe: Connection) -> None:
-    """What a worker process does: run after run, until the other side is gone."""
+    """The main function of a worker process: execute runs until the pipe is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -119,6 +114,6 @@ def _serve(pipe: Connection) -> None:
         with strict(run.target):
             for outcome in outcomes(run):
                 pipe.send(outcome)
-                if outcome.spoils:
+                if outcome.device_lost:
                     return
         pipe.send(None)

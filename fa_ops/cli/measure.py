@@ -1,4 +1,4 @@
-"""Time, memory and attention calls of one step."""
+"""Measure one step of a program: time, memory, attention calls and kernels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ import fa_ops
 from fa_ops import planning
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def seconds(step: Callable[[], object], device: str) -> float:
-    synchronize(device)
+    """Wall time of one step, with the device synchronised before and after."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
     step()
-    synchronize(device)
+    synchronize()
     return time.perf_counter() - start
 
 
 def typical_seconds(step: Callable[[], object], device: str, budget: float = 4.0) -> float:
-    """The median over as many runs as fit the budget: at least one, at most nine."""
+    """Median seconds over as many steps as fit the budget in seconds, from one to nine."""
     times = [seconds(step, device)]
     while len(times) < 9 and sum(times) + times[0] < budget:
         times.append(seconds(step, device))
@@ -37,10 +34,10 @@ def typical_seconds(step: Callable[[], object], device: str, budget: float = 4.0
 
 
 def peak_memory(step: Callable[[], object], device: str) -> int | None:
-    """The most bytes that a step holds above what was held before it; None where nothing tells.
+    """Peak bytes during a step above those held before it; None if the system cannot report it.
 
-    On a GPU: what torch's allocator handed out. On a CPU: the process's resident memory, after the
-    allocator has given back what is free.
+    On a GPU this counts torch's allocations. On a CPU it is the growth of the process's resident
+    memory, after free memory has been returned to the system.
     """
     gc.collect()
     if device == "cuda":
@@ -53,7 +50,7 @@ def peak_memory(step: Callable[[], object], device: str) -> int | None:
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
     except OSError:
         step()
         return None
@@ -68,9 +65,9 @@ def _resident(field: str) -> int:
 
 
 def attention_calls(step: Callable[[], object]) -> int:
-    """How many attention calls of fa_ops a step makes: by its function, or as the operator.
+    """The number of attention calls of a step, by the public function or by the operator.
 
-    Compiled code calls the operator; the function may reach a backend without it.
+    Compiled code calls the operator; the function may call a backend without the operator.
     """
     calls, within = 0, False
     attention, prepared_for = fa_ops.attention, planning.prepared_for
@@ -97,7 +94,7 @@ def attention_calls(step: Callable[[], object]) -> int:
 
 
 def kernels(step: Callable[[], object]) -> list[str]:
-    """The names of the CUDA kernels that a step runs, in order, each once."""
+    """The names of the CUDA kernels that a step runs, in order, without duplicates."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()

@@ -1,49 +1,61 @@
-"""Options that several commands have. All raise typer.BadParameter, which ends with status 2."""
+"""Options shared by several commands. Errors are typer.BadParameter, which exits with status 2."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
 
 
 def device(name: str) -> str:
-    """ "cuda" or "cpu"; "auto" is the first of them that torch sees."""
+    """ "cuda" or "cpu"; "auto" is cuda if torch finds a device."""
     if name not in ("auto", "cuda", "cpu"):
         raise typer.BadParameter(f"device must be auto, cuda or cpu, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("device cuda was asked for, and torch sees none")
+        raise typer.BadParameter("device is cuda, but torch finds no CUDA device")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def words(option: str | None) -> list[str]:
-    """What stands between the commas, each once."""
-    found = [word.strip() for word in (option or "").split(",")]
-    return [word for word in dict.fromkeys(found) if word]
+    """The comma-separated words of an option, without duplicates."""
+    stripped = [word.strip() for word in (option or "").split(",")]
+    return [word for word in dict.fromkeys(stripped) if word]
 
 
 def matching(option: str | None, names: Collection[str], what: str) -> list[str]:
-    """The names that contain one of the words; all of them where there is no word."""
-    wanted = words(option)
-    for word in wanted:
+    """The names that contain one of the option's words; all names if it has none."""
+    chosen = words(option)
+    for word in chosen:
         if not any(word in name for name in names):
             raise typer.BadParameter(f"no {what} is called {word!r}; there are: {'; '.join(names)}")
-    return [name for name in names if not wanted or any(word in name for word in wanted)]
+    return [name for name in names if not chosen or any(word in name for word in chosen)]
 
 
 def one_of(option: str, values: Collection | None, allowed: Collection) -> list:
-    """The values, each once; all that are allowed where none is given."""
+    """The values without duplicates, all of which must be allowed; without values, all allowed."""
     for value in values or ():
         if value not in allowed:
             known = ", ".join(map(str, allowed))
-            raise typer.BadParameter(f"{option} must be of {known}, got {value!r}")
+            raise typer.BadParameter(f"{option} must be one of {known}, got {value!r}")
     return list(dict.fromkeys(values or allowed))
 
 
-def in_a_folder(path: Path | None) -> Path | None:
-    """A callback: a file that can be written when all is measured."""
+def in_existing_folder(path: Path | None) -> Path | None:
+    """A typer callback that refuses a file in a folder that does not exist."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"no such folder: {path.parent}")
     return path
+
+
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="write all results to this file", callback=in_existing_folder),
+]
+Only = Annotated[
+    str | None,
+    typer.Option(help="comma-separated words; measure only what contains one of them in its name"),
+]

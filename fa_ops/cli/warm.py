@@ -1,9 +1,10 @@
-"""`python -m fa_ops warm`: the first calls on a Hopper GPU find their kernels compiled."""
+"""`python -m fa_ops warm`: compile Hopper kernels into the cache before their first call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -11,10 +12,18 @@ from fa_ops.backends.hopper import compiler, warm
 from fa_ops.cli import options
 
 
-def run(head_dims: Sequence[int] | None, dtypes: Sequence[str] | None) -> None:
+def run(
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="64, 128, 192 or 256; repeatable; default: all")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
+    ] = None,
+) -> None:
+    """Compile the Hopper kernels of common calls into the cache, with or without a GPU."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
-    head_dims = options.one_of("--head-dim", head_dims, warm.HEAD_DIMS)
-    dtypes = options.one_of("--dtype", dtypes, tuple(known))
+    head_dims = options.one_of("--head-dim", head_dim, warm.HEAD_DIMS)
+    dtypes = options.one_of("--dtype", dtype, tuple(known))
     console = Console(highlight=False)
     variants = list(warm.variants(head_dims, [known[name] for name in dtypes]))
     try:

@@ -1,7 +1,4 @@
-"""What tests of attention need: inputs, a naive baseline, error budgets, an oracle to meet.
-
-Public: test your models with it.
-"""
+"""Public utilities for testing attention: input factories, error budgets, an oracle comparison."""
 
 from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, naive

@@ -1,4 +1,4 @@
-"""Every function by which a backend allocates uninitialised memory, to be replaced in a test."""
+"""Replace every function by which a backend allocates uninitialised memory, or fill it with NaN."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _TORCH = [
     (torch, "empty"),
@@ -22,42 +23,63 @@ _TORCH = [
 ]
 
 
-def _of_hopper() -> list[tuple[object, str]]:
-    """`empty` in every module that allocates by that name, repeated calls included."""
+def _hopper_allocators() -> list[tuple[object, str]]:
+    """`empty` in every Hopper module that defines it, those of repeated calls included."""
     from fa_ops.backends import hopper
 
-    names = [one.name for one in pkgutil.iter_modules(hopper.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(hopper.__path__)]
     modules = [importlib.import_module(f"{hopper.__name__}.{name}") for name in names]
     return [(module, "empty") for module in modules if hasattr(module, "empty")]
 
 
 @contextlib.contextmanager
 def replaced(
-    wrap: Callable[[Tensor], Tensor], backend: str, own: Callable[[Tensor], Tensor] | None = None
+    wrap: Callable[[Tensor], Tensor],
+    backend: str,
+    wrap_hopper: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[None]:
-    """In a `with` block, whoever allocates uninitialised memory gets `wrap(x)` instead of x.
+    """In a `with` block, allocating uninitialised memory returns `wrap(x)` instead of x.
 
     Tensors on the meta device stay as they are.
 
     Args:
-        backend: whose own functions for this are replaced too.
-        own: what wraps the results of those; `wrap` unless given.
+        backend: the backend whose allocation functions are replaced in addition to torch's.
+        wrap_hopper: applied instead of `wrap` to what the Hopper backend's functions return.
     """
     with contextlib.ExitStack() as patches:
 
-        def put(owner: object, name: str, function: Callable | None) -> None:
+        def patch(owner: object, name: str, function: Callable | None) -> None:
             patches.enter_context(mock.patch.object(owner, name, function))
 
         for owner, name in _TORCH:
-            put(owner, name, _wrapped(getattr(owner, name), wrap))
+            patch(owner, name, _wrapped(getattr(owner, name), wrap))
         if backend == "hopper":
-            for owner, name in _of_hopper():
-                put(owner, name, _wrapped(getattr(owner, name), own or wrap))
+            for owner, name in _hopper_allocators():
+                patch(owner, name, _wrapped(getattr(owner, name), wrap_hopper or wrap))
         if backend == "triton":
             from fa_ops.backends.triton import launch
 
-            put(launch, "_empty_strided_cuda", None)  # it then uses torch.empty_strided
+            patch(launch, "_empty_strided_cuda", None)  # it then uses torch.empty_strided
         yield
+
+
+@contextlib.contextmanager
+def poisoned_memory(backend: str = "hopper") -> Iterator[None]:
+    """In a `with` block, uninitialised tensors of torch and of the named backend hold NaN.
+
+    A kernel that skips part of its output then fails. The Hopper backend's workspaces, which are
+    1-D, are left as they are.
+    """
+    _device_constructors()  # torch caches this set, which must hold the unpatched functions
+    with replaced(_with_nan, backend, lambda x: _with_nan(x) if x.dim() > 1 else x):
+        yield
+
+
+def _with_nan(x: Tensor) -> Tensor:
+    if x.dtype.is_floating_point:
+        with torch.no_grad():
+            x.fill_(float("nan"))
+    return x
 
 
 def _wrapped(allocate: Callable, wrap: Callable[[Tensor], Tensor]) -> Callable:

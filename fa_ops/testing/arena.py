@@ -1,4 +1,4 @@
-"""Buffers with margins around each tensor, which show what a kernel writes outside its outputs."""
+"""Buffers with margins around each tensor, which reveal writes outside a kernel's outputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fa_ops.testing import allocators
 
-MARGIN = 1 << 14  # bytes on either side, at least; as many as the tensor has, if those are more
-FILL = 0xFF  # NaN in every float dtype, -1 in integers: reading a margin shows as well
+MARGIN = 1 << 14  # minimal bytes on either side; a larger tensor has margins of its own size
+FILL = 0xFF  # NaN in every float dtype, -1 in integers: reading a margin changes results too
 
 
 class Arena:
-    """Places tensors inside larger buffers; `check` finds what was written around them.
+    """Places tensors inside larger buffers; `check` finds writes outside the tensors.
 
     Example:
         >>> arena = Arena()
@@ -29,11 +29,11 @@ class Arena:
         self._buffers: list[tuple[Tensor, int, int, Tensor | None]] = []
 
     def placed(self, x: Tensor, read_only: bool = True) -> Tensor:
-        """The same numbers with the same strides, between margins.
+        """Copy x, with its strides, into a buffer with margins.
 
         Args:
-            read_only: whether `check` also compares what x holds, and what lies between its
-                elements, with what they are now.
+            read_only: whether `check` also verifies that the copy, and the memory between its
+                elements, has not changed.
         """
         y = self._allocated(x)
         span = _span(x)
@@ -47,15 +47,15 @@ class Arena:
 
     @contextlib.contextmanager
     def outputs(self, backend: str) -> Iterator[None]:
-        """In a `with` block, whatever the backend allocates uninitialised lies between margins.
+        """In a `with` block, uninitialised memory that the backend allocates has margins.
 
-        What repeated calls allocate does too. Floating point memory is NaN until it is written.
+        Floating point memory is NaN until it is written.
         """
         with allocators.replaced(self._allocated, backend):
             yield
 
     def check(self) -> None:
-        """Raise AssertionError if a margin, or a read-only tensor, has changed; forget them all."""
+        """Raise AssertionError if a margin or a read-only tensor has changed; drop all buffers."""
         buffers, self._buffers = self._buffers, []
         changed = []
         for buffer, first, last, content in buffers:
@@ -65,27 +65,27 @@ class Arena:
         if not changed:
             return
         counts = torch.stack(changed).tolist()  # one copy from the device
-        for (buffer, first, last, content), (before, behind, inside) in zip(buffers, counts):
+        for (buffer, first, last, content), (before, after, inside) in zip(buffers, counts):
             size = f"a tensor of {last - first} bytes on {buffer.device}"
             assert not before, f"{before} bytes before {size} were overwritten"
-            assert not behind, f"{behind} bytes behind {size} were overwritten"
+            assert not after, f"{after} bytes after {size} were overwritten"
             assert content is None or not inside, f"{inside} bytes of {size} were overwritten"
 
     def _allocated(self, x: Tensor) -> Tensor:
-        """A tensor like x, whose memory is `FILL`, in a buffer of its own."""
+        """A tensor with x's shape and strides, filled with `FILL`, in a buffer with margins."""
         bytes_of_x = _span(x) * x.element_size()
         margin = -(-max(MARGIN, bytes_of_x) // MARGIN) * MARGIN
         with torch.no_grad():
             buffer = torch.zeros(bytes_of_x + 2 * margin, dtype=torch.uint8, device=x.device)
             buffer.fill_(FILL)
-            y = torch.tensor([], dtype=x.dtype, device=x.device)  # no view, as results are not
+            y = torch.tensor([], dtype=x.dtype, device=x.device)  # results must not be views
             y.set_(buffer.untyped_storage(), margin // x.element_size(), x.shape, x.stride())
         self._buffers.append((buffer, margin, margin + bytes_of_x, None))
         return y
 
 
 def _span(x: Tensor) -> int:
-    """How many elements lie between the first and the last one in memory, both included."""
+    """The number of elements of memory from x's first element to its last, both included."""
     if x.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))

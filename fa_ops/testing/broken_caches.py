@@ -1,7 +1,7 @@
-"""What a call over a cache means whose lengths and pages are partly outside the cache.
+"""The meaning of calls over a cache with lengths or pages that lie outside the cache.
 
-Where the host does not look at them (docs/decode.md): a length is cut to the cache's, a new key
-without a place is not written, and keys in pages that do not exist are absent.
+Where the host does not check them (docs/decode.md), lengths are clamped to the capacity, new keys
+beyond it are not written, and keys in pages that do not exist are masked out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fa_ops.backends import reference
 from fa_ops.types import Cache, Spec
 
 
-def error(k: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """The argument that a backend which looks at lengths and pages must name, if there is one."""
+def first_invalid_value(k: Tensor, cache: Cache, spec: Spec) -> str | None:
+    """The beginning of the error that a backend that checks lengths and pages must raise."""
     new = 0 if cache.key is None else cache.key.shape[2]
     table, size = cache.page_table, k.shape[1]
     for b, length in enumerate(spec.kv_lens.tolist()):
@@ -24,9 +24,9 @@ def error(k: Tensor, cache: Cache, spec: Spec) -> str | None:
             return f"kv_lens[{b}] is {length}, which"
         if table is not None:
             used = table[b, : -(-(length + new) // size)].tolist()
-            for at, page in enumerate(used):
+            for n, page in enumerate(used):
                 if not 0 <= page < len(k):
-                    return f"page_table[{b}, {at}] is {page}, but"
+                    return f"page_table[{b}, {n}] is {page}, but"
     return None
 
 
@@ -34,9 +34,11 @@ def _capacity(k: Tensor, cache: Cache) -> int:
     return k.shape[2] if cache.page_table is None else cache.page_table.shape[1] * k.shape[1]
 
 
-def meaning(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec, list[Tensor]]:
-    """The call that is meant, once new keys that have a place are written to k and v, and which
-    keys of each row are there. Pages that do not exist become page len(k), see `with_spare_page`.
+def valid_call(k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Cache, Spec, list[Tensor]]:
+    """Write the new keys that fit to k and v; return the valid call that remains.
+
+    The last result holds a bool tensor for each row of the batch: which of its keys exist. Pages
+    that do not exist are replaced by page len(k), which `with_spare_page` adds.
     """
     new = 0 if cache.key is None else cache.key.shape[2]
     capacity, table, size = _capacity(k, cache), cache.page_table, k.shape[1]
@@ -67,24 +69,22 @@ def _write(
 
 
 def with_spare_page(k: Tensor, v: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Paged caches with another page of zeros behind them."""
+    """Append a page of zeros to paged caches."""
     if cache.page_table is None:
         return k, v
     return tuple(torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
 
 
 def _with_spare_scale(scale: Tensor | None) -> Tensor | None:
-    """Scales of pages with another one for the spare page; those of heads as they are."""
+    """Append the spare page's scale to scales of pages; return scales of heads unchanged."""
     if scale is None or scale.dim() == 2:
         return scale
     return torch.cat([scale, torch.ones_like(scale[:1])])
 
 
-class Present:
-    """`attend` for `reference.cached`, to the keys alone that are there."""
-
-    def __init__(self, present: Sequence[Tensor], attend: Callable) -> None:
-        self.present, self.attend = iter(present), attend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-        return self.attend(q, k, v, spec._replace(attn_mask=next(self.present).view(1, 1, 1, -1)))
+def attend_present(present: Sequence[Tensor], attend: Callable) -> Callable:
+    """Wrap `attend`, which `reference.cached` calls once a row, to mask out missing keys."""
+    rows = iter(present)
+    return lambda q, k, v, spec: attend(
+        q, k, v, spec._replace(attn_mask=next(rows).view(1, 1, 1, -1))
+    )

@@ -1,7 +1,7 @@
-"""The error budget: against the fp64 oracle, at most twice a naive computation's, plus 1e-5.
+"""The error budget: at most twice a naive computation's error against the fp64 oracle, plus 1e-5.
 
-Naive is attention as one writes it by hand, or the flash algorithm in exact arithmetic whose
-weights, gradients of scores and results are rounded, whichever is farther off.
+The naive error is that of attention written by hand, or that of the flash algorithm in exact
+arithmetic with rounded weights, score gradients and results, whichever is larger.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ FLOOR_FP64 = 1e-11
 def naive(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention as one writes it by hand: matmuls in the input dtype, softmax in fp32, weights
-    cast back. Differentiable.
-    """
+    """Attention written by hand: matmuls in the input dtype, softmax in fp32. Differentiable."""
     wide = reference.lse_dtype(q.dtype)
     return _attend(q, k, v, spec, first_batch, lambda s: s.to(wide), lambda p: p.to(q.dtype))
 
 
 def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[Tensor, Tensor]:
-    """Attention written out; `products` and `weights` say what becomes of those."""
+    """Attention with functions applied to q @ k^T (`products`) and to the weights (`weights`)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if spec.softcap > 0 and q.dtype != torch.float64:  # what float32 can divide and multiply by
+    if spec.softcap > 0 and q.dtype != torch.float64:  # keep it within float32's range
         spec = spec._replace(softcap=min(max(spec.softcap, 1e-30), 1e30))
     s = reference.modify_scores(products(q @ k.transpose(-1, -2)), spec, q.shape[-1])
     p, lse = reference.weights(s, spec.sinks)
@@ -48,7 +46,7 @@ def _attend(q, k, v, spec: Spec, first_batch: int, products, weights) -> tuple[T
 
 
 class _RoundedWeights(torch.autograd.Function):
-    """To numbers that `dtype` has; gradients pass as they are."""
+    """Round values to `dtype`; pass gradients through unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +58,7 @@ class _RoundedWeights(torch.autograd.Function):
 
 
 class _RoundedGradients(torch.autograd.Function):
-    """Gradients become numbers that `dtype` has, counted in `unit`."""
+    """Pass values through unchanged; round gradients to multiples of `unit` in `dtype`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype, unit: float) -> Tensor:
@@ -75,8 +73,8 @@ class _RoundedGradients(torch.autograd.Function):
 def flash(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What every flash kernel of this dtype rounds, and nothing else. Differentiable."""
-    scale = default_scale(spec, q.shape[-1]) or 1.0  # gradients are rounded before it
+    """Attention with only the roundings that every flash kernel of `dtype` has. Differentiable."""
+    scale = default_scale(spec, q.shape[-1]) or 1.0  # gradients are rounded before scaling
     return _attend(
         q, k, v, spec, first_batch,
         lambda s: _RoundedGradients.apply(s, dtype, scale),
@@ -87,18 +85,18 @@ def flash(
 def assert_within_budget(
     name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, noise: Tensor | None = None
 ) -> None:
-    """Compare a result with the oracle, given what a naive computation gets.
+    """Compare a result with the oracle, allowing twice the error of a naive computation.
 
-    In 16 bits the naive error counts as at least half an ulp of the largest number: a result of few
-    numbers escapes the rounding of weights and output by luck.
+    In 16 bits the naive error counts as at least half an ulp of the largest number, because the
+    error of a result with few elements may be small by chance.
 
     Args:
-        noise: what the baseline's error would typically be, where it is a sum of so few numbers
-            that it may be small by luck.
+        noise: the typical error of the baseline, for results that are sums of so few numbers that
+            the actual error may be small by chance.
 
     Raises:
         AssertionError: max|actual - oracle| > 2 max|baseline - oracle| + 1e-5 max(1, |oracle|)
-            (1e-11 in fp64), or NaN and Inf stand in other places.
+            (1e-11 in fp64), or NaN or Inf are at other positions.
     """
     floor = FLOOR_FP64 if actual.dtype == torch.float64 else FLOOR
     half_ulp = torch.finfo(actual.dtype).eps / 2 if actual.dtype.itemsize == 2 else 0.0
@@ -117,15 +115,15 @@ def assert_within_budget(
     ]
     if noise is not None:
         sizes.append(noise.abs().max().to(oracle))
-    # one copy from the device: calls on a GPU that others share wait long for each
-    wrong, error, largest, *known = torch.stack([differs.any().to(oracle), *sizes]).tolist()
+    # a single copy from the device, as each one synchronises
+    wrong, error, largest, *naive_errors = torch.stack([differs.any().to(oracle), *sizes]).tolist()
     if wrong:
         kind, *index = differs.nonzero()[0].tolist()
         raise AssertionError(f"{name}: {kinds[kind].__name__} differs at {index}")
-    known = max(*known, half_ulp * largest)
-    budget = 2 * known + floor * max(1.0, largest)
+    naive_error = max(*naive_errors, half_ulp * largest)
+    budget = 2 * naive_error + floor * max(1.0, largest)
     assert error <= budget, (
-        f"{name}: error {error:.3e} over the budget {budget:.3e} (naive: {known:.3e})"
+        f"{name}: error {error:.3e} over the budget {budget:.3e} (naive: {naive_error:.3e})"
     )
 
 
@@ -136,10 +134,11 @@ def _largest(x: Tensor, where: Tensor) -> Tensor:
 def assert_close_to_oracle(
     case: Case | PackedCase, backend: str, gradients: bool = True, arena: Arena | None = None
 ) -> None:
-    """Run `fa_ops.attention` (or `attention_varlen`) on the case with the named backend.
+    """Compare the operator on a case, run by the named backend, with the oracle.
 
     Args:
-        arena: where inputs and results then lie; what is written beside them is an error.
+        gradients: whether to compare gradients as well.
+        arena: allocate inputs and results in it, and check that nothing outside them is written.
 
     Raises:
         AssertionError: out, lse or a gradient is outside the budget; the message is the case's
@@ -150,9 +149,9 @@ def assert_close_to_oracle(
     if gradients:
         dtypes |= {"mirrored": inputs[0].dtype, "flash": torch.float64}
     others = {kind: _copies(*inputs, dtype) for kind, dtype in dtypes.items()}
-    plain = getattr(case, "features", case)
-    poison = Poison(case, *inputs) if plain.poison else None
-    judge = Ties(case, *inputs) if plain.integers else poison
+    features = getattr(case, "features", case)
+    poison = Poison(case, *inputs) if features.poison else None
+    exempt = Ties(case, *inputs) if features.integers else poison
     if arena is not None:
         *tensors, spec = inputs
         inputs = *map(arena.placed, tensors), spec._replace(**_each(spec, arena.placed))
@@ -160,12 +159,12 @@ def assert_close_to_oracle(
         actual = _Solution("actual", case, inputs, backend)
         out, lse = actual.results.values()
         clean = case.grad_outputs(out, lse) if gradients else None
-        seeds = clean
+        cotangents = clean
         if gradients and poison is not None:
-            seeds = poison.seeds(*case.grad_outputs(out, lse))
+            cotangents = poison.cotangents(*case.grad_outputs(out, lse))
         if gradients and arena is not None:
-            seeds = tuple(map(arena.placed, seeds))
-        actual.differentiate(seeds)
+            cotangents = tuple(map(arena.placed, cotangents))
+        actual.differentiate(cotangents)
     if arena is not None:
         arena.check()
     oracle, *baselines = (_Solution(kind, case, copies) for kind, copies in others.items())
@@ -173,20 +172,20 @@ def assert_close_to_oracle(
         solution.differentiate(clean, oracle.results["out"].detach())
     for name, value in actual.results.items():
         expected = oracle.results[name]
-        if judge is not None:
-            value = judge.judged(name, value.detach(), expected.detach())
-        known = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
+        if exempt is not None:
+            value = exempt.replaced(name, value.detach(), expected.detach())
+        baseline = _farthest(expected, *(b.results[name].to(value.dtype) for b in baselines))
         noise = _noise(name, value, oracle, baselines)
-        assert_within_budget(f"{case}: {name}", value, expected, known, noise)
+        assert_within_budget(f"{case}: {name}", value, expected, baseline, noise)
 
 
 def _noise(name: str, value: Tensor, oracle: _Solution, baselines: list) -> Tensor | None:
-    """What the error of a sum over all scores would typically be."""
+    """The typical error of a result that is a sum over all scores; None for other results."""
     if name not in oracle.terms:
         return None
     errors = [(b.terms[name] - oracle.terms[name]).double() for b in baselines]
     if name == "grad_attn_mask" and value.shape[-1] == 1:
-        # a row's terms share the errors of its lse and of its sum of grad_out * out
+        # the terms of a row share the errors of its lse and of its sum of grad_out * out
         errors = [error.sum(-1, keepdim=True) for error in errors]
     return torch.stack([e.square().sum_to_size(value.shape).sqrt() for e in errors])
 
@@ -195,9 +194,9 @@ def _each(spec: Spec, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]
     return {name: function(x) for name, x in spec._asdict().items() if isinstance(x, Tensor)}
 
 
-def _farthest(expected: Tensor, *found: Tensor) -> Tensor:
-    """Of each element the one that is farthest from what is expected."""
-    first, *others = found
+def _farthest(expected: Tensor, *candidates: Tensor) -> Tensor:
+    """Elementwise, the candidate with the largest distance from `expected`."""
+    first, *others = candidates
     for other in others:
         first = torch.where((other - expected).abs() > (first - expected).abs(), other, first)
     return first
@@ -206,7 +205,7 @@ def _farthest(expected: Tensor, *found: Tensor) -> Tensor:
 def _copies(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Spec]:
-    """The same problem in other memory, as `case.fresh(dtype)` gives it."""
+    """Copies of the inputs, equal to those of `case.fresh(dtype)`."""
 
     def copy(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
@@ -219,19 +218,23 @@ def _copies(
 
 
 class _Solution:
-    """One way to solve a case: its results by name, and the terms of those that are long sums."""
+    """The results of one computation of a case by name, and the terms of those that are long sums.
+
+    `kind` is "actual" for the operator, "oracle" for the reference, and "naive", "mirrored" or
+    "flash" for the baselines; "mirrored" is "naive" with rounding errors of the opposite sign.
+    """
 
     def __init__(
         self, kind: str, case: Case | PackedCase, inputs: tuple, backend: str | None = None
     ) -> None:
         self.kind, self.case, self.backend = kind, case, backend
-        self.plain = getattr(case, "features", case)
+        self.features = getattr(case, "features", case)
         self.terms: dict[str, Tensor] = {}
         q, k, v, spec = inputs
         self.mask = mask = spec.attn_mask
         self.differentiable_mask = mask is not None and mask.requires_grad
         if self.differentiable_mask and kind != "actual":
-            # the gradient of every score, to see what the mask's own is a sum of
+            # expanded, so that its gradient has one term for every score
             wide = mask.to(reference.lse_dtype(q.dtype))
             shape = (*q.shape[:3], k.shape[2])
             spec = spec._replace(attn_mask=wide.expand(shape))
@@ -240,18 +243,18 @@ class _Solution:
         self.results = {"out": out, "lse": lse}
 
     def differentiate(
-        self, seeds: tuple[Tensor, Tensor] | None, exact_out: Tensor | None = None
+        self, cotangents: tuple[Tensor, Tensor] | None, exact_out: Tensor | None = None
     ) -> None:
-        """Add the gradients, given those of out and lse."""
-        if seeds is None:
+        """Add the gradients to the results, given those of out and lse."""
+        if cotangents is None:
             return
         q, k, v, spec = self.inputs
-        wanted = {"q": q, "k": k, "v": v}
+        leaves = {"q": q, "k": k, "v": v}
         if self.differentiable_mask:
-            wanted["attn_mask"] = spec.attn_mask
+            leaves["attn_mask"] = spec.attn_mask
         if spec.sinks is not None:
-            wanted["sinks"] = spec.sinks
-        for name, grad in self._gradients(wanted, *seeds, exact_out).items():
+            leaves["sinks"] = spec.sinks
+        for name, grad in self._gradients(leaves, *cotangents, exact_out).items():
             self.results[f"grad_{name}"] = grad
         if self.differentiable_mask and self.kind != "actual":
             grad = self.terms["grad_attn_mask"] = self.results["grad_attn_mask"]
@@ -269,41 +272,41 @@ class _Solution:
             return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **options)
         attend = {
             "oracle": reference.dense,
-            "flash": functools.partial(flash, dtype=self.plain.dtype),
+            "flash": functools.partial(flash, dtype=self.features.dtype),
         }.get(self.kind, naive)
         if packing:
             return reference.varlen(q, k, v, *packing, spec, attend)
         return attend(q, k, v, spec)
 
     def _gradients(
-        self, wanted: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
+        self, leaves: dict, grad_out: Tensor, grad_lse: Tensor, exact_out: Tensor | None
     ) -> dict[str, Tensor]:
         out, lse, spec = self.results["out"], self.results["lse"], self.inputs[3]
         grad_out, grad_lse = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
-        if not self.plain.lse_grad:
+        if not self.features.lse_grad:
             grad_lse = torch.zeros_like(grad_lse)
         sign, summed = _SIGNS.get(self.kind), out
         if sign is not None:
             grad_out, grad_lse = _with_rounding(grad_out, grad_lse, out, lse, sign)
         if self.kind == "flash":
-            # the sum of grad_out * out is of what was rounded; autograd's own is of exact weights
-            error = grad_out * (out.detach().to(self.plain.dtype) - exact_out)
+            # a flash backward sums grad_out * out over the rounded out; autograd's sum is exact
+            error = grad_out * (out.detach().to(self.features.dtype) - exact_out)
             grad_lse = grad_lse - _per_row(error, lse).sum(-1)
             summed = exact_out
-        outputs, seeds = [out], [grad_out]
-        if self.plain.lse_grad or sign is not None or self.kind == "flash":
+        outputs, cotangents = [out], [grad_out]
+        if self.features.lse_grad or sign is not None or self.kind == "flash":
             outputs.append(lse.masked_fill(lse == float("-inf"), 0.0))
-            seeds.append(grad_lse)
+            cotangents.append(grad_lse)
         options = {"allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, **options)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, **options)
         if spec.sinks is not None:
             slope = grad_lse - _per_row(grad_out * summed, lse).sum(-1)
             share = torch.exp(spec.sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)
             self.terms["grad_sinks"] = (share * slope).transpose(-1, -2)
-        return dict(zip(wanted, grads))
+        return dict(zip(leaves, grads))
 
 
-_SIGNS = {"naive": 1.0, "mirrored": -1.0}  # of what a naive computation's rounding errors are
+_SIGNS = {"naive": 1.0, "mirrored": -1.0}  # by which simulated rounding errors are multiplied
 
 
 def _with_rounding(
@@ -311,10 +314,10 @@ def _with_rounding(
 ) -> tuple[Tensor, Tensor]:
     """Cotangents that give the naive gradients the errors of a flash backward's saved tensors.
 
-    Every flash backward reads exp(s - lse) and sum(grad_out * out) from what the forward rounded;
-    autograd through the naive computation keeps the unrounded weights. An error in lse scales its
-    row's gradients; one in the sum, which adds Dv numbers, acts as a cotangent of lse. Signs are
-    random times `sign`: an error one way may cancel what the other adds to.
+    Every flash backward computes exp(s - lse) and sum(grad_out * out) from rounded results of the
+    forward pass, whereas autograd through the naive computation keeps unrounded weights. An error
+    of lse scales the gradients of its row; an error of the sum, which has Dv terms, acts as a
+    cotangent of lse. Signs are random times `sign`, as errors of one sign may cancel others.
     """
     random = torch.Generator().manual_seed(0)
     signs = torch.randn((2, *lse.shape), generator=random).sign().to(lse.device) * sign
@@ -329,5 +332,5 @@ def _with_rounding(
 
 
 def _per_row(x: Tensor, lse: Tensor) -> Tensor:
-    """out-shaped x in lse's order of rows: packed, out is (T, Hq, Dv) and lse (Hq, T)."""
+    """x, shaped like out, with rows in lse's order: packed, out is (T, Hq, Dv) and lse (Hq, T)."""
     return x if lse.dim() == 3 else x.transpose(0, 1)

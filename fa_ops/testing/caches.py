@@ -1,4 +1,4 @@
-"""Key-value caches as data: one problem from a seed, contiguous or paged, and its oracle."""
+"""Problems over contiguous and paged key-value caches as data, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from fa_ops.backends import reference
 from fa_ops.testing import broken_caches
 from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_within_budget, naive
-from fa_ops.testing.inputs import INT_MAX, INT_MIN, anything
+from fa_ops.testing.inputs import (
+    INT_MAX,
+    INT_MIN,
+    random_sinks,
+    random_slopes,
+    short_repr,
+    with_invalid_values,
+)
 from fa_ops.testing.isolation import CachePoison
 from fa_ops.types import Cache, Spec, default_scale, longer
 
@@ -23,7 +30,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class CacheCase:
-    """`repr` is a line that recreates it."""
+    """One call over a key-value cache. `repr` is a line that recreates it."""
 
     B: int = 2
     Hq: int = 4
@@ -36,38 +43,33 @@ class CacheCase:
     device: str = "cpu"
     seed: int = 0
     fp8: bool = False
-    page_scales: bool = False  # of fp8: for each page instead of each row
+    page_scales: bool = False  # fp8 scales for each page instead of each row
     page_size: int = 0  # 0: contiguous
-    bshd: bool = True  # memory order of a contiguous cache
-    new: int = 0  # keys to append
-    shared: bool = False  # the value is a view of the key's first Dv columns
-    rotary: int = 0  # features that are rotated
+    bshd: bool = True  # a contiguous cache is (B, S, H, D) in memory
+    new: int = 0  # number of keys to append
+    shared: bool = False  # values are a view of the first Dv columns of the keys
+    rotary: int = 0  # number of features that are rotated
     interleaved: bool = False
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     scale: float | None = None
     alibi: str | None = None
-    sinks: bool | str = False  # as of Case
+    sinks: bool | str = False  # as in `Case`
     num_splits: int = 0
     batch_invariant: bool = False
     lens: tuple[int, ...] | None = None
-    magnitude: float = 1.0  # of queries
-    unified_max: float | None = None  # what every head's largest score is said to be
-    ranges: bool = False  # a run of keys for each row; the others are unused
-    broken: bool = False  # kv_lens, ranges and pages hold numbers outside the cache too
+    magnitude: float = 1.0  # factor of the queries
+    unified_max: float | None = None  # the estimate of every head's largest score
+    ranges: bool = False  # pass key_ranges, one for each row of the batch
+    broken: bool = False  # kv_lens, ranges and pages may hold out-of-range numbers
     poison: str | None = None  # NaN or Inf in one operand, such as "nan key"; see `isolation`
 
     def __repr__(self) -> str:
-        changed = (
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        )
-        return f"CacheCase({', '.join(changed)})"
+        return short_repr(self)
 
     def fresh(self) -> tuple[Tensor, Tensor, Tensor, Cache, Spec]:
-        """q, the caches, Cache and Spec: the same numbers every time. Unused keys are NaN."""
+        """New q, caches, Cache and Spec, always with the same values. Unused keys are NaN."""
         g = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape: int) -> Tensor:
@@ -80,7 +82,7 @@ class CacheCase:
             pages = -(-self.S // self.page_size)
             table = torch.randperm(self.B * pages + 3, generator=g)[: self.B * pages]
             table = table.view(self.B, pages).int()
-            for b, length in enumerate(lens):  # entries that are not needed point nowhere
+            for b, length in enumerate(lens):  # unused entries are invalid pages
                 table[b, -(-(length + self.new) // self.page_size) :] = 10**6 if b % 2 else -7
         ranges, used = None, [(0, length) for length in lens]
         if self.ranges:
@@ -111,28 +113,30 @@ class CacheCase:
         spec = Spec(
             is_causal=self.is_causal, scale=self.scale, window_left=self.window[0],
             window_right=self.window[1], softcap=self.softcap, kv_lens=kv_lens,
-            sinks=self._sinks(g),
-            alibi_slopes=self._slopes(g), key_ranges=ranges,
+            sinks=random_sinks(self, g) if self.sinks else None,
+            alibi_slopes=None if self.alibi is None else random_slopes(self, g), key_ranges=ranges,
         )  # fmt: skip
+        if self.unified_max is not None:
+            fields["unified_max"] = torch.full((self.Hq,), self.unified_max)
         cache = Cache(
             page_table=table, rotary_interleaved=self.interleaved, num_splits=self.num_splits,
-            batch_invariant=self.batch_invariant, unified_max=self._guesses(), **fields,
+            batch_invariant=self.batch_invariant, **fields,
         )  # fmt: skip
         if self.broken:
-            cache, spec = self._with_broken(cache, spec)
+            cache, spec = self._with_invalid_values(cache, spec)
         on = lambda t: t.to(self.device) if isinstance(t, Tensor) else t  # noqa: E731
         k = on(k)
         v = k[..., : self.Dv] if self.shared else on(v)
         return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
 
-    def _with_broken(self, cache: Cache, spec: Spec) -> tuple[Cache, Spec]:
+    def _with_invalid_values(self, cache: Cache, spec: Spec) -> tuple[Cache, Spec]:
         g = torch.Generator().manual_seed(self.seed + 2)
         ranges, table = spec.key_ranges, cache.page_table
         if torch.rand((), generator=g) < 0.6:
-            lens = anything(spec.kv_lens.long(), self.S, g).int()
+            lens = with_invalid_values(spec.kv_lens.long(), self.S, g).int()
             spec = spec._replace(kv_lens=lens)
         if ranges is not None:
-            spec = spec._replace(key_ranges=anything(ranges.long(), self.S, g).int())
+            spec = spec._replace(key_ranges=with_invalid_values(ranges.long(), self.S, g).int())
         if table is not None:
             missing = torch.tensor([-1, INT_MIN, table.numel() + 3, INT_MAX], dtype=torch.int32)
             missing = missing[torch.randint(4, table.shape, generator=g)]
@@ -140,43 +144,25 @@ class CacheCase:
             cache = cache._replace(page_table=torch.where(keep, table, missing))
         return cache, spec
 
-    def _sinks(self, g: torch.Generator) -> Tensor | None:
-        if not self.sinks:
-            return None
-        sinks = torch.randn(self.Hq, generator=g)
-        if isinstance(self.sinks, str):
-            sinks[self.seed % 2 :: 2] = float(self.sinks)
-        return sinks
-
-    def _guesses(self) -> Tensor | None:
-        guess = self.unified_max
-        return None if guess is None else torch.full((self.Hq,), guess)
-
-    def _slopes(self, g: torch.Generator) -> Tensor | None:
-        if self.alibi is None:
-            return None
-        shape = (self.Hq,) if self.alibi == "heads" else (self.B, self.Hq)
-        return torch.rand(shape, generator=g) * 0.5
-
-    def _memory(self, draw, table: Tensor | None, runs: list, width: int) -> Tensor:
+    def _memory(self, draw, table: Tensor | None, key_ranges: list, width: int) -> Tensor:
         if table is not None:
             pages = table.numel() + 3
             x = draw(pages, self.page_size, self.Hkv, width)
             used = torch.zeros(pages, self.page_size, dtype=torch.bool)
-            for b, (lo, hi) in enumerate(runs):
+            for b, (lo, hi) in enumerate(key_ranges):
                 keys = torch.arange(lo, max(lo, hi))
                 used[table[b, keys // self.page_size].long(), keys % self.page_size] = True
             x[~used] = float("nan")
             return x.to(FP8) if self.fp8 else x
         x = draw(self.B, self.S, self.Hkv, width)
-        for b, (lo, hi) in enumerate(runs):
+        for b, (lo, hi) in enumerate(key_ranges):
             x[b, :lo] = x[b, max(lo, hi) :] = float("nan")
         x = x.to(FP8) if self.fp8 else x
         return x.transpose(1, 2) if self.bshd else x.transpose(1, 2).contiguous()
 
 
 def random_cache_case(seed: int, **fixed) -> CacheCase:
-    """A random legal combination; `fixed` overrides any field."""
+    """A random valid combination of features; `fixed` overrides any field."""
     r = random.Random(seed)
     pick, D = r.choice, r.choice([16, 16, 32, 40, 64])
     Hkv, Sq, half = r.choice([1, 2, 3]), r.choice([1, 1, 1, 2, 5, 16]), r.random() < 0.3
@@ -203,7 +189,7 @@ def random_cache_case(seed: int, **fixed) -> CacheCase:
 
 
 def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
-    """What follows the caches in a call of the operator that the Cache asks for."""
+    """The operator's arguments after the caches, and its keyword arguments."""
     new = () if cache.key is None else (cache.key, cache.value)
     options = cache._asdict() | spec._asdict()
     for name in (
@@ -215,6 +201,7 @@ def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Call the reading or the appending operator; return (out, lse)."""
     args, options = arguments(cache, spec)
     name = "attention_with_kv_cache" + ("_append" if cache.key is not None else "")
     return getattr(torch.ops.fa, name)(q, k, v, *args, **options)
@@ -223,20 +210,21 @@ def call(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Ten
 def assert_cache_close(
     case: CacheCase, backend: str, arena: Arena | None = None, calls: int = 1
 ) -> None:
-    """out, lse and the caches after the call, against the oracle within the error budget.
+    """Compare out, lse and the caches after the call with the oracle within the error budget.
 
     Args:
-        arena: where inputs and results then lie; what is written beside them is an error.
-        calls: how often to call; all results must have the same bits.
+        arena: allocate inputs and results in it, and check that nothing outside them is written.
+        calls: how often to call; all results must be bitwise equal.
     """
     q, k, v, cache, spec = case.fresh()
     q2, k2, v2, cache2, spec2 = case.fresh()
-    # how the oracle attends is found from a clean cache, which it writes to as well
-    attend, other = reference.dense, _narrow(case)
+    # the oracle reads, and appends to, a copy of the cache that is not poisoned
+    attend, attend_naive = reference.dense, _naive_in(case.dtype)
     if case.broken:
-        cache2, spec2, present = broken_caches.meaning(k2, v2, cache2, spec2)
+        cache2, spec2, present = broken_caches.valid_call(k2, v2, cache2, spec2)
         k2, v2 = broken_caches.with_spare_page(k2, v2, cache2)
-        attend, other = (broken_caches.Present(present, one) for one in (attend, other))
+        attend = broken_caches.attend_present(present, attend)
+        attend_naive = broken_caches.attend_present(present, attend_naive)
     expected = reference.cached(q2, k2, v2, cache2, spec2, attend)
     poison = None
     if case.poison:
@@ -245,46 +233,41 @@ def assert_cache_close(
     if arena is not None:
         q, k, v, cache, spec = _placed(arena, q, k, v, cache, spec, case.shared)
     with contextlib.nullcontext() if arena is None else arena.outputs(backend):
-        runs = [call(q, k, v, cache, spec._replace(backend=backend)) for _ in range(calls)]
+        results = [call(q, k, v, cache, spec._replace(backend=backend)) for _ in range(calls)]
     if arena is not None:
         arena.check()
-    for again in runs[1:]:
-        for name, x, y in zip(("out", "lse"), runs[0], again):
+    for repeated in results[1:]:
+        for name, x, y in zip(("out", "lse"), results[0], repeated):
             same = (x == y) | (x.isnan() & y.isnan())
             assert bool(same.all()), f"{case}: {name} differs when the call is repeated"
-    # what was rotated may be rounded the other way
-    loose = 0.13 if case.fp8 else torch.finfo(case.dtype).eps * 2
+    # rotated keys may be rounded differently
+    rounding = 0.13 if case.fp8 else torch.finfo(case.dtype).eps * 2
     for name, x, y in (("key_cache", k, k2), ("value_cache", v, v2)) if not poison else ():
         x, y = x.float(), y[: len(x)].float()
-        near = (x - y).abs() <= loose * (y.abs() + 0.5) if case.rotary else x == y
+        near = (x - y).abs() <= rounding * (y.abs() + 0.5) if case.rotary else x == y
         assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
-    known = reference.cached(q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), other)
-    noise = torch.tensor(
-        max(loose * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
+    baseline = reference.cached(
+        q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), attend_naive
     )
-    for name, x, y, z in zip(("out", "lse"), runs[0], expected, known):
+    noise = max(rounding * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
+    for name, x, y, z in zip(("out", "lse"), results[0], expected, baseline):
         if poison is not None:
-            x = poison.judged(name, x, y)
-        assert_within_budget(f"{case}: {name}", x, y, z, noise)
+            x = poison.replaced(name, x, y)
+        assert_within_budget(f"{case}: {name}", x, y, z, torch.tensor(noise))
 
 
-def _narrow(case: CacheCase) -> Callable:
-    def attend(q, k, v, spec):
-        return naive(*(x.to(case.dtype) for x in (q, k, v)), spec)
-
-    return attend
+def _naive_in(dtype: torch.dtype) -> Callable:
+    return lambda q, k, v, spec: naive(q.to(dtype), k.to(dtype), v.to(dtype), spec)
 
 
 def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, shared: bool):
-    """The same call between margins; caches may be written to, all else may not."""
+    """The same call with all tensors in the arena; only caches that are appended to may change."""
     placed = {}
 
     def put(x: object) -> object:
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in placed:
+        if isinstance(x, Tensor) and id(x) not in placed:
             placed[id(x)] = arena.placed(x)
-        return placed[id(x)]
+        return placed.get(id(x), x)
 
     writes = cache.key is not None
     k2 = arena.placed(k, read_only=not writes)
@@ -295,8 +278,8 @@ def _placed(arena: Arena, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: S
 def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
     """The standard deviation of a score whose fp8 key was multiplied by its scale and rounded.
 
-    The naive computation does that too, but a decoding step is so few rows that another rounding,
-    of the scores, may cancel it.
+    The naive computation has this error too, but over the few rows of a decoding step the rounding
+    of the scores may cancel it.
     """
     if not case.fp8:
         return 0.0

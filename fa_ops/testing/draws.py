@@ -1,7 +1,7 @@
-"""Random attention calls: first what kernels are compiled for, then any number of calls of it.
+"""Random attention calls: first the properties that select a kernel, then calls that share them.
 
-`pick` chooses one of a sequence: `random.Random(seed).choice`, or Hypothesis's `sampled_from`,
-which shrinks to what stands first.
+`pick` chooses one element of a sequence: `random.Random(seed).choice`, or Hypothesis's
+`sampled_from`, which shrinks to the first element.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ AnyCase = Case | PackedCase | CacheCase
 KINDS = ("dense", "packed", "cached")
 HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256)
 CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256)
-# one side or the other of the CPU loop's and the GPU kernels' tile edges
+# lengths just below, at and above multiples of the tile sizes of the kernels
 EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 LENGTHS = (range(1, 10), range(1, 151), EDGES)
 KEYS = (*LENGTHS, (511, 513, 600))
-SCORES = 2**19  # of an ordinary problem, to keep the fp64 oracle quick
+MAX_SCORES = 2**19  # bounds the size of ordinary problems, to keep the fp64 oracle fast
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A kind of call: `fields` are the same in all its cases, sizes, strides and values differ."""
+    """Calls that share `fields` and differ in sizes, strides and values."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     fields: dict[str, Any]
-    sides: tuple[bool, bool] = (False, False)  # of a window
-    # or "decoding": few queries, many keys; "many": heads and batches; "prefill": queries, on a GPU
+    sides: tuple[bool, bool] = (False, False)  # which sides of the window are bounded
+    # or "decoding" (few queries, many keys), "many" (heads and batches), "prefill" (many queries)
     sizes: str = "ordinary"
 
     def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
-        """One of its calls."""
+        """Draw one call of the family."""
         fields = self.fields | {"device": device, "seed": pick(range(2**16))}
         if "window" not in fields:
             fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
@@ -49,8 +49,8 @@ class Family:
             return _prefill(pick, fields) if prefill else _cached(pick, fields)
         fields["layout"] = pick(("bhsd", "bshd", "packed", "expanded"))
         if fields.pop("strides", False):
-            fields |= hazards.strides(pick)
-        # much larger, rounding alone makes weights of one row or another wrong by chance
+            fields |= hazards.draw_layouts(pick)
+        # with much larger scores, rounding alone can make the weights of a row wrong
         fields.setdefault("magnitude", rarely(pick, (0.0, 8.0), 1.0, 5))
         fields["Hkv"] = pick((2, 3) if self.sizes == "many" else (1, 2, 3))
         fields["Hq"] = fields["Hkv"] * pick((3, 4) if self.sizes == "many" else (1, 2, 3, 4))
@@ -63,15 +63,15 @@ class Family:
             fields["mask_holes"] = pick((False, True))
         if self.sizes == "many":
             B = pick((24, 40))
-            room = max(1, SCORES // (B * fields["Hq"] * max(fields["D"], fields["Dv"])))
-            Sq, Sk = pick(range(1, min(room, 30) + 1)), pick(range(1, min(room, 30) * 4))
+            limit = max(1, MAX_SCORES // (B * fields["Hq"] * max(fields["D"], fields["Dv"])))
+            Sq, Sk = pick(range(1, min(limit, 30) + 1)), pick(range(1, min(limit, 30) * 4))
             return Case(**fields, B=B, Sq=Sq, Sk=Sk)
         if self.sizes == "decoding":
             Sq, Sk = pick((1, 2, 5, 16)), pick(range(512, 1600))
         else:
             Sq, Sk = pick(pick(LENGTHS)), pick(pick(KEYS))
-        room = max(1, SCORES // (fields["Hq"] * Sq * Sk))
-        return Case(**fields, B=pick(range(1, min(3, room) + 1)), Sq=Sq, Sk=Sk)
+        limit = max(1, MAX_SCORES // (fields["Hq"] * Sq * Sk))
+        return Case(**fields, B=pick(range(1, min(3, limit) + 1)), Sq=Sq, Sk=Sk)
 
     def _packed(self, pick: Pick, fields: dict) -> PackedCase:
         count = pick((16, 24)) if self.sizes == "many" else pick(range(1, 6))
@@ -82,16 +82,16 @@ class Family:
         lengths_q, lengths_k = zip(*pairs)
         margin = pick((0, 0, 3))
         if margin == 0 and not (sum(lengths_q) and sum(lengths_k)):
-            margin = 1  # calls without tokens are the operators' own, and the oracle takes none
+            margin = 1  # the oracle does not support calls without tokens
         return PackedCase(lengths_q, lengths_k, margin, Case(**fields))
 
 
 def family(
     pick: Pick, kind: str, dtypes: Sequence[torch.dtype], edges: bool | None = None
 ) -> Family:
-    """What all calls of a kind have in common, drawn from the whole space of features.
+    """Draw a family from the whole space of features.
 
-    `edges` chooses or excludes what `hazards` draws; None leaves it to chance.
+    `edges` requires (True) or excludes (False) a hazard; None draws one sometimes.
     """
     dtype = pick(dtypes)
     dims = CACHED_DIMS if kind == "cached" else HEAD_DIMS
@@ -111,9 +111,9 @@ def family(
     if kind == "cached":
         fields |= _cache_features(pick, dtype, D)
         if edge:
-            fields |= hazards.drawn(pick, kind, fields)
+            fields |= hazards.draw_hazard(pick, kind, fields)
         if fields.get("broken"):
-            fields |= {"rotary": 0, "interleaved": False}  # whose positions would be outside too
+            fields |= {"rotary": 0, "interleaved": False}  # positions would be out of range
         return Family(kind, fields, sides, rarely(pick, ("prefill",), "ordinary"))
     fields |= {
         "kv_lens": rarely(pick, (True,), False),
@@ -124,13 +124,13 @@ def family(
     if kind == "dense":
         fields |= _mask_features(pick)
     if edge:
-        fields |= hazards.drawn(pick, kind, fields)
+        fields |= hazards.draw_hazard(pick, kind, fields)
     sizes = ("many",) if kind == "packed" else ("decoding", "many")
     return Family(kind, fields, sides, rarely(pick, sizes, "ordinary", 4))
 
 
 def _mask_features(pick: Pick) -> dict:
-    """`ranges` says that a case has key_ranges, which exclude a bool mask."""
+    """Fields of masks; `ranges` requests key_ranges, which exclude a bool mask."""
     ranges = rarely(pick, (True,), False)
     mask = rarely(pick, ("float",) if ranges else ("float", "bool"), None)
     if mask is None:
@@ -166,23 +166,24 @@ def _cached(pick: Pick, fields: dict) -> CacheCase:
 
 
 def _prefill(pick: Pick, fields: dict) -> CacheCase:
-    """As many queries as are no matter of decoding."""
+    """A call over a cache with too many queries for the decoding kernels."""
     B, Hkv, group = pick((4, 6)), pick((2, 3)), pick((8, 12))
     fields |= {"Sq": pick((64, 65, 100, 130)), "bshd": pick((False, True))}
     return CacheCase(**fields, B=B, Hkv=Hkv, Hq=Hkv * group, S=pick((20, 130, 300)))
 
 
 def rarely(pick: Pick, options: Sequence, default: Any, weight: int = 3) -> Any:
-    """`default` in all but one of `weight` draws."""
+    """Draw one of `options` with probability 1 / `weight`; otherwise return `default`."""
     return pick(options) if pick(range(weight)) == weight - 1 else default
 
 
 def bits(pick: Pick, n: int) -> tuple[int, ...]:
+    """Draw n zeros and ones."""
     return tuple(pick((0, 1)) for _ in range(n))
 
 
 def features(case: AnyCase) -> list[str]:
-    """What a call has, in words, for counts of what was tried."""
+    """Names of the features of a call, for statistics."""
     plain = case.features if isinstance(case, PackedCase) else case
     cached = isinstance(case, CacheCase)
     words = {

@@ -1,4 +1,4 @@
-"""Draws that go to the edges: extreme options, NaN and Inf, broken lengths, unusual strides."""
+"""Random edge cases: extreme options, NaN and Inf, invalid lengths, unusual strides."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WINDOWS = (0, 2**29 + 1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, sys.m
 SOFTCAPS = (1e-40, 1e-3, 1e4, 1e6, 1e300)
 SCALES = (0.0, 2.0**-120, -(2.0**-60), 2.0**20, -(2.0**40))
 SINKS = ("-inf", "3e38", "-3e38", "80", "1e4")
-MAGNITUDES = {torch.float16: 16640.0}  # of queries and keys; others have
-MAGNITUDE = 133120.0
+MAGNITUDES = {torch.float16: 16640.0}  # factor of queries and keys for huge scores, by dtype
+MAGNITUDE = 133120.0  # the factor for all other dtypes
 
 
-def drawn(pick: Pick, kind: str, fields: dict) -> dict:
-    """Fields of a family for one of `HAZARDS`, drawn; they replace some of `fields`."""
+def draw_hazard(pick: Pick, kind: str, fields: dict) -> dict:
+    """Draw one of `HAZARDS`; return the fields of a family to replace."""
     hazard = pick(HAZARDS)
     if hazard == "extremes":
         return _extremes(pick, kind, fields)
@@ -44,13 +44,13 @@ def _extremes(pick: Pick, kind: str, fields: dict) -> dict:
         return {"softcap": pick(SOFTCAPS), "scale": None}
     if what == "sinks":
         return {"sinks": pick(SINKS)}
-    # what is added to scores as large rounds away: which of two keys wins would be chance
+    # terms added to scores this large round away, so that the largest key would be arbitrary
     exact = {"integers": True, "alibi": None, "softcap": 0.0}
     if fields.get("mask") == "float":
         exact |= {"mask": None, "mask_grad": False}
     if what == "scale":
         return exact | {"scale": pick(SCALES), "magnitude": 1.0}
-    # a scale by which a product is exact, whichever factor it is applied to first
+    # a power of two: products are exact whether the scale is applied to q, k or the score
     huge = MAGNITUDES.get(fields["dtype"], MAGNITUDE)
     return exact | {"scale": pick((0.125, 0.5)), "magnitude": huge}
 
@@ -60,18 +60,18 @@ def _poison(pick: Pick, kind: str, fields: dict) -> dict:
     if kind == "cached":
         return {"poison": f"{number} {pick(OPERANDS[:3])}"}
     operand = pick(OPERANDS)
-    more: dict = {"poison": f"{number} {operand}"}
+    changes: dict = {"poison": f"{number} {operand}"}
     if operand == "attn_mask":
         if kind == "packed":
             return {"poison": f"{number} value"}
-        more |= {"mask": "float", "mask_shape": fields.get("mask_shape") or (1, 1, 1, 1)}
+        changes |= {"mask": "float", "mask_shape": fields.get("mask_shape") or (1, 1, 1, 1)}
     if operand == "sinks":
-        more["sinks"] = True
+        changes["sinks"] = True
     if operand == "alibi_slopes" and fields["alibi"] is None:
-        more["alibi"] = "heads"
-    return more
+        changes["alibi"] = "heads"
+    return changes
 
 
-def strides(pick: Pick) -> dict:
-    """Layouts of a case's inputs and of its grad_out."""
+def draw_layouts(pick: Pick) -> dict:
+    """Draw the layouts of a case's inputs and of its grad_out."""
     return {"layout": pick(LAYOUTS), "grad_layout": pick(GRAD_LAYOUTS)}

@@ -1,4 +1,4 @@
-"""Input factories: one attention problem as data, reproducible from a seed."""
+"""Input factories: attention problems as data, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 class Case:
     """One attention problem: shapes, dtype, layout, features. `repr` is a line that recreates it.
 
-    Bits say which dimensions are full (1) or broadcast (0): `mask_shape` over
-    (B, Hq, Sq, Sk), None for all full, and `key_ranges` over (B, Hq, Sq).
+    `mask_shape`, over (B, Hq, Sq, Sk), and `key_ranges`, over (B, Hq, Sq), hold 1 for a dimension
+    of full size and 0 for a broadcast one; a `mask_shape` of None is all ones.
     """
 
     B: int = 2
@@ -33,69 +33,65 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
-    layout: str = "bhsd"  # of `layouts.LAYOUTS`
-    mask: str | None = None  # bool or float
+    layout: str = "bhsd"  # one of `layouts.LAYOUTS`
+    mask: str | None = None  # "bool" or "float"
     mask_shape: tuple[int, int, int, int] | None = None
     mask_grad: bool = False
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     scale: float | None = None
-    alibi: str | None = None  # heads or batch_heads
-    sinks: bool | str = False  # or a number that every second head's sink is, such as "-inf"
+    alibi: str | None = None  # "heads" or "batch_heads"
+    sinks: bool | str = False  # or the value of every second head's sink, such as "-inf"
     kv_lens: bool = False
     key_ranges: tuple[int, int, int] | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
-    mask_holes: bool = False  # some rows of the mask, and some elements of a float mask, are -inf
-    magnitude: float = 1.0  # of q: scores grow with it
+    mask_holes: bool = False  # mask out some rows, and with a float mask some elements
+    magnitude: float = 1.0  # factor of q, and so of the scores
     lse_grad: bool = True  # whether lse is differentiated too
-    grad_layout: str = "bhsd"  # of the gradient of out; of `layouts.GRAD_LAYOUTS`
+    grad_layout: str = "bhsd"  # layout of the gradient of out, one of `layouts.GRAD_LAYOUTS`
     integers: bool = False  # q and k are small integers times `magnitude`: their products are exact
-    broken: bool = False  # kv_lens, key_ranges and cu_seqlens hold numbers outside the tensors too
+    broken: bool = False  # kv_lens, key_ranges and cu_seqlens may hold out-of-range numbers
     poison: str | None = None  # NaN or Inf in an operand, such as "nan key"; see `isolation`
 
     def __repr__(self) -> str:
-        changed = (
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        )
-        return f"Case({', '.join(changed)})"
+        return short_repr(self)
 
     def _tensor(
-        self, g: torch.Generator, place: Callable, H: int, S: int, D: int, factor: float = 1.0,
+        self, g: torch.Generator, move: Callable, H: int, S: int, D: int, factor: float = 1.0,
         integers: bool = False,
     ) -> Tensor:  # fmt: skip
-        """(B, H, S, D) of the case's dtype in the case's layout, where `place` puts it."""
+        """Draw (B, H, S, D) in the case's dtype and layout; `move` applies device and dtype."""
         shape = self.B, H, S, D
         x = torch.randn(base_shape(self.layout, *shape), generator=g, dtype=torch.float64)
         if integers:
             x = x.round().clamp(-2, 2)
-        return arranged(self.layout, place((x * factor).to(self.dtype)), *shape)
+        return arranged(self.layout, move((x * factor).to(self.dtype)), *shape)
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Spec]:
-        """q, k, v and the spec: the same numbers every time, rounded to the case's dtype and then
-        cast to `dtype`.
+        """New tensors q, k, v and the spec, always with the same values.
+
+        Values are rounded to the case's dtype, then cast to `dtype`.
         """
         g = torch.Generator().manual_seed(self.seed)
         cast = dtype or self.dtype
 
-        def place(x: Tensor, dtype: torch.dtype = cast, grad: bool = False) -> Tensor:
+        def move(x: Tensor, dtype: torch.dtype = cast, grad: bool = False) -> Tensor:
             return x.to(device=self.device, dtype=dtype).requires_grad_(grad)
 
         factor, exact = self.magnitude, self.integers
-        q = self._tensor(g, place, self.Hq, self.Sq, self.D, factor, exact)
-        k = self._tensor(g, place, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
-        v = self._tensor(g, place, self.Hkv, self.Sk, self.Dv)
-        spec = self._spec(g, place, cast, requires_grad)
+        q = self._tensor(g, move, self.Hq, self.Sq, self.D, factor, exact)
+        k = self._tensor(g, move, self.Hkv, self.Sk, self.D, factor if exact else 1.0, exact)
+        v = self._tensor(g, move, self.Hkv, self.Sk, self.Dv)
+        spec = self._spec(g, move, cast, requires_grad)
         q, k, v = (x.requires_grad_(requires_grad) for x in (q, k, v))
         return q, k, v, spec
 
     def _spec(
-        self, g: torch.Generator, place: Callable, cast: torch.dtype, requires_grad: bool
+        self, g: torch.Generator, move: Callable, cast: torch.dtype, requires_grad: bool
     ) -> Spec:
         wide = torch.float64 if cast == torch.float64 else torch.float32
         full = (self.B, self.Hq, self.Sq, self.Sk)
@@ -105,36 +101,31 @@ class Case:
             holes = torch.rand((*shape[:3], 1), generator=g) < (0.2 if self.mask_holes else 0.0)
             if self.mask == "bool":
                 keep = (torch.rand(shape, generator=g) > 0.3) & ~holes
-                fields["attn_mask"] = place(keep, torch.bool, False)
+                fields["attn_mask"] = move(keep, torch.bool, False)
             else:
                 bias = torch.randn(shape, generator=g, dtype=torch.float64)
                 if self.mask_holes:
                     bias[holes | (torch.rand(shape, generator=g) < 0.2)] = float("-inf")
                 grad = requires_grad and self.mask_grad
-                fields["attn_mask"] = place(bias.to(self.dtype), grad=grad)
+                fields["attn_mask"] = move(bias.to(self.dtype), grad=grad)
         if self.alibi is not None:
-            shape = (self.Hq,) if self.alibi == "heads" else (self.B, self.Hq)
-            slopes = torch.rand(shape, generator=g) * 0.5
-            fields["alibi_slopes"] = place(slopes, torch.float32, False)
+            fields["alibi_slopes"] = move(random_slopes(self, g), torch.float32, False)
         if self.sinks:
-            sinks = torch.randn(self.Hq, generator=g)
-            if isinstance(self.sinks, str):
-                sinks[self.seed % 2 :: 2] = float(self.sinks)
-            fields["sinks"] = place(sinks, wide, requires_grad)
+            fields["sinks"] = move(random_sinks(self, g), wide, requires_grad)
         if self.kv_lens:
             lens = torch.randint(0, self.Sk + 1, (self.B,), generator=g)
             if self.broken:
-                lens = anything(lens, self.Sk, g)
-            fields["kv_lens"] = place(lens, torch.int32, False)
+                lens = with_invalid_values(lens, self.Sk, g)
+            fields["kv_lens"] = move(lens, torch.int32, False)
         if self.key_ranges is not None:
             shape = [n if keep else 1 for n, keep in zip(full[:3], self.key_ranges)]
             ends = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
             if self.broken:
-                ends = anything(ends, self.Sk, g)
-            fields["key_ranges"] = place(ends, torch.int32, False)
+                ends = with_invalid_values(ends, self.Sk, g)
+            fields["key_ranges"] = move(ends, torch.int32, False)
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
-            fields["dropout_seed"] = place(seed, torch.int64, False)
+            fields["dropout_seed"] = move(seed, torch.int64, False)
         return Spec(
             dropout_p=self.dropout_p,
             is_causal=self.is_causal,
@@ -147,7 +138,7 @@ class Case:
         )
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The cotangents of out and lse: the same numbers for every dtype."""
+        """The gradients of a loss with respect to out and lse, with the same values every time."""
         g = torch.Generator().manual_seed(self.seed + 1)
         grad_out = torch.randn(out.shape, generator=g, dtype=torch.float64).to(self.dtype)
         grad_lse = torch.randn(lse.shape, generator=g, dtype=torch.float64).float()
@@ -155,8 +146,29 @@ class Case:
         return grad_out, grad_lse.to(lse.device, lse.dtype)
 
 
-def anything(x: Tensor, end: int, g: torch.Generator) -> Tensor:
-    """int64 numbers, of which about half are others: negative, beyond `end`, or as far as int32."""
+def short_repr(case: object) -> str:
+    """The constructor call that recreates a dataclass, without the fields left at their default."""
+    fields = ((f.name, f.default, getattr(case, f.name)) for f in dataclasses.fields(case))
+    changed = (f"{name}={value!r}" for name, default, value in fields if value != default)
+    return f"{type(case).__name__}({', '.join(changed)})"
+
+
+def random_sinks(case, g: torch.Generator) -> Tensor:
+    """Sinks (Hq,) for a case with sinks; a string gives the value of every second head's."""
+    sinks = torch.randn(case.Hq, generator=g)
+    if isinstance(case.sinks, str):
+        sinks[case.seed % 2 :: 2] = float(case.sinks)
+    return sinks
+
+
+def random_slopes(case, g: torch.Generator) -> Tensor:
+    """ALiBi slopes for a case with them, (Hq,) or (B, Hq)."""
+    shape = (case.Hq,) if case.alibi == "heads" else (case.B, case.Hq)
+    return torch.rand(shape, generator=g) * 0.5
+
+
+def with_invalid_values(x: Tensor, end: int, g: torch.Generator) -> Tensor:
+    """Replace about half of x (int64) by values that may be negative or beyond `end`."""
     others = torch.tensor([INT_MIN, -end - 7, -1, 0, end, end + 1, 2 * end + 70, INT_MAX])
     chosen = others[torch.randint(len(others), x.shape, generator=g)]
     return torch.where(torch.rand(x.shape, generator=g) < 0.5, chosen, x)
@@ -166,8 +178,8 @@ def anything(x: Tensor, end: int, g: torch.Generator) -> Tensor:
 class PackedCase:
     """Sequences packed along the token dimension, for `fa_ops.attention_varlen`.
 
-    `features` is everything else; its B, Sq, Sk, mask and key_ranges do not apply. `margin` tokens
-    of no sequence stand before the first and after the last.
+    `features` holds all other fields; its B, Sq, Sk, mask and key_ranges are ignored. `margin`
+    tokens that belong to no sequence precede the first sequence and follow the last.
     """
 
     lengths_q: tuple[int, ...] = (5, 0, 17, 33)
@@ -176,12 +188,13 @@ class PackedCase:
     features: Case = Case()
 
     def packing(self) -> Packing:
-        """cu_seqlens on both sides, no maxima."""
+        """cu_seqlens of queries and keys, without maximal lengths."""
         return Packing(*(self._on_device(x) for x in self._borders()))
 
     def meaning(self) -> Packing:
-        """What `packing` stands for where values are not checked: borders are clamped to the
-        tokens that exist, and one that is less than the one before it counts as equal to it.
+        """The valid packing that is equivalent to `packing` where values are not checked.
+
+        Borders are clamped to the number of tokens, and made non-decreasing by a running maximum.
         """
         sides = zip(self._borders(), self._tokens())
         return Packing(*(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides))
@@ -193,7 +206,7 @@ class PackedCase:
         return tuple(sum(x) + 2 * self.margin for x in (self.lengths_q, self.lengths_k))
 
     def _borders(self) -> list[Tensor]:
-        """int64, of queries and of keys. Broken ones are right up to some sequence."""
+        """cu_seqlens of queries and of keys, in int64, with invalid values if `broken`."""
         sides = (self.lengths_q, self.lengths_k)
         ends = [torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides]
         if not self.features.broken:
@@ -202,13 +215,13 @@ class PackedCase:
         which = int(torch.randint(1, 4, (), generator=g))
         for side, tokens in enumerate(self._tokens()):
             if which & 1 << side:
-                ends[side] = broken_borders(ends[side], tokens, g)
+                ends[side] = invalid_borders(ends[side], tokens, g)
         return ends
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Spec]:
-        """q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec: as `Case.fresh`."""
+        """New tensors q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec."""
         plain = dataclasses.replace(self.features, mask=None, key_ranges=None)
         Tq, Tk = self._tokens()
         tokens = dataclasses.replace(plain, B=1, Sq=Tq, Sk=Tk).fresh(dtype)[:3]
@@ -220,11 +233,12 @@ class PackedCase:
         return q, k, v, spec
 
     def grad_outputs(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of out and lse, as `Case.grad_outputs`."""
         return self.features.grad_outputs(out, lse)
 
 
-def broken_borders(ends: Tensor, tokens: int, g: torch.Generator) -> Tensor:
-    """cu_seqlens that are negative at first, past the tokens at last, or decrease in between."""
+def invalid_borders(ends: Tensor, tokens: int, g: torch.Generator) -> Tensor:
+    """Make cu_seqlens negative at the start, too large at the end, or decreasing in between."""
     n, ends = len(ends), ends.clone()
     at = int(torch.randint(n, (), generator=g))
     kind = int(torch.randint(5, (), generator=g))
@@ -235,16 +249,17 @@ def broken_borders(ends: Tensor, tokens: int, g: torch.Generator) -> Tensor:
     elif kind == 3:
         ends[0], ends[-1] = INT_MIN, INT_MAX
     else:
-        ends[at] = anything(ends[at], tokens, g)
+        ends[at] = with_invalid_values(ends[at], tokens, g)
     return ends
 
 
 def make_case(**changes) -> Case:
+    """The default case with some fields changed."""
     return dataclasses.replace(Case(), **changes)
 
 
 def random_case(seed: int, **fixed) -> Case:
-    """A random legal combination of shapes, layouts and features; `fixed` overrides any field."""
+    """A random valid combination of shapes, layouts and features; `fixed` overrides any field."""
     r = random.Random(seed)
     pick = r.choice
 

@@ -1,4 +1,4 @@
-"""NaN and Inf in a few places of an operand, and which results they may not reach."""
+"""Write NaN and Inf into an operand, and verify that they stay out of independent results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fa_ops.types import Cache, Packing, Spec, longer
 
 NUMBERS = ("nan", "inf", "-inf")
 OPERANDS = ("query", "key", "value", "grad_out", "attn_mask", "sinks", "alibi_slopes")
-WEIGHT = 0.01  # of a key from which on its NaN has to show
-LARGE = 2.0**16  # a score from which on lse does not hold the logarithm of a few keys beside it
+MIN_VISIBLE_WEIGHT = 0.01  # a NaN in a key or value with a larger weight must be in the output
+LARGE_SCORE = 2.0**16  # beyond it a float32 lse cannot represent the logarithm of a few keys
 
 
 def scores_of(packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-    """fp64 (B, Hq, Sq, Sk), -inf where not attended; all tokens of a packed batch together."""
+    """Scores in fp64, (B, Hq, Sq, Sk), -inf where masked; a packed batch is one sequence."""
 
     def attend(q, k, v, spec):
         k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -34,16 +34,16 @@ def scores_of(packing: Packing | None, q: Tensor, k: Tensor, v: Tensor, spec: Sp
 
 
 class Poison:
-    """What the `poison` of a case means, such as "nan key" or "-inf grad_out".
+    """The `poison` of a case, such as "nan key" or "-inf grad_out", and the results it may change.
 
-    A row of scores is touched by a NaN or Inf in its query, in a key that it attends, in that
-    key's value, in its part of a mask, or in its head's sink or slope; its gradients also by one
-    in its row of grad_out. Results of touched rows, and gradients that are sums over a touched
-    row, may be anything. All others must be what they are without the poison.
+    A row of scores is touched by a NaN or Inf in its query, in a key that it attends or that key's
+    value, in its row of a mask, or in its head's sink or slope; its gradients also by one in its
+    row of grad_out. Results of touched rows, and gradients that are sums over touched rows, are
+    unconstrained. All others must be equal to those of the clean inputs.
     """
 
     def __init__(self, case: Case | PackedCase, q: Tensor, k: Tensor, v: Tensor, spec: Spec):
-        """Read the clean inputs, then write into them, in place."""
+        """Read the clean inputs, then poison one of them in place."""
         self.case, features = case, getattr(case, "features", case)
         number, self.operand = features.poison.split()
         self.number = float(number)
@@ -52,24 +52,24 @@ class Poison:
         with torch.no_grad():
             scores = scores_of(self.packing, q, k, v, spec)
             self.attends = scores > float("-inf")
-            self.visible = self.attends  # but for the mask
+            self.unmasked = self.attends  # what the rows would attend without attn_mask
             if self.operand == "attn_mask":
-                open_to_all = spec._replace(attn_mask=None)
-                self.visible = scores_of(self.packing, q, k, v, open_to_all) > float("-inf")
+                without_mask = spec._replace(attn_mask=None)
+                self.unmasked = scores_of(self.packing, q, k, v, without_mask) > float("-inf")
             self.probability = reference.weights(scores, spec.sinks)[0]
-            if features.dropout_p > 0:  # of which a dropped weight may hide it
+            if features.dropout_p > 0:  # the weight of the poisoned key may have been dropped
                 self.probability = torch.zeros_like(self.probability)
             tensors = {"query": q, "key": k, "value": v, **spec._asdict()}
             if self.operand == "grad_out":
-                self._touch(None)
+                self._find_touched(None)
             else:
                 x = tensors[self.operand]
                 before = x.clone()
                 self._write(x)
-                self._touch(x != before)
+                self._find_touched(x != before)
 
     def _write(self, x: Tensor) -> None:
-        """Into one to three elements, or rows of them."""
+        """Poison one to three elements or rows of x."""
         rows = x.view(-1, 1) if x.dim() == 1 else x
         for _ in range(self._draw(3) + 1):
             row = rows[tuple(self._draw(n) for n in rows.shape[:-1])]
@@ -81,7 +81,7 @@ class Poison:
     def _draw(self, n: int) -> int:
         return int(torch.randint(n, (), generator=self.random))
 
-    def _touch(self, changed: Tensor | None) -> None:
+    def _find_touched(self, changed: Tensor | None) -> None:
         """Find the rows that the operand's changed elements touch, and those that must be NaN."""
         self.rows = self.must_show = torch.zeros_like(self.attends[..., 0])
         if self.operand == "query":
@@ -91,40 +91,40 @@ class Poison:
             keys = self._rows(changed.any(-1))
             keys = keys.repeat_interleave(self.rows.shape[1] // keys.shape[1], 1).unsqueeze(2)
             self.rows = (keys & self.attends).any(-1)
-            self.must_show = (keys & (self.probability > WEIGHT)).any(-1)
+            self.must_show = (keys & (self.probability > MIN_VISIBLE_WEIGHT)).any(-1)
         elif self.operand == "attn_mask":
-            self.rows = (changed & self.visible).any(-1)
-            self.attends = self.attends | (changed & self.visible)
+            self.rows = (changed & self.unmasked).any(-1)
+            self.attends = self.attends | (changed & self.unmasked)
         elif changed is not None:
             self.rows = self.rows | changed.view(-1, changed.shape[-1], 1)
         self.rows_backward = self.rows
 
     def _rows(self, x: Tensor) -> Tensor:
-        """(B, H, S) as it is, (T, H) as (1, H, T)."""
+        """x with shape (B, H, S), which a packed (T, H) tensor does not have."""
         return x if x.dim() == 3 else x.transpose(0, 1)[None]
 
-    def seeds(self, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of out and lse, poisoned if they are the operand."""
+    def cotangents(self, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of out and lse, the first of them poisoned if it is the operand."""
         if self.operand == "grad_out":
             grad_out = grad_out.clone() if 0 in grad_out.stride() else grad_out
             self._write(grad_out)
             self.rows_backward = self.rows | self._rows(~torch.isfinite(grad_out).all(-1))
         return grad_out, grad_lse
 
-    def judged(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
-        """`actual` with what may be anything replaced by what is expected."""
-        self._assert_shows(name, actual)
-        free = self._free(name, actual)
-        return torch.where(free, expected.to(actual.dtype), actual)
+    def replaced(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
+        """`actual` with its unconstrained elements replaced by those of `expected`."""
+        self._assert_nan_shows(name, actual)
+        unconstrained = self._unconstrained(name, actual)
+        return torch.where(unconstrained, expected.to(actual.dtype), actual)
 
-    def _assert_shows(self, name: str, actual: Tensor) -> None:
+    def _assert_nan_shows(self, name: str, actual: Tensor) -> None:
         if name != "out" or self.number == self.number:
             return
         hidden = self.must_show & ~self._rows(actual.isnan().any(-1))
         where = hidden.nonzero()[:1].tolist()
         assert not where, f"{self.case}: out: the row at {where[0]} attends a NaN, but has none"
 
-    def _free(self, name: str, actual: Tensor) -> Tensor:
+    def _unconstrained(self, name: str, actual: Tensor) -> Tensor:
         packed = self.packing is not None
         if name in ("out", "grad_q"):
             rows = self.rows if name == "out" else self.rows_backward
@@ -143,9 +143,9 @@ class Poison:
 
 
 class Ties:
-    """Rows of scores so large that which of several keys wins is beyond an lse in float32.
+    """Rows with several largest scores that are too large for a float32 lse to count them.
 
-    Their results must be finite, and may be any of those keys' values or a mean of them.
+    Their results must be finite, and may be the value of any of those keys or a mean of them.
     """
 
     def __init__(self, case: Case | PackedCase, q: Tensor, k: Tensor, v: Tensor, spec: Spec):
@@ -155,9 +155,10 @@ class Ties:
             scores = scores_of(self.packing, q, k, v, spec)
             top = scores.amax(-1, keepdim=True)
             near = scores >= top - top.abs() * torch.finfo(torch.float32).eps * 4
-            self.rows = (near.sum(-1) > 1) & (top.squeeze(-1).abs() > LARGE)
+            self.rows = (near.sum(-1) > 1) & (top.squeeze(-1).abs() > LARGE_SCORE)
 
-    def judged(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
+    def replaced(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
+        """`actual`, which must be finite, with the rows of ties replaced by `expected`."""
         finite = torch.isfinite(actual) | ~torch.isfinite(expected)
         assert bool(finite.all()), f"{self.case}: {name} is not finite"
         if name != "out":
@@ -166,20 +167,20 @@ class Ties:
         return torch.where(rows.unsqueeze(-1), expected.to(actual.dtype), actual)
 
 
-class CachePoison:
-    """The same for a call over a cache: a NaN or Inf in a query, or in a key or value in use."""
+class CachePoison(Poison):
+    """`Poison` for a call over a cache: a NaN or Inf in a query, or in a key or value in use."""
 
     def __init__(self, case, q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> None:
-        """Read a clean call, after its new keys were written."""
+        """Read a clean call whose new keys have been written."""
         self.case, (number, self.operand) = case, case.poison.split()
         self.number, self.random = float(number), torch.Generator().manual_seed(case.seed + 3)
-        self.attends, self.certain = [], []
+        self.attends, self.visible = [], []
 
         def attend(q, k, v, spec):
             k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
             scores = reference.modify_scores(q @ k.transpose(-1, -2), spec, q.shape[-1])
             self.attends.append(scores[0] > float("-inf"))
-            self.certain.append(reference.weights(scores, spec.sinks)[0][0] > WEIGHT)
+            self.visible.append(reference.weights(scores, spec.sinks)[0][0] > MIN_VISIBLE_WEIGHT)
             return q, q[..., 0]
 
         reference.cached(q, k, v, cache._replace(key=None), longer(spec, cache), attend)
@@ -187,7 +188,7 @@ class CachePoison:
         self.must_show = torch.zeros_like(self.rows)
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
-        """Into one row of the operand."""
+        """Poison one row of the operand."""
         b = self._draw(len(q))
         if self.operand == "query":
             h, i = self._draw(q.shape[1]), self._draw(q.shape[2])
@@ -208,12 +209,7 @@ class CachePoison:
         heads = slice(h * q.shape[1] // row.shape[1], (h + 1) * q.shape[1] // row.shape[1])
         self.rows[b, heads] = self.attends[b][heads, :, j]
         if not (self.case.fp8 and q.device.type == "cpu"):  # Triton's interpreter has no fp8 NaN
-            self.must_show[b, heads] = self.certain[b][heads, :, j]
+            self.must_show[b, heads] = self.visible[b][heads, :, j]
 
-    _draw, _rows = Poison._draw, Poison._rows
-    _assert_shows = Poison._assert_shows
-
-    def judged(self, name: str, actual: Tensor, expected: Tensor) -> Tensor:
-        self._assert_shows(name, actual)
-        free = self.rows.unsqueeze(-1) if name == "out" else self.rows
-        return torch.where(free, expected.to(actual.dtype), actual)
+    def _unconstrained(self, name: str, actual: Tensor) -> Tensor:
+        return self.rows.unsqueeze(-1) if name == "out" else self.rows

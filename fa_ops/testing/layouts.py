@@ -1,4 +1,4 @@
-"""Memory layouts of (B, H, S, D) inputs: contiguous, permuted, sliced, expanded and overlapping."""
+"""Memory layouts of (B, H, S, D) inputs: contiguous, permuted, sliced, expanded, overlapping."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ GRAD_LAYOUTS = ("bhsd", "bshd", "ones", "rows", "frames")
 
 
 def base_shape(layout: str, B: int, H: int, S: int, D: int) -> tuple[int, ...]:
-    """The shape of the contiguous tensor that `arranged` makes a view of."""
+    """The shape of the contiguous tensor of which `arranged` returns a view."""
     return {
         "bhsd": (B, H, S, D),
         "bshd": (B, S, H, D),
         "packed": (B, S, 2 * H, D),  # a slice of wider rows
         "expanded": (1, H, S, D),  # all rows of the batch share memory
-        "heads": (B, 1, S, D),  # all heads do
-        "rows": (B, H, 1, D),  # all tokens do
-        "frames": (B, H, max(S, 1) + D - 1),  # each row begins one element behind the last
+        "heads": (B, 1, S, D),  # all heads share memory
+        "rows": (B, H, 1, D),  # all tokens share memory
+        "frames": (B, H, max(S, 1) + D - 1),  # each row begins one element after the row before it
     }[layout]
 
 
 def arranged(layout: str, base: Tensor, B: int, H: int, S: int, D: int) -> Tensor:
-    """A view of `base` that is (B, H, S, D)."""
+    """A (B, H, S, D) view of `base` in the named layout."""
     if layout == "frames":
         return base.unfold(-1, D, 1)[:, :, :S]
     if layout in ("bshd", "packed"):
@@ -32,7 +32,10 @@ def arranged(layout: str, base: Tensor, B: int, H: int, S: int, D: int) -> Tenso
 
 
 def rearranged(layout: str, x: Tensor) -> Tensor:
-    """Numbers of x (..., D), which may repeat, in another layout; "ones" has one number in all."""
+    """A tensor of x's shape (..., D) and of its values in another layout, which may repeat values.
+
+    "ones" repeats a single value everywhere.
+    """
     if layout == "ones":
         return x.flatten()[:1].view([1] * x.dim()).expand(x.shape)
     if layout == "rows":

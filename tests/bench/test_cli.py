@@ -1,4 +1,4 @@
-"""The commands end to end on the smallest grid."""
+"""The benchmark commands, end to end on the smallest grid."""
 
 import json
 
@@ -17,7 +17,7 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("family", ["forward", "backward"])
-def test_family_prints_a_table_and_writes_every_number(family, tmp_path):
+def test_sweeps_print_a_table_and_write_every_result(family, tmp_path):
     path = tmp_path / "out.json"
     result = run(family, "--preset", "tiny", "--device", "cpu", "--budget", "1", "--json", path)
     assert result.exit_code == 0, result.output
@@ -34,7 +34,7 @@ def test_family_prints_a_table_and_writes_every_number(family, tmp_path):
     assert min(times.values()) > 0
 
 
-def test_plot_is_a_picture(tmp_path):
+def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="the plot needs the extra `bench`")
     path = tmp_path / "out.png"
     run("forward", "--preset", "tiny", "--device", "cpu", "--budget", "1", "--plot", path)
@@ -58,14 +58,14 @@ def test_plot_is_a_picture(tmp_path):
         (("features", "--tokens", "0"), "Invalid value for '--tokens'"),
     ],
 )
-def test_bad_options_are_refused_with_the_choices(arguments, message):
+def test_invalid_options_are_refused(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     words = " ".join(line.strip("│ ") for line in result.output.splitlines())
     assert message in words
 
 
-def test_features_stand_beside_plain_causal_attention(tmp_path):
+def test_features_are_compared_with_plain_causal_attention(tmp_path):
     path = tmp_path / "features.json"
     options = ("--device", "cpu", "--tokens", 256, "--heads", 2, "--budget", 1, "--json", path)
     result = run("features", *options)
@@ -77,12 +77,12 @@ def test_features_stand_beside_plain_causal_attention(tmp_path):
 
 
 @pytest.mark.parametrize("S", [1, 2, 64, 100, 256, 300, 16384])
-def test_packed_documents_hold_every_token_once(S):
+def test_lengths_of_packed_documents_add_up_to_all_tokens(S):
     lengths = features.mixed_lengths(S)
     assert sum(lengths) == S and min(lengths) > 0
 
 
-def test_features_are_what_flex_attention_computes():
+def test_features_agree_with_flex_attention():
     S, H = 64, 2
     q, k, v = (torch.randn(1, H, S, features.DIM, dtype=torch.float64) for _ in range(3))
     for name, make in features.features(H, S, "cpu").items():
@@ -95,7 +95,7 @@ def test_features_are_what_flex_attention_computes():
 
 
 class Allocations(TorchDispatchMode):
-    """The largest tensor that anything returns, in elements."""
+    """Records the size of the largest tensor that an operator returns, in elements."""
 
     largest = 0
 
@@ -106,19 +106,19 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_only_what_is_measured_has_its_mask_made():
+def test_masks_are_created_for_measured_features_only():
     S = 512
-    with Allocations() as seen:
+    with Allocations() as allocations:
         known = features.features(2, S, "cpu")
         for make in features.choose(known, "softcap,ALiBi,key_ranges").values():
             make()
-        assert seen.largest < 10 * S
+        assert allocations.largest < 10 * S
         for make in features.choose(known, "float mask").values():
             make()
-        assert seen.largest == S * S
+        assert allocations.largest == S * S
 
 
-def test_cpu_compares_with_atens_kernel():
+def test_cpu_is_compared_with_atens_kernel():
     result = run("cpu", "--length", 64, "--rounds", 1, "--only", "softcap,sinks")
     assert result.exit_code == 0, result.output
     for name in ("SDPA, aten flash", "causal, softcap", "causal, sinks"):

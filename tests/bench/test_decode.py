@@ -1,4 +1,4 @@
-"""The decoding benchmark's arithmetic; its measurements need a GPU."""
+"""The decoding benchmark without its measurements, which need a GPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fa_ops.bench.cli import app
 from fa_ops.bench.decode import PRESETS, DecodeProblem, ratio
 
 
-def test_bytes_are_what_must_be_read():
+def test_bytes_count_keys_and_values_that_must_be_read():
     assert DecodeProblem(2, 1024).bytes() == 2 * 1024 * 8 * 128 * 2 * 2
     assert DecodeProblem(2, 1024, fp8=True).bytes() * 2 == DecodeProblem(2, 1024).bytes()
     mla = DecodeProblem(3, 64, 128, 1, 576, 512, page=64)
@@ -17,32 +17,32 @@ def test_bytes_are_what_must_be_read():
     assert mla.shared and mla.bytes() == 3 * 64 * 576 * 2
 
 
-def test_ragged_lengths_reach_from_one_key_to_all():
+def test_ragged_lengths_range_from_one_key_to_all():
     lengths = DecodeProblem(64, 32768, ragged=True).lengths()
     assert (lengths[0], lengths[-1], len(lengths)) == (1, 32768, 64)
 
 
-def test_the_grid_is_the_issues_as_far_as_it_fits():
+def test_the_issue_grid_has_every_problem_that_fits_in_memory():
     grid = PRESETS["issue"]()
     assert {p.B for p in grid} == {1, 8, 64, 256}
     assert {p.S for p in grid if p.B == 1} == {1024, 4096, 8192, 32768, 131072}
     assert all(p.bytes() <= 36e9 for p in grid)
 
 
-def test_the_ratio_is_against_the_fastest_peer_that_ran():
+def test_ratio_compares_with_the_fastest_peer_that_ran():
     results = {"fa_ops": 10.0, "fa_ops bshd": 5.0, "a": 8.0, "b": 9.0, "c": "did not run"}
     assert ratio(results) == 0.8
     assert ratio({"fa_ops": 10.0, "c": "did not run"}) is None
     assert ratio({"fa_ops triton": 10.0, "fa_ops hopper": 8.0, "a": 9.0}, "fa_ops hopper") == 1.125
 
 
-def test_backends_stand_side_by_side():
+def test_several_backends_can_be_compared():
     names = [i.name for i in decode.ours("triton,hopper")]
     assert names == ["fa_ops triton", "fa_ops triton bshd", "fa_ops hopper", "fa_ops hopper bshd"]
     assert [i.name for i in decode.ours(None)] == ["fa_ops", "fa_ops bshd"]
 
 
-def test_means_are_of_each_kind_of_heads():
+def test_summaries_have_a_mean_for_each_combination_of_heads():
     wide, narrow = DecodeProblem(1, 1024), DecodeProblem(1, 1024, 64, 8, 64)
     rows = [
         (wide, {"fa_ops": 10.0, "a": 5.0}),
@@ -55,18 +55,18 @@ def test_means_are_of_each_kind_of_heads():
         "64/8 D64: fa_ops is 4.00x to 4.00x of the best peer, geometric mean 4.00x over 1 cells",
         "all heads: fa_ops is 0.50x to 4.00x of the best peer, geometric mean 1.59x over 3 cells",
     ]
-    assert list(decode.absences(rows)) == [
+    assert list(decode.failures(rows)) == [
         "fa_ops did not run 1 cells, as B1 1024 64/8 D64: NotImplementedError: no"
     ]
 
 
-def test_no_cell_is_begun_behind_the_time(monkeypatch, capsys):
+def test_no_cell_is_started_after_the_time_limit(monkeypatch, capsys):
     clock = iter([0.0, 1.0, 2.0, 9.0])
     monkeypatch.setattr(decode.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(decode, "measure", lambda p, implementations, budget: {"fa_ops": 1.0})
     problems = [DecodeProblem(1, 1024)] * 4
     assert len(decode._rows(problems, [], 60.0, 5.0)) == 2
-    assert "2 cells were not begun within 5 seconds" in capsys.readouterr().out
+    assert "2 cells were not started within 5 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_no_cell_is_begun_behind_the_time(monkeypatch, capsys):
         (["--preset", "all"], "no grid is called 'all'"),
     ],
 )
-def test_what_there_is_not_is_refused(options, message):
+def test_unknown_names_are_refused(options, message):
     result = CliRunner().invoke(app, ["decode", *options], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and message in result.output
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
-def test_without_a_gpu_it_says_so():
-    result = CliRunner().invoke(app, ["decode"])
-    assert result.exit_code == 2 and "torch sees no such device" in result.output
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_an_error():
+    result = CliRunner().invoke(app, ["decode"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "torch finds no CUDA device" in result.output
 
 
-def test_every_preset_makes_problems():
+def test_every_preset_is_a_list_of_problems():
     assert all(isinstance(p, DecodeProblem) for make in PRESETS.values() for p in make())

@@ -1,4 +1,4 @@
-"""First calls: the command's parts, on a CPU; its measurements need a Hopper GPU."""
+"""The benchmark of first calls on a CPU; its measurements need a Hopper GPU."""
 
 import dataclasses
 import io
@@ -38,31 +38,31 @@ def run(*arguments):
         (("--json", "nowhere/a.json"), "no such folder: nowhere"),
     ],
 )
-def test_bad_options_are_refused(arguments, message):
+def test_invalid_options_are_refused(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2 and message in result.output
 
 
-@pytest.mark.skipif(hopper.available_error() is None, reason="measures where there is a Hopper GPU")
-def test_without_a_hopper_gpu_it_says_so():
+@pytest.mark.skipif(hopper.available_error() is None, reason="needs a machine without a Hopper GPU")
+def test_a_missing_hopper_gpu_is_an_error():
     result = run()
     assert result.exit_code == 2
     assert f"which {hopper.available_error()}"[:60] in result.output
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_families_call_what_they_are_named_after(family, monkeypatch):
+def test_families_call_the_function_of_their_kind(family, monkeypatch):
     called = []
     for name in ("attention", "attention_varlen", "attention_with_kv_cache"):
         original = getattr(fa_ops, name)
         monkeypatch.setattr(
             fa_ops, name, lambda *a, f=original, n=name, **o: called.append(n) or f(*a, **o)
         )
-    found = first.measure(family, (65, 3), "cpu", "cpu")
-    assert [one.length for one in found] == [65, 3] and all(one.ms > 0 for one in found)
-    assert [one.compiled for one in found] == [0, 0]
-    door = {"forward": "", "backward": "", "varlen": "_varlen"}.get(family.kind, "_with_kv_cache")
-    assert called == [f"attention{door}"] * 2
+    calls = first.measure(family, (65, 3), "cpu", "cpu")
+    assert [call.length for call in calls] == [65, 3] and all(call.ms > 0 for call in calls)
+    assert [call.compiled for call in calls] == [0, 0]
+    suffix = {"forward": "", "backward": "", "varlen": "_varlen"}.get(family.kind, "_with_kv_cache")
+    assert called == [f"attention{suffix}"] * 2
 
 
 def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
@@ -74,30 +74,30 @@ def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
         "forward",
         lambda f, S, *_: lambda: compiler.cubins("packed", ["packed_runs"], {"S": S // 64}),
     )
-    found = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
-    assert [one.compiled for one in found] == [1, 0, 1]
+    calls = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
+    assert [call.compiled for call in calls] == [1, 0, 1]
 
 
-def test_time_in_which_two_compile_counts_once():
+def test_overlapping_compilations_are_not_counted_twice():
     assert first.covered([]) == 0.0
     assert first.covered([(5.0, 6.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.0)]) == 4.0
 
 
-def test_a_process_of_its_own(tmp_path):
+def test_measure_runs_in_a_new_process(tmp_path):
     family = dataclasses.replace(FAMILIES[0], length=32)
-    (found,) = first.alone(str(tmp_path), family, (32,), "cpu", "cpu")
-    assert found.length == 32 and found.compiled == 0
+    (call,) = first.measure_in_new_process(str(tmp_path), family, (32,), "cpu", "cpu")
+    assert call.length == 32 and call.compiled == 0
     with pytest.raises(RuntimeError, match="forward causal D64: its process ended, 1"):
-        first.alone(str(tmp_path), family, (32,), "cpu", "nothing")
+        first.measure_in_new_process(str(tmp_path), family, (32,), "cpu", "nothing")
 
 
-def test_no_cache_but_the_given_one_serves_it(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(first, "measure", lambda *_: seen.append(dict(os.environ)))
+def test_the_process_uses_only_the_given_cache(tmp_path, monkeypatch):
+    environments = []
+    monkeypatch.setattr(first, "measure", lambda *_: environments.append(dict(os.environ)))
     monkeypatch.setattr(first.os, "environ", dict(os.environ))
     first._serve(types.SimpleNamespace(send=lambda _: None), str(tmp_path))
     names = ("FA_OPS_CACHE_DIR", "CUDA_CACHE_DISABLE")
-    assert [seen[0][name] for name in names] == [str(tmp_path), "1"]
+    assert [environments[0][name] for name in names] == [str(tmp_path), "1"]
 
 
 def test_the_table_shows_times_and_compilations():
@@ -110,12 +110,12 @@ def test_the_table_shows_times_and_compilations():
     ]  # fmt: skip
 
 
-def test_verdicts_name_what_is_over_its_limit():
+def test_verdicts_name_calls_over_their_limit():
     assert list(first.verdicts([FAST])) == [
         "all cold within 1000 ms and warm within 50 ms; no other length compiled"
     ]
-    stale = FAST._replace(warm=First(64, 20.0, 1, 15.0))
-    assert list(first.verdicts([SLOW, stale])) == [
+    missed = FAST._replace(warm=First(64, 20.0, 1, 15.0))
+    assert list(first.verdicts([SLOW, missed])) == [
         "b: cold 1500 ms, more than 1000",
         "b: warm 70 ms, more than 50",
         "a: compiled with a full cache",
@@ -123,7 +123,7 @@ def test_verdicts_name_what_is_over_its_limit():
     ]
 
 
-def test_of_several_rounds_the_median_counts():
+def test_the_median_of_several_rounds_is_reported():
     ms = lambda cold, warm: FAST._replace(  # noqa: E731
         cold=FAST.cold._replace(ms=cold), warm=FAST.warm._replace(ms=warm)
     )
@@ -131,21 +131,21 @@ def test_of_several_rounds_the_median_counts():
     assert (median.cold.ms, median.warm.ms) == (2.0, 2.0)
 
 
-def test_records_hold_every_number():
+def test_records_hold_every_result():
     (record,) = first.records([SLOW])
     assert record["cold"] == {"length": 64, "ms": 1500.0, "compiled": 2, "compile_ms": 1400.0}
     assert record["others"][0]["compiled"] == 1 and record["warm"]["ms"] == 70.0
 
 
-def test_the_command_prints_and_writes_what_processes_measured(monkeypatch, tmp_path):
-    asked = []
+def test_the_command_prints_and_writes_the_results_of_its_processes(monkeypatch, tmp_path):
+    processes = []
 
-    def alone(folder, family, lengths):
-        asked.append((folder, family.name, lengths))
+    def measure(folder, family, lengths):
+        processes.append((folder, family.name, lengths))
         ms = 800.0 if len(lengths) > 1 else 20.0
         return [First(length, ms, 0, 0.0) for length in lengths]
 
-    monkeypatch.setattr(first, "alone", alone)
+    monkeypatch.setattr(first, "measure_in_new_process", measure)
     monkeypatch.setattr(hopper, "available_error", lambda: None)
     monkeypatch.setattr(first.torch.cuda, "get_device_name", lambda: "a GPU")
     path = tmp_path / "out.json"
@@ -155,6 +155,6 @@ def test_the_command_prints_and_writes_what_processes_measured(monkeypatch, tmp_
     content = json.loads(path.read_text())
     assert content["family"] == "first" and len(content["records"]) == 4
     assert [r["warm"]["ms"] for r in content["records"]] == [20.0] * 4
-    folders = [folder for folder, *_ in asked]
-    assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # cold, then the same one warm
-    assert [len(lengths) for *_, lengths in asked] == [4, 1] * 4
+    folders = [folder for folder, *_ in processes]
+    assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # each cold, then warm
+    assert [len(lengths) for *_, lengths in processes] == [4, 1] * 4

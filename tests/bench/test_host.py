@@ -1,4 +1,4 @@
-"""What host time is measured of: every row computes what its name says."""
+"""The benchmark of host time: every row computes what its name states."""
 
 import json
 
@@ -22,16 +22,16 @@ SHAPE = (1, 2, 16, 8)
 
 
 def results(words):
-    """What the runs whose names hold one of these words return, and whether they recorded."""
-    found = {}
+    """Results of the runs whose names contain one of the words, and if gradients were enabled."""
+    values = {}
     for name, run in host.runs("cpu", SHAPE).items():
         if any(word in name for word in words):
             with run.context():
-                found[name.strip()] = run.timed(run.prepare()), torch.is_grad_enabled()
-    return found
+                values[name.strip()] = run.timed(run.prepare()), torch.is_grad_enabled()
+    return values
 
 
-def test_every_row_has_its_time(tmp_path):
+def test_every_row_has_a_time(tmp_path):
     path = tmp_path / "out.json"
     options = ("--device", "cpu", "--bursts", "20", "--json", str(path))
     result = CliRunner().invoke(app, ["host", *options])
@@ -42,9 +42,9 @@ def test_every_row_has_its_time(tmp_path):
     assert us["fa_ops.attention, forward + backward"] > us["torch.addcmul, forward + backward"]
 
 
-def test_forward_rows_compute_attention_and_record_nothing():
-    found = results(("fa_ops.attention", "fa.attention", "backend cpu", "sdpa"))
-    forward = {name: row for name, row in found.items() if name in FORWARD}
+def test_forward_rows_compute_attention_without_gradients():
+    rows = results(("fa_ops.attention", "fa.attention", "backend cpu", "sdpa"))
+    forward = {name: row for name, row in rows.items() if name in FORWARD}
     assert len(forward) == 4
     expected, _ = forward.pop("F.sdpa flash")
     for name, (out, recorded) in forward.items():
@@ -54,18 +54,18 @@ def test_forward_rows_compute_attention_and_record_nothing():
 
 
 def test_backward_rows_compute_the_same_three_gradients():
-    found = {name: row for name, row in results(("ward",)).items() if "addcmul" not in name}
-    assert found.keys() == {name for name in BACKWARD if "addcmul" not in name}
-    expected, _ = found["F.sdpa flash, forward + backward"]
+    rows = {name: row for name, row in results(("ward",)).items() if "addcmul" not in name}
+    assert rows.keys() == {name for name in BACKWARD if "addcmul" not in name}
+    expected, _ = rows["F.sdpa flash, forward + backward"]
     assert len(expected) == 3 and all(grad.abs().max() > 1e-3 for grad in expected)
-    for name, (grads, recorded) in found.items():
+    for name, (grads, recorded) in rows.items():
         assert recorded == ("forward" in name), name
         for grad, right in zip(grads[:3], expected, strict=True):
             torch.testing.assert_close(grad, right, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_sdpa_is_the_kernel_of_its_name(monkeypatch):
-    """SDPA is called where that kernel alone may run, in the forward pass and in training."""
+def test_sdpa_rows_enable_only_the_named_kernel(monkeypatch):
+    """SDPA is restricted to the kernel in the forward pass and in training."""
     enabled = []
 
     def spied(*args):

@@ -1,4 +1,4 @@
-"""A benchmark must notice wrong, missing and failing implementations before it prints a time."""
+"""Benchmarks detect wrong, missing and failing implementations before they print a time."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ def missing(problem, device):
     raise ImportError("No module named 'flash_attn'")
 
 
-def one(build, backward, ours=False):
+def sweep_causal(build, backward, ours=False):
     problems = [p for p in PRESETS["tiny"]() if p.causal]
     context = contextlib.nullcontext() if backward else torch.no_grad()
     implementations = [Implementation("it", build, ours=ours), Implementation("peer", right)]
@@ -38,8 +38,8 @@ def one(build, backward, ours=False):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_right_implementation_is_timed(backward):
-    ((_, (it, _)),) = one(right, backward)
+def test_correct_implementations_are_timed(backward):
+    ((_, (it, _)),) = sweep_causal(right, backward)
     assert it.reason is None
     assert 0 < it.time.low <= it.time.ms <= it.time.high
 
@@ -53,8 +53,8 @@ def test_a_right_implementation_is_timed(backward):
         (missing, False, "ImportError: No module named 'flash_attn'"),
     ],
 )
-def test_others_are_left_out_with_the_reason(build, backward, reason):
-    rows = one(build, backward)
+def test_other_implementations_are_skipped_with_the_reason(build, backward, reason):
+    rows = sweep_causal(build, backward)
     ((problem, (it, peer)),) = rows
     assert it.time is None and it.reason.startswith(reason)
     assert peer.time is not None
@@ -62,13 +62,13 @@ def test_others_are_left_out_with_the_reason(build, backward, reason):
     assert report.sweep_records(rows, backward)[0]["not_timed"] == it.reason
 
 
-def test_ratio_is_the_peers_time_over_ours():
-    rows = one(right, backward=False, ours=True)
+def test_ratio_is_the_time_of_the_peer_divided_by_ours():
+    rows = sweep_causal(right, backward=False, ours=True)
     ((_, (it, peer)),) = rows
     assert report.ratios(rows[0][1]) == {"best peer": peer.time.ms / it.time.ms}
 
 
-def test_only_selects_by_word_and_names_what_there_is():
+def test_only_selects_implementations_by_words():
     assert {i.name for i in peers.choose("cpu", "flash")} == {"sdpa flash"}
     assert [i.name for i in peers.choose("cpu")] == ["fa_ops cpu", "sdpa flash", "sdpa math"]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`python -m fa_ops`: what its commands print, and how they refuse."""
+"""`python -m fa_ops`: the output of its commands, and their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def invoke(*arguments: str):
 
 
 def masked(text: str) -> str:
-    """Versions and whatever else differs from machine to machine."""
+    """The text without versions and names of hardware."""
     versions, rest = text.split("devices\n")
     text = re.sub(r"(?m)^(  \S+ +).*$", r"\1VERSION", versions) + "devices\n" + rest
     text = re.sub(r"(?m)^(  cuda +none: torch is) .*$", r"\1 REASON", text)
@@ -70,7 +70,7 @@ backends
   in use     auto (the default)
 cache
   folder   /nowhere/fa_ops (from FA_OPS_CACHE_DIR)
-  verdict  does not exist yet; made when a kernel is first compiled
+  verdict  does not exist yet; created when a kernel is first compiled
 """,
     )
 
@@ -82,22 +82,22 @@ def test_doctor_runs_as_a_module():
     assert f"fa_ops        {fa_ops.__version__}" in run.stdout
 
 
-def test_doctor_says_which_backend_the_environment_chose(monkeypatch):
+def test_doctor_names_the_backend_set_in_the_environment(monkeypatch):
     monkeypatch.setenv("FA_OPS_BACKEND", "reference")
     monkeypatch.setattr("fa_ops.dispatch.default", "reference")
     assert "in use     reference (from FA_OPS_BACKEND)" in invoke("doctor").output
 
 
-def test_doctor_says_that_the_environment_chose_nothing_known(monkeypatch):
+def test_doctor_reports_an_unknown_backend_in_the_environment(monkeypatch):
     monkeypatch.setenv("FA_OPS_BACKEND", "flash")
     monkeypatch.setattr("fa_ops.dispatch.default", "flash")
     assert "every call will fail: backend must be 'auto' or one of" in invoke("doctor").output
 
 
-def test_the_cache_folder_its_owner_mode_and_verdict(tmp_path):
+def test_doctor_reports_owner_mode_and_verdict_of_the_cache_folder(tmp_path):
     assert [name for name, _ in doctor.cache(tmp_path / "none")] == ["folder", "verdict"]
     (tmp_path / "kernel.cubin").write_bytes(bytes(3 * 2**19))
-    me = f"{pwd.getpwuid(os.getuid()).pw_name} ({os.getuid()})"
+    user = f"{pwd.getpwuid(os.getuid()).pw_name} ({os.getuid()})"
     for mode, verdict in {
         0o700: "trusted, writable, 1 files, 1.5 MiB",
         0o770: "not used, each process compiles its kernels again: its group or others may write",
@@ -105,7 +105,7 @@ def test_the_cache_folder_its_owner_mode_and_verdict(tmp_path):
     }.items():
         tmp_path.chmod(mode)
         rows = dict(doctor.cache(tmp_path))
-        assert (rows["folder"], rows["owner"], rows["mode"]) == (str(tmp_path), me, f"{mode:04o}")
+        assert (rows["folder"], rows["owner"], rows["mode"]) == (str(tmp_path), user, f"{mode:04o}")
         assert rows["verdict"].startswith(verdict)
     tmp_path.chmod(0o700)
     assert "Not a directory" in doctor.verdict(tmp_path / "kernel.cubin")
@@ -113,7 +113,7 @@ def test_the_cache_folder_its_owner_mode_and_verdict(tmp_path):
     assert "name too long" in dict(doctor.cache(tmp_path / ("d" * 300)))["verdict"]
 
 
-def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_doctor_reports_a_cache_folder_that_is_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
     assert doctor.verdict(tmp_path).startswith("trusted, not writable")
     assert f"and {tmp_path} is not writable" in doctor.verdict(tmp_path / "none" / "below")
@@ -129,29 +129,29 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
         (("docter",), "No such command 'docter'"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_there():
+def test_a_missing_cuda_device_is_an_error():
     result = invoke("demo", "--device", "cuda")
     assert result.exit_code == 2
-    assert "torch sees none" in result.output
+    assert "torch finds no CUDA device" in result.output
 
 
-def test_missing_packages_are_named_with_the_command(monkeypatch):
+def test_demo_names_missing_packages(monkeypatch):
     needs = {"torch": "torch", "no_such_a": "package-a", "no_such_b": "package-b>=2"}
-    monkeypatch.setattr(smollm, "NEEDS", needs)
+    monkeypatch.setattr(smollm, "REQUIRED", needs)
     result = invoke("demo")
     assert result.exit_code == 1
     assert "pip install package-a 'package-b>=2'" in result.output
 
 
 class Tokenizer:
-    """As much of a tokenizer as the demo uses."""
+    """The tokenizer methods that the demo calls."""
 
     def apply_chat_template(self, chat, **options):
         return {"input_ids": torch.arange(3, 10)[None]}
@@ -162,14 +162,14 @@ class Tokenizer:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The demo on a Llama of two tiny layers."""
+    """Replace the demo's model by a Llama with two tiny layers."""
     transformers = pytest.importorskip("transformers", reason="the demo needs transformers")
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=99)
     sizes |= dict(num_hidden_layers=2, num_key_value_heads=2, eos_token_id=None)  # no early end
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes)
     net = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    monkeypatch.setattr(smollm, "NEEDS", {})
+    monkeypatch.setattr(smollm, "REQUIRED", {})
     monkeypatch.setattr(smollm, "load", lambda *_: smollm.Model(net, Tokenizer()))
     monkeypatch.setattr(demo, "LENGTHS", (16, 32))
     yield net
@@ -179,8 +179,8 @@ def tiny(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_demo_four_ways(tiny):
-    """Through Inductor too: compiled layers answer as eager ones do, with their cores fused."""
+def test_demo_runs_the_model_in_four_modes(tiny):
+    """All modes, Inductor included, generate the same tokens; both fused ones fuse all layers."""
     result = invoke("demo", "--device", "cpu", "--tokens", "4")
     assert result.exit_code == 0, result.output
     rows = [line for line in result.output.splitlines() if "4 words" in line]
@@ -191,18 +191,18 @@ def test_demo_four_ways(tiny):
     assert "backend: cpu" in result.output and "SDPA" in result.output
 
 
-def test_a_way_that_fails_is_reported_and_counts(tiny, monkeypatch):
+def test_demo_reports_a_mode_that_fails(tiny, monkeypatch):
     def broken(net):
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(demo, "WAYS", {"eager": demo.WAYS["eager"], "broken": broken})
+    monkeypatch.setattr(demo, "MODES", {"eager": demo.MODES["eager"], "broken": broken})
     result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "2"])
     assert result.exit_code == 1
     assert "broken: RuntimeError: no C++ compiler" in result.output
     assert "all 2" in result.output
 
 
-def test_agreement_counts_the_common_beginning():
+def test_agreement_is_the_length_of_the_common_prefix():
     reference = torch.tensor([5, 6, 7, 8])
     assert demo._agreement(reference.clone(), reference) == "all 4"
     assert demo._agreement(torch.tensor([5, 6, 0, 8]), reference) == "the first 2 of 4"
@@ -210,13 +210,13 @@ def test_agreement_counts_the_common_beginning():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
-def test_peak_memory_sees_what_was_freed_before_the_end():
+def test_peak_memory_includes_memory_freed_during_the_step():
     peak = measure.peak_memory(lambda: torch.ones(64, 2**18).sum(), "cpu")
     assert 60 <= peak / 2**20 <= 80
     assert measure.peak_memory(lambda: None, "cpu") < 5 * 2**20
 
 
-def test_peak_memory_elsewhere(monkeypatch):
+def test_peak_memory_is_none_where_the_peak_cannot_be_reset(monkeypatch):
     def refuse(path, text):
         raise FileNotFoundError(path)
 
@@ -225,6 +225,6 @@ def test_peak_memory_elsewhere(monkeypatch):
     assert measure.peak_memory(lambda: steps.append(1), "cpu") is None and steps == [1]
 
 
-def test_words_stand_between_commas():
+def test_words_are_split_at_commas():
     assert options.words(" a b,,c, a b,") == ["a b", "c"]
     assert options.words(None) == options.words(",") == []

@@ -1,4 +1,4 @@
-"""`python -m fa_ops fuzz`: what it counts, what it finds, and what it makes of crashes."""
+"""`python -m fa_ops fuzz`: its counts, the failures that it finds, crashes and hangs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_counts(tmp_path):
         assert not record["failures"]
 
 
-def planted(forward):
-    """`forward` with a wrong last row of few, but only with sinks."""
+def with_planted_bug(forward):
+    """`forward` with a wrong last row, in calls with sinks only."""
 
     def wrong(q, k, v, spec):
         out, lse = forward(q, k, v, spec)
@@ -55,23 +55,23 @@ def planted(forward):
     return wrong
 
 
-def test_a_failure_is_found_and_its_line_runs_it_again(monkeypatch):
+def test_failures_are_found_and_repeated_by_the_printed_command(monkeypatch):
     right = cpu.forward
-    monkeypatch.setattr(cpu, "forward", planted(right))
+    monkeypatch.setattr(cpu, "forward", with_planted_bug(right))
     result = invoke(*"--backend cpu --device cpu --cases 60 --each 3 --workers 0".split())
     assert result.exit_code == 1
     lines = re.findall(r"^failed: python -m fa_ops fuzz (.*)$", result.output, re.M)
     assert lines and re.search(r"  Case\(.*sinks=True.*: out: error", result.output)
-    again = invoke(*lines[0].split())
-    assert again.exit_code == 1 and "1 of 1 cases of 1 specialisations" in again.output
+    repeated = invoke(*lines[0].split())
+    assert repeated.exit_code == 1 and "1 of 1 cases of 1 specialisations" in repeated.output
     message = re.compile(r"^  Case\(.*$", re.M)
-    assert message.search(again.output)[0] in result.output
+    assert message.search(repeated.output)[0] in result.output
     monkeypatch.setattr(cpu, "forward", right)
     planning.forget()
     assert invoke(*lines[0].split()).exit_code == 0
 
 
-def test_numbers_mean_the_same_cases_every_time():
+def test_a_number_always_selects_the_same_case():
     first, second = (
         [(o.kind, o.features) for o in outcomes(FuzzRun(CPU, 3, 0, 4))] for _ in range(2)
     )
@@ -80,44 +80,44 @@ def test_numbers_mean_the_same_cases_every_time():
 
 
 def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
-    monkeypatch.setattr(fuzz_cases, "TRIES", 20)
+    monkeypatch.setattr(fuzz_cases, "MAX_DRAWS", 20)
     (outcome,) = outcomes(FuzzRun(CPU._replace(backend="hopper"), 0, 0, 4))
-    assert outcome.error.startswith("LookupError: hopper took none of")
+    assert outcome.error.startswith("LookupError: hopper supports none of")
 
 
-class Bomb(str):
-    """Ends the process that reads it."""
+class ExitOnUnpickling(str):
+    """Ends the process that unpickles it."""
 
     def __reduce__(self):
         return os._exit, (7,)
 
 
-class Pause(str):
-    """Keeps the process that reads it."""
+class SleepOnUnpickling(str):
+    """Blocks the process that unpickles it."""
 
     def __reduce__(self):
         return time.sleep, (60,)
 
 
-def test_a_crash_and_a_silence_fail_the_case_and_the_rest_goes_on(monkeypatch):
-    runs = [FuzzRun(CPU._replace(backend=Bomb("cpu")), 0, 1, 3), FuzzRun(CPU, 1, 0, 2)]
+def test_a_crash_or_hang_fails_one_case_and_the_others_continue(monkeypatch):
+    runs = [FuzzRun(CPU._replace(backend=ExitOnUnpickling("cpu")), 0, 1, 3), FuzzRun(CPU, 1, 0, 2)]
     found = [(o.family, o.case, o.error) for o in fuzz_workers.fuzz(runs, 1, None)]
     crash = "the process ended with status 7"
     assert found == [(0, 1, crash), (0, 2, crash), (1, 0, None), (1, 1, None)]
-    monkeypatch.setattr(fuzz_workers, "PATIENCE", 0.0)
-    silent = FuzzRun(CPU._replace(backend=Pause("cpu")), 1, 0, 1)
-    (silence,) = fuzz_workers.fuzz([silent], 1, None)
-    assert silence.error == "no result after 0 s"
+    monkeypatch.setattr(fuzz_workers, "TIMEOUT", 0.0)
+    hanging = FuzzRun(CPU._replace(backend=SleepOnUnpickling("cpu")), 1, 0, 1)
+    (outcome,) = fuzz_workers.fuzz([hanging], 1, None)
+    assert outcome.error == "no result after 0 s"
 
 
-def test_time_that_is_up_is_no_success(monkeypatch):
+def test_running_out_of_time_is_a_failure(monkeypatch):
     assert len(list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 0, 1e-9))) == 1
     assert not list(fuzz_workers.fuzz([FuzzRun(CPU, 0, 0, 3)], 1, 1e-9))
     monkeypatch.setattr("fa_ops.cli.fuzz.fuzz", lambda *_: iter(()))
     assert invoke("--device", "cpu", "--cases", "5").exit_code == 1
 
 
-def test_plan():
+def test_plan_divides_the_cases_among_the_targets():
     runs = list(plan([CPU, CPU._replace(backend="reference")], 25, 5, seed=7))
     assert sum(run.last for run in runs) == 25
     assert [run.last for run in runs if run.target == CPU] == [5, 5, 3]
@@ -127,21 +127,21 @@ def test_plan():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--backend nothing", "--backend must be of hopper, triton, cpu, reference"),
+        ("--backend nothing", "--backend must be one of hopper, triton, cpu, reference"),
         ("--device tpu", "device must be auto, cuda or cpu"),
-        ("--device cpu --dtype int8", "--dtype must be of bfloat16, float16, float32, float64"),
+        ("--device cpu --dtype int8", "--dtype must be one of bfloat16, float16, float32, float64"),
         ("--device cpu --backend hopper", "--backend hopper: "),
         ("--json nowhere/a.json", "no such folder: nowhere"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_refused(options, message):
     if "hopper" in options and torch.cuda.is_available():
-        pytest.skip("pins a machine without a GPU")
+        pytest.skip("needs a machine without a GPU")
     result = invoke(*options.split())
     assert result.exit_code == 2 and message in result.output
 
 
-def test_draws_reach_every_feature():
+def test_draws_cover_every_feature():
     seen: dict[str, set] = {kind: set() for kind in draws.KINDS}
     sizes = set()
     for kind in draws.KINDS:
@@ -163,7 +163,7 @@ def test_draws_reach_every_feature():
     assert sizes == {"ordinary", "decoding", "many", "prefill"}
 
 
-def test_a_gpu_draws_many_queries_of_a_cache_too():
+def test_prefill_over_a_cache_is_drawn_on_gpus_only():
     families = [
         draws.family(random.Random(seed).choice, "cached", (torch.bfloat16,)) for seed in range(40)
     ]

@@ -1,4 +1,4 @@
-"""`python -m fa_ops warm`: compiling ahead, which needs NVRTC and no GPU."""
+"""`python -m fa_ops warm`: compiling ahead of time, which needs NVRTC but no GPU."""
 
 import os
 
@@ -29,7 +29,7 @@ def nvrtc():
         pytest.skip(str(error))
 
 
-def test_what_it_compiled_is_what_a_call_asks_for(folder, nvrtc, monkeypatch):
+def test_calls_use_the_kernels_that_were_compiled(folder, nvrtc, monkeypatch):
     result = invoke("--head-dim", "64", "--dtype", "float16")
     assert result.exit_code == 0
     assert f"39 kernels compiled, 0 were there: {folder}" in result.output
@@ -44,7 +44,7 @@ def test_what_it_compiled_is_what_a_call_asks_for(folder, nvrtc, monkeypatch):
     )
 
 
-def test_all_of_them():
+def test_variants_are_distinct():
     variants = list(warm.variants())
     assert len(variants) == 2 * (4 * (4 + 3 + 3 + 6) + 3)
     names = {(kind, *entries, *sorted(defines.items())) for kind, entries, defines in variants}
@@ -54,16 +54,16 @@ def test_all_of_them():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--head-dim", "65"], "--head-dim must be of 64, 128, 192, 256, got 65"),
-        (["--dtype", "float32"], "--dtype must be of bfloat16, float16, got 'float32'"),
+        (["--head-dim", "65"], "--head-dim must be one of 64, 128, 192, 256, got 65"),
+        (["--dtype", "float32"], "--dtype must be one of bfloat16, float16, got 'float32'"),
     ],
 )
-def test_refusals(arguments, message):
+def test_invalid_options_are_refused(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2 and message in result.output
 
 
-def test_without_nvrtc_it_says_so(folder, monkeypatch):
+def test_missing_nvrtc_is_reported(folder, monkeypatch):
     monkeypatch.setenv("FA_OPS_NVRTC", os.devnull)
     compiler.nvrtc.cache_clear()
     try:

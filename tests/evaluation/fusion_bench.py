@@ -220,7 +220,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", help="write the figures here", callback=options.in_a_folder),
+    typer.Option("--json", help="write the figures here", callback=options.in_existing_folder),
 ]
 
 

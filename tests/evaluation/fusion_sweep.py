@@ -36,7 +36,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from compile_passes.fuse import NO_SCORES, NO_VALUE, fuse_module
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 from fa_ops.testing import assert_within_budget
 from tests.evaluation.hf_sweep import inputs, tiny
 from tests.evaluation.hf_sweep.run import Base, time_limit
@@ -264,7 +264,7 @@ def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="architectures; all by default")] = None,
     json_file: Annotated[
-        Path, typer.Option("--json", help="results, read and written", callback=in_a_folder)
+        Path, typer.Option("--json", help="results, read and written", callback=in_existing_folder)
     ] = Path("fusion_sweep.json"),
     again: Annotated[bool, typer.Option(help="repeat results that the file has")] = False,
     seconds: Annotated[int, typer.Option(min=1, help="for one architecture at most")] = 120,

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import hf_integration
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_bench_parts import PARTS
 
@@ -151,7 +151,7 @@ def _names(names: list[str]) -> list[str]:
 
 def main(
     json_file: Annotated[
-        Path, typer.Option("--json", help="the file for the rows", callback=in_a_folder)
+        Path, typer.Option("--json", help="the file for the rows", callback=in_existing_folder)
     ] = Path("hf_bench.json"),
     implementations: Annotated[str, typer.Option(help="comma separated")] = ",".join(
         IMPLEMENTATIONS

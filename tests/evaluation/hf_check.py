@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hf_integration
 from fa_ops.cli import smollm
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 
 PROMPTS = (
     "Name the planets of the solar system.",
@@ -124,7 +124,7 @@ def main(
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + "; default by device")] = "",
     count: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="prompts")] = len(PROMPTS),
     new: Annotated[int, typer.Option(min=1, help="tokens for each")] = 64,
-    json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=in_existing_folder)] = None,
 ) -> None:
     """Compare greedy tokens with those of eager attention; exit with 1 if they differ."""
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")

@@ -34,7 +34,7 @@ def invoke(command, arguments):
         (fusion_sweep, ["--json", "nowhere/a.json"], "no such folder: nowhere"),
         (fusion_sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
         (fusion_bench, ["cost", "--json", "nowhere/a.json"], "no such folder: nowhere"),
-        (fusion_bench, ["cost", "--device", "cuda"], "torch sees none"),
+        (fusion_bench, ["cost", "--device", "cuda"], "torch finds no CUDA device"),
         (fusion_bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (fusion_bench, ["speed", "--tiny", "--rounds", "0"], "Invalid value for '--rounds'"),
         (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of fused, inductor"),

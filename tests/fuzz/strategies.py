@@ -1,4 +1,4 @@
-"""The random calls of `fa_ops.testing.draws`, drawn by Hypothesis: they shrink to plain ones."""
+"""A Hypothesis strategy for the random calls of `fa_ops.testing.draws`, which shrink."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ FA_OPS_FUZZ_CASES=20000 pytest tests/fuzz                       more cases
 FA_OPS_FUZZ_SEED=7 pytest tests/fuzz                            other cases
 FA_OPS_FUZZ_BACKEND=triton FA_OPS_FUZZ_DEVICE=cuda pytest tests/fuzz
 
-A failure prints the case: `assert_right(<it>, backend)` runs it again.
+A failure prints the case, which `assert_right(case, backend)` repeats.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if DEVICE == "cpu":
 
 
 def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None:
-    """Try `share` of the cases; derandomized, so that a commit's result is not a matter of luck.
+    """Run `share` of the cases, without randomness unless a seed is set.
 
-    With `arena` calls are repeated, and margins around all tensors are checked.
+    With `arena`, calls are repeated, and margins around all tensors are checked.
     """
 
     @settings(
@@ -73,6 +73,6 @@ def test_packed(dtype):
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", draws.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_at_the_edges(kind, dtype):
-    """Extreme options, NaN and Inf, broken lengths, overlapping memory."""
+def test_edge_cases(kind, dtype):
+    """Extreme options, NaN and Inf, invalid lengths, overlapping memory."""
     fuzz(cases(kind, dtype, DEVICE, edges=True), share=0.02, arena=True)

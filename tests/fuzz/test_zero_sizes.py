@@ -1,4 +1,4 @@
-"""Sizes of 0 in every dimension, in a child process: a division by one of them would end it."""
+"""Sizes of 0 in every dimension, in a child process, as a division by zero would end it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_ops import dispatch
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "triton", "hopper"])
-def test_zero_sizes(backend):
+def test_zero_sizes_in_every_dimension(backend):
     device = "cpu" if backend in ("cpu", "reference") else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -1,7 +1,9 @@
-"""Calls of every operator with a size of 0, in every dimension; prints each before it is made.
+"""Call every operator with a size of 0 in every dimension, and print each call before it is made:
 
-In a process of its own (`python -m tests.fuzz.zero_sizes cpu cpu`), since a kernel that divides by
-a size ends it. Ends with 1 after a result that is not what it should be.
+    python -m tests.fuzz.zero_sizes cpu cpu
+
+This runs in a separate process, as an integer division by zero in a kernel would end it. Exits with
+status 1 after a wrong result.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ CALLS = 3
 
 
 def smaller(sizes: dict[str, int]) -> list[dict[str, int]]:
-    """With one size, or two, that are 0."""
+    """All variants of the sizes with one or two of them set to 0."""
     zeros = [*itertools.combinations(sizes, 1), *itertools.combinations(sizes, 2)]
     return [sizes | dict.fromkeys(names, 0) for names in zeros]
 
 
 def results(call) -> list:
-    """What each of the repeated calls gives: tensors, or the message of its refusal."""
-    found = []
+    """The result of each repeated call, or the message of its error."""
+    values = []
     for _ in range(CALLS):
         try:
-            found.append(call())
+            values.append(call())
         except (ValueError, NotImplementedError) as error:
-            found.append(str(error))
-    return found
+            values.append(str(error))
+    return values
 
 
 def dense(backend: str, device: str, **n: int):
@@ -100,21 +102,20 @@ def main(backend: str, device: str) -> int:
         for case in smaller(sizes):
             line = f"{function.__name__}({', '.join(f'{k}={v}' for k, v in (case | more).items())})"
             print(line, flush=True)
-            found = results(function(backend, device, **case, **more))
-            problem = _problem(found)
+            problem = _problem(results(function(backend, device, **case, **more)))
             if problem:
                 wrong += 1
                 print(f"WRONG: {line}: {problem}", flush=True)
     return int(wrong > 0)
 
 
-def _problem(found: list) -> str | None:
-    first, *others = found
+def _problem(results: list) -> str | None:
+    first, *others = results
     if isinstance(first, str):
-        return None if all(one == first for one in others) else f"refused once: {found}"
+        return None if all(other == first for other in others) else f"refused once: {results}"
     tensors, no_keys = first
-    for one in others:
-        if isinstance(one, str) or not all(map(torch.equal, tensors, one[0])):
+    for other in others:
+        if isinstance(other, str) or not all(map(torch.equal, tensors, other[0])):
             return "differs when it is repeated"
     out, lse = tensors[:2]
     if no_keys and (out.any() or (lse != -torch.inf).any()):

@@ -1,4 +1,4 @@
-"""Cases for the Hopper kernels, drawn by number: every head dim, every way a mask may lie."""
+"""Numbered cases for the Hopper kernels: all head dimensions and memory layouts of masks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Cache, Spec
 
 DIMS = ((64, 64), (128, 128), (96, 96), (72, 72), (128, 64), (192, 128), (192, 192), (256, 256))
-FAR = 1 << 20
+UNBOUNDED = 1 << 20
 
 
 def check(case: Case | PackedCase, gradients: bool = True) -> None:
-    """Forward and backward; skips what the tier refuses."""
+    """Compare with the oracle, forward and backward; skip cases that the backend refuses."""
     q, k, v, spec = case.fresh()
     reason = hopper.support_error(q, k, v, spec)
     if reason:
@@ -41,42 +41,43 @@ def chosen(
 
 @contextlib.contextmanager
 def few_processors(count: int) -> Iterator[None]:
-    """Persistent CTAs take many tiles each, of small problems too."""
+    """Report fewer multiprocessors, so that persistent CTAs process several tiles each."""
     real = torch.cuda.get_device_properties
 
     def properties(device: object) -> SimpleNamespace:
-        found = real(device)
-        return SimpleNamespace(multi_processor_count=count, major=found.major, minor=found.minor)
+        actual = real(device)
+        return SimpleNamespace(multi_processor_count=count, major=actual.major, minor=actual.minor)
 
     with mock.patch.object(torch.cuda, "get_device_properties", properties):
-        _forget()
+        _clear_plans()
         yield
-    _forget()
+    _clear_plans()
 
 
 def _forget() -> None:
     """Plans made for another number of processors."""
     planning.forget()
     for module in (decode, dense_backward, dense_forward, mla):
-        for one in ("_plan", "_family"):
-            if hasattr(module, one):
-                getattr(module, one).cache_clear()
+        for name in ("_plan", "_family"):
+            if hasattr(module, name):
+                getattr(module, name).cache_clear()
 
 
-def drawn(seed: int, **fixed) -> Case:
-    """A random case, its head dims and dtype by turns; `fixed` as `random_case` has it."""
+def hopper_case(seed: int, **fixed) -> Case:
+    """A random case; the seed cycles through head dimensions and dtypes."""
     D, Dv = DIMS[seed % len(DIMS)]
     dtype = (torch.bfloat16, torch.float16)[seed // len(DIMS) % 2]
     return random_case(seed, **{"D": D, "Dv": Dv, "dtype": dtype, "device": "cuda"} | fixed)
 
 
 def lengthened(case: Case) -> Case:
+    """The case with up to 5 times as many queries and 7 times as many keys."""
     seed = case.seed
     return dataclasses.replace(case, Sq=case.Sq * (1 + seed % 5), Sk=case.Sk * (1 + seed % 7))
 
 
 def _inside(mask, *margins):
-    """As a part of a larger tensor, which is true around it."""
+    """The mask as a slice of a larger tensor that is true outside the slice."""
     size = [n + before + after for n, (before, after) in zip(mask.shape, margins)]
     part = mask.new_ones(size)
     for dim, (before, _) in enumerate(margins):
@@ -101,17 +102,13 @@ MASK_LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MaskedCase(Case):
-    """A case whose mask lies in memory in one of several ways; `expanded` repeats it by strides.
-
-    Of query i, a bool mask keeps at most the keys from i + band[0] to i + band[1] - 1; a float mask
-    may be of float32.
-    """
+    """A case with a mask in one of `MASK_LAYOUTS`."""
 
     mask: str | None = "bool"
-    band: tuple[int, int] = (-FAR, FAR)
-    is_wide: bool = False
+    band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED)  # keys j of query i that a bool mask may keep
+    is_wide: bool = False  # a float mask in float32
     mask_layout: str = "contiguous"
-    expanded: bool = False
+    expanded: bool = False  # broadcast dimensions have full size and stride 0
 
     def fresh(self, dtype=None, requires_grad=False):
         q, k, v, spec = super().fresh(dtype, requires_grad)
@@ -129,13 +126,13 @@ class MaskedCase(Case):
         return q, k, v, spec._replace(attn_mask=mask)
 
 
-def _lying(seed: int) -> dict:
+def _layout_fields(seed: int) -> dict:
     layout = list(MASK_LAYOUTS)[seed % len(MASK_LAYOUTS)]
     return {"mask_layout": layout, "expanded": seed % 11 < 3}
 
 
 def masked_case(seed: int, **fixed) -> MaskedCase:
-    """Below 256: every broadcast for every head dim, deterministic and not, one of them causal."""
+    """Seeds below 256 cover every mask shape for every head dimension, deterministic or not."""
     dims, shape, deterministic = seed % len(DIMS), seed // len(DIMS) % 16, seed // 128 % 2
     is_causal = bool((dims + shape + deterministic) % 2)
     return MaskedCase(
@@ -145,24 +142,24 @@ def masked_case(seed: int, **fixed) -> MaskedCase:
         mask_shape=tuple(shape >> bit & 1 for bit in range(4)),
         is_causal=is_causal, deterministic=bool(deterministic),
         window=(100, -1) if is_causal and shape % 3 == 0 else (-1, -1),
-        **_lying(seed), **fixed,
+        **_layout_fields(seed), **fixed,
     )  # fmt: skip
 
 
-def random_masked_case(seed: int, mask: str, fixed: dict, **more) -> MaskedCase:
-    """`fixed` of what is drawn, and `more` that only masked cases have."""
-    case = drawn(
+def random_masked_case(seed: int, mask: str, fixed: dict, **mask_fields) -> MaskedCase:
+    """A random masked case; `fixed` overrides drawn fields, `mask_fields` those of `MaskedCase`."""
+    case = hopper_case(
         seed, Sq=(1, 200, 400)[seed % 3], Sk=(15, 256, 700)[seed // 3 % 3], mask=mask,
         mask_shape=tuple(seed >> bit & 1 for bit in range(4)), dropout_p=0.0, scale=None, **fixed,
     )  # fmt: skip
-    return MaskedCase(**vars(case), **_lying(seed), **more)
+    return MaskedCase(**vars(case), **_layout_fields(seed), **mask_fields)
 
 
 def dropout_case(seed: int) -> Case:
-    """Every head dim in one pass and in two, without a mask, with a bool and with a float one."""
+    """Every head dimension, deterministic or not, without a mask, with a bool or a float mask."""
     mask = (None, "bool", "float", None, "bool", "float", None)[seed % 7]
     no_ranges = {"key_ranges": None} if mask == "bool" else {}
-    case = drawn(
+    case = hopper_case(
         seed, dtype=(torch.bfloat16, torch.float16)[seed // 16 % 2], mask=mask,
         mask_shape=tuple(seed >> bit & 1 for bit in range(4)),
         mask_grad=mask == "float" and seed % 5 < 3, dropout_p=(0.1, 0.5, 0.9, 1 / 3)[seed // 2 % 4],

@@ -1,4 +1,4 @@
-"""Several checkouts of fa_ops in one process, each as a package with a name of its own."""
+"""Import several checkouts of fa_ops into one process, each under a unique package name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-# Kernels of all checkouts: a cubin's name is the hash of its source.
+# The kernel cache of all checkouts: a cubin's name is the hash of its source.
 CACHE = Path.home() / ".cache" / "fa_ops_compare"
 
 _PACKAGE = re.compile(r"\bfa_ops\b")
-# torch knows one namespace of a name: "fa", fa::attention, torch.ops.fa
+# An operator namespace can be defined once: replace "fa", fa::attention and torch.ops.fa.
 _NAMESPACE = re.compile(r"""(?<=["'])fa(?=["'])|\bfa(?=::)|(?<=\bops\.)fa\b""")
 
 
@@ -22,10 +22,12 @@ _numbers = itertools.count()
 
 
 def load(checkout: Path, folder: Path) -> ModuleType:
-    """The checkout's fa_ops as a package fa_ops_0, fa_ops_1, ..., copied to `folder`; its operators
-    are in torch.ops under the same name.
+    """Copy a checkout's fa_ops to `folder` and import it as fa_ops_0, fa_ops_1, ...
 
-    Raises ValueError for a folder that is no checkout.
+    Its operators are in torch.ops under the same name.
+
+    Raises:
+        ValueError: the folder is no checkout.
     """
     if not (checkout / "fa_ops" / "__init__.py").is_file():
         raise ValueError(f"{checkout} is no checkout: it has no fa_ops/__init__.py")
@@ -40,5 +42,5 @@ def load(checkout: Path, folder: Path) -> ModuleType:
     try:
         importlib.invalidate_caches()
         return importlib.import_module(name)
-    finally:  # without hooks either, that wait for parts of torch: those of two would take turns
+    finally:  # drop the import hooks too, as those of two checkouts would interfere
         sys.path[:], sys.meta_path[:] = before

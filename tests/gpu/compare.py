@@ -1,20 +1,20 @@
-"""Checkouts of fa_ops by turns in one process, through its public functions:
+"""Compare checkouts of fa_ops in one process, by its public functions:
 
     python -m tests.gpu.compare ../before . --preset lengths --only "D64 causal,S512"
     python -m tests.gpu.compare ../before . --groups host --processes 3
 
-A checkout is a tree as `git worktree add` makes one. Prints milliseconds (of `host`, microseconds
-of host time, beside SDPA's), how many times as fast as the first checkout each other one is, and
-how far its results are from the first one's: 0 where no bit changed. At the end come the geometric
-means of every group. Several processes start with the checkouts in another order each, and medians
-over them count: where a process happens to place its objects moves a host time by some per cent.
+A checkout is a source tree, as created by `git worktree add`. For each call this prints
+milliseconds (for `host`, microseconds of host time and the ratio to SDPA), the speed relative to
+the first checkout, and the relative difference from its results, which is 0 if they are bitwise
+equal. Geometric means of every group follow. With several processes, each starts with the checkouts
+in another order, and medians are reported, as the placement of objects in memory changes host times
+by a few per cent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fa_ops.bench.problems import PRESETS
 from fa_ops.bench.timing import Run, device_times, host_times
-from fa_ops.cli.options import in_a_folder, one_of, words
+from fa_ops.cli.options import in_existing_folder, one_of, words
 from tests.gpu import checkouts
 from tests.gpu.compared_calls import DEVICE, GROUPS, Call, host_sdpa, rows
 from tests.kernels import relative_error
@@ -41,14 +41,13 @@ ALL = (*GROUPS, "host")
 
 
 class Compared(NamedTuple):
-    """One row: milliseconds and relative differences in the checkouts' order; of `host` also
-    SDPA's milliseconds."""
+    """One row: milliseconds and relative differences of each checkout."""
 
     group: str
     name: str
     ms: list[float]
-    off: list[float]
-    sdpa_ms: float | None = None
+    differences: list[float]
+    sdpa_ms: float | None = None  # in the group `host`
 
     @property
     def ratios(self) -> list[float]:
@@ -57,8 +56,8 @@ class Compared(NamedTuple):
     def __str__(self) -> str:
         unit, digits = (1e3, 2) if self.group == "host" else (1.0, 4)
         text = f"{self.group:16}{self.name:36}"
-        for ms, ratio, off in zip(self.ms, self.ratios, self.off):
-            text += f"  {ms * unit:9.{digits}f} {ratio:6.3f}x ({off:.0e})"
+        for ms, ratio, difference in zip(self.ms, self.ratios, self.differences):
+            text += f"  {ms * unit:9.{digits}f} {ratio:6.3f}x ({difference:.0e})"
             text += f" {ms / self.sdpa_ms:5.2f} SDPA" if self.sdpa_ms else ""
         return text
 
@@ -72,15 +71,15 @@ def compare(
     budget: float,
     bursts: int,
 ) -> Iterator[Compared | str]:
-    """Every row of the groups, or why a row is left out."""
+    """Yield every row of the groups, or the reason why a row is skipped."""
     sdpa = {f"{name} of torch": _run(call, None, None) for name, call in host_sdpa().items()}
     for group in groups:
         for name, make in rows(group, preset, only):
             try:
-                calls = [_made(make, fa, backend) for fa in versions]
+                calls = [_make_call(make, fa, backend) for fa in versions]
                 results = [_results(call, fa, backend) for call, fa in zip(calls, versions)]
             except NotImplementedError as error:
-                yield f"{group:16}{name:36}  left out: {error}"
+                yield f"{group:16}{name:36}  skipped: {error}"
                 continue
             runs = {
                 fa.__name__: _run(call, fa, backend)
@@ -92,11 +91,11 @@ def compare(
             else:
                 peer, times = None, device_times(runs, DEVICE, budget)
             ms = [times[fa.__name__].ms for fa in versions]
-            off = [_difference(found, results[0]) for found in results]
-            yield Compared(group, name, ms, off, times[peer].ms if peer else None)
+            differences = [_difference(tensors, results[0]) for tensors in results]
+            yield Compared(group, name, ms, differences, times[peer].ms if peer else None)
 
 
-def _made(make, fa: ModuleType, backend: str | None) -> Call:
+def _make_call(make, fa: ModuleType, backend: str | None) -> Call:
     with _context(True, fa, backend):
         return make(fa)
 
@@ -114,18 +113,18 @@ def _context(records: bool, fa: ModuleType | None, backend: str | None) -> Itera
 
 def _results(call: Call, fa: ModuleType, backend: str | None) -> list[Tensor]:
     with _context(call.records, fa, backend):
-        found = call.run(call.prepare())
-    return [found] if isinstance(found, Tensor) else list(found)
+        result = call.run(call.prepare())
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def _difference(results: Sequence[Tensor], first: Sequence[Tensor]) -> float:
-    """Relative, of the one that is farthest off."""
+    """The largest relative difference of a tensor."""
     return max(relative_error(a, b) for a, b in zip(results, first))
 
 
 def in_processes(trees: Sequence[Path], count: int, options: Sequence[str]) -> list[Compared]:
-    """The medians over so many processes, the first with the checkouts in this order."""
-    each = []
+    """Medians over several processes, each of which starts with another checkout."""
+    rows_by_process = []
     for n in range(count):
         shift = n % len(trees)
         rotated = [*trees[shift:], *trees[:shift]]
@@ -133,10 +132,12 @@ def in_processes(trees: Sequence[Path], count: int, options: Sequence[str]) -> l
             file = Path(folder, "rows.json")
             command = [sys.executable, "-m", "tests.gpu.compare", *map(str, rotated), *options]
             subprocess.run([*command, "--json", str(file)], cwd=ROOT, check=True)
-            found = [Compared(*row) for row in json.loads(file.read_text())]
+            rows = [Compared(*row) for row in json.loads(file.read_text())]
         back = len(trees) - shift
-        each.append([row._replace(ms=[*row.ms[back:], *row.ms[:back]]) for row in found])
-    return [_median(rows) for rows in zip(*each)]
+        rows_by_process.append(
+            [row._replace(ms=[*row.ms[back:], *row.ms[:back]]) for row in rows]
+        )  # fmt: skip
+    return [_median(same_row) for same_row in zip(*rows_by_process)]
 
 
 def _median(rows: Sequence[Compared]) -> Compared:
@@ -145,29 +146,33 @@ def _median(rows: Sequence[Compared]) -> Compared:
     return rows[0]._replace(ms=ms, sdpa_ms=statistics.median(sdpa) if sdpa else None)
 
 
-def means(found: Sequence[Compared], trees: Sequence[Path]) -> Iterator[str]:
-    """The geometric mean of the ratios of every group and checkout but the first."""
-    for group in dict.fromkeys(row.group for row in found):
-        columns = zip(*(row.ratios for row in found if row.group == group))
+def means(compared: Sequence[Compared], trees: Sequence[Path]) -> Iterator[str]:
+    """Yield the geometric mean of the ratios of every group, for all checkouts but the first."""
+    for group in dict.fromkeys(row.group for row in compared):
+        columns = zip(*(row.ratios for row in compared if row.group == group))
         for tree, column in list(zip(trees, columns))[1:]:
-            mean = math.exp(statistics.mean(map(math.log, column)))
+            mean = statistics.geometric_mean(column)
             yield f"{group}: {tree} is {mean:.3f}x as fast, geometric mean over {len(column)} rows"
 
 
 def main(
-    trees: Annotated[list[Path], typer.Argument(help="checkouts, the one to compare with first")],
-    groups: Annotated[str, typer.Option(help="comma separated")] = ",".join(ALL),
+    trees: Annotated[list[Path], typer.Argument(help="checkouts; the first is the baseline")],
+    groups: Annotated[str, typer.Option(help="comma-separated")] = ",".join(ALL),
     preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = (
         "lengths" if DEVICE == "cuda" else "tiny"
     ),
-    only: Annotated[str, typer.Option(help="problems with all words of one of these")] = "",
-    backend: Annotated[str | None, typer.Option(help="the device's own unless told")] = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="timed milliseconds of each")] = 60.0,
+    only: Annotated[
+        str, typer.Option(help="problems that contain all words of one of these, comma-separated")
+    ] = "",
+    backend: Annotated[str | None, typer.Option(help="default: selected automatically")] = None,
+    budget: Annotated[
+        float, typer.Option(min=0.1, help="milliseconds to time each call for")
+    ] = 60.0,
     bursts: Annotated[int, typer.Option(min=10, help="samples of each host time")] = 300,
-    processes: Annotated[int, typer.Option(min=1, help="medians over as many count")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", callback=in_a_folder)] = None,
+    processes: Annotated[int, typer.Option(min=1, help="report medians over processes")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=in_existing_folder)] = None,
 ) -> None:
-    """Time checkouts by turns through the public functions, and compare their results."""
+    """Time checkouts alternately by their public functions, and compare their results."""
     chosen = one_of("--groups", words(groups), ALL)
     one_of("--preset", [preset], PRESETS)
     if not any(True for group in chosen for _ in rows(group, preset, only)):
@@ -178,19 +183,19 @@ def main(
         options = ["--groups", ",".join(chosen), "--preset", preset, "--only", only]
         options += ["--budget", str(budget), "--bursts", str(bursts)]
         options += ["--backend", backend] if backend else []
-        found = in_processes(trees, processes, options)
-        print(f"medians over {processes} processes", *found, sep="\n")
+        compared = in_processes(trees, processes, options)
+        print(f"medians over {processes} processes", *compared, sep="\n")
     else:
-        found = []
+        compared = []
         with tempfile.TemporaryDirectory() as folder:
             versions = _load(trees, Path(folder), backend)
             for row in compare(versions, chosen, preset, only, backend, budget, bursts):
                 print(row, flush=True)
-                found += [row] if isinstance(row, Compared) else []
-    for line in means(found, trees):
+                compared += [row] if isinstance(row, Compared) else []
+    for line in means(compared, trees):
         print(line)
     if json_file is not None:
-        json_file.write_text(json.dumps(found))
+        json_file.write_text(json.dumps(compared))
 
 
 def _load(trees: Sequence[Path], folder: Path, backend: str | None) -> list[ModuleType]:

@@ -1,4 +1,4 @@
-"""The calls by which two checkouts are compared, through the public functions alone."""
+"""The calls by which checkouts are compared; they use public functions only."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 class Call(NamedTuple):
-    """`run(prepare())` is timed, of `run` alone; `records` says whether with gradients."""
+    """`run(prepare())`, of which only `run` is timed; `records` enables gradients."""
 
     run: Callable[[object], object]
     prepare: Callable[[], object] = lambda: None
     records: bool = False
 
 
-Make = Callable[[ModuleType], Call]  # from a checkout's package
+Make = Callable[[ModuleType], Call]  # takes a checkout's package
 
 
 def rows(group: str, preset: str, only: str) -> Iterator[tuple[str, Make]]:
-    """Names, and what makes the call of a checkout; `only`: the problems with all words of one of
-    these."""
+    """Yield names and functions that create the call of a checkout.
+
+    `only` holds comma-separated alternatives: a problem must contain all words of one of them.
+    """
     if group == "host":
         yield from HOST.items()
         return
@@ -63,7 +65,7 @@ def _varlen_backward(fa: ModuleType, p: Problem) -> Call:
 
 
 def _packed(p: Problem, requires_grad: bool) -> tuple[tuple[Tensor, ...], tuple]:
-    """All tokens of a problem in four sequences: an eighth, an eighth, a quarter and a half."""
+    """All tokens of a problem in four sequences: two eighths, a quarter and a half."""
 
     def tokens(x: Tensor) -> Tensor:
         flat = x.transpose(1, 2).flatten(0, 1).contiguous()
@@ -78,7 +80,7 @@ def _packed(p: Problem, requires_grad: bool) -> tuple[tuple[Tensor, ...], tuple]
 
 
 def _gradients(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Call:
-    """The backward pass alone; a forward before each, so that compiled state is used once."""
+    """The backward pass alone, with a forward pass before each."""
     grad = _grad_of(forward())
     return Call(lambda out: torch.autograd.grad(out, leaves, grad), forward, records=True)
 
@@ -178,7 +180,7 @@ def _host_training(attention: Callable) -> Call:
 
 _MASK = torch.ones(HOST_SHAPE[2], HOST_SHAPE[2], dtype=torch.bool, device=DEVICE).tril()
 
-# What the host does for an eager call of (1, 8, 64, 64), repeated.
+# Repeated eager calls of shape (1, 8, 64, 64), whose host time is measured.
 HOST: dict[str, Make] = {
     "attention": _host_call(),
     "attention, return_lse": _host_call(return_lse=True),
@@ -190,7 +192,7 @@ HOST: dict[str, Make] = {
 
 
 def host_sdpa() -> dict[str, Call]:
-    """SDPA's calls in the same run."""
+    """SDPA's calls, which are measured in the same run."""
     inputs = _small()
     return {
         "SDPA": Call(lambda _: F.scaled_dot_product_attention(*inputs)),

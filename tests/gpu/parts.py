@@ -1,8 +1,8 @@
-"""The Hopper backward with groups of query heads cut into each number of parts, by turns:
+"""Time the Hopper backward pass for every division of a group of query heads into parts:
 
     python -m tests.gpu.parts [--deterministic] [--budget 60] [--only "H8/1,S4096"]
 
-What `configs.group_parts` should choose. Prints TFLOP/s; the choice of today has a star.
+Prints TFLOP/s for tuning `configs.group_parts`, whose current choice is marked by a star.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MORE = [
 
 
 def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]:
-    """A call for each number of parts, checked against whole groups, and today's choice."""
+    """A call for each number of parts, compared with undivided groups, and the current choice."""
     q, k, v = problem.inputs("cuda", "bshd")
     spec = Spec(is_causal=problem.causal, deterministic=deterministic)
     out, lse = hopper.forward(q, k, v, spec)
@@ -47,8 +47,8 @@ def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]
         runs[str(parts)] = Run(timed)
         grads = timed(None)[:3]
         first = first or grads
-        off = max(relative_error(a, b) for a, b in zip(grads, first))
-        assert off < 1e-2, f"{problem} in {parts} parts is off by {off}"
+        error = max(relative_error(a, b) for a, b in zip(grads, first))
+        assert error < 1e-2, f"{problem} in {parts} parts: relative error {error}"
     return runs, chosen[0]
 
 

@@ -1,13 +1,13 @@
-"""Every GPU kernel once or more on small inputs, for compute-sanitizer:
+"""Run every GPU kernel on small inputs, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize triton
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper broken
     compute-sanitizer --tool initcheck python -m tests.gpu.sanitize hopper forward
 
-`broken`: calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`: forward
-and decoding kernels alone, of inputs without memory that was never written: padding, unused cache.
-Prints how many calls ran. It does not look at their results, which other tests do.
+`broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
+runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
+of a cache. Prints the number of calls; results are checked by other tests.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def run(backend: str) -> int:
+    """Random dense calls, calls with large scores, packed calls and calls over caches."""
     module, calls = importlib.import_module(f"fa_ops.backends.{backend}"), 0
     for seed in range(1000):
         if calls >= CASES:
@@ -39,7 +40,7 @@ def run(backend: str) -> int:
         q, k, v, spec = case.fresh()
         if module.support_error(q, k, v, spec):
             continue
-        # with few processors persistent CTAs meet their second tile in a small problem
+        # with few processors, persistent CTAs process a second tile even of small problems
         with few_processors(2) if seed // 4 % 2 else contextlib.nullcontext():
             out, lse = module.forward(q, k, v, spec)
             grads = torch.randn_like(out), torch.randn_like(lse)
@@ -53,7 +54,7 @@ def run(backend: str) -> int:
 
 
 def run_jumps(module) -> int:
-    """Scores so far above those before that weights overflow, or nearly."""
+    """Scores so far above those of earlier tiles that weights overflow, or nearly do."""
     for D in (64, 128):
         q, k, v = (torch.randn(1, 2, 500, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         for factor in (30, 200):
@@ -121,7 +122,7 @@ def run_broken(backend: str) -> int:
 
 
 def run_forward(backend: str) -> int:
-    """Forward and decoding kernels of written memory."""
+    """Forward and decoding kernels on initialised memory."""
     calls = 0
     for number in range(150):
         pick = random.Random(number).choice
@@ -134,7 +135,7 @@ def run_forward(backend: str) -> int:
 
 
 def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
-    """By the operators, so that what stands between them and the kernels runs too."""
+    """Call the operator, so that the host code of the backend runs too."""
     if isinstance(case, CacheCase):
         q, k, v, cache, spec = case.fresh()
         call_cached(q, k, v, cache, spec._replace(backend=backend))
@@ -154,7 +155,7 @@ MODES = {"": run, "broken": run_broken, "forward": run_forward}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("the kernels of GPU backends need a CUDA device, and torch sees none")
+        sys.exit("the kernels of GPU backends need a CUDA device, but torch finds none")
     _, backend, *mode = sys.argv
     calls = MODES["".join(mode)](backend)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What `tests.gpu.stress` calls: problems of random shapes, a few of each family."""
+"""The problems of `tests.gpu.stress`: random shapes, a few for each kernel family."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from fa_ops.testing import (
 )
 
 BACKEND, DEVICE = "hopper", "cuda"
-SHAPES = 4  # of each family
-MOST_SCORES, MOST_NUMBERS = 2**27, 2**23  # of a problem's scores and queries
+SHAPES = 4  # problems of each family
+MAX_SCORES, MAX_QUERY_ELEMENTS = 2**27, 2**23  # limits for the size of a problem
 
 Results = tuple[Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Calls of one shape; with `gradients` a backward pass follows."""
+    """Calls of one shape, with a backward pass if `gradients` is set."""
 
     kind: str
     case: Case | PackedCase | CacheCase
     gradients: bool = False
 
     def check(self) -> None:
-        """Against the oracle. Raises AssertionError."""
+        """Compare with the oracle; raises AssertionError."""
         if isinstance(self.case, CacheCase):
             assert_cache_close(self.case, BACKEND)
         else:
             assert_close_to_oracle(self.case, BACKEND, self.gradients)
 
     def call(self) -> Callable[[], Results]:
-        """The same call again and again, of inputs that are made here."""
+        """Create the inputs, and return a function that repeats the same call."""
         if isinstance(self.case, CacheCase):
             q, k, v, cache, spec = self.case.fresh()
             args = q, k, v, spec.kv_lens, cache.page_table, spec.is_causal
@@ -64,7 +64,7 @@ class Problem:
         grad, _ = self.case.grad_outputs(out, out)
 
         def both() -> Results:
-            # leaves of this call alone: autograd would make streams wait for those that share one
+            # new leaves for every call: autograd synchronises streams that share a leaf
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out = attend(*leaves, *inputs[3:])
             return out.detach(), *torch.autograd.grad(out, leaves, grad)
@@ -72,14 +72,13 @@ class Problem:
         return both
 
     def exact(self) -> int:
-        """How many of its results repeat their bits; the others are gradients added up in no
-        order."""
+        """The number of leading results that are deterministic; the others are gradients."""
         features = getattr(self.case, "features", self.case)
         return 4 if not self.gradients or features.deterministic else 1
 
 
 def problems(seed: int) -> list[Problem]:
-    """`SHAPES` of each family, which is what kernels are compiled for."""
+    """`SHAPES` problems of each family, for which different kernels are compiled."""
     r = random.Random(seed)
     half = {"dtype": torch.bfloat16, "device": DEVICE}
     whole = half | {"dtype": torch.float16}
@@ -92,32 +91,32 @@ def problems(seed: int) -> list[Problem]:
         ),
         (causal | {"D": 64, "Dv": 64, "deterministic": True}, 1),
     ]
-    found = []
+    drawn = []
     for _ in range(SHAPES):
         for fields, gradients in dense:
             kind = "forward and backward" if gradients else "forward"
-            found.append(Problem(kind, _dense(r, fields), bool(gradients)))
+            drawn.append(Problem(kind, _dense(r, fields), bool(gradients)))
         for D, gradients in ((64, True), (128, False)):
-            found.append(Problem("packed", _packed(r, causal | {"D": D, "Dv": D}), gradients))
+            drawn.append(Problem("packed", _packed(r, causal | {"D": D, "Dv": D}), gradients))
         for D, page in ((64, 0), (128, 0), (128, 16), (128, 64)):
             fields = {"Hkv": 8, "D": D, "Dv": D, "bshd": r.random() < 0.5}
             kind = "decode, paged" if page else "decode"
-            found.append(Problem(kind, _cached(r, page, r.choice((8, 32)), half | fields)))
+            drawn.append(Problem(kind, _cached(r, page, r.choice((8, 32)), half | fields)))
         for page in (0, 64):
             fields = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True}
             heads = r.choice((16, 64, 128))
-            found.append(Problem("latent decode", _cached(r, page, heads, half | fields)))
-    return found
+            drawn.append(Problem("latent decode", _cached(r, page, heads, half | fields)))
+    return drawn
 
 
 def _dense(r: random.Random, fields: dict) -> Case:
-    """Lengths, then a batch and heads with which the oracle takes neither long nor much memory."""
+    """Draw lengths, then as large a batch and as many heads as the oracle can handle quickly."""
     Sq = r.choice((17, 65, 200, 512, 1000, 1537, 2048, 3000))
     Sk = Sq if r.random() < 0.7 else r.choice((64, 333, 1024))
-    most = min(MOST_SCORES // (Sq * Sk), MOST_NUMBERS // (max(Sq, Sk) * fields["D"]))
+    limit = min(MAX_SCORES // (Sq * Sk), MAX_QUERY_ELEMENTS // (max(Sq, Sk) * fields["D"]))
     heads = itertools.product((1, 2, 5), (1, 4, 8), (1, 2, 4))
-    fitting = sorted((h for h in heads if math.prod(h) <= most), key=math.prod)
-    B, Hkv, group = r.choice(fitting[len(fitting) * 2 // 3 :])  # many tiles rather than few
+    fitting = sorted((h for h in heads if math.prod(h) <= limit), key=math.prod)
+    B, Hkv, group = r.choice(fitting[len(fitting) * 2 // 3 :])  # prefer many tiles
     return Case(
         B=B, Hq=Hkv * group, Hkv=Hkv, Sq=Sq, Sk=Sk, layout=r.choice(("bhsd", "bshd")),
         seed=r.randrange(2**31), **fields,

@@ -1,6 +1,4 @@
-"""Fused code on a GPU, forward and backward: rows without keys, where eager averages all values,
-and nn.MultiheadAttention.
-"""
+"""Fused code on a GPU, forward and backward: fully masked rows, and nn.MultiheadAttention."""
 
 import pytest
 import torch
@@ -18,22 +16,25 @@ LOWEST = torch.finfo(torch.float32).min
 KINDS = ("plain", "softcap", "two masks", "bias", "softcap bias", "log-sum-exp")
 
 
-def spelled(kind):
-    """Grouped attention with a causal mask and padding by finite fills."""
+def eager_attention(kind):
+    """Grouped attention written by hand, with finite fills for a causal mask and padding.
+
+    Rows without keys average all values.
+    """
 
     def attention(q, k, v, padding, bias):
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
         scores = q @ k.mT * 0.3
         if q.dtype != torch.float64:
             scores = scores.float()
-        at = torch.arange(q.shape[2], device=q.device)
-        keep = (at[None] <= at[:, None]) & padding
+        position = torch.arange(q.shape[2], device=q.device)
+        keep = (position[None] <= position[:, None]) & padding
         if "softcap" in kind:
             scores = torch.tanh(scores / 5.0) * 5.0
         if "bias" in kind:
             scores = scores + bias
         if kind == "two masks":
-            scores = torch.where(at[None] <= at[:, None] + 1, scores, LOWEST)
+            scores = torch.where(position[None] <= position[:, None] + 1, scores, LOWEST)
         scores = scores + torch.where(keep, 0.0, LOWEST)
         out = scores.softmax(-1).to(v.dtype) @ v
         if kind == "log-sum-exp":
@@ -45,7 +46,7 @@ def spelled(kind):
 
 
 def results(function, inputs, dtype):
-    """The output, and the gradients of everything that has one."""
+    """The output, and the gradients of all inputs that have one."""
     cast = [x.to(dtype).detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     out = function(*cast)
     generator = torch.Generator().manual_seed(0)
@@ -66,19 +67,19 @@ def test_rows_without_keys(kind, dtype, device="cuda"):
         torch.randn(B, heads, S, D, device=device).to(dtype) for heads in (H, H // 2, H // 2)
     )
     inputs = (q, k, v, padding, torch.randn(H, S, S, device=device).to(dtype))
-    check(kind, spelled(kind), inputs, dtype)
+    check(kind, eager_attention(kind), inputs, dtype)
 
 
 def check(name, function, inputs, dtype):
-    found = []
+    findings = []
 
     def backend(graph, _):
-        found.extend(compile_passes.fuse_module(graph))
+        findings.extend(compile_passes.fuse_module(graph))
         return graph.forward
 
     torch._dynamo.reset()
     fused = results(torch.compile(function, backend=backend), inputs, dtype)
-    assert any(one.fused for one in found), found
+    assert any(finding.fused for finding in findings), findings
     naive, oracle = results(function, inputs, dtype), results(function, inputs, torch.float64)
     for n, triple in enumerate(zip(fused, oracle, naive, strict=True)):
         assert_within_budget(f"result {n} of {name}", *triple)
@@ -88,7 +89,7 @@ def check(name, function, inputs, dtype):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("weights", [False, True])
 def test_multi_head(weights, autocast, dtype, device="cuda"):
-    """Its parameters are inputs. Under autocast they stay in float32."""
+    """Parameters are passed as inputs; under autocast they stay in float32."""
     torch.manual_seed(0)
     B, S, E, H = 2, 300, 256, 4
     module = torch.nn.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True, device=device)

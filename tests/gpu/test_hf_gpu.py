@@ -1,4 +1,4 @@
-"""transformers on a GPU: what only a GPU can show of decoding."""
+"""transformers on a GPU: generated tokens, synchronisation, gradients and compiled models."""
 
 import contextlib
 
@@ -40,9 +40,9 @@ def no_synchronisation():
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_generated_tokens_are_those_of_eager_attention(model_type, cache, side):
-    """With a static cache transformers compiles decoding, as CUDA graphs: ours alone, since what
-    eager attention of DeepSeek becomes there does not compile on torch 2.11."""
+def test_generated_tokens_equal_those_of_eager_attention(model_type, cache, side):
+    """With a static cache transformers compiles decoding into CUDA graphs. Eager attention uses a
+    dynamic one, as that of DeepSeek does not compile with torch 2.11."""
     options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     expected = build(model_type, "eager").generate(**prompt(side), **options)
     model = build(model_type, "fa_ops")
@@ -52,7 +52,7 @@ def test_generated_tokens_are_those_of_eager_attention(model_type, cache, side):
 
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_step_of_decoding_waits_for_nothing(static, side):
+def test_decoding_steps_do_not_synchronise(static, side):
     from transformers import DynamicCache, StaticCache
 
     model, given = build("llama", "fa_ops", torch.bfloat16), prompt(side)
@@ -70,7 +70,7 @@ def test_a_step_of_decoding_waits_for_nothing(static, side):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "siglip"])
-def test_gradients_are_those_of_eager_attention(model_type):
+def test_gradients_equal_those_of_eager_attention(model_type):
     from tests.evaluation.hf_sweep import run
 
     base = run.Base(model_type)
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_eager_attention(model_type):
 
 
 def random_prompt(S: int) -> dict:
-    """Two rows, the first left padded by an eighth and with holes."""
+    """Two rows; the first one has an eighth of left padding, and a gap in its mask."""
     mask = torch.ones((2, S), dtype=torch.long, device="cuda")
     mask[0, : S // 8] = mask[0, S // 2 : S // 2 + 3] = 0
     ids = torch.randint(3, inputs.LAST_TEXT_TOKEN, (2, S), device="cuda")
@@ -91,7 +91,7 @@ def random_prompt(S: int) -> dict:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "gemma2", "bert"])
-def test_a_compiled_padded_batch_is_exact(model_type):
+def test_compiled_models_compute_padded_batches(model_type):
     eager, ours = (build(model_type, name) for name in ("eager", "fa_ops"))
     given = random_prompt(40)
     if model_type == "bert":
@@ -103,11 +103,11 @@ def test_a_compiled_padded_batch_is_exact(model_type):
     torch.testing.assert_close(actual[kept], expected[kept], atol=2e-3, rtol=2e-3)
 
 
-def test_a_compiled_padded_prefill_holds_nothing_of_queries_times_keys():
+def test_compiled_padded_prefill_uses_no_quadratic_memory():
     model, S = build("llama", "fa_ops", torch.bfloat16), 16384
     run, given = torch.compile(model, fullgraph=True), random_prompt(S)
     with torch.no_grad():
-        for _ in range(2):  # the first run compiles
+        for _ in range(2):  # the first call compiles
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             run(**given, logits_to_keep=1)
@@ -116,7 +116,7 @@ def test_a_compiled_padded_prefill_holds_nothing_of_queries_times_keys():
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("side", [None, "left"])
-def test_inference_mode(cache, side):
+def test_inference_mode_gives_the_same_tokens(cache, side):
     model = build("llama", "fa_ops")
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
     found = []

@@ -1,4 +1,4 @@
-"""The Hopper kernels on a Hopper GPU against the oracle, at random and where they are delicate."""
+"""The Hopper kernels on a GPU: random cases against the oracle, and special cases."""
 
 import dataclasses
 import threading
@@ -11,12 +11,12 @@ from fa_ops.backends import dropout, hopper
 from fa_ops.testing import Case, PackedCase
 from fa_ops.types import Packing, Spec
 from tests.gpu.cases import (
-    FAR,
+    UNBOUNDED,
     MaskedCase,
     check,
-    drawn,
     dropout_case,
     few_processors,
+    hopper_case,
     lengthened,
     masked_case,
     random_masked_case,
@@ -33,7 +33,7 @@ FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None, "alibi": Non
 
 @pytest.mark.parametrize("seed", range(400))
 def test_random(seed):
-    check(lengthened(drawn(seed, **NO_MASK, dropout_p=0.0, deterministic=False)))
+    check(lengthened(hopper_case(seed, **NO_MASK, dropout_p=0.0, deterministic=False)))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_more_tiles_than_processors():
 @pytest.mark.parametrize("seed", range(160))
 def test_few_processors(seed):
     with few_processors(1 + seed % 5):
-        check(drawn(seed + 7000, deterministic=seed % 3 == 0))
+        check(hopper_case(seed + 7000, deterministic=seed % 3 == 0))
 
 
-def test_values_past_kv_lens_are_never_read_into_the_result():
+def test_nan_beyond_kv_lens_does_not_affect_the_result():
     q, k, v = (torch.randn(2, 4, 200, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     lens = torch.tensor([77, 0], device="cuda", dtype=torch.int32)
     k[0, :, 77:], v[0, :, 77:], k[1], v[1] = (float("nan"),) * 4
@@ -79,7 +79,7 @@ def test_values_past_kv_lens_are_never_read_into_the_result():
     assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
 
 
-def test_refusals_name_what_can():
+def test_refusals_name_an_alternative():
     q = torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16)
     odd = q[..., :100].contiguous()
     assert "triton" in hopper.support_error(odd, odd, odd, Spec())
@@ -87,7 +87,7 @@ def test_refusals_name_what_can():
         fa_ops.attention(q.float(), q.float(), q.float(), backend="hopper")
 
 
-def test_cuda_graph_replays_with_new_contents():
+def test_cuda_graphs_replay_with_new_inputs():
     q, k, v = (torch.randn(8, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     fa_ops.attention(q, k, v, is_causal=True, backend="hopper")
     graph = torch.cuda.CUDAGraph()
@@ -99,41 +99,41 @@ def test_cuda_graph_replays_with_new_contents():
     torch.testing.assert_close(out, fa_ops.attention(q, k, v, is_causal=True, backend="hopper"))
 
 
-def test_a_thread_that_has_not_used_the_device():
+def test_a_new_thread_can_make_a_call():
     q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
     expected, results = hopper.forward(q, q, q, Spec()), []
 
     def run():
-        # memory that the allocator has at hand: without this nothing wakes the CUDA runtime
+        # uses memory cached by the allocator, so that only the call itself initialises CUDA here
         results.append(hopper.forward(q, q, q, Spec()))
 
     for _ in range(3):
         thread = threading.Thread(target=run)
         thread.start(), thread.join()
     assert len(results) == 3
-    for found in results:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, result))
 
 
-def test_tensors_that_a_thread_without_a_context_sees_first():
+def test_a_new_thread_can_make_the_first_call_of_a_shape():
     small, large = (
         torch.randn(1, 2, S, 64, device="cuda", dtype=torch.bfloat16) for S in (64, 256)
     )
-    found = []
+    results = []
 
     def run(x):
         out, lse = hopper.forward(x, x, x, Spec())
-        found.append(hopper.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
+        results.append(hopper.backward(torch.ones_like(out), None, x, x, x, out, lse, Spec()))
 
     kept = torch.empty(1 << 24, device="cuda")
     run(small)  # loads the kernels
-    del kept  # what the thread allocates comes out of torch's cache, and wakes nothing
+    del kept  # the thread's allocations come from torch's cache, and do not initialise CUDA
     thread = threading.Thread(target=run, args=(large,))
     thread.start(), thread.join()
-    assert len(found) == 2
+    assert len(results) == 2
 
 
-def test_more_heads_than_a_grid_is_high():
+def test_more_heads_than_the_limit_of_a_grid_dimension():
     q, k, v = (torch.randn(8192, 9, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ranges = torch.tensor([[0, 2], [0, 3], [1, 3]], device="cuda", dtype=torch.int32)[None, None]
     for spec in (Spec(), Spec(key_ranges=ranges)):
@@ -147,7 +147,7 @@ def test_more_heads_than_a_grid_is_high():
             torch.testing.assert_close(x[last], y, rtol=0.02, atol=0.02)
 
 
-def test_two_streams_at_once():
+def test_concurrent_streams():
     shapes = [(4, 8, 512, 128), (2, 16, 777, 64), (1, 4, 1500, 256)]
     inputs = [
         [torch.randn(s, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for s in shapes
@@ -168,7 +168,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_packed(seed):
-    features = drawn(seed, **FOR_PACKED, dropout_p=0.0, deterministic=False)
+    features = hopper_case(seed, **FOR_PACKED, dropout_p=0.0, deterministic=False)
     lengths = [(0, 5, 150, 33, 1), (700, 3, 129), (64, 64), (1,)][seed % 4]
     keys = [(4, 9, 70, 0, 47), (300, 900, 129), (64, 64), (500,)][seed % 4]
     check(PackedCase(lengths, keys, (0, 65)[seed // 4 % 2], features))
@@ -177,7 +177,9 @@ def test_packed(seed):
 def random_bool_mask(seed):
     fixed = {"mask_grad": False, "deterministic": False, "key_ranges": None}
     fixed["dtype"] = (torch.bfloat16, torch.float16)[seed % 2]
-    return random_masked_case(seed, "bool", fixed, band=(-FAR, (FAR, 100)[seed // 2 % 2]))
+    return random_masked_case(
+        seed, "bool", fixed, band=(-UNBOUNDED, (UNBOUNDED, 100)[seed // 2 % 2])
+    )
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -187,7 +189,7 @@ def test_bool_masks(seed):
 
 @pytest.mark.parametrize("seed", range(256))
 def test_gradients_under_bool_masks(seed):
-    bands = (-200, 60), (9, 320), (0, FAR), (-FAR, FAR)
+    bands = (-200, 60), (9, 320), (0, UNBOUNDED), (-UNBOUNDED, UNBOUNDED)
     check(masked_case(seed, mask_holes=seed % 7 == 0, band=bands[seed // 2 % 4]))
 
 
@@ -216,7 +218,7 @@ def test_long_gradients_under_bool_masks(changes):
 
 @pytest.mark.parametrize("seed", range(240))
 def test_gradients_in_two_passes(seed):
-    check(lengthened(drawn(seed, **NO_MASK, dropout_p=0.0, deterministic=True)))
+    check(lengthened(hopper_case(seed, **NO_MASK, dropout_p=0.0, deterministic=True)))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 4000), (129, 129), (1300, 700), (2048, 2048)])
@@ -234,12 +236,14 @@ def test_lengths_in_two_passes(dims, changes, lengths):
 
 @pytest.mark.parametrize("seed", range(32))
 def test_packed_in_two_passes(seed):
-    features = drawn(seed, dtype=torch.bfloat16, **FOR_PACKED, dropout_p=0.0, deterministic=True)
+    features = hopper_case(
+        seed, dtype=torch.bfloat16, **FOR_PACKED, dropout_p=0.0, deterministic=True
+    )
     check(PackedCase((700, 3, 129), (300, 900, 129), (0, 65)[seed // 8 % 2], features))
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_deterministic_gradients_repeat_their_bits(D):
+def test_deterministic_gradients_are_bitwise_equal(D):
     shapes = (2, 8, 3000, D), (2, 2, 3000, D), (2, 2, 3000, D)
     q, k, v = (
         torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
@@ -259,8 +263,8 @@ GROUPS = pytest.mark.parametrize("heads", [(8, 1), (16, 2), (6, 2), (7, 1), (12,
 @GROUPS
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_groups(dims, heads, deterministic):
-    """Of few processors some have whole groups, or parts of several heads."""
+def test_divided_groups(dims, heads, deterministic):
+    """With few processors, groups of query heads are not divided, or into fewer parts."""
     base = Case(
         B=2, Hq=heads[0], Hkv=heads[1], Sq=300, Sk=420, D=dims[0], Dv=dims[1],
         dtype=torch.bfloat16, device="cuda", deterministic=deterministic,
@@ -274,7 +278,7 @@ def test_parts_of_groups(dims, heads, deterministic):
 @GROUPS
 @pytest.mark.parametrize("changes", [{"mask": "bool"}, {"mask": "float"}, {"dropout_p": 0.2}])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
-def test_parts_of_groups_with_features(dims, changes, heads):
+def test_divided_groups_with_features(dims, changes, heads):
     base = Case(
         B=1, Hq=heads[0], Hkv=heads[1], Sq=200, Sk=333, D=dims[0], Dv=dims[1],
         dtype=torch.float16, device="cuda", is_causal=True, alibi="heads",
@@ -284,18 +288,18 @@ def test_parts_of_groups_with_features(dims, changes, heads):
 
 
 @GROUPS
-def test_packed_parts_of_groups(heads):
+def test_divided_groups_of_packed_sequences(heads):
     features = Case(
         Hq=heads[0], Hkv=heads[1], D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         is_causal=True,
     )  # fmt: skip
     for deterministic in (False, True):
-        one = dataclasses.replace(features, deterministic=deterministic)
-        check(PackedCase((700, 3, 129), (700, 3, 129), 0, one))
+        features = dataclasses.replace(features, deterministic=deterministic)
+        check(PackedCase((700, 3, 129), (700, 3, 129), 0, features))
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_deterministic_parts_repeat_their_bits(D):
+def test_deterministic_gradients_of_divided_groups_are_bitwise_equal(D):
     q, k, v = (
         torch.randn(1, H, 3000, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for H in (8, 1, 1)
@@ -328,7 +332,7 @@ def test_long_dropout(dims, changes):
 
 @pytest.mark.parametrize("seed", range(48))
 def test_packed_dropout(seed):
-    features = drawn(
+    features = hopper_case(
         seed, dtype=torch.bfloat16, **FOR_PACKED, dropout_p=(0.1, 0.5)[seed % 2],
         deterministic=bool(seed // 8 % 2),
     )  # fmt: skip
@@ -338,18 +342,18 @@ def test_packed_dropout(seed):
 
 
 def one_hot(B, H, S, D, first, device="cuda"):
-    """(B, H, S, D): token first + d has feature d, others have none."""
+    """(B, H, S, D) zeros, with feature d of token first + d set to one."""
     x = torch.zeros(B, H, S, D, device=device, dtype=torch.bfloat16)
-    at = torch.arange(min(D, S - first), device=device)
-    x[:, :, first + at, at] = 1.0
+    d = torch.arange(min(D, S - first), device=device)
+    x[:, :, first + d, d] = 1.0
     return x
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.875])
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
-def test_each_kernel_drops_what_the_rule_says(D, p):
-    """Scores are 0; what else is there is one token a feature, so that each weight, or each
-    gradient of a score, is an element of a result, and its sign says whether it was kept."""
+def test_every_kernel_drops_the_weights_of_keep_mask(D, p):
+    """With scores of 0 and one-hot operands, every weight, or gradient of a score, is an element of
+    a result, which is positive if the weight was kept."""
     B, H, Sq, Sk = 2, 3, 333, 400
     seed = torch.tensor([2**40 + D], device="cuda")
     heads, i, j = (torch.arange(n, device="cuda") for n in (B * H, Sq, Sk))
@@ -369,36 +373,36 @@ def test_each_kernel_drops_what_the_rule_says(D, p):
             out, _ = grads(zero_q, zero_k, keys, ones)
             _, of_scores = grads(zero_q, keys, zero_v + 1, ones)
             expected = kept[..., first : first + D]
-            for found in (out, of_scores.query):
-                assert torch.equal(found[..., : expected.shape[-1]] > 0, expected)
+            for result in (out, of_scores.query):
+                assert torch.equal(result[..., : expected.shape[-1]] > 0, expected)
         for first in range(0, Sq, D):
             queries = one_hot(B, H, Sq, D, first)
             _, of_values = grads(zero_q, zero_k, zero_v, queries)
             _, of_scores = grads(queries, zero_k, zero_v + 1, ones)
             expected = kept[..., first : first + D, :].mT
-            for found in (of_values.value, of_scores.key):
-                assert torch.equal(found[..., : expected.shape[-1]] > 0, expected)
+            for result in (of_values.value, of_scores.key):
+                assert torch.equal(result[..., : expected.shape[-1]] > 0, expected)
 
 
-def test_packed_dropout_drops_what_the_rule_says():
+def test_packed_dropout_drops_the_weights_of_keep_mask():
     H, D, p, lengths = 3, 64, 0.4, [70, 0, 200, 64, 1]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     packing, seed = Packing(ends, ends), torch.tensor([99], device="cuda")
     T = sum(lengths)
     zeros = torch.zeros(T, H, D, device="cuda", dtype=torch.bfloat16)
-    spec, found = Spec(dropout_p=p, dropout_seed=seed), []
+    spec, slices = Spec(dropout_p=p, dropout_seed=seed), []
     for first in range(0, T, D):
         values = one_hot(1, H, T, D, first)[0].transpose(0, 1)
-        found.append(hopper.varlen_forward(zeros, zeros, values, packing, spec)[0] > 0)
-    found = torch.cat(found, -1)  # (T, H, tokens)
+        slices.append(hopper.varlen_forward(zeros, zeros, values, packing, spec)[0] > 0)
+    actual = torch.cat(slices, -1)  # (T, H, tokens)
     for b, (start, n) in enumerate(zip(ends.tolist(), lengths)):
         heads, tokens = torch.arange(H, device="cuda") + b * H, torch.arange(n, device="cuda")
         kept = dropout.keep_mask(seed, heads.view(-1, 1), tokens.view(-1, 1, 1), tokens, p)
-        assert torch.equal(found[start : start + n, :, start : start + n], kept)
+        assert torch.equal(actual[start : start + n, :, start : start + n], kept)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_deterministic_dropout_repeats_its_bits(D):
+def test_deterministic_dropout_is_bitwise_equal(D):
     q, k, v = (
         torch.randn(2, h, 1500, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for h in (8, 2, 2)
@@ -414,7 +418,7 @@ def test_deterministic_dropout_repeats_its_bits(D):
         assert all(map(torch.equal, results[0], others))
 
 
-def test_a_graph_replays_dropout_with_another_seed():
+def test_cuda_graphs_replay_dropout_with_another_seed():
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     seed = torch.tensor([1], device="cuda")
     spec = Spec(dropout_p=0.5, dropout_seed=seed)

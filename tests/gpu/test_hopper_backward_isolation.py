@@ -1,4 +1,4 @@
-"""What is not finite stays with the tokens that attend it, in gradients too; extreme options."""
+"""Gradients on Hopper: NaN and Inf affect only tokens that attend them; extreme options."""
 
 import math
 
@@ -75,29 +75,29 @@ def attended(spec, Sq=SQ, Sk=SK, batch=B):
     return kept
 
 
-def reached(kept, operand, b, h, at):
-    """Of each gradient, the rows that may not be finite, and those of dQ that must not be."""
+def touched(kept, operand, b, h, row):
+    """The rows of dQ, and of dK and dV, that NaN in one row of an operand affects."""
     queries = torch.zeros(kept.shape[:3], dtype=torch.bool, device="cuda")
     if operand in ("query", "grad_out", "grad_lse"):
-        queries[b, h, at] = True
+        queries[b, h, row] = True
     else:
         heads = slice(h * (HQ // HKV), (h + 1) * (HQ // HKV))
-        queries[b, heads] = kept[b, heads, :, at]
+        queries[b, heads] = kept[b, heads, :, row]
     queries &= kept.any(-1)
     keys = (kept & queries[..., None]).any(2)
     return queries, keys.view(kept.shape[0], HKV, HQ // HKV, -1).any(2)
 
 
-def assert_isolated(found, clean, queries, keys):
-    for name, x, expected, rows in zip("qkv", found, clean, (queries, keys, keys)):
-        off = (x.float() - expected.float())[~rows].abs().max()
-        assert off <= 0.02 * expected.float().abs().max(), f"d{name} is off by {off}"
-    assert found.query[queries].isnan().any(-1).all()
-    assert found.key[keys].isnan().any(-1).all()
+def assert_isolated(grads, clean, queries, keys):
+    for name, x, expected, rows in zip("qkv", grads, clean, (queries, keys, keys)):
+        error = (x.float() - expected.float())[~rows].abs().max()
+        assert error <= 0.02 * expected.float().abs().max(), f"d{name} differs by {error}"
+    assert grads.query[queries].isnan().any(-1).all()
+    assert grads.key[keys].isnan().any(-1).all()
 
 
 def backward(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
-    """Gradients, from an out and an lse that are as isolated as can be."""
+    """Gradients, given an out and an lse that contain NaN in affected rows only."""
     clean = [x.nan_to_num(0, 0, 0).double() for x in (q, k, v)]
     out, lse = reference.forward(*clean, spec)
     if poison in ("key", "value", "query"):
@@ -108,7 +108,7 @@ def backward(q, k, v, grad_out, spec, grad_lse=None, poison=None, kept=None):
     return hopper.backward(grad_out, grad_lse, q, k, v, out, lse.float().contiguous(), spec)
 
 
-@pytest.mark.parametrize("processors", [None, 1])  # with a group's heads in parts, and whole
+@pytest.mark.parametrize("processors", [None, 1])  # groups of query heads are divided, or not
 @pytest.mark.parametrize("operand", ["query", "key", "value", "grad_out", "grad_lse"])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
@@ -119,7 +119,7 @@ def test_dense(D, Dv, deterministic, feature, operand, processors):
         "query": draw(HQ, SQ, D), "key": draw(HKV, SK, D), "value": draw(HKV, SK, Dv),
         "grad_out": draw(HQ, SQ, Dv), "grad_lse": torch.randn(B, HQ, SQ, device="cuda"),
     }  # fmt: skip
-    # a score that is NaN stays so, whatever is added to it
+    # adding -inf to a NaN score gives NaN
     is_added = feature == "float mask" and operand in ("query", "key")
     kept = attended(spec._replace(attn_mask=None) if is_added else spec)
 
@@ -130,22 +130,22 @@ def test_dense(D, Dv, deterministic, feature, operand, processors):
     with few_processors(processors) if processors else torch.no_grad():
         clean = solve()
         for value in (math.nan, math.inf):
-            b, h, at = 1, 1, 61
-            before = operands[operand][b, h, at].clone()
-            operands[operand][b, h, at] = value
-            queries, keys = reached(kept, operand, b, h, at)
-            found = solve(operand, queries)
-            operands[operand][b, h, at] = before
+            b, h, row = 1, 1, 61
+            before = operands[operand][b, h, row].clone()
+            operands[operand][b, h, row] = value
+            queries, keys = touched(kept, operand, b, h, row)
+            grads = solve(operand, queries)
+            operands[operand][b, h, row] = before
             if value == math.nan:
-                assert_isolated(found, clean, queries, keys)
+                assert_isolated(grads, clean, queries, keys)
             else:
-                for x, y, rows in zip(found, clean, (queries, keys, keys)):
-                    off = (x.float() - y.float())[~rows].abs().max()
-                    assert off <= 0.02 * y.float().abs().max()
+                for x, y, rows in zip(grads, clean, (queries, keys, keys)):
+                    error = (x.float() - y.float())[~rows].abs().max()
+                    assert error <= 0.02 * y.float().abs().max()
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
-def test_keys_that_do_not_count_may_hold_anything(D, Dv, deterministic):
+def test_nan_in_keys_beyond_kv_lens_has_no_effect(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     for lens in ([SK, 77], [0, 129], [64, 128]):
         spec = Spec(
@@ -156,24 +156,24 @@ def test_keys_that_do_not_count_may_hold_anything(D, Dv, deterministic):
         dirty_k, dirty_v = k.clone(), v.clone()
         for b, n in enumerate(lens):
             dirty_k[b, :, n:], dirty_v[b, :, n:] = math.nan, math.inf
-        found = backward(q, dirty_k, dirty_v, grad_out, spec)
-        for x, y in zip(found[:3], clean):
+        grads = backward(q, dirty_k, dirty_v, grad_out, spec)
+        for x, y in zip(grads[:3], clean):
             assert (x - y).abs().max() <= 0.02 * y.abs().max()
         for b, n in enumerate(lens):
-            assert (found.key[b, :, n:] == 0).all() and (found.value[b, :, n:] == 0).all()
+            assert (grads.key[b, :, n:] == 0).all() and (grads.value[b, :, n:] == 0).all()
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
-def test_rows_without_keys_give_nothing(D, Dv, deterministic):
+def test_rows_without_keys_have_zero_gradients(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, 100, D), draw(HKV, 100, Dv), draw(HQ, SQ, Dv)
     spec = Spec(deterministic=deterministic, is_causal=True)  # the first 100 queries have no keys
     grad_lse = torch.randn(B, HQ, SQ, device="cuda")
     clean = backward(q, k, v, grad_out, spec, grad_lse)
     for x in (q, grad_out, grad_lse):
         x[:, :, :100] = math.nan
-    found = backward(q, k, v, grad_out, spec, grad_lse)
-    assert (found.query[:, :, :100] == 0).all()
-    for x, y in zip(found[:3], clean):
+    grads = backward(q, k, v, grad_out, spec, grad_lse)
+    assert (grads.query[:, :, :100] == 0).all()
+    for x, y in zip(grads[:3], clean):
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
 
@@ -181,7 +181,7 @@ def test_rows_without_keys_give_nothing(D, Dv, deterministic):
 @pytest.mark.parametrize("operand", range(4))
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sequences(D, deterministic, operand, is_causal):
-    lengths, margin = [70, 3, 129, 1, 60], 5  # tokens of no sequence stand before and behind
+    lengths, margin = [70, 3, 129, 1, 60], 5  # the margins are tokens outside all sequences
     T, bad = sum(lengths) + 2 * margin, range(margin + 70 + 3, margin + 70 + 3 + 129)
     ends = (torch.tensor([0, *lengths]).cumsum(0) + margin).int().cuda()
     tensors = [
@@ -197,18 +197,18 @@ def test_sequences(D, deterministic, operand, is_causal):
         return hopper.varlen_backward(grad_out, None, q, k, v, out, lse, packing, spec)
 
     clean = solve()
-    for where in (bad.start + 60, 2, T - 2):
-        tensors[operand][where] = math.nan
-    if operand < 3:  # what rows of the sequence then have
+    for token in (bad.start + 60, 2, T - 2):
+        tensors[operand][token] = math.nan
+    if operand < 3:  # the forward pass would give NaN for the sequence
         out[bad], lse[:, bad] = math.nan, math.nan
-    found, good = solve(), torch.ones(T, dtype=torch.bool)
+    grads, good = solve(), torch.ones(T, dtype=torch.bool)
     good[bad] = False
-    for x, y in zip(found[:3], clean):
+    for x, y in zip(grads[:3], clean):
         assert (x - y)[good].abs().max() <= 0.02 * y.abs().max()
 
 
-def test_all_that_is_nan_takes_no_longer():
-    """Rows that are NaN by right are left, and soon."""
+def test_nan_in_all_rows_is_not_much_slower():
+    """The search for the source of NaN stops early for rows that must be NaN."""
     q = torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16)
     spec, times = Spec(is_causal=True), []
     for value in (0.0, math.nan):
@@ -229,17 +229,17 @@ def test_all_that_is_nan_takes_no_longer():
 def test_huge_scores(D, Dv, deterministic, dtype):
     shapes = (HQ, SQ, D), (HKV, SK, D), (HKV, SK, Dv), (HQ, SQ, Dv)
     q, k, v, grad_out = (draw(*shape).to(dtype) for shape in shapes)
-    most = 133120.0 if dtype == torch.bfloat16 else 60000.0
-    for huge in (most, 3000.0, 300.0):
+    limit = 133120.0 if dtype == torch.bfloat16 else 60000.0
+    for huge in (limit, 3000.0, 300.0):
         pairs = (q * huge, k * huge), (q * 0 + huge, k * 0 + huge), (q * 0 - huge, k * 0 + huge)
         for a, b in pairs:
-            a, b = a.clamp(-most, most), b.clamp(-most, most)
+            a, b = a.clamp(-limit, limit), b.clamp(-limit, limit)
             for is_causal in (False, True):
                 spec = Spec(is_causal=is_causal, deterministic=deterministic)
-                found = backward(a, b, v, grad_out, spec)
-                assert found.value.isfinite().all()
-                if dtype == torch.bfloat16:  # float16 may have no place for the others
-                    assert found.query.isfinite().all() and found.key.isfinite().all()
+                grads = backward(a, b, v, grad_out, spec)
+                assert grads.value.isfinite().all()
+                if dtype == torch.bfloat16:  # the others may overflow in float16
+                    assert grads.query.isfinite().all() and grads.key.isfinite().all()
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
@@ -247,18 +247,18 @@ def test_huge_scores(D, Dv, deterministic, dtype):
 def test_softcaps(D, Dv, deterministic, softcap):
     q, k, v, grad_out = draw(HQ, SQ, D) * 3, draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(is_causal=True, softcap=softcap, deterministic=deterministic)
-    found = backward(q, k, v, grad_out, spec)
+    grads = backward(q, k, v, grad_out, spec)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    # float64 has no softcap of 1e-40 or 1e300 that it could differentiate
+    # the oracle cannot differentiate softcaps of 1e-40 or 1e300 in float64
     exact = spec._replace(softcap=min(max(softcap, 1e-12), 1e12))
     out, _ = reference.forward(*leaves, exact)
     expected = torch.autograd.grad(out, leaves, grad_out.double())
-    for x, y in zip(found, expected):
+    for x, y in zip(grads, expected):
         assert (x.double() - y).abs().max() <= 0.02 * y.abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("D, Dv, deterministic", KERNELS)
-def test_far_windows_are_no_windows(D, Dv, deterministic):
+def test_windows_wider_than_the_sequence_have_no_effect(D, Dv, deterministic):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     q, k, v, grad_out = q[:1], k[:1], v[:1], grad_out[:1]
     for is_causal in (False, True):
@@ -267,8 +267,8 @@ def test_far_windows_are_no_windows(D, Dv, deterministic):
         for far in (1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 31) - 2):
             for left, right in ((far, far), (-1, far), (far, -1)):
                 spec = plain._replace(window_left=left, window_right=right)
-                found = backward(q, k, v, grad_out, spec)
-                for x, y in zip(found[:3], expected):
+                grads = backward(q, k, v, grad_out, spec)
+                for x, y in zip(grads[:3], expected):
                     assert torch.equal(x, y) or not deterministic
                     assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
@@ -278,17 +278,17 @@ def test_far_windows_are_no_windows(D, Dv, deterministic):
 def test_small_scales(D, Dv, deterministic, scale):
     q, k, v, grad_out = draw(HQ, SQ, D), draw(HKV, SK, D), draw(HKV, SK, Dv), draw(HQ, SQ, Dv)
     spec = Spec(scale=scale, deterministic=deterministic)
-    found = backward(q, k, v, grad_out, spec)
-    assert all(x.isfinite().all() for x in found[:3])
+    grads = backward(q, k, v, grad_out, spec)
+    assert all(x.isfinite().all() for x in grads[:3])
     mean = grad_out.double().mean(2, keepdim=True) * SQ / SK
     expected = mean.view(B, HKV, 2, 1, Dv).sum(2)
-    assert (found.value.double() - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert (grads.value.double() - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("sinks", [LOW, 0.5])
 def test_sinks_of_rows_without_keys(sinks):
     q, k, v, grad_out = draw(HQ, SQ, 64), draw(HKV, 100, 64), draw(HKV, 100, 64), draw(HQ, SQ, 64)
     spec = Spec(is_causal=True, sinks=torch.full((HQ,), sinks, device="cuda"))
-    found = backward(q, k, v, grad_out, spec)
-    assert found.sinks.isfinite().all() and (sinks != LOW or (found.sinks == 0).all())
-    assert all(x.isfinite().all() for x in found[:3])
+    grads = backward(q, k, v, grad_out, spec)
+    assert grads.sinks.isfinite().all() and (sinks != LOW or (grads.sinks == 0).all())
+    assert all(x.isfinite().all() for x in grads[:3])

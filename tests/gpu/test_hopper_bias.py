@@ -1,4 +1,4 @@
-"""Float masks on a Hopper GPU against the oracle: every broadcast, dtype and layout, gradients."""
+"""Float masks on a Hopper GPU: every broadcast shape, dtype and layout, with gradients."""
 
 import dataclasses
 
@@ -18,8 +18,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("seed", range(256))
 def test_gradients(seed):
-    of_mask = {"mask_holes": seed % 5 < 2, "mask_grad": seed % 3 < 2, "is_wide": seed // 2 % 3 == 0}
-    check(masked_case(seed, mask="float", **of_mask))
+    fields = {"mask_holes": seed % 5 < 2, "mask_grad": seed % 3 < 2, "is_wide": seed // 2 % 3 == 0}
+    check(masked_case(seed, mask="float", **fields))
 
 
 @pytest.mark.parametrize("seed", range(48))
@@ -51,8 +51,8 @@ def test_more_tiles_than_processors():
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_finite_fill_is_a_score(D, dtype):
-    """Rows whose keys are all filled average every value, and spoil no gradient of the others."""
+def test_finite_fill_values_are_scores(D, dtype):
+    """Rows with only filled keys average all values, and do not affect gradients of other rows."""
     q, k, v = (
         torch.randn(1, 2, 200, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
@@ -68,24 +68,24 @@ def test_a_finite_fill_is_a_score(D, dtype):
         seed[:, :, 3] = 0
         grads = torch.autograd.grad(out, (q, k, v), seed)
         expected = fa_ops.attention(q, k, v, mask == 0, backend="hopper")
-        for found, wanted in zip(grads, torch.autograd.grad(expected, (q, k, v), seed)):
-            torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+        for actual, wanted in zip(grads, torch.autograd.grad(expected, (q, k, v), seed)):
+            torch.testing.assert_close(actual, wanted, atol=2e-2, rtol=2e-2)
 
 
-def test_rows_without_keys():
+def test_fully_masked_rows_give_zero():
     q = torch.randn(2, 4, 100, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = torch.randn(100, 100, device="cuda")
     mask[7] = mask[64:] = float("-inf")
     mask.requires_grad_()
     out, lse = fa_ops.attention(q, q, q, mask, return_lse=True, backend="hopper")
-    dead = torch.isneginf(mask).all(1)
-    assert (out[:, :, dead] == 0).all() and torch.isneginf(lse[:, :, dead]).all()
-    assert not out.isnan().any() and not lse[:, :, ~dead].isinf().any()
+    empty = torch.isneginf(mask).all(1)
+    assert (out[:, :, empty] == 0).all() and torch.isneginf(lse[:, :, empty]).all()
+    assert not out.isnan().any() and not lse[:, :, ~empty].isinf().any()
     dq, dmask = torch.autograd.grad(out.float().sum(), (q, mask))
-    assert not dq.isnan().any() and (dmask[dead] == 0).all() and not dmask.isnan().any()
+    assert not dq.isnan().any() and (dmask[empty] == 0).all() and not dmask.isnan().any()
 
 
-def test_gradients_of_masks_repeat_their_bits():
+def test_deterministic_gradients_of_masks_are_bitwise_equal():
     q, k, v = (
         torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
@@ -102,8 +102,8 @@ def test_gradients_of_masks_repeat_their_bits():
             assert all(map(torch.equal, grads, first))
 
 
-def test_prepared_maps_serve_other_masks():
-    """A plan is remembered by layout; where the mask lies is read anew at each call."""
+def test_plans_are_reused_for_masks_at_other_addresses():
+    """A plan depends on the mask's layout; its address is read on every call."""
     q = torch.randn(1, 2, 130, 64, device="cuda", dtype=torch.bfloat16)
     masks = [torch.randn(130, 136, device="cuda", dtype=torch.bfloat16)[:, :130] for _ in range(3)]
     for mask in masks:

@@ -1,4 +1,4 @@
-"""The Hopper decoding kernel on a GPU: the oracle's cases, and what only a GPU can show."""
+"""The Hopper decoding kernel on a GPU: cases against the oracle, CUDA graphs, streams."""
 
 import dataclasses
 
@@ -13,21 +13,13 @@ from tests.gpu.cases import chosen
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU (sm_90)",
-    ),
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
 ]
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def relative_error(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def checked(case):
+def check(case):
     reason = hopper.cache_error(*case.fresh())
     if reason:
         pytest.skip(reason)
@@ -42,14 +34,14 @@ def test_random(seed):
         unified_max=None,
         page_size=(0, 0, 16, 16, 32, 64, 256)[seed % 7], Sq=(1, 1, 2, 4)[seed % 4],
     )  # fmt: skip
-    checked(dataclasses.replace(case, S=case.S * (1 + seed % 19)))
+    check(dataclasses.replace(case, S=case.S * (1 + seed % 19)))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("D", [8, 40, 64, 72, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_head_dims(dtype, D, page_size):
-    checked(
+    check(
         CacheCase(
             D=D, Dv=D, S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, page_size=page_size
         )  # fmt: skip
@@ -57,16 +49,16 @@ def test_head_dims(dtype, D, page_size):
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (64, 128), (72, 64), (256, 8)])
-def test_values_of_another_width(dims):
+def test_value_head_dims(dims):
     D, Dv = dims
-    checked(CacheCase(D=D, Dv=Dv, S=900, dtype=torch.bfloat16, device="cuda"))
+    check(CacheCase(D=D, Dv=Dv, S=900, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
 @pytest.mark.parametrize("Sq", [1, 2, 4, 16])
 @pytest.mark.parametrize("S", [600, 20000])
 def test_groups(group, Sq, S):
-    checked(
+    check(
         CacheCase(
             Hq=2 * group,
             Sq=Sq,
@@ -86,7 +78,7 @@ def test_groups(group, Sq, S):
 @pytest.mark.parametrize("window", [(-1, -1), (100, -1)])
 def test_batches(B, Hkv, window):
     lens = tuple((b * 7919 + 100) % 331 for b in range(B))
-    checked(
+    check(
         CacheCase(
             B=B,
             Hq=4 * Hkv,
@@ -102,7 +94,7 @@ def test_batches(B, Hkv, window):
     )
 
 
-def test_one_graph_serves_every_length():
+def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda",
                      lens=(8999, 0, 500, 3), page_size=16)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
@@ -113,22 +105,22 @@ def test_one_graph_serves_every_length():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = hopper.cache_forward(q, k, v, cache, spec)
-        again = hopper.cache_forward(q, k, v, cache, spec)
+        repeated = hopper.cache_forward(q, k, v, cache, spec)
     for step in range(8):
         q.normal_()
         spec.kv_lens.random_(0, 9000)
         expected = reference.cache_forward(q, k, v, cache, spec)[0]
         graph.replay()
         assert relative_error(captured[0], expected) < 1e-2, step
-        assert torch.equal(captured[0], again[0])
+        assert torch.equal(captured[0], repeated[0])
 
 
 @pytest.mark.parametrize("group", [1, 5, 16])
 @pytest.mark.parametrize("D", [64, 128, 192])
 @pytest.mark.parametrize("S", [129, 300, 1100, 5000, 40000])
-def test_a_row_of_many_parts(group, D, S):
+def test_rows_divided_into_many_parts(group, D, S):
     """From two parts to one for each multiprocessor."""
-    checked(
+    check(
         CacheCase(
             B=1, Hq=group, Hkv=1, S=S, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", lens=(S,)
         )  # fmt: skip
@@ -138,7 +130,7 @@ def test_a_row_of_many_parts(group, D, S):
 @pytest.mark.parametrize("B", [1, 33, 66, 132, 140])
 @pytest.mark.parametrize("S", [512, 640, 1500])
 def test_dense_calls(B, S):
-    """Of known lengths: whether anything is shared, and merged, is known before."""
+    """The host knows the lengths, and thus whether results of parts must be merged."""
     q = torch.randn(B, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 2, S, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, lse = hopper.forward(q, k, v, Spec())
@@ -147,8 +139,8 @@ def test_dense_calls(B, S):
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-4, rtol=1e-5)
 
 
-def test_lengths_that_the_last_kernel_wrote():
-    """Kernels come onto the device before others have ended: none reads what is not there yet."""
+def test_lengths_written_by_the_preceding_kernel():
+    """Programmatic dependent launch: a kernel must not read lengths before they are written."""
     q, k, v, _, spec = CacheCase(
         B=2, Hq=8, S=9000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", lens=(9000, 9000)
     ).fresh()
@@ -163,11 +155,11 @@ def test_lengths_that_the_last_kernel_wrote():
     for n in lengths:
         spec.kv_lens.copy_(n)
         results.append(hopper.cache_forward(q, k, v, Cache(), spec))
-    for found, one in zip(results, expected):
-        assert all(torch.equal(a, b) for a, b in zip(found, one))
+    for result, one in zip(results, expected):
+        assert all(torch.equal(a, b) for a, b in zip(result, one))
 
 
-def test_repeatable_on_two_streams_at_once():
+def test_concurrent_streams_give_equal_results():
     q, k, v, _, spec = CacheCase(
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
@@ -179,25 +171,25 @@ def test_repeatable_on_two_streams_at_once():
         with torch.cuda.stream(streams[step % 2]):
             results.append(hopper.cache_forward(q, k, v, Cache(), spec))
     torch.cuda.synchronize()
-    for found in results:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, result))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
-def test_what_lay_in_shared_memory_does_not_show(group):
+def test_earlier_contents_of_shared_memory_have_no_effect(group):
     q, k, v, _, spec = CacheCase(
         B=3, Hq=2 * group, Hkv=2, S=5000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda"
     ).fresh()
-    left = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
+    filler = torch.empty(8, 16, 1024, 256, device="cuda", dtype=torch.bfloat16)
     results = []
     for value in (0.0, 100.0, -1e4, float("nan")):
-        hopper.forward(*(left.fill_(value),) * 3, Spec())  # leaves its queries and keys there
+        hopper.forward(*(filler.fill_(value),) * 3, Spec())  # fills shared memory with the value
         results.append(hopper.cache_forward(q, k, v, Cache(), spec))
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], found))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result))
 
 
-def test_attention_takes_it():
+def test_public_functions_select_the_kernel():
     q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert fa_ops.explain(q, k, v).backend == "hopper"

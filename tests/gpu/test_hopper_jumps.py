@@ -1,4 +1,4 @@
-"""Scores far above those of the blocks before: the Hopper forward looks at sums, not at maxima."""
+"""Scores far above those of earlier blocks, for the speculative maximum of the Hopper forward."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ S = 1000
 
 
 def _grow(k):
-    """Blocks are attended from the last key to the first: each is a little above those before."""
+    """Scores that grow from block to block; blocks are processed from the last key to the first."""
     return k * torch.linspace(12, 0.1, S, device=k.device).to(k.dtype)[:, None]
 
 
@@ -26,9 +26,9 @@ def _rare(k, every, factor):
     return k
 
 
-# by how much a score of standard deviation 1 is stretched: 88 of it are what a float32 weight holds
+# factors of scores with standard deviation 1; exp overflows in float32 beyond 88
 KEYS = {
-    "as they are": lambda k: k,
+    "unchanged": lambda k: k,
     "wide": lambda k: k * 8,
     "growing": _grow,
     "some tens apart": lambda k: _rare(k, 97, 30),
@@ -56,7 +56,7 @@ def _problem(D, dtype, keys):
 def _assert_close(actual, expected, dtype):
     (out, lse), (exact, exact_lse) = actual, expected
     assert relative_error(out, exact) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
-    # float32 rounds scores of thousands
+    # float32 rounds large scores
     assert (lse.double() - exact_lse).abs().max() < 1e-5 * exact_lse.abs().max().clamp(min=10)
 
 
@@ -82,9 +82,9 @@ def test_packed(D, keys):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_stays_in_its_rows(value):
-    """A query's is its own; a key's belongs to the queries that attend it, but for weights of 0."""
-    q, k, v = _problem(128, torch.bfloat16, "as they are")
+def test_nan_and_inf_affect_only_rows_that_attend_them(value):
+    """NaN in a query affects its row; NaN in a key affects the queries that attend it."""
+    q, k, v = _problem(128, torch.bfloat16, "unchanged")
     spec = Spec(is_causal=True)
     clean, _ = hopper.forward(q, k, v, spec)
     q[0, 0, 700, 5] = value

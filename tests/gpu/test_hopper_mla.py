@@ -1,4 +1,4 @@
-"""The Hopper kernel for latent caches on a GPU: one head, 576 features, of which 512 are values."""
+"""The Hopper kernel for latent (MLA) caches on a GPU: one head, 576 features, values of 512."""
 
 import pytest
 import torch
@@ -10,11 +10,7 @@ from tests.gpu.cases import chosen
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU (sm_90)",
-    ),
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
 ]
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -25,8 +21,8 @@ def latent(**fields):
     return CacheCase(**({"dtype": torch.bfloat16} | fixed | fields))
 
 
-def drawn(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
-    """q, the cache's memory, Cache and lengths; keys that no row has are NaN."""
+def draw(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
+    """q, the cache's memory, Cache and lengths; unused keys are NaN."""
     B, S = len(lens), S or max(*lens, 1)
     q = torch.randn(B, heads, tokens, 576, device="cuda", dtype=dtype)
     kv_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
@@ -39,17 +35,17 @@ def drawn(lens, heads, tokens=1, page=64, S=0, dtype=torch.bfloat16):
     k = torch.full((B * pages, page, 1, 576), float("nan"), device="cuda", dtype=dtype)
     table = torch.randperm(B * pages, device="cuda", dtype=torch.int32).view(B, pages)
     for b, n in enumerate(lens):
-        at = torch.arange(n, device="cuda")
-        k[table[b, at // page].long(), at % page, 0] = torch.randn(n, 576, device="cuda").to(dtype)
+        j = torch.arange(n, device="cuda")
+        k[table[b, j // page].long(), j % page, 0] = torch.randn(n, 576, device="cuda").to(dtype)
     return q, k, Cache(page_table=table), kv_lens
 
 
-def attended(q, k, cache, kv_lens, causal=False):
+def attend(q, k, cache, kv_lens, causal=False):
     return hopper.cache_forward(q, k, k[..., :512], cache, Spec(None, 0.0, causal, kv_lens=kv_lens))
 
 
-def assert_right(found, q, k, cache, kv_lens, causal=False):
-    """Row by row against a float64 computation."""
+def assert_correct(actual, q, k, cache, kv_lens, causal=False):
+    """Compare (out, lse), row by row, with a float64 computation."""
     B, _, tokens, _ = q.shape
     for b in range(B):
         n = int(kv_lens[b])
@@ -57,13 +53,13 @@ def assert_right(found, q, k, cache, kv_lens, causal=False):
         keys = keys.flatten(0, -2)[:n].double()
         s = q[b].double() @ keys.T * 576**-0.5
         if causal:
-            seen = torch.ones(tokens, n, device="cuda", dtype=torch.bool).tril(n - tokens)
-            s = s.masked_fill(~seen, float("-inf"))
+            visible = torch.ones(tokens, n, device="cuda", dtype=torch.bool).tril(n - tokens)
+            s = s.masked_fill(~visible, float("-inf"))
         lse = s.logsumexp(-1)
         expected = (s - lse[..., None]).exp().nan_to_num(0.0) @ keys[:, :512]
-        error = (found[0][b].double() - expected).norm() / expected.norm().clamp_min(1e-9)
+        error = (actual[0][b].double() - expected).norm() / expected.norm().clamp_min(1e-9)
         assert error < 1e-2, (b, n, error)
-        torch.testing.assert_close(found[1][b].double(), lse, atol=2e-4, rtol=1e-5)
+        torch.testing.assert_close(actual[1][b].double(), lse, atol=2e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
@@ -95,7 +91,7 @@ def test_scale_and_strided_cache(scale):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_batches_of_any_lengths(seed):
+def test_batches_of_random_lengths(seed):
     g = torch.Generator().manual_seed(seed)
     B = (1, 3, 12, 33, 40, 2)[seed % 6]
     longest = (9000, 3000, 2000, 700)[seed // 6]
@@ -103,75 +99,75 @@ def test_batches_of_any_lengths(seed):
     lens[seed % B] = seed % 2
     heads, tokens = ((16, 1), (128, 1), (20, 3), (64, 2))[seed % 4]
     torch.manual_seed(seed)
-    case = drawn(lens, heads, tokens, page=(0, 16, 64, 128)[seed // 3 % 4], dtype=HALVES[seed % 2])
-    assert_right(attended(*case, causal=tokens > 1), *case, causal=tokens > 1)
+    case = draw(lens, heads, tokens, page=(0, 16, 64, 128)[seed // 3 % 4], dtype=HALVES[seed % 2])
+    assert_correct(attend(*case, causal=tokens > 1), *case, causal=tokens > 1)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("length", [65, 190, 1000, 8192, 40000])
-def test_a_row_of_many_parts(heads, length):
-    case = drawn([length], heads)
-    found = attended(*case)
-    assert_right(found, *case)
+def test_rows_divided_into_many_parts(heads, length):
+    case = draw([length], heads)
+    result = attend(*case)
+    assert_correct(result, *case)
     for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(found, attended(*case)))
+        assert all(torch.equal(a, b) for a, b in zip(result, attend(*case)))
 
 
-def test_raised_references():
-    """Scores that grow from tile to tile, so that every tile rescales what is summed."""
-    q, k, cache, lens = drawn([4000, 3999], 64, page=0)
+def test_rescaling_by_every_tile():
+    """Scores grow from tile to tile, so that every tile raises the running maximum."""
+    q, k, cache, lens = draw([4000, 3999], 64, page=0)
     k *= torch.linspace(0.1, 30, 4000, device="cuda").view(1, 1, -1, 1).to(k.dtype)
-    assert_right(attended(q, k, cache, lens), q, k, cache, lens)
+    assert_correct(attend(q, k, cache, lens), q, k, cache, lens)
 
 
-def test_repeatable_on_two_streams_at_once():
-    case = drawn([9000, 1, 0, 5000, 4097], 128)
-    expected = attended(*case)
+def test_concurrent_streams_give_equal_results():
+    case = draw([9000, 1, 0, 5000, 4097], 128)
+    expected = attend(*case)
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     for step in range(100):
         with torch.cuda.stream(streams[step % 2]):
-            results.append(attended(*case))
+            results.append(attend(*case))
     torch.cuda.synchronize()
-    for found in results:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(expected, result))
 
 
 @pytest.mark.parametrize("B, heads", [(4, 128), (1, 16), (1, 64)])
-def test_one_graph_serves_every_length(B, heads):
-    q, k, cache, lens = drawn([6000] * B, heads)
-    attended(q, k, cache, lens)
+def test_one_cuda_graph_serves_every_length(B, heads):
+    q, k, cache, lens = draw([6000] * B, heads)
+    attend(q, k, cache, lens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attended(q, k, cache, lens)
-        again = attended(q, k, cache, lens)
+        captured = attend(q, k, cache, lens)
+        repeated = attend(q, k, cache, lens)
     for step in range(6):
         q.normal_()
         lens.random_(0, 6000)
         if step == 3:
             lens[:2] = torch.tensor([0, 1])[:B]
         graph.replay()
-        assert_right(captured, q, k, cache, lens)
-        assert torch.equal(captured[0], again[0])
+        assert_correct(captured, q, k, cache, lens)
+        assert torch.equal(captured[0], repeated[0])
 
 
-def test_a_page_that_does_not_exist_has_no_keys():
-    q, k, cache, lens = drawn([300, 200], 16)
+def test_keys_in_missing_pages_are_masked_out():
+    q, k, cache, lens = draw([300, 200], 16)
     missing = cache.page_table.clone()
     missing[0, 1], missing[1, 0] = -1, 10**6
-    for b, at in ((0, 1), (1, 0)):  # the same keys, out of everyone's sight
-        k[cache.page_table[b, at].long()] = 0
-    found = attended(q, k, Cache(page_table=missing), lens)
-    kept = [[x for x in range(n) if x // 64 != gone] for n, gone in ((300, 1), (200, 0))]
+    for b, page in ((0, 1), (1, 0)):
+        k[cache.page_table[b, page].long()] = 0
+    result = attend(q, k, Cache(page_table=missing), lens)
+    kept = [[j for j in range(n) if j // 64 != page] for n, page in ((300, 1), (200, 0))]
     rows = [k[cache.page_table[b].long(), :, 0].flatten(0, 1)[kept[b]] for b in range(2)]
     for b, keys in enumerate(rows):
         alone = keys[None, None].contiguous()
         n = torch.tensor([keys.shape[0]], device="cuda", dtype=torch.int32)
-        one = tuple(x[b : b + 1] for x in found)
-        assert_right(one, q[b : b + 1], alone, Cache(), n)
+        row = tuple(x[b : b + 1] for x in result)
+        assert_correct(row, q[b : b + 1], alone, Cache(), n)
 
 
-def test_what_it_refuses():
+def test_unsupported_calls_are_refused():
     q, k, v, cache, spec = latent(Hq=16).fresh()
     assert hopper.cache_error(q, k, v, cache, spec) is None
     assert chosen(q, k, v, spec, cache) is hopper

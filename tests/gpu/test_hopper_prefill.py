@@ -1,4 +1,4 @@
-"""Many queries against a cache on a GPU: the oracle's cases, and pages that are not there."""
+"""Many queries against a cache on a Hopper GPU: cases against the oracle, missing pages."""
 
 import dataclasses
 
@@ -15,11 +15,7 @@ from tests.kernels import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU (sm_90)",
-    ),
+    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
 ]
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,7 +23,7 @@ READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant"
          "unified_max": None, "ranges": False}  # fmt: skip
 
 
-def checked(case):
+def check(case):
     inputs = case.fresh()
     assert hopper.cache_error(*inputs) is None and prefill.takes(inputs[0], inputs[1], inputs[3])
     assert_cache_close(case, "hopper")
@@ -42,8 +38,8 @@ def test_random(seed):
     )  # fmt: skip
     D = (64, 128, 64, 96, 256, 40, 192)[seed % 7]
     case = dataclasses.replace(case, S=case.S * (1 + seed % 7), D=D, Dv=(D, min(D, 128))[seed % 2])
-    with few_processors((2, 132)[seed % 2]):  # persistent CTAs meet their second tile
-        checked(case)
+    with few_processors((2, 132)[seed % 2]):  # persistent CTAs process several tiles
+        check(case)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -52,14 +48,14 @@ def test_random(seed):
 def test_head_dims(dtype, dims, page_size):
     D, Dv = dims
     shape = dict(B=3, Hq=32, Hkv=4, Sq=128, S=900, lens=(900, 130, 1))
-    checked(CacheCase(D=D, Dv=Dv, dtype=dtype, device="cuda", is_causal=True,
-                      page_size=page_size, **shape))  # fmt: skip
+    check(CacheCase(D=D, Dv=Dv, dtype=dtype, device="cuda", is_causal=True,
+                    page_size=page_size, **shape))  # fmt: skip
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_page_that_does_not_exist_counts_as_absent(D, page_size, is_causal):
+def test_keys_in_missing_pages_are_masked_out(D, page_size, is_causal):
     q, k, v, cache, spec = CacheCase(
         B=2, Hq=64, Hkv=2, Sq=64, S=600, D=D, Dv=D, dtype=torch.bfloat16, device="cuda",
         lens=(600, 500), page_size=page_size, is_causal=is_causal,
@@ -68,20 +64,20 @@ def test_a_page_that_does_not_exist_counts_as_absent(D, page_size, is_causal):
     table[0, 1], table[0, 3], table[1, 2:5] = -1, 10**6, -(10**6)
     out, lse = hopper.cache_forward(q, k, v, cache._replace(page_table=table), spec)
     keys = torch.arange(table.shape[1] * page_size, device="cuda")
-    held = (table >= 0) & (table < len(k))
-    seen = held[:, keys // page_size] & (keys < spec.kv_lens[:, None])
-    pages = torch.where(held, table, 0).long()
+    exists = (table >= 0) & (table < len(k))
+    visible = exists[:, keys // page_size] & (keys < spec.kv_lens[:, None])
+    pages = torch.where(exists, table, 0).long()
     k, v = (x[pages].flatten(1, 2).transpose(1, 2).nan_to_num().double() for x in (k, v))
-    mask = seen[:, None, None]
+    mask = visible[:, None, None]
     if is_causal:
-        at = spec.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
-        mask = mask & (keys <= at)
+        position = spec.kv_lens.view(-1, 1, 1, 1) + torch.arange(64, device="cuda").view(-1, 1) - 64
+        mask = mask & (keys <= position)
     expected = reference.dense(q.double(), k, v, Spec(attn_mask=mask))
     assert relative_error(out, expected[0]) < 1e-2
     torch.testing.assert_close(lse.double(), expected[1].double(), atol=2e-3, rtol=1e-4)
 
 
-def test_one_graph_serves_every_length():
+def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=32, S=2000, Sq=100, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", lens=(2000, 0, 500, 3), page_size=16)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
@@ -117,7 +113,7 @@ def test_new_keys_are_written_by_another_backend(changes, monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
-def test_the_operator_takes_it_and_says_what_it_does_not(page_size):
+def test_public_functions_select_the_kernel(page_size):
     case = CacheCase(B=2, Hq=64, Hkv=8, Sq=256, S=1024, D=128, Dv=128, dtype=torch.bfloat16,
                      device="cuda", is_causal=True, page_size=page_size)  # fmt: skip
     q, k, v, cache, spec = case.fresh()

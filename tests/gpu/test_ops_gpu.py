@@ -1,4 +1,4 @@
-"""The operators' contracts on a GPU: layouts, captured graphs, no waiting, torch.compile."""
+"""The operators' contracts on a GPU: layouts, CUDA graphs, synchronisation, torch.compile."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_opcheck_merge():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name):
+def test_results_are_within_the_error_budget(name):
     assert_close_to_oracle(CASES[name], "triton")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layouts_and_aliases(name):
+def test_results_have_the_documented_layouts_and_alias_nothing(name):
     case = CASES[name]
     (q, k, v, *rest), options = dense_call(case)
     out, lse = dense.WITH_LSE(q, k, v, *rest, **options)
@@ -94,8 +94,8 @@ def packed_problem():
 def ranges_problem():
     inputs, _ = dense_problem()
     start = torch.arange(128, dtype=torch.int32, device="cuda").view(1, 1, 128, 1)
-    runs = torch.cat([(start - 32).clamp(min=0), start + 1], -1)
-    return inputs, lambda q, k, v: fa_ops.attention(q, k, v, key_ranges=runs)
+    ranges = torch.cat([(start - 32).clamp(min=0), start + 1], -1)
+    return inputs, lambda q, k, v: fa_ops.attention(q, k, v, key_ranges=ranges)
 
 
 PROBLEMS = [dense_problem, packed_problem, ranges_problem]
@@ -107,13 +107,13 @@ def forward_and_backward(function, inputs):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_captured_graph(problem):
-    """Forward and backward in one CUDA graph, replayed on new numbers."""
+def test_cuda_graphs(problem):
+    """Forward and backward are captured in one CUDA graph, which is replayed on new inputs."""
     inputs, function = problem()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        forward_and_backward(function, inputs)  # compiles, outside the capture
+        forward_and_backward(function, inputs)  # compile before the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -127,7 +127,7 @@ def test_captured_graph(problem):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_nothing_waits_for_the_gpu(problem):
+def test_calls_do_not_synchronise(problem):
     inputs, function = problem()
     forward_and_backward(function, inputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -139,14 +139,14 @@ def test_nothing_waits_for_the_gpu(problem):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_compiled(problem, mode):
+def test_torch_compile(problem, mode):
     inputs, function = problem()
     expected = forward_and_backward(function, inputs)
     compiled = torch.compile(function, fullgraph=True, mode=mode)
     for _ in range(3):
         actual = forward_and_backward(compiled, inputs)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
 
 
 def test_autocast():
@@ -165,8 +165,8 @@ def test_deterministic_backward():
         first, second = (forward_and_backward(function, inputs) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_dropout_is_the_same_on_every_device():
@@ -198,7 +198,7 @@ def test_errors_across_devices():
         fa_ops.attention(gpu, gpu, gpu, backend="cpu")
 
 
-def test_auto_is_a_gpu_tier():
+def test_auto_selects_a_gpu_backend():
     q = torch.randn(1, 2, 4, 64, device="cuda", dtype=torch.half)
     assert fa_ops.explain(q, q, q).backend in ("hopper", "triton")
     assert fa_ops.explain(q.float(), q.float(), q.float()).backend == "triton"

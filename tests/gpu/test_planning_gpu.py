@@ -59,7 +59,7 @@ class Call:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_second_call_gives_the_bits_of_the_first(case):
+def test_repeated_calls_are_bitwise_equal_to_the_first(case):
     call = Call(case)
     for _ in range(3):
         q = call.query()
@@ -69,12 +69,12 @@ def test_the_second_call_gives_the_bits_of_the_first(case):
         assert len(planning._prepared) == 1
         results += [(call(q), lse) for _ in range(3)]
         results += [call(q.clone(), return_lse=True)]
-        for found in results:
-            assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+        for result in results:
+            assert torch.equal(result[0], out) and torch.equal(result[1], lse)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_operator_itself_repeats(case):
+def test_repeated_operator_calls_take_the_fast_path(case):
     call = Call(case)
     q, other = call.query(), call.query()
     out, lse = call.expected(other)
@@ -92,7 +92,7 @@ def test_the_operator_itself_repeats(case):
 
 
 @pytest.mark.parametrize("case", ("contiguous", "paged", "latent"))
-def test_threads_on_streams_of_their_own(case):
+def test_concurrent_threads_and_streams(case):
     call, wrong = Call(case), []
     work = [(q, call.expected(q)[0]) for q in (call.query() for _ in range(4))]
     call(work[0][0])
@@ -113,7 +113,7 @@ def test_threads_on_streams_of_their_own(case):
 
 
 @pytest.mark.parametrize("case", ("contiguous", "paged", "latent"))
-def test_two_graphs_replay_at_once(case):
+def test_concurrent_cuda_graphs(case):
     call, captured = Call(case), []
     for _ in range(2):
         q = call.query()
@@ -124,7 +124,7 @@ def test_two_graphs_replay_at_once(case):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = call(q)
-        captured.append((graph, out, expected, torch.cuda.Stream(), q))  # q must live
+        captured.append((graph, out, expected, torch.cuda.Stream(), q))  # keeps q alive
     for _ in range(50):
         for graph, out, _, stream, _ in captured:
             with torch.cuda.stream(stream):
@@ -162,18 +162,18 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         bounds = torch.stack([lens // 9, lens], -1)[:, None, None].contiguous()
         given = {"sinks": sinks, "kv_lens": lens, "key_ranges": bounds}
         options = {name: given[name] for name in small.split()}
-        found, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
+        out, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
         expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
         assert_within_budget(f"{S} keys", found, expected, naive(q, k, v, spec)[0])
     families = {(S.bit_length(), (S - 1).bit_length()) for S in LENGTHS}
     assert len(checked) == len(planning._plans) == len(families) < len(planning._prepared)
 
 
-def test_a_latent_cache_that_grows():
+def test_growing_latent_caches():
     whole = draw(2, 1, 2048, 576)
     for S in LENGTHS:
         q, k = draw(2, 16, 1, 576), whole[:, :, :S].clone()
-        found = fa_ops.attention(q, k, k[..., :512], scale=0.07)
+        out = fa_ops.attention(q, k, k[..., :512], scale=0.07)
         call = (q, k, k[..., :512], Spec(scale=0.07))
         expected, _ = reference.dense(*(t.double() for t in call[:3]), call[3])
-        assert_within_budget(f"{S} keys", found, expected, naive(*call)[0])
+        assert_within_budget(f"{S} keys", out, expected, naive(*call)[0])

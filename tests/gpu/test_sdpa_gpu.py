@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention` on a GPU, by torch's own kernel and by this package's."""
+"""`F.scaled_dot_product_attention` on a GPU with the kernels of this package."""
 
 import pytest
 import torch
@@ -31,18 +31,18 @@ def test_results_and_gradients(D, is_causal, bshd, compiled, monkeypatch):
     )
     tensors = [x.transpose(1, 2) if bshd else x for x in (q, k, v)]
     grad = torch.randn_like(tensors[0])
-    wanted = attend(*tensors, is_causal)
-    expected = [wanted, *torch.autograd.grad(wanted, (q, k, v), grad)]
+    out = attend(*tensors, is_causal)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), grad)]
     calls, real = [], sdpa.forward
     monkeypatch.setattr(sdpa, "forward", lambda *a, **o: calls.append(1) or real(*a, **o))
     torchs.activate_flash_attention_impl("fa_ops")
     try:
         out = (torch.compile(attend, fullgraph=True) if compiled else attend)(*tensors, is_causal)
-        found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+        actual = [out, *torch.autograd.grad(out, (q, k, v), grad)]
     finally:
         torchs.restore_flash_attention_impl()
     assert len(calls) == 1
-    for one, other in zip(found, expected):
-        assert relative_error(one, other) < 2e-2
+    for x, y in zip(actual, expected):
+        assert relative_error(x, y) < 2e-2
     attend(*tensors, is_causal)
     assert len(calls) == 1

@@ -1,4 +1,4 @@
-"""The Triton backward kernels on a GPU against the oracle, and what only a GPU can show."""
+"""The Triton backward kernels on a GPU: cases against the oracle, memory, CUDA graphs."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_packed(seed):
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 4))
-def test_bitwise_repeatable(seed):
+def test_repeated_gradients_are_bitwise_equal(seed):
     case = random_case(seed, dtype=DTYPES[seed % 3], device="cuda", Sq=300, Sk=700)
     q, k, v, spec = case.fresh()
     out, lse = backend.forward(q, k, v, spec)
@@ -54,7 +54,7 @@ def test_bitwise_repeatable(seed):
 
 
 def compare_in_chunks(grads, grad_out, q, k, v, causal):
-    """Against the oracle's formulas in fp64, one head at a time."""
+    """Compare gradients with a dense computation in fp64, one head at a time."""
     for h in range(q.shape[1]):
         leaves = [x[:, h : h + 1].double().requires_grad_() for x in (q, k, v)]
         scores = leaves[0] @ leaves[1].transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -80,13 +80,13 @@ def test_large(D, causal):
     compare_in_chunks(grads[:3], grad_out, q, k, v, causal)
 
 
-def test_rows_beyond_two_to_the_31_elements():
-    """A sequence whose rows lie 2**20 elements apart: offsets within a head need 64 bits."""
+def test_offsets_beyond_32_bits():
+    """Rows are 2**20 elements apart, so that offsets within a head need 64 bits."""
     S, stride = 2304, 1 << 20
     buffer = torch.zeros(S * stride, device="cuda", dtype=torch.bfloat16)
     tensors = []
-    for place in range(4):
-        x = buffer.as_strided((1, 1, S, 64), (0, 0, stride, 1), place * 64)
+    for n in range(4):
+        x = buffer.as_strided((1, 1, S, 64), (0, 0, stride, 1), n * 64)
         tensors.append(x.copy_(torch.randn(1, 1, S, 64)))
     q, k, v, grad_out = tensors
     out, lse = backend.forward(q, k, v, Spec())
@@ -109,7 +109,7 @@ def test_memory_is_linear_in_the_length():
     assert peaks[1] <= 2.1 * peaks[0]
 
 
-def test_graph_capture():
+def test_cuda_graphs():
     q, k, v, grad_out = (
         torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)
     )

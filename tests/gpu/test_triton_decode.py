@@ -1,4 +1,4 @@
-"""The decoding kernels on a GPU: the oracle's cases, and what only a GPU can show."""
+"""The Triton decoding kernels on a GPU: cases against the oracle, CUDA graphs, streams."""
 
 import dataclasses
 
@@ -64,19 +64,19 @@ def test_groups(group, Sq):
 
 
 @pytest.mark.parametrize("offset", [1, 4])
-def test_addresses_that_are_no_multiple_of_16_bytes(offset):
+def test_unaligned_addresses(offset):
     q, k, v, cache, spec = CacheCase(D=64, Dv=64, dtype=torch.bfloat16, device="cuda").fresh()
     expected = decode.cache_forward(q, k, v, cache, spec)[0]
     shifted = [
         torch.cat([x.contiguous().flatten()[:offset], x.contiguous().flatten()])[offset:].view_as(x)
         for x in (q, k, v)
     ]
-    found = decode.cache_forward(*shifted, cache, spec)[0]
-    assert relative_error(found, expected) < 1e-2
+    out = decode.cache_forward(*shifted, cache, spec)[0]
+    assert relative_error(out, expected) < 1e-2
 
 
-def test_pages_beyond_32_bits():
-    """2**31 elements of keys: pages far apart in memory."""
+def test_page_offsets_beyond_32_bits():
+    """The keys have more than 2**31 elements."""
     k = torch.empty(2**18 + 2**7, 64, 1, 128, device="cuda", dtype=torch.bfloat16).normal_()
     last = k.shape[0] - 1
     table = torch.tensor([[last, 0, last - 1]], dtype=torch.int32, device="cuda")
@@ -87,7 +87,7 @@ def test_pages_beyond_32_bits():
     assert relative_error(out, reference.dense(q.double(), near, near, Spec())[0]) < 1e-2
 
 
-def test_one_graph_serves_every_length():
+def test_one_cuda_graph_serves_every_length():
     case = CacheCase(B=4, Hq=8, S=900, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", new=1,
                      lens=(899, 0, 500, 3), page_size=16)  # fmt: skip
     q, k, v, cache, spec = case.fresh()
@@ -107,14 +107,14 @@ def test_one_graph_serves_every_length():
         assert relative_error(captured[0], expected) < 1e-2, step
 
 
-def test_repeatable_and_batch_invariant():
+def test_results_are_repeatable_and_batch_invariant():
     case = CacheCase(
         B=5, Hq=8, S=9000, D=128, Dv=128, dtype=torch.bfloat16, device="cuda",
         lens=(9000, 1, 0, 5000, 4097),
     )  # fmt: skip
     q, k, v, _, spec = case.fresh()
-    first, again = (decode.cache_forward(q, k, v, Cache(), spec) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    first, second = (decode.cache_forward(q, k, v, Cache(), spec) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
     together = assert_batch_invariant(decode, case)
     assert relative_error(together[0], first[0]) < 1e-2
 
@@ -134,7 +134,7 @@ def test_batches(B, Hkv):
     torch.testing.assert_close(lse, expected_lse.float(), atol=1e-3, rtol=1e-3)
 
 
-def test_streams_side_by_side():
+def test_concurrent_streams():
     problems = [
         CacheCase(S=4000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", seed=n).fresh()
         for n in range(2)
@@ -142,13 +142,13 @@ def test_streams_side_by_side():
     expected = [decode.cache_forward(*p)[0] for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
-    found = [[], []]
+    results = [[], []]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[n].append(decode.cache_forward(*problems[n])[0])
+                results[n].append(decode.cache_forward(*problems[n])[0])
     torch.cuda.synchronize()
-    assert all(torch.equal(x, expected[n]) for n in range(2) for x in found[n])
+    assert all(torch.equal(x, expected[n]) for n in range(2) for x in results[n])
 
 
 def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
@@ -162,7 +162,7 @@ def test_debugging_reports_pages_that_do_not_exist(monkeypatch):
         fa_ops.attention_with_kv_cache(q, k, v, spec.kv_lens, table)
 
 
-def test_attention_with_few_queries_is_decoding():
+def test_attention_with_few_queries_selects_the_decoding_kernel():
     q = torch.randn(1, 8, 2, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 2, 5000, 128, device="cuda", dtype=torch.bfloat16)
     options = {"is_causal": True, "backend": "triton"}
@@ -178,7 +178,7 @@ def test_attention_with_few_queries_is_decoding():
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("page_size", [5, 16, 64])
-def test_scales_of_pages(page_size, dtype):
+def test_fp8_scales_for_each_page(page_size, dtype):
     case = CacheCase(
         Hq=8, S=2000, D=128, Dv=128, dtype=dtype, device="cuda", fp8=True, page_scales=True,
         page_size=page_size, new=3, Sq=3, is_causal=True, lens=(1997, 70),
@@ -187,18 +187,18 @@ def test_scales_of_pages(page_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("guess", [3.0, -100.0, 1e4, float("nan"), float("inf")])
-@pytest.mark.parametrize("magnitude", [1.0, 3e3])  # the second: scores up to 1e4
-def test_a_unified_maximum_changes_no_result(magnitude, guess, dtype):
+@pytest.mark.parametrize("estimate", [3.0, -100.0, 1e4, float("nan"), float("inf")])
+@pytest.mark.parametrize("magnitude", [1.0, 3e3])  # with 3e3, scores are up to 1e4
+def test_a_unified_maximum_does_not_change_results(magnitude, estimate, dtype):
     case = CacheCase(
-        Hq=8, S=3000, D=128, Dv=128, dtype=dtype, device="cuda", unified_max=guess,
-        magnitude=magnitude, lens=(3000, 70), sinks=guess < 0,
+        Hq=8, S=3000, D=128, Dv=128, dtype=dtype, device="cuda", unified_max=estimate,
+        magnitude=magnitude, lens=(3000, 70), sinks=estimate < 0,
     )  # fmt: skip
     assert_cache_close(case, "triton")
 
 
 @pytest.mark.parametrize("Sq", [1, 4])
-def test_left_padded_batches_are_decoding(Sq):
+def test_left_padded_batches_select_the_decoding_kernel(Sq):
     q = torch.randn(3, 8, Sq, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(3, 2, 3000, 128, device="cuda", dtype=torch.bfloat16)
     lens = torch.tensor([3000, 1700, 2999], device="cuda", dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The Triton forward kernels on a GPU: the oracle's cases, and what only a GPU can show."""
+"""The Triton forward kernels on a GPU: cases against the oracle, large tensors, CUDA graphs."""
 
 import dataclasses
 import importlib
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def nan_poisoned_outputs(monkeypatch):
-    """Let outputs come from torch.empty_strided, which the suite fills with NaN."""
+    """Allocate outputs by torch.empty_strided, which is patched to fill them with NaN."""
     monkeypatch.setattr(launch, "_empty_strided_cuda", None)
 
 
@@ -68,7 +68,7 @@ def test_long_sequences(D, causal):
         assert (lse[:, h : h + 1] - expected_lse).abs().max() < 1e-4
 
 
-def test_more_programs_than_two_grid_dimensions_hold():
+def test_more_programs_than_the_limit_of_a_grid_dimension():
     q, k, v = tensors(70000, 2, 3, 16)
     out, _ = backend.forward(q, k, v, Spec())
     expected, _ = reference.dense(*(x[-1:].double() for x in (q, k, v)), Spec())
@@ -90,7 +90,7 @@ def test_strides_beyond_32_bits():
 
 
 @pytest.mark.parametrize("offset", [1, 4, 8])
-def test_addresses_that_are_no_multiple_of_16_bytes(offset):
+def test_unaligned_addresses(offset):
     q, k, v = (
         torch.cat([x.flatten()[:offset], x.flatten()])[offset:].view_as(x) for x in tensors()
     )
@@ -100,7 +100,7 @@ def test_addresses_that_are_no_multiple_of_16_bytes(offset):
     )
 
 
-def test_nan_beyond_kv_lens_and_outside_ranges():
+def test_nan_outside_kv_lens_and_key_ranges_has_no_effect():
     q, k, v = tensors(2, 4, 700, 128)
     lens = torch.tensor([301, 650], dtype=torch.int32, device="cuda")
     for b, length in enumerate(lens.tolist()):
@@ -112,7 +112,7 @@ def test_nan_beyond_kv_lens_and_outside_ranges():
         assert bool(out.isfinite().all() and lse.isfinite().all())
 
 
-def test_tf32_only_where_torch_allows_it(monkeypatch):
+def test_tf32_is_used_only_if_torch_allows_it(monkeypatch):
     q, k, v = tensors(1, 2, 300, 64, torch.float32)
     expected, _ = reference.dense(q.double(), k.double(), v.double(), Spec())
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -122,7 +122,7 @@ def test_tf32_only_where_torch_allows_it(monkeypatch):
     assert exact < 1e-6 < 5e-5 < fast < 5e-3
 
 
-def test_captured_graph_follows_its_inputs():
+def test_cuda_graphs_replay_with_new_inputs():
     q, k, v = tensors(2, 4, 500, 64)
     lens = torch.tensor([500, 20], dtype=torch.int32, device="cuda")
     ends = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
@@ -144,31 +144,31 @@ def test_captured_graph_follows_its_inputs():
         assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
 
 
-def test_streams_side_by_side():
+def test_concurrent_streams():
     problems = [tensors(1, 4, 300 + 50 * n, 64, seed=n) for n in range(2)]
     expected = [backend.forward(*p, Spec(is_causal=True)) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
-    found = [[] for _ in problems]
+    results = [[] for _ in problems]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[n].append(backend.forward(*problems[n], Spec(is_causal=True)))
+                results[n].append(backend.forward(*problems[n], Spec(is_causal=True)))
     torch.cuda.synchronize()
-    for n, results in enumerate(found):
-        for result in results:
+    for n, of_problem in enumerate(results):
+        for result in of_problem:
             assert all(torch.equal(a, b) for a, b in zip(result, expected[n], strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_current():
+def test_inputs_on_another_than_the_current_device():
     q, k, v = tensors()
-    here, _ = backend.forward(q, k, v, Spec())
-    there, _ = backend.forward(*(x.to("cuda:1") for x in (q, k, v)), Spec())
-    assert torch.equal(here, there.to("cuda:0")) and there.device.index == 1
+    current, _ = backend.forward(q, k, v, Spec())
+    other, _ = backend.forward(*(x.to("cuda:1") for x in (q, k, v)), Spec())
+    assert torch.equal(current, other.to("cuda:0")) and other.device.index == 1
 
 
-def test_lengths_and_scales_compile_nothing_new():
+def test_other_lengths_and_scales_do_not_recompile():
     compiled = set()
     for length in (1, 40, 128, 1000, 4099):
         q, k, v = tensors(1, 2, length)
@@ -177,7 +177,7 @@ def test_lengths_and_scales_compile_nothing_new():
     assert len(compiled) == 1
 
 
-def test_unknown_launch_convention_is_loud_and_right(monkeypatch):
+def test_an_unknown_launch_convention_warns_and_works(monkeypatch):
     q, k, v = tensors()
     expected = backend.forward(q, k, v, Spec(is_causal=True))
     monkeypatch.setattr(host, "_launches", {})

@@ -136,6 +136,8 @@ def prepare_cached(call: Call) -> Run:
         if launch is None:
             cache, spec = options.arguments_with(t)
             launch = known[kind] = _bind(q, Memory.of(k, v, cache), spec, new, splits, invariant)
+        if INTERPRETED and k.dtype == _FP8:  # kernels are given the tensors, not their addresses
+            k, v = k.view(torch.int16), v.view(torch.int16)
         small = (t.page_table, t.k_scale, t.v_scale, t.unified_max, t.alibi_slopes, t.sinks)
         return launch(with_lse, q, k, v, *small, t.kv_lens, t.key_ranges)
 

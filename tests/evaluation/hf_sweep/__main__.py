@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
 import hf_integration
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 from tests.evaluation.hf_sweep import report, run
 from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 
@@ -25,7 +25,7 @@ from tests.evaluation.hf_sweep.scenarios import SCENARIOS
 def main(
     types: Annotated[list[str] | None, typer.Argument(help="model types; all by default")] = None,
     json_file: Annotated[
-        Path, typer.Option("--json", help="results, read and written", callback=in_a_folder)
+        Path, typer.Option("--json", help="results, read and written", callback=in_existing_folder)
     ] = Path("sweep.json"),
     against: Annotated[str, typer.Option(help="implementations, comma separated")] = "fa_ops",
     scenarios: Annotated[str, typer.Option(help="scenarios, comma separated")] = ",".join(

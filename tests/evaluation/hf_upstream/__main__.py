@@ -14,7 +14,7 @@ from typing import Annotated
 import transformers
 import typer
 
-from fa_ops.cli.options import in_a_folder
+from fa_ops.cli.options import in_existing_folder
 from tests.evaluation.hf_upstream import report, source
 from tests.evaluation.hf_upstream.families import FAMILIES
 
@@ -27,7 +27,8 @@ def main(
     ],
     models: Annotated[str, typer.Option(help="comma separated")] = ",".join(FAMILIES),
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="the file for results", callback=in_a_folder)
+        Path | None,
+        typer.Option("--json", help="the file for results", callback=in_existing_folder),
     ] = None,
     seconds: Annotated[int, typer.Option(min=1, help="limit for the tests of one model")] = 1800,
 ) -> None:
