@@ -209,6 +209,20 @@ def general(kernel: str, function: Callable) -> Plan:
     return Plan(kernel, prepare)
 
 
+def plan_by_kind(
+    call: Call, forward: Callable, backward: Callable, varlen_forward: Callable,
+    varlen_backward: Callable, cache_forward: Callable, merge_states: Callable,
+) -> Plan:  # fmt: skip
+    """The plan of a backend that has one function for each kind of call."""
+    if call.kind == MERGE:
+        return Plan("merge", lambda call: merge_states)
+    if call.kind == CACHED:
+        return general("cache", cache_forward)
+    if call.saved is not None:
+        return general("backward", backward if call.kind == DENSE else varlen_backward)
+    return general("forward", forward if call.kind == DENSE else varlen_forward)
+
+
 def _dense_rows(grad_out, grad_lse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:
     """With rows of grad_out and out contiguous; a sum's gradient has strides of 0."""
     grad_lse = None if grad_lse is None else grad_lse.contiguous()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops import planning
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 
 
 @pytest.fixture(autouse=True)

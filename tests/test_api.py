@@ -23,7 +23,7 @@ def qkv(**options):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def specs(monkeypatch):
     """The specs that reach a backend."""
     specs, choose = [], fa_ops.dispatch.choose
 
@@ -100,8 +100,8 @@ def test_windows_are_normalised(specs, window, sides):
         packed, lse = varlen.VARLEN(*tokens, ends, ends, **given)
         varlen.BACKWARD(packed, None, *tokens, packed, lse, ends, ends, **given)
         kv_cache.READ(q, k, v, lens, **given)
-    assert len(seen) >= 5
-    for spec in seen:
+    assert len(specs) >= 5
+    for spec in specs:
         found = spec.window_left, spec.window_right
         assert found == sides and [type(side) for side in found] == [int, int]
 

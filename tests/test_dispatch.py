@@ -82,7 +82,7 @@ def test_use_backend_holds_for_the_backward_of_its_calls(monkeypatch):
     seen, choose = [], dispatch.choose
     monkeypatch.setattr(dispatch, "choose", lambda call: seen.append(call.backend) or choose(call))
     out.sum().backward()
-    assert names == ["reference"]
+    assert seen == ["reference"]
 
 
 def test_backends_lists_every_backend_with_its_reason():

@@ -1,4 +1,4 @@
-"""What a first call refuses is refused, in the same words, once such calls have plans."""
+"""Calls that repeat are refused with the same messages as first calls, once plans exist."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_attention(bad, grad):
                 arguments[name] = x.detach().requires_grad_(grad)
         return fa_ops.attention(**arguments)
 
-    first = error_of(call, legal() | bad.change)
+    first = error_of(call, valid() | bad.change)
     assert first is not None and not planning._prepared
-    for like in (*LIKE, *OFTEN, compact(bad.change)) * 2:
-        error_of(call, legal() | like)
+    for like in (*SINGLE, *COMBINED, compact(bad.change)) * 2:
+        error_of(call, valid() | like)
     assert any(planning._prepared.values())
-    again = error_of(call, legal() | bad.change)
+    again = error_of(call, valid() | bad.change)
     assert type(again) is type(first) and str(again) == str(first)
-    for like in (*LIKE, *OFTEN):
-        assert error_of(call, legal() | like | bad.change) is not None
+    for like in (*SINGLE, *COMBINED):
+        assert error_of(call, valid() | like | bad.change) is not None
 
 
 VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not checked on a GPU

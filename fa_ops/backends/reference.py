@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.call import APPEND, CACHED, DENSE, MERGE, Call, Plan, general
+from fa_ops.call import APPEND, Call, Plan, plan_by_kind
 from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 
@@ -371,13 +371,9 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the oracle runs the call."""
-    if call.kind == MERGE:
-        return Plan("merge", lambda call: merge_states)
-    if call.kind == CACHED:
-        return general("cache", cache_forward)
-    if call.saved is not None:
-        return general("backward", backward if call.kind == DENSE else varlen_backward)
-    return general("forward", forward if call.kind == DENSE else varlen_forward)
+    return plan_by_kind(
+        call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
+    )
 
 
 def available_error() -> str | None:

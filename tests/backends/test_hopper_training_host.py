@@ -12,7 +12,7 @@ from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_backward, dense_forward
 from fa_ops.call import general
-from fa_ops.testing.poison import poisoned_memory
+from fa_ops.testing.allocators import poisoned_memory
 from fa_ops.types import NO_TENSORS, Spec
 from tests.backends import test_hopper_backward_host as host
 

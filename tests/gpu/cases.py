@@ -54,8 +54,8 @@ def few_processors(count: int) -> Iterator[None]:
     _clear_plans()
 
 
-def _forget() -> None:
-    """Plans made for another number of processors."""
+def _clear_plans() -> None:
+    """Drop plans made for another number of processors."""
     planning.forget()
     for module in (decode, dense_backward, dense_forward, mla):
         for name in ("_plan", "_family"):

@@ -10,6 +10,7 @@ from fa_ops.backends import hopper, reference
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.types import Cache, Spec
 from tests.gpu.cases import chosen
+from tests.kernels import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

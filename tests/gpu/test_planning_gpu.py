@@ -164,7 +164,7 @@ def test_a_cache_that_grows_is_attended_to_its_end(small, layout, sizes, monkeyp
         options = {name: given[name] for name in small.split()}
         out, spec = fa_ops.attention(q, k, v, **options), Spec(**options)
         expected, _ = reference.dense(q.double(), k.double(), v.double(), spec)
-        assert_within_budget(f"{S} keys", found, expected, naive(q, k, v, spec)[0])
+        assert_within_budget(f"{S} keys", out, expected, naive(q, k, v, spec)[0])
     families = {(S.bit_length(), (S - 1).bit_length()) for S in LENGTHS}
     assert len(checked) == len(planning._plans) == len(families) < len(planning._prepared)
 

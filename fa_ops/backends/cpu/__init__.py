@@ -8,22 +8,8 @@ from torch import Tensor
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.kv_cache import cache_error, cache_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
-from fa_ops.call import APPEND, CACHED, DENSE, MERGE, Call, Plan, general
+from fa_ops.call import APPEND, Call, Plan, plan_by_kind
 from fa_ops.types import Spec
-
-__all__ = [
-    "available_error",
-    "backward",
-    "cache_error",
-    "cache_forward",
-    "forward",
-    "merge_states",
-    "plan",
-    "support_error",
-    "supports",
-    "varlen_backward",
-    "varlen_forward",
-]
 
 
 def available_error() -> str | None:
@@ -40,13 +26,9 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How this backend runs the call."""
-    if call.kind == MERGE:
-        return Plan("merge", lambda call: merge_states)
-    if call.kind == CACHED:
-        return general("cache", cache_forward)
-    if call.saved is not None:
-        return general("backward", backward if call.kind == DENSE else varlen_backward)
-    return general("forward", forward if call.kind == DENSE else varlen_forward)
+    return plan_by_kind(
+        call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
+    )
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:

@@ -30,20 +30,6 @@ from fa_ops.call import (
 )
 from fa_ops.types import Spec, is_decoding, is_prefill
 
-__all__ = [
-    "available_error",
-    "backward",
-    "cache_error",
-    "cache_forward",
-    "forward",
-    "merge_states",
-    "plan",
-    "support_error",
-    "supports",
-    "varlen_backward",
-    "varlen_forward",
-]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
