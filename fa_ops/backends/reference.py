@@ -348,10 +348,6 @@ def cache_forward(
     return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    return None
-
-
 def bshd(out: Tensor) -> Tensor:
     """The same values laid out (B, S, H, D) in memory, so that merging heads is a view."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu.dense import backward, forward
-from fa_ops.backends.cpu.kv_cache import cache_error, cache_forward
+from fa_ops.backends.cpu.kv_cache import cache_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
 from fa_ops.call import APPEND, Call, Plan, plan_by_kind
 from fa_ops.types import Spec

@@ -16,10 +16,6 @@ from fa_ops.types import Cache, Spec
 _FP8 = torch.float8_e4m3fn
 
 
-def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    return None if q.device.type == "cpu" else f"runs on CPU tensors, got {q.device.type}"
-
-
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
