@@ -253,10 +253,12 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets.
 
-    outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...).
+    outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...). A state whose lse is -inf
+    has no keys, and its out does not count.
     """
     p, lse = weights(lses.double().movedim(0, -1), None)
-    out = (p.movedim(-1, 0).unsqueeze(-1) * outs.double()).sum(0)
+    outs_with_keys = outs.double().masked_fill((lses == float("-inf")).unsqueeze(-1), 0.0)
+    out = (p.movedim(-1, 0).unsqueeze(-1) * outs_with_keys).sum(0)
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 

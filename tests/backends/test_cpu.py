@@ -436,6 +436,13 @@ def test_merge_states(shape, dtype):
     torch.testing.assert_close(lse, expected_lse)
 
 
+def test_merge_states_ignores_the_out_of_a_state_without_keys():
+    outs, lses = torch.randn(3, 5, 16), torch.randn(3, 5)
+    outs[1], lses[1] = math.nan, -math.inf
+    expected = cpu.merge_states(outs[[0, 2]], lses[[0, 2]])
+    torch.testing.assert_close(cpu.merge_states(outs, lses), expected)
+
+
 def test_support():
     q, k, v, spec = Case().fresh()
     assert cpu.available_error() is None

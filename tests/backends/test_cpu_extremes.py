@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import reference
+from fa_ops.backends import cpu, reference
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.types import Spec
 
@@ -96,6 +96,21 @@ def test_it_reaches_what_attends_it_alone(name, where, poison, dtype, lse_grad):
             assert out[bad][:, 3].isnan().all()
         assert dq[bad & attends].isnan().any(-1).all()
         assert dk[keys].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("slope", [INF, -INF])
+@pytest.mark.parametrize("name", ["window", "kv_lens", "bool mask", "mask"])
+def test_infinite_slopes_reach_no_masked_key(name, slope):
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = (torch.randn(2, 4, S, 16, generator=g) for _ in range(4))
+    spec = spec_of(FEATURES[name])._replace(alibi_slopes=torch.full((4,), slope))
+    out, lse = cpu.forward(q, k, v, spec)
+    expected, expected_lse = reference.forward(q, k, v, spec)
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, equal_nan=True)
+    grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    expected = reference.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    torch.testing.assert_close(grads, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])

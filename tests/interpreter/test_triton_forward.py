@@ -5,6 +5,7 @@ They need TRITON_INTERPRET=1 before Triton is imported, so a process of their ow
 """
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -147,6 +148,13 @@ def test_lengths_scales_and_windows_compile_nothing_new():
 @pytest.mark.parametrize("shape", [(1, 3, 16), (5, 2, 3, 7, 24), (3, 33, 128), (2, 17, 1)], ids=str)
 def test_merge_states(shape, dtype):
     assert_merges(backend, torch.randn(shape).to(dtype), torch.randn(shape[:-1]) * 4)
+
+
+def test_merge_states_ignores_the_out_of_a_state_without_keys():
+    outs, lses = torch.randn(3, 5, 16), torch.randn(3, 5)
+    outs[1], lses[1] = math.nan, -math.inf
+    expected = backend.merge_states(outs[[0, 2]], lses[[0, 2]])
+    torch.testing.assert_close(backend.merge_states(outs, lses), expected)
 
 
 def test_what_it_refuses():

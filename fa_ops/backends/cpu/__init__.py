@@ -36,6 +36,9 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    no_keys = lses == float("-inf")
+    if bool(no_keys.any()):
+        outs = outs.masked_fill(no_keys.unsqueeze(-1), 0.0)  # may be NaN there
     top = lses.amax(0)
     top = top.masked_fill_(top == float("-inf"), 0.0)
     shares = torch.exp(lses - top)

@@ -129,9 +129,12 @@ class Scores:
             self.slopes = slab.spread(slopes)
             # query i stands at position i + offset
             self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
-        # in some columns of a row and not in others
-        added = (x for x in (self.bias, self.slopes) if x is not None)
-        self.may_be_nan = not (math.isfinite(self.bound) and all(map(_finite_or_low, added)))
+        # masked scores too: an infinite slope times a distance of 0 is NaN
+        self.may_be_nan = not (
+            math.isfinite(self.bound)
+            and (self.bias is None or _finite_or_low(self.bias))
+            and (self.slopes is None or bool(self.slopes.isfinite().all()))
+        )
 
     def queries(self, rows: slice) -> Tensor:
         """Scaled so that their products are the scores (with a cap: the arguments of tanh)."""
@@ -227,7 +230,7 @@ def without_nan(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _finite_or_low(x: Tensor) -> bool:
-    """False if x holds a NaN or +Inf, where ALiBi's 0 * Inf is one; -Inf is a mask's."""
+    """False if x holds a NaN or +Inf; -Inf masks a score."""
     return bool(x.sum() < math.inf)
 
 

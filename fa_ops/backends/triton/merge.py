@@ -32,7 +32,10 @@ def merge_kernel(
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for n in range(0, states):
         s = tl.load(lses + n * rows + row, mask=inside, other=float("-inf"))
-        x = tl.load(outs + n * rows * D + tile, mask=keep, other=0.0).to(tl.float32)
+        attended = (
+            keep & (s != float("-inf"))[:, None]
+        )  # the out of a state without keys may be NaN
+        x = tl.load(outs + n * rows * D + tile, mask=attended, other=0.0).to(tl.float32)
         m_new = tl.maximum(m, s)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = tl.exp(s - base), tl.exp(m - base)
