@@ -57,7 +57,7 @@ POISONS = [(NAN, torch.float32), (NAN, torch.bfloat16), (INF, torch.float32)]
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("where", ["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("lse_grad", [False, True])
-def test_it_reaches_what_attends_it_alone(name, where, poison, dtype, lse_grad):
+def test_nan_and_inf_reach_only_what_attends_them(name, where, poison, dtype, lse_grad):
     """Forward and backward: by row of queries, and by key that such a row attends."""
     options, at = FEATURES[name], 20
     g = torch.Generator().manual_seed(0)
@@ -117,7 +117,7 @@ def test_infinite_slopes_reach_no_masked_key(name, slope):
 @pytest.mark.parametrize("where", range(4), ids=["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lengths", [(7, 7, 7), (3, 9, 9), (40, 2, 40)], ids=str)
-def test_it_stays_in_its_sequence(where, poison, options, lengths):
+def test_nan_and_inf_stay_in_their_sequence(where, poison, options, lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     T, at = int(ends[-1]), lengths[0] + 1
     given = [torch.randn(T, H, 16) for H in (4, 2, 2, 4)]
@@ -136,7 +136,7 @@ def test_it_stays_in_its_sequence(where, poison, options, lengths):
 @pytest.mark.parametrize("page", [None, 4])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("Sq", [1, 3])
-def test_what_a_cache_does_not_hold_may_be_anything(page, softcap, Sq):
+def test_unused_cache_entries_are_ignored(page, softcap, Sq):
     lens, q = torch.tensor([5, 0, 8]).int(), torch.randn(3, 4, Sq, 16)
     k, v = torch.randn(3, 2, 16, 16), torch.randn(3, 2, 16, 16)
     results = []

@@ -56,7 +56,7 @@ def test_a_contiguous_cache_is_attended_by_the_forward_kernel(name, dense):
     ],
     ids=str,
 )  # fmt: skip
-def test_others_are_not(changes, dense, monkeypatch):
+def test_other_caches_use_the_decoding_kernels(changes, dense, monkeypatch):
     other = object()
     monkeypatch.setattr(cached.decode, "cache_forward", lambda *args: other)
     assert cached.cache_forward(*CacheCase(**MANY | changes).fresh()) is other and not dense
@@ -87,7 +87,7 @@ def test_one_backend_writes_and_another_attends(changes, monkeypatch):
         assert len(asked) == times
 
 
-def test_what_writes_nothing_asks_no_writer(monkeypatch):
+def test_calls_without_writes_call_no_writer(monkeypatch):
     monkeypatch.setattr(dispatch, "select_cache", lambda *_: pytest.fail("asked"))
     assert dispatch.select_writer(*CacheCase(**MANY).fresh()) is None
     assert dispatch.select_writer(*CacheCase(new=1, lens=(3, 4)).fresh()) is None

@@ -70,7 +70,7 @@ def test_packed(seed):
     assert_close_to_oracle(case, "triton", gradients=False)
 
 
-def test_packed_more_sequences_than_one_look_finds():
+def test_packed_more_sequences_than_a_chunk():
     case = PackedCase((1, 2) * 70, (2, 1) * 70, features=Case(is_causal=True, Hq=1, Hkv=1, D=8))
     assert_close_to_oracle(case, "triton", gradients=False)
 
@@ -157,7 +157,7 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
     torch.testing.assert_close(backend.merge_states(outs, lses), expected)
 
 
-def test_what_it_refuses():
+def test_unsupported_calls_are_refused():
     q = torch.randn(1, 1, 4, 8)
     assert backend.support_error(q, q, q, Spec()) is None
     wide = torch.randn(1, 1, 4, 264)
@@ -165,7 +165,7 @@ def test_what_it_refuses():
     assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
 
 
-def test_torch_says_whether_fp32_may_be_tf32():
+def test_fp32_precision_follows_torchs_setting():
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -178,7 +178,7 @@ def test_torch_says_whether_fp32_may_be_tf32():
 
 
 @pytest.mark.parametrize("D, Dv, offset", [(37, 16, 0), (16, 37, 0), (64, 64, 1), (64, 64, 8)])
-def test_rows_that_16_bytes_do_not_divide(D, Dv, offset):
+def test_rows_of_unaligned_width(D, Dv, offset):
     """They go through copies, which must not show in the strides of what comes back."""
 
     def sliced(H, S, width):

@@ -24,10 +24,12 @@ __all__ = [
 
 
 def available_error() -> str | None:
+    """Return None: this backend runs everywhere."""
     return None
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Return why this backend cannot run the call, or None if it can."""
     if q.device.type != "cpu":
         return f"runs on CPU tensors, got {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -36,6 +38,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """outs (N, ..., Dv) and lses (N, ...) of disjoint keys, merged to out (..., Dv), lse (...)."""
     no_keys = lses == float("-inf")
     if bool(no_keys.any()):
         outs = outs.masked_fill(no_keys.unsqueeze(-1), 0.0)  # may be NaN there

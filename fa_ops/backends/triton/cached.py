@@ -1,5 +1,5 @@
-"""A key-value cache: what is new is written, then many queries of a contiguous one are attended by
-the forward kernel, and all others by those that cut keys."""
+"""Attention over a key-value cache: append, then the forward kernel for many queries of a
+contiguous cache, and the decoding kernels for all other calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fa_ops.types import Cache, Spec, is_prefill, longer, writes
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """Append the new keys and values if there are any, then attend."""
+    """Append the new keys and values, if any, then attend."""
     if not _is_dense(q, k, v, cache, spec):
         return decode.cache_forward(q, k, v, cache, spec)
     if writes(cache):
@@ -25,15 +25,15 @@ def cache_forward(
 
 
 def cache_write(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> Tensor:
-    """Append the new keys and values alone. Returns the queries, turned if need be."""
+    """Append the new keys and values only. Returns the queries, rotated if requested."""
     return prepare_cache(q, k, v, cache, spec.kv_lens, decode.Memory.of(k, v, cache).capacity)
 
 
 def prepare_cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Calls like this one again, with other tensors of the same shapes, strides and dtypes; None
-    where they take so long that nothing is gained."""
+    """Prepare calls with other tensors of the same shapes, strides and dtypes; None for prefill,
+    whose calls are too long to gain from it."""
     dense = _is_dense(q, k, v, cache, spec)
     return None if dense else decode.prepare_cached(q, k, v, cache, spec)
 

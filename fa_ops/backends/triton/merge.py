@@ -1,4 +1,4 @@
-"""merge_states: from attention over disjoint sets of keys to attention over their union."""
+"""merge_states: attention over a union of disjoint key sets from the attention over each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def merge_kernel(
     outs, lses, out, lse, states: tl.int32, rows: tl.int64,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """outs (states, rows, D), lses (states, rows); one program per BLOCK rows."""
+    """Merge outs (states, rows, D) and lses (states, rows); one program per BLOCK rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = row < rows
@@ -48,7 +48,7 @@ def merge_kernel(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """outs (N, ..., Dv) and fp32 lses (N, ...), contiguous, to out (...) and lse (...)."""
+    """Merge contiguous outs (N, ..., Dv) and fp32 lses (N, ...) to out (..., Dv) and lse (...)."""
     D = outs.shape[-1]
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)
