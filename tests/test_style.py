@@ -15,8 +15,6 @@ from tests.test_layering import MODULES, PACKAGES, ROOT
 SHARED_CLASS_NAMES = {
     "Family",
     "Plan",
-    "Problem",
-    "Tile",
 }
 LONG_FILES = {"fa_ops/backends/hopper/cuda/forward.cu"}
 LONG_FUNCTIONS = {

@@ -1,6 +1,6 @@
-"""The oracle: dense attention in fp64, every feature, ordinary differentiable torch code.
+"""The oracle: dense attention in fp64 with every feature, in plain differentiable torch code.
 
-It defines the semantics and is never used for speed.
+It defines the semantics of the library, and is not meant to be fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
 
 
 def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
-    """Bool (B, Hq or 1, Sq, Sk), True where query i of head h in batch b attends key j."""
+    """The mask: bool (B, Hq or 1, Sq, Sk), True where query i of head h attends key j."""
     j = torch.arange(Sk, device=device)
     lens = key_lengths(spec, Sk, device)
     diagonal = torch.arange(Sq, device=device).view(Sq, 1) + lens - Sq
@@ -34,20 +34,20 @@ def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.devic
 
 
 def key_lengths(spec: Spec, Sk: int, device: torch.device) -> Tensor:
-    """How many keys each batch has, (B or 1, 1, 1, 1); kv_lens outside [0, Sk] are clamped."""
+    """Number of keys per batch element (B or 1, 1, 1, 1), kv_lens clamped to [0, Sk]."""
     lens = torch.full((1,), Sk, device=device) if spec.kv_lens is None else spec.kv_lens.long()
     return lens.clamp(0, Sk).view(-1, 1, 1, 1)
 
 
 def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
-    """From q.k products (B, Hq, Sq, Sk) to scores.
+    """Convert products q.k (B, Hq, Sq, Sk) to scores, -inf where masked.
 
-    Scale, softcap, ALiBi and float mask are applied in this order; -inf where masked.
+    Scale, softcap, ALiBi and float mask are applied in this order.
     """
     B, Hq, Sq, Sk = products.shape
     s = default_scale(spec, head_dim) * products
     if spec.softcap > 0:
-        cap = min(max(spec.softcap, 1e-150), 1e150)  # beyond, gradients would overflow on the way
+        cap = min(max(spec.softcap, 1e-150), 1e150)  # keeps gradients from overflowing
         s = cap * torch.tanh(s / cap)
     if spec.alibi_slopes is not None:
         lens = key_lengths(spec, Sk, s.device)
@@ -62,7 +62,7 @@ def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax with an optional sink: (p, lse).
 
-    Rows with nothing to attend have p = 0, lse = -inf (their sink, if there is one), no gradients.
+    Rows without attended keys have p = 0, lse = -inf (or their sink), and no gradients.
     """
     m = s.new_full((*s.shape[:-1], 1), float("-inf"))
     if s.shape[-1] > 0:
@@ -82,9 +82,9 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
-    """a @ b of which only `terms` (..., M, N) count: where another holds NaN or Inf, it adds 0.
+    """a @ b in which only `terms` (..., M, N) count: NaN and Inf elsewhere add 0.
 
-    A plain product would spread 0 * NaN.
+    A plain product would add 0 * NaN.
     """
     wrong_a, wrong_b = ~torch.isfinite(a), ~torch.isfinite(b)
     if not bool(wrong_a.any() | wrong_b.any()):
@@ -96,7 +96,7 @@ def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """q @ k^T, whose gradients are sums over attended keys and rows alone."""
+    """q @ k^T with gradients that sum over attended pairs only."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, attended: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """p @ v, which is a sum over attended keys alone, and so are its gradients."""
+    """p @ v, a sum over attended keys only, and so are its gradients."""
 
     @staticmethod
     def forward(ctx, p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
@@ -126,14 +126,14 @@ class _Weighted(torch.autograd.Function):
 
 
 def apply_weights(p: Tensor, v: Tensor, attended: Tensor) -> Tensor:
-    """p @ v where a NaN or Inf reaches only the rows that attend it."""
+    """p @ v in which a NaN or Inf affects only the rows that attend it."""
     return _Weighted.apply(p.masked_fill(~attended, 0.0), v, attended)
 
 
 def dropout_factor(
     shape: torch.Size, spec: Spec, device: torch.device, first_batch: int = 0
 ) -> Tensor:
-    """(B, Hq, Sq, Sk): 0 where dropped, 1 / (1 - p) where kept."""
+    """Dropout's factor of each weight (B, Hq, Sq, Sk): 0, or 1 / (1 - p) where kept."""
     B, Hq, Sq, Sk = shape
     index = (torch.arange(B * Hq, device=device) + first_batch * Hq).view(B, Hq, 1, 1)
     rows, cols = torch.arange(Sq, device=device).view(Sq, 1), torch.arange(Sk, device=device)
@@ -144,10 +144,10 @@ def dropout_factor(
 def dense(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the dtype of q, k, v, which the caller has raised to fp64; differentiable.
+    """Differentiable (out, lse) in the dtype of q, k, v, which callers convert to fp64.
 
-    `first_batch` is the batch index of row 0 in the dropout stream: varlen sequences are dropped
-    as the batch they form.
+    `first_batch` is the batch index of the first element in the dropout stream: packed sequences
+    have the dropout of the batch that they form.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -168,7 +168,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec, attend=dense
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences one by one, each by `attend`.
+    """Packed attention, by one call of `attend` per sequence.
 
     q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) give out (Tq, Hq, Dv), lse (Hq, Tq).
     """
@@ -188,7 +188,7 @@ def varlen(
 
 
 def sequence_spec(spec: Spec, b: int) -> Spec:
-    """The spec of sequence b alone."""
+    """The spec of sequence b."""
     slopes, ranges = spec.alibi_slopes, spec.key_ranges
     return spec._replace(
         alibi_slopes=slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes,
@@ -200,6 +200,7 @@ def sequence_spec(spec: Spec, b: int) -> Spec:
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """Packed out (Tq, Hq, Dv) in q's dtype, and lse (Hq, Tq)."""
     out, lse = varlen(q.double(), k.double(), v.double(), packing, spec)
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
@@ -208,7 +209,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False,
 ) -> Gradients:  # fmt: skip
-    """Gradients by running autograd through the dense forward; `out` and `lse` are not needed."""
+    """Gradients by autograd through the dense forward; `out` and `lse` are not used."""
     return _differentiate(dense, grad_out, grad_lse, q, k, v, spec, mask_grad)
 
 
@@ -216,6 +217,7 @@ def varlen_backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
+    """Gradients by autograd through the packed forward; `out` and `lse` are not used."""
     return _differentiate(
         lambda q, k, v, spec: varlen(q, k, v, packing, spec),
         grad_out,
@@ -252,17 +254,19 @@ def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gr
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets.
+    """Attention over the union of disjoint key sets, from the attention over each.
 
-    outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...).
+    outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...). A state whose lse is -inf
+    has no keys, and its out does not count.
     """
     p, lse = weights(lses.double().movedim(0, -1), None)
-    out = (p.movedim(-1, 0).unsqueeze(-1) * outs.double()).sum(0)
+    outs_with_keys = outs.double().masked_fill((lses == float("-inf")).unsqueeze(-1), 0.0)
+    out = (p.movedim(-1, 0).unsqueeze(-1) * outs_with_keys).sum(0)
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 
 def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
-    """x (H, S, D) in fp64 with its first R features turned by the angles of positions (S,)."""
+    """x (H, S, D) in fp64 with its first R features rotated by the angles of positions (S,)."""
     if cache.rotary_cos is None:
         return x
     cos, sin = (t.double()[positions] for t in (cache.rotary_cos, cache.rotary_sin))
@@ -276,9 +280,10 @@ def rotate(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
 
 
 def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tensor, tuple]:
-    """A view of a cache and the index into it that gives keys first ... last - 1 of sequence b.
+    """A view of a cache, and the index that selects keys first ... last - 1 of sequence b from it.
 
-    (S, Hkv, D), of fp8 its bytes: torch does not index those numbers everywhere.
+    The selection is (S, Hkv, D). An fp8 cache is viewed as bytes, because torch cannot index fp8 on
+    every device.
     """
     if x.dtype.itemsize == 1:
         x = x.view(torch.uint8)
@@ -289,7 +294,7 @@ def slots(x: Tensor, cache: Cache, b: int, first: int, last: int) -> tuple[Tenso
 
 
 def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: int) -> Tensor:
-    """What keys of sequence b are multiplied by when they are read: fp64, (Hkv or 1, S or 1, 1)."""
+    """Dequantisation factors of keys of sequence b: fp64, (Hkv or 1, S or 1, 1)."""
     if scale is None:
         return torch.ones(1, 1, 1, dtype=torch.float64)
     if scale.dim() == 2:
@@ -299,7 +304,7 @@ def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: i
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (Hkv, S, D) as a cache of that dtype holds it; fp8 saturates."""
+    """x (Hkv, S, D) converted to a cache's dtype; fp8 saturates."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     x = x / scale
@@ -310,9 +315,9 @@ def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def cached(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, attend=dense
 ) -> tuple[Tensor, Tensor]:
-    """Append the new keys and values if there are any, then `attend` each sequence by itself.
+    """Append the new keys and values, if any, then `attend` each sequence separately.
 
-    What the cache holds and the rotated queries are rounded to q's dtype; (out, lse) are fp64.
+    Rotated queries and new keys are rounded to q's dtype; (out, lse) are fp64.
     """
     new = 0 if cache.key is None else cache.key.shape[2]
     outs, lses = [], []
@@ -344,24 +349,28 @@ def cached(
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """Append the new keys and values, if any, then attend: out in q's dtype, and lse."""
     out, lse = cached(q, k, v, cache, spec)
     return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
 
 
 def bshd(out: Tensor) -> Tensor:
-    """The same values laid out (B, S, H, D) in memory, so that merging heads is a view."""
+    """Lay `out` out as (B, S, H, D) in memory, so that merging heads is a view."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse for inputs of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Return None: every call is supported."""
     return None
 
 
 def supports(call: Call) -> str | None:
+    """Why the oracle cannot run the call, or None."""
     return "appends and attends in one call" if call.kind == APPEND else None
 
 
@@ -373,4 +382,5 @@ def plan(call: Call) -> Plan:
 
 
 def available_error() -> str | None:
+    """Return None: this backend runs everywhere."""
     return None

@@ -12,7 +12,7 @@ import fa_ops
 from fa_ops.backends import cpu, reference
 from fa_ops.backends.cpu import blockwise, flash
 from fa_ops.backends.cpu import scores as tiles
-from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.backends.cpu.key_ranges import attended_ranges
 from fa_ops.cli.measure import peak_memory
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from fa_ops.types import Packing, Spec
@@ -127,32 +127,32 @@ PIECES = {  # which calls are aten's, in how many pieces; None: the loop's
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_which_calls_are_atens(name, monkeypatch):
+def test_which_calls_use_the_aten_kernel(name, monkeypatch):
     case, spec, expected = PIECES[name]
     q, k, v, _ = case.fresh()
     if spec.kv_lens is not None:
         spec = spec._replace(kv_lens=spec.kv_lens.int())
     if spec.key_ranges is not None:
         spec = spec._replace(key_ranges=spec.key_ranges.int())
-    monkeypatch.setattr(flash, "SMALL", 0)
+    monkeypatch.setattr(flash, "MIN_PIECE_SCORES", 0)
     pieces = flash.plan(q, k, v, spec)
     assert (None if pieces is None else len(pieces)) == expected
 
 
 @pytest.mark.parametrize("name", [n for n, (_, s, _) in PIECES.items() if not s.dropout_p])
 def test_both_engines_agree(name, monkeypatch):
-    monkeypatch.setattr(flash, "SMALL", 0)
+    monkeypatch.setattr(flash, "MIN_PIECE_SCORES", 0)
     case, spec, expected = PIECES[name]
     q, k, v, _ = case.fresh()
     small = {n: getattr(spec, n) for n in ("kv_lens", "key_ranges")}
     spec = spec._replace(**{n: None if x is None else x.int() for n, x in small.items()})
-    runs = key_runs(spec, case.Sq, case.Sk)
+    ranges = attended_ranges(spec, case.Sq, case.Sk)
     out, lse = cpu.forward(q, k, v, spec)
-    by_loop = blockwise.forward(q, k, v, spec, runs, 0)
+    by_loop = blockwise.forward(q, k, v, spec, ranges, 0)
     torch.testing.assert_close((out, lse), by_loop, rtol=1e-5, atol=1e-5)
     grad_out, _ = case.grad_outputs(out, lse)
     grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)
-    by_loop = blockwise.backward(grad_out, None, q, k, v, out, lse, spec, runs, False, 0)
+    by_loop = blockwise.backward(grad_out, None, q, k, v, out, lse, spec, ranges, False, 0)
     torch.testing.assert_close(tuple(grads[:3]), tuple(by_loop[:3]), rtol=1e-5, atol=1e-5)
 
 
@@ -262,7 +262,7 @@ def test_a_bad_sink_reaches_its_head(softcap):
 
 
 @pytest.mark.parametrize("where", ["mask", "slopes"])
-def test_a_bad_bias_reaches_no_row_that_leaves_it_out(where):
+def test_a_bad_bias_reaches_no_row_that_masks_it(where):
     q, k, v, spec = make_case(window=(1, 0), Sq=9, Sk=9, mask="float", alibi="heads").fresh()
     clean = cpu.forward(q, k, v, spec)
     mask = spec.attn_mask.clone()
@@ -323,7 +323,7 @@ def test_results_do_not_depend_on_tiles(monkeypatch, tile, slab):
     assert_close_to_oracle(case, "cpu")
 
 
-def test_tiles_outside_every_run_are_not_visited():
+def test_tiles_outside_every_key_range_are_not_visited():
     """A window costs O(S), and a bool mask of blocks only its blocks."""
     case = make_case(B=1, Sq=1024, Sk=1024)
     q, k, _, _ = case.fresh()
@@ -335,7 +335,7 @@ def test_tiles_outside_every_run_are_not_visited():
         (Spec(kv_lens=torch.tensor([256], dtype=torch.int32)), 16),
         (Spec(attn_mask=blocks), 16),
     ]:
-        problem = tiles.Problem(q, k, spec, key_runs(spec, 1024, 1024), 0)
+        problem = tiles.ScoreProblem(q, k, spec, attended_ranges(spec, 1024, 1024), 0)
         problem.rows, problem.cols = 64, 256
         (slab,) = problem.slabs()
         scores = tiles.Scores(problem, slab)
@@ -434,6 +434,13 @@ def test_merge_states(shape, dtype):
     assert out.dtype == dtype and lse.dtype == wide
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_merge_states_ignores_the_out_of_a_state_without_keys():
+    outs, lses = torch.randn(3, 5, 16), torch.randn(3, 5)
+    outs[1], lses[1] = math.nan, -math.inf
+    expected = cpu.merge_states(outs[[0, 2]], lses[[0, 2]])
+    torch.testing.assert_close(cpu.merge_states(outs, lses), expected)
 
 
 def test_support():

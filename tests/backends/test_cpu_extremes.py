@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import reference
+from fa_ops.backends import cpu, reference
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.types import Spec
 
@@ -57,7 +57,7 @@ POISONS = [(NAN, torch.float32), (NAN, torch.bfloat16), (INF, torch.float32)]
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("where", ["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("lse_grad", [False, True])
-def test_it_reaches_what_attends_it_alone(name, where, poison, dtype, lse_grad):
+def test_nan_and_inf_reach_only_what_attends_them(name, where, poison, dtype, lse_grad):
     """Forward and backward: by row of queries, and by key that such a row attends."""
     options, at = FEATURES[name], 20
     g = torch.Generator().manual_seed(0)
@@ -98,11 +98,26 @@ def test_it_reaches_what_attends_it_alone(name, where, poison, dtype, lse_grad):
         assert dk[keys].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("slope", [INF, -INF])
+@pytest.mark.parametrize("name", ["window", "kv_lens", "bool mask", "mask"])
+def test_infinite_slopes_reach_no_masked_key(name, slope):
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = (torch.randn(2, 4, S, 16, generator=g) for _ in range(4))
+    spec = spec_of(FEATURES[name])._replace(alibi_slopes=torch.full((4,), slope))
+    out, lse = cpu.forward(q, k, v, spec)
+    expected, expected_lse = reference.forward(q, k, v, spec)
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, equal_nan=True)
+    grads = cpu.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    expected = reference.backward(grad_out, None, q, k, v, out, lse, spec)[:3]
+    torch.testing.assert_close(grads, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("poison", [NAN, INF])
 @pytest.mark.parametrize("where", range(4), ids=["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lengths", [(7, 7, 7), (3, 9, 9), (40, 2, 40)], ids=str)
-def test_it_stays_in_its_sequence(where, poison, options, lengths):
+def test_nan_and_inf_stay_in_their_sequence(where, poison, options, lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     T, at = int(ends[-1]), lengths[0] + 1
     given = [torch.randn(T, H, 16) for H in (4, 2, 2, 4)]
@@ -121,7 +136,7 @@ def test_it_stays_in_its_sequence(where, poison, options, lengths):
 @pytest.mark.parametrize("page", [None, 4])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("Sq", [1, 3])
-def test_what_a_cache_does_not_hold_may_be_anything(page, softcap, Sq):
+def test_unused_cache_entries_are_ignored(page, softcap, Sq):
     lens, q = torch.tensor([5, 0, 8]).int(), torch.randn(3, 4, Sq, 16)
     k, v = torch.randn(3, 2, 16, 16), torch.randn(3, 2, 16, 16)
     results = []

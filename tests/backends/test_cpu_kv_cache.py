@@ -53,7 +53,7 @@ def test_random(seed):
     assert_cache_close(random_cache_case(seed), "cpu")
 
 
-def test_it_is_attention_over_the_keys_that_are_there():
+def test_a_cache_call_attends_the_existing_keys():
     """The oracle of caches against the oracle of plain attention, so that neither is alone."""
     q, k, v, cache, spec = CacheCase(Sq=3, S=40, lens=(40, 40), page_size=8).fresh()
     keys, values = (x[cache.page_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))

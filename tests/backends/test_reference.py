@@ -197,6 +197,13 @@ def test_merge_states_of_disjoint_keys():
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+def test_merge_states_ignores_the_out_of_a_state_without_keys():
+    outs, lses = torch.randn(3, 5, 16), torch.randn(3, 5)
+    outs[1], lses[1] = math.nan, -math.inf
+    expected = reference.merge_states(outs[[0, 2]], lses[[0, 2]])
+    torch.testing.assert_close(reference.merge_states(outs, lses), expected)
+
+
 def test_dropout_keeps_the_right_share_and_depends_on_every_index():
     seed = torch.tensor([1234567890123])
     index, rows = torch.arange(8).view(8, 1, 1), torch.arange(64).view(64, 1)

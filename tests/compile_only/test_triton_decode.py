@@ -74,7 +74,7 @@ def test_every_option_fits(D, tmp_path):
 
 
 @pytest.mark.parametrize("cached, D", [(PAIRS, 128), (torch.bfloat16, 128), (torch.bfloat16, 64)])
-def test_as_many_programs_fit_as_the_plan_counts_on(cached, D, tmp_path):
+def test_planned_programs_fit_on_a_multiprocessor(cached, D, tmp_path):
     """By registers and shared memory: one too few and a third of the time is waited for it."""
     tile = decode_tile(90, torch.bfloat16, cached == PAIRS, D, D, 4, False)
     kernel = compiled(90, D, cached=cached)
@@ -152,7 +152,7 @@ def test_appending_fits(page, cached, tmp_path):
 
 
 @pytest.mark.parametrize("page", [0, 64, 16])
-def test_keys_and_values_run_ahead(page, tmp_path):
+def test_keys_and_values_are_prefetched(page, tmp_path):
     """Both come by asynchronous copies of 16 bytes, and two programs share a multiprocessor."""
     kernel = compiled(90, 128, page=page)
     code = disassembled(kernel.asm["cubin"], tmp_path)

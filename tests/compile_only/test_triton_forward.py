@@ -93,7 +93,7 @@ def test_products_on_hopper_are_asynchronous(D, kind, tmp_path):
     assert not re.search(r"\b(LDL|STL)\b", code)
 
 
-def test_this_triton_launches_kernels_the_way_the_launcher_knows():
+def test_the_launcher_supports_this_triton():
     driver = importlib.import_module("triton.backends.nvidia.driver")
     launcher = object.__new__(driver.CudaLauncher)
     assert launch._convention_error(launcher) is None

@@ -132,7 +132,7 @@ def test_packed_sequences_longer_than_a_block():
 
 
 @pytest.mark.parametrize("option", ["kv_lens", "key_ranges"])
-def test_poison_behind_the_keys_that_count_reaches_no_gradient(option):
+def test_nan_beyond_the_key_length_reaches_no_gradient(option):
     q, k, v, _ = make_case(Sq=128, Sk=256, Hq=2, Hkv=1).fresh()
     first, last = [0, 0], [70, 129]
     if option == "kv_lens":

@@ -60,7 +60,7 @@ def test_a_contiguous_cache_is_attended_by_the_forward_kernel(name, dense):
     ],
     ids=str,
 )  # fmt: skip
-def test_others_are_not(changes, dense, monkeypatch):
+def test_other_caches_use_the_decoding_kernels(changes, dense, monkeypatch):
     other = object()
     monkeypatch.setattr(cached.decode, "cache_forward", lambda *args: other)
     case = CacheCase(**MANY | changes)

@@ -89,7 +89,7 @@ def test_random(seed):
     assert_cache_close(dataclasses.replace(case, fp8=case.fp8 and not case.new), "triton")
 
 
-def test_more_rows_than_one_look_finds(monkeypatch):
+def test_more_sequences_than_a_chunk(monkeypatch):
     monkeypatch.setattr(decode, "_CHUNKS", (16,))
     monkeypatch.setattr(decode, "_launches", {})
     lens = tuple((7 * b) % 9 * (b % 3 == 0) for b in range(40))
@@ -113,7 +113,7 @@ def test_pages_that_do_not_exist_are_not_touched(page_size):
         assert int(appended.any(-1).any(-1).sum()) == 1  # row 0's token alone
 
 
-def test_lengths_beyond_the_cache_are_cut():
+def test_lengths_beyond_the_cache_are_clamped():
     q, k, v, cache, spec = CacheCase(S=40, lens=(40, 40)).fresh()
     expected = decode.cache_forward(q, k, v, cache, spec)
     lens = torch.tensor([10**6, 41], dtype=torch.int32)
@@ -161,7 +161,7 @@ def test_attention_with_few_queries_is_decoding(name, monkeypatch):
     assert len(calls) == 1
 
 
-def test_ranges_of_heads_or_queries_are_no_decoding(monkeypatch):
+def test_ranges_per_head_or_query_do_not_decode(monkeypatch):
     monkeypatch.setattr(triton, "prepare_cached", None)
     monkeypatch.setattr(forward, "decode", None)
     for axes in ((1, 1, 0), (0, 0, 1)):
@@ -206,7 +206,7 @@ def test_a_prepared_call_takes_other_tensors(changes):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_prepared_call_follows_torchs_switch_of_fp32_precision(monkeypatch):
+def test_a_prepared_call_follows_torchs_fp32_precision(monkeypatch):
     q, k, v, cache, spec = CacheCase(S=70).fresh()
     compiled, real = [], decode.constants
 

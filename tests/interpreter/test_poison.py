@@ -99,7 +99,7 @@ def test_backward_of_a_mask():
     torch.testing.assert_close(found[clean], expected[clean], atol=1e-5, rtol=1e-4)
 
 
-def test_a_query_reaches_its_own_row_alone():
+def test_a_nan_query_reaches_only_its_row():
     q, k, v, spec = make_case(B=1, Sq=50, Sk=60, is_causal=True).fresh()
     expected = reference.forward(q, k, v, spec)[0]
     q[:, 1, 40, 2] = NAN

@@ -5,6 +5,7 @@ They need TRITON_INTERPRET=1 before Triton is imported, so a process of their ow
 """
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_packed(seed):
     assert_close_to_oracle(case, "triton", gradients=False)
 
 
-def test_packed_more_sequences_than_one_look_finds():
+def test_packed_more_sequences_than_a_chunk():
     case = PackedCase((1, 2) * 70, (2, 1) * 70, features=Case(is_causal=True, Hq=1, Hkv=1, D=8))
     assert_close_to_oracle(case, "triton", gradients=False)
 
@@ -149,7 +150,14 @@ def test_merge_states(shape, dtype):
     assert_merges(backend, torch.randn(shape).to(dtype), torch.randn(shape[:-1]) * 4)
 
 
-def test_what_it_refuses():
+def test_merge_states_ignores_the_out_of_a_state_without_keys():
+    outs, lses = torch.randn(3, 5, 16), torch.randn(3, 5)
+    outs[1], lses[1] = math.nan, -math.inf
+    expected = backend.merge_states(outs[[0, 2]], lses[[0, 2]])
+    torch.testing.assert_close(backend.merge_states(outs, lses), expected)
+
+
+def test_unsupported_calls_are_refused():
     q = torch.randn(1, 1, 4, 8)
     assert backend.support_error(q, q, q, Spec()) is None
     wide = torch.randn(1, 1, 4, 264)
@@ -157,7 +165,7 @@ def test_what_it_refuses():
     assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
 
 
-def test_torch_says_whether_fp32_may_be_tf32():
+def test_fp32_precision_follows_torchs_setting():
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -170,7 +178,7 @@ def test_torch_says_whether_fp32_may_be_tf32():
 
 
 @pytest.mark.parametrize("D, Dv, offset", [(37, 16, 0), (16, 37, 0), (64, 64, 1), (64, 64, 8)])
-def test_rows_that_16_bytes_do_not_divide(D, Dv, offset):
+def test_rows_of_unaligned_width(D, Dv, offset):
     """They go through copies, which must not show in the strides of what comes back."""
 
     def sliced(H, S, width):

@@ -155,7 +155,7 @@ def dropout_kernel(out, seed, threshold, HEAD: tl.constexpr, I0: tl.constexpr, J
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0])
-def test_dropout_is_the_shared_rule(p):
+def test_dropout_matches_the_shared_rule(p):
     for seed, place in itertools.product(
         (0, -1, 0x123456789ABCDEF), ((0, 0, 0), (77, 9999, 123456))
     ):

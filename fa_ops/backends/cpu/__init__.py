@@ -13,7 +13,7 @@ from fa_ops.types import Spec
 
 
 def available_error() -> str | None:
-    """Why this backend cannot run on this machine: it always can."""
+    """Return None: this backend runs everywhere."""
     return None
 
 
@@ -41,7 +41,10 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """outs (N, ..., Dv) and lses (N, ...) to out (..., Dv) and lse (...)."""
+    """outs (N, ..., Dv) and lses (N, ...) of disjoint keys, merged to out (..., Dv), lse (...)."""
+    no_keys = lses == float("-inf")
+    if bool(no_keys.any()):
+        outs = outs.masked_fill(no_keys.unsqueeze(-1), 0.0)  # may be NaN there
     top = lses.amax(0)
     top = top.masked_fill_(top == float("-inf"), 0.0)
     shares = torch.exp(lses - top)

@@ -1,4 +1,4 @@
-"""Every feature, in one loop over tiles of scores; memory linear in the sequence lengths.
+"""The CPU engine for every feature: a loop over tiles of scores, with memory linear in length.
 
 Forward: online softmax (Milakov and Gimelshein, arXiv:1805.02867). Backward: recomputed weights
 (Dao et al., arXiv:2205.14135).
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.runs import Runs
-from fa_ops.backends.cpu.scores import Problem, Scores, cut, without_nan
+from fa_ops.backends.cpu.key_ranges import KeyRanges
+from fa_ops.backends.cpu.scores import ScoreProblem, Scores, cut, without_nan
 from fa_ops.types import Gradients, Spec
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, runs: Runs | None, first_batch: int
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, ranges: KeyRanges | None, first_batch: int
 ) -> tuple[Tensor, Tensor]:
-    problem = Problem(q, k, spec, runs, first_batch)
+    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq); `ranges` are `attended_ranges(...)`."""
+    problem = ScoreProblem(q, k, spec, ranges, first_batch)
     out = layout.empty_out(q, v)
     lse = torch.empty(q.shape[:3], dtype=problem.dtype)
     for slab in problem.slabs():
@@ -68,9 +69,11 @@ def _forward_rows(
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, spec: Spec, runs: Runs | None, mask_grad: bool, first_batch: int,
+    out: Tensor, lse: Tensor, spec: Spec, ranges: KeyRanges | None, mask_grad: bool,
+    first_batch: int,
 ) -> Gradients:  # fmt: skip
-    problem = Problem(q, k, spec, runs, first_batch)
+    """Gradients of q, k and v, and of a float mask if `mask_grad`, by recomputing the weights."""
+    problem = ScoreProblem(q, k, spec, ranges, first_batch)
     dtype = problem.dtype
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     dmask = torch.zeros(spec.attn_mask.shape, dtype=dtype) if mask_grad else None
@@ -93,10 +96,10 @@ def backward(
 
 
 class _Backward:
-    """The gradients of one slab: dk, dv and dmask grow from one block of rows to the next.
+    """The gradients of one slab; dk, dv and dmask accumulate over its blocks of rows.
 
-    A row that holds a NaN or attends one has weights of NaN for the keys that it attends, and is 0
-    elsewhere: a product of its weights of 0 would spread the NaN to keys that it leaves out.
+    A row that holds or attends a NaN has NaN weights for the keys that it attends. Its inputs are
+    set to 0, because products of the NaN with weights of 0 would spread it to masked keys.
     """
 
     def __init__(self, scores: Scores, v: Tensor, dmask: Tensor | None) -> None:
@@ -107,7 +110,7 @@ class _Backward:
         self.dmask = None if dmask is None else scores.slab.spread(layout.four_dims(dmask))
 
     def rows(self, rows: slice, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """The dq of these rows."""
+        """Return dq of these rows, and add their share to dk, dv and dmask."""
         scores, spec = self.scores, self.scores.spec
         q = scores.queries(rows)
         bad = _bad_rows(q, do, lse, delta)
@@ -118,7 +121,7 @@ class _Backward:
         for tile in scores.tiles(rows):
             s, capped = scores.of(q, tile)
             attended = None if bad is None else s != -math.inf
-            p = _exp_(s.sub_(lse).clamp_(max=0.0))  # above 0 by rounding alone, of huge scores far
+            p = _exp_(s.sub_(lse).clamp_(max=0.0))  # rounding of huge scores exceeds 0
             if bad is not None:
                 p.masked_fill_(attended & bad, math.nan)
             dp = scores.problem.products("gradients", do, self.v[:, tile.cols])
@@ -141,8 +144,10 @@ class _Backward:
 
 
 def _bad_rows(q: Tensor, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor | None:
-    """Bool (n, rows, 1): where a row of any of them is not finite; None: nowhere. A lse of Inf is a
-    row without keys."""
+    """Rows with a non-finite input, bool (n, rows, 1), or None if there are none.
+
+    An lse of Inf marks a row without keys.
+    """
     sums = q.sum() + do.sum() + delta.sum()
     if math.isfinite(sums) and not lse.isnan().any():
         return None
@@ -152,7 +157,7 @@ def _bad_rows(q: Tensor, do: Tensor, lse: Tensor, delta: Tensor) -> Tensor | Non
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place. torch.exp takes 1 ns a number and 14 where it underflows, exp2 always 0.5."""
+    """exp in place, by exp2: 0.5 ns per element; torch.exp takes 1, or 14 on underflow."""
     return x.mul_(1.0 / math.log(2.0)).exp2_()
 
 

@@ -1,4 +1,4 @@
-"""Dense attention on CPU: which engine runs a call."""
+"""Dense attention on CPU: the choice between aten's flash kernel and the blockwise engine."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu import blockwise, flash
-from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.backends.cpu.key_ranges import attended_ranges
 from fa_ops.types import Gradients, Spec
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`first_batch` is the batch index of row 0 in the dropout stream."""
+    """out and lse; `first_batch` is the batch index of the first element in the dropout stream."""
     pieces = flash.plan(q, k, v, spec)
     if pieces is not None:
         return flash.forward(q, k, v, spec, pieces)
-    runs = key_runs(spec, q.shape[2], k.shape[2])
-    return blockwise.forward(q, k, v, spec, runs, first_batch)
+    ranges = attended_ranges(spec, q.shape[2], k.shape[2])
+    return blockwise.forward(q, k, v, spec, ranges, first_batch)
 
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
 ) -> Gradients:  # fmt: skip
+    """Gradients by the engine that runs the call; `out` and `lse` are the forward's results."""
     plain = grad_lse is None and not mask_grad
     pieces = flash.plan_backward(grad_out, q, k, v, lse, spec) if plain else None
     if pieces is not None:
         grads = flash.backward(grad_out, q, k, v, out, lse, spec, pieces)
     else:
-        runs = key_runs(spec, q.shape[2], k.shape[2])
+        ranges = attended_ranges(spec, q.shape[2], k.shape[2])
         grads = blockwise.backward(
-            grad_out, grad_lse, q, k, v, out, lse, spec, runs, mask_grad, first_batch
+            grad_out, grad_lse, q, k, v, out, lse, spec, ranges, mask_grad, first_batch
         )
     if spec.sinks is None:
         return grads
@@ -42,7 +43,7 @@ def backward(
 def _sinks_gradient(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> Tensor:
-    """Where a sink has the weight w, out is (1 - w) times what it was, and d lse / d sink = w."""
+    """A sink of weight w scales out by (1 - w), and d lse / d sink = w."""
     weight = torch.exp(sinks.to(lse.dtype).view(-1, 1) - lse)
     slope = -torch.einsum("bhsd,bhsd->bhs", grad_out.to(lse.dtype), out.to(lse.dtype))
     if grad_lse is not None:

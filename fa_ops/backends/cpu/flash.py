@@ -1,11 +1,11 @@
-"""Calls that aten's CPU flash kernel can run, split into pieces that it gets right.
+"""The CPU engine that calls aten's flash kernel, on pieces of a call that the kernel supports.
 
-Its traps: causal is aligned at the top left; a dead row's lse is 0.0; an empty input divides by
-zero and kills the process; it scales after masking, so that a scale below 0 makes +inf of -inf;
-0 * NaN spreads a NaN in k or v to rows that don't attend it; a row is dead to it if all its scores
-are NaN and fewer than a vector. Fp16 and bf16 run in fp32, because its
-own half-precision paths need matrix units: backward of (1, 8, 2048, 64), causal, one thread with
-AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
+Differences of that kernel from this library's semantics: causal is aligned at the top left; an
+empty row's lse is 0.0; an empty input divides by zero and kills the process; scaling after masking
+turns -inf into +inf if the scale is negative; 0 * NaN spreads a NaN in k or v to rows that do not
+attend it; a row whose scores are all NaN and fewer than a vector counts as empty. Fp16 and bf16 run
+in fp32, because the kernel's half-precision code needs matrix units: the backward of
+(1, 8, 2048, 64), causal, one thread with AVX2, takes 0.23 s in fp32, 1.4 s in bf16, 2.3 s in fp16.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.runs import key_runs
+from fa_ops.backends.cpu.key_ranges import attended_ranges
 from fa_ops.types import Gradients, Spec, default_scale
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-SMALL = 2**16  # scores of a batch that are not worth a kernel call of their own
-VECTOR = 16  # numbers in the longest vector of a CPU that aten is compiled for
+MIN_PIECE_SCORES = 2**16  # fewer scores per batch element do not repay a kernel call each
+VECTOR = 16  # elements of the longest SIMD vector that aten is compiled for
 
 
 class Piece(NamedTuple):
-    """Rows that attend the same keys; if causal, each row one key less than the row after it."""
+    """Rows that attend the same keys; if causal, each attends one key more than the row before."""
 
     batches: slice
     rows: slice
@@ -37,13 +37,15 @@ class Piece(NamedTuple):
     causal: bool
 
     def queries(self, x: Tensor) -> Tensor:
+        """The piece's rows of (B, Hq, Sq, ...)."""
         return _cut(_cut(x, 0, self.batches), 2, self.rows)
 
     def memory(self, x: Tensor) -> Tensor:
+        """The piece's keys of (B, Hkv, Sk, ...)."""
         return _cut(_cut(x, 0, self.batches), 2, self.keys)
 
     def parts(self) -> list[tuple[slice, bool]]:
-        """Keys within the piece, as a rectangle that every row attends and a causal square."""
+        """(keys, causal) of each kernel call: a rectangle of full rows and a causal square."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         if not self.causal or rows == 1:
             return [(slice(0, keys), False)]
@@ -51,17 +53,18 @@ class Piece(NamedTuple):
         return [square] if rows == keys else [(slice(0, keys - rows), False), square]
 
     def has_few_keys(self) -> bool:
+        """Whether a kernel call has fewer keys than a vector."""
         return any(keys.stop - keys.start < VECTOR for keys, _ in self.parts())
 
 
 def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
-    """x itself where the part is all of it: most calls are small, and views cost a microsecond."""
+    """Narrow x, or return x itself if the part is all of it: a view costs a microsecond."""
     size = part.stop - part.start
     return x if size == x.shape[dim] else x.narrow(dim, part.start, size)
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
-    """Pieces of disjoint batches, or None where the kernel does not fit; other rows are dead."""
+    """Pieces with disjoint batches, or None if the kernel cannot run; other rows are empty."""
     if spec.softcap > 0 or spec.dropout_p > 0 or spec.alibi_slopes is not None:
         return None
     if q.shape[3] != v.shape[3] or default_scale(spec, q.shape[3]) <= 0:
@@ -86,10 +89,10 @@ def plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Piece] | None:
 def plan_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spec: Spec
 ) -> list[Piece] | None:
-    """The same for the gradients.
+    """The same as `plan`, for the gradients.
 
-    The kernel takes exp(s - lse) as it is, which is no weight where scores are so large that they
-    are rounded by more than a little, and multiplies weights of 0 with what may be a NaN.
+    The kernel takes exp(s - lse) as the weight, which is wrong if scores are so large that rounding
+    matters, and multiplies weights of 0 by gradients that may be NaN.
     """
     pieces = plan(q, k, v, spec)
     largest = 0.01 / torch.finfo(lse.dtype).eps
@@ -110,7 +113,7 @@ def _everything(q: Tensor, k: Tensor) -> Piece:
 
 
 def _fixed_pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
-    """The pieces of a call that no kv_lens or key_ranges restrict."""
+    """Pieces of a call without kv_lens and key_ranges."""
     Sq, Sk, left = q.shape[2], k.shape[2], spec.window_left
     right = 0 if spec.is_causal else spec.window_right
     whole = _everything(q, k)
@@ -123,16 +126,16 @@ def _fixed_pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
 
 def _pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
     (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
-    runs = key_runs(spec, Sq, Sk)
-    if runs.lo.shape[1] > 1:
+    ranges = attended_ranges(spec, Sq, Sk)
+    if ranges.lo.shape[1] > 1:
         return None
-    alike = all(bool((x == x[:1]).all()) for x in runs)
-    if not alike and Hq * Sq * Sk < SMALL:
+    alike = all(bool((x == x[:1]).all()) for x in ranges)
+    if not alike and Hq * Sq * Sk < MIN_PIECE_SCORES:
         return None
     pieces = []
     for b in range(1 if alike else B):
         batches = slice(0, B) if alike else slice(b, b + 1)
-        found = _pieces_of_batch(batches, runs.lo[b].flatten(), runs.hi[b].flatten(), Sq)
+        found = _pieces_of_batch(batches, ranges.lo[b].flatten(), ranges.hi[b].flatten(), Sq)
         if found is None:
             return None
         pieces += found
@@ -140,7 +143,7 @@ def _pieces(spec: Spec, q: Tensor, k: Tensor) -> list[Piece] | None:
 
 
 def _pieces_of_batch(batches: slice, lo: Tensor, hi: Tensor, Sq: int) -> list[Piece] | None:
-    """The piece that these runs make; [] if all rows are dead; None if they are not one piece."""
+    """One piece with these key ranges; [] if all rows are empty; None if they do not form one."""
     live = (lo < hi).nonzero()
     if not len(live):
         return []
@@ -156,13 +159,13 @@ def _pieces_of_batch(batches: slice, lo: Tensor, hi: Tensor, Sq: int) -> list[Pi
 
 
 def _mask_fits(mask: Tensor, q: Tensor) -> bool:
-    """Whether the mask is what the kernel wants, or one row, which costs little to convert."""
+    """Whether the mask has the kernel's dtype, or is one row, which is cheap to convert."""
     dtype = layout.accumulator(q.dtype)
     return mask.dtype == dtype or mask.dim() < 2 or mask.shape[-2] == 1
 
 
 def _finite(x: Tensor) -> bool:
-    """False if x holds a NaN or Inf. A sum that overflows says so too, which only costs time."""
+    """Whether x has no NaN or Inf. A sum that overflows gives False too, which only costs time."""
     return math.isfinite(x.sum(dtype=layout.accumulator(x.dtype)).item())
 
 
@@ -177,6 +180,7 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, pieces: list[Piece]
 ) -> tuple[Tensor, Tensor]:
+    """out and lse, given the pieces of `plan`."""
     wide = layout.accumulator(q.dtype)
     if _whole(pieces, q):
         out, lse = _attend(q, pieces[0].memory(k), pieces[0].memory(v), spec, pieces[0])
@@ -193,12 +197,12 @@ def forward(
 
 
 def _whole(pieces: list[Piece], q: Tensor) -> bool:
-    """Whether no row is dead and all batches are alike."""
+    """Whether one piece covers all rows of all batches."""
     return len(pieces) == 1 and pieces[0].queries(q).shape == q.shape
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, piece: Piece) -> tuple[Tensor, Tensor]:
-    """out and lse of a piece's own tensors, still in fp32 (fp64)."""
+    """out and lse of one piece's tensors, in fp32 (fp64 for fp64)."""
     wide = layout.accumulator(q.dtype)
     q, k, v = (layout.with_rows(x, wide) for x in (q, k, v))
     bias = _bias(spec.attn_mask, wide)
@@ -224,7 +228,10 @@ def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     spec: Spec, pieces: list[Piece],
 ) -> Gradients:  # fmt: skip
-    """Given the whole row's out and lse, the kernel is right about any part of its keys."""
+    """Gradients, summed over the pieces.
+
+    With the whole row's out and lse, the kernel's gradients of any part of its keys are exact.
+    """
     wide = layout.accumulator(q.dtype)
     options = {"attn_mask": _bias(spec.attn_mask, wide), "scale": default_scale(spec, q.shape[3])}
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # dead: exp(s - lse) = 0

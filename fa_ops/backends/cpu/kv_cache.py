@@ -1,7 +1,7 @@
-"""Attention over a key-value cache on CPU: append, gather what is paged or fp8, attend densely.
+"""Attention over a key-value cache on CPU: append, gather, then dense attention.
 
-A contiguous cache in query's dtype is attended where it lies, up to the longest row. Pages are
-copied row by row, and fp8 is multiplied out, so those cost memory for the keys in use.
+A contiguous cache in the query's dtype is attended in place, up to the longest sequence. Paged and
+fp8 caches are copied to a dense tensor, which takes memory for the keys in use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _FP8 = torch.float8_e4m3fn
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """Append the new keys and values, if any, then attend."""
     lens = spec.kv_lens.long()
     if cache.key is not None:
         _append(k, v, cache, lens)
@@ -44,7 +45,7 @@ def _keys(
         x = x[:, :, :longest]
     else:
         used = -(-longest // x.shape[1])
-        # entries behind a sequence's end may be anything, and kv_lens hides what they point at
+        # page table entries beyond a sequence's end may be invalid; kv_lens masks their keys
         pages = cache.page_table[:, :used].long().clamp(0, x.shape[0] - 1)
         size = x.shape[1]
         x = x.view(torch.uint8)[pages].view(_FP8) if x.dtype == _FP8 else x[pages]
@@ -57,14 +58,14 @@ def _keys(
 
 
 def _factors(scale: Tensor, pages: Tensor | None) -> Tensor:
-    """(B, Hkv, n or 1, 1), for n keys in pages (B, n)."""
+    """Dequantisation factors (B, Hkv, n or 1, 1) of n keys in pages (B, n)."""
     if scale.dim() == 2:
         return scale[:, :, None, None]
     return scale[pages, 0].transpose(1, 2).unsqueeze(-1)
 
 
 def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
-    """Write the new keys, rotated, and values behind the lens that are there."""
+    """Write the new keys (rotated) and values after the existing `lens` keys."""
     B, _, Sn, _ = cache.key.shape
     at = lens[:, None] + torch.arange(Sn)  # (B, Sn)
     row = torch.arange(B)[:, None].expand(B, Sn)

@@ -1,4 +1,4 @@
-"""Memory layouts and dtypes that both CPU engines use."""
+"""Memory layouts and dtypes of the CPU engines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, sums and lse."""
+    """The dtype of scores, sums and lse: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def with_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`, its rows contiguous and one behind the other, or the same row repeated.
+    """x in `dtype` with contiguous rows that do not overlap, except for broadcast rows.
 
-    Unfolded tensors have rows that overlap: what is made like them has another order of dimensions.
+    torch gives the result of an operation on overlapping rows another order of dimensions.
     """
     x = x.to(dtype)
     *sizes, width = x.shape
@@ -24,12 +24,12 @@ def with_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def longest_row(x: Tensor) -> Tensor:
-    """The largest Euclidean norm of a row; NaN or Inf if there is one in x."""
+    """The largest Euclidean norm of a row; not finite if x is not."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).amax()
 
 
 def bshd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory; x itself if it already is so."""
+    """x (B, H, S, D) in `dtype`, laid out (B, S, H, D) in memory; x itself if it is already."""
     if x.dtype == dtype and x.transpose(1, 2).is_contiguous():
         return x
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=dtype).copy_(x)
@@ -42,5 +42,5 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def four_dims(mask: Tensor) -> Tensor:
-    """A mask that broadcasts to (B, Hq, Sq, Sk), with all four dimensions."""
+    """View a mask that broadcasts to (B, Hq, Sq, Sk) with four dimensions."""
     return mask[(None,) * (4 - mask.dim())]

@@ -1,4 +1,4 @@
-"""The scores of attention, tile by tile: what the blockwise forward and backward both walk."""
+"""Tiles of attention scores for the blockwise forward and backward passes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from fa_ops.backends import dropout
 from fa_ops.backends.cpu import layout
-from fa_ops.backends.cpu.runs import Runs, key_lengths
+from fa_ops.backends.cpu.key_ranges import KeyRanges, key_lengths
 from fa_ops.types import Spec, default_scale
 
-# Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). Rows count every query head of a kv
-# head; all heads of a slab make 1 MiB of fp32 scores per thread.
+# Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). ROWS counts the rows of all query
+# heads that share a kv head; a slab has 1 MiB of fp32 scores per thread.
 ROWS, COLS, SLAB = 128, 256, 2**18
 
 
 def blocks(start: int, stop: int, step: int) -> Iterator[slice]:
-    """Nearly equal blocks of at most `step`."""
+    """Split [start, stop) into nearly equal blocks of at most `step`."""
     if start < stop:
         count = -(-(stop - start) // step)
         step = -(-(stop - start) // count)
@@ -29,21 +29,21 @@ def blocks(start: int, stop: int, step: int) -> Iterator[slice]:
 
 
 class Slab(NamedTuple):
-    """n batches x kv heads that are worked on together, each with the rows of `group` heads."""
+    """n batches x kv heads that one tile covers, each with the rows of `group` query heads."""
 
     batches: slice
     heads: slice  # kv heads
     group: int
 
     def spread(self, x: Tensor) -> Tensor:
-        """View (B or 1, Hq or 1, ...) as this slab's (batches, heads, group, ...) or 1s of them."""
+        """View (B or 1, Hq or 1, ...) as the slab's (batches, heads, group, ...), or 1s of them."""
         x = x if x.shape[0] == 1 else x[self.batches]
         if x.shape[1] == 1:
             return x.unsqueeze(2)
         return x.unflatten(1, (-1, self.group))[:, self.heads]
 
     def fold(self, x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Rows of (B, Hq, Sq, D) as (n, group * rows, D)."""
+        """Return `rows` of (B, Hq, Sq, D) as (n, group * rows, D)."""
         return self.spread(x)[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype)
 
     def unfold(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Slab(NamedTuple):
         return x.unflatten(1, (self.group, -1)).unflatten(0, n)
 
     def keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, Hkv, Sk, D) as (n, Sk, D)."""
+        """Return the slab's heads of (B, Hkv, Sk, D) as (n, Sk, D)."""
         return x[self.batches, self.heads].flatten(0, 1).to(dtype)
 
     def unfold_keys(self, x: Tensor) -> Tensor:
@@ -60,20 +60,22 @@ class Slab(NamedTuple):
         return x.unflatten(0, (-1, self.heads.stop - self.heads.start))
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
+    """A block of rows and columns of the scores, and which of them are masked."""
+
     rows: slice
     cols: slice
-    edge: slice  # the columns that `keep` is about; all others are kept
+    edge: slice  # the columns of the tile that `keep` covers; all others are attended
     keep: Tensor | None  # bool, broadcastable to (batches, heads, group, rows, edge)
 
 
-class Problem:
-    """One call, cut into slabs of heads and blocks of rows."""
+class ScoreProblem:
+    """The scores of one call, divided into slabs of heads and blocks of rows."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, spec: Spec, runs: Runs | None, first_batch: int
+        self, q: Tensor, k: Tensor, spec: Spec, ranges: KeyRanges | None, first_batch: int
     ) -> None:
-        self.q, self.k, self.spec, self.runs, self.first_batch = q, k, spec, runs, first_batch
+        self.q, self.k, self.spec, self.ranges, self.first_batch = q, k, spec, ranges, first_batch
         self.dtype = layout.accumulator(q.dtype)
         self.group = q.shape[1] // k.shape[1]
         self.rows = max(1, min(q.shape[2], ROWS // self.group))
@@ -83,23 +85,25 @@ class Problem:
         self.buffers: dict[str, Tensor] = {}
 
     def slabs(self) -> Iterator[Slab]:
+        """Divide the batches and kv heads into slabs."""
         B, Hkv = self.k.shape[:2]
         for batches in blocks(0, B, max(1, self.heads // Hkv)):
             for heads in blocks(0, Hkv, self.heads):
                 yield Slab(batches, heads, self.group)
 
     def row_blocks(self) -> Iterator[slice]:
+        """Divide the query rows into blocks."""
         return blocks(0, self.q.shape[2], self.rows)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
-        """Uninitialised memory, the same for every tile: fresh pages cost more than sums there."""
+        """Return uninitialised memory that tiles reuse: page faults cost more than the sums."""
         size = torch.Size(shape).numel()
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.dtype)
         return self.buffers[name][:size].view(shape)
 
     def products(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a (n, rows, D) times the transpose of b (n, cols, D), in a buffer."""
+        """Multiply a (n, rows, D) by the transpose of b (n, cols, D) into the buffer `name`."""
         out = self.buffer(name, a.shape[0], a.shape[1], b.shape[1])
         return torch.bmm(a, b.transpose(1, 2), out=out)
 
@@ -107,62 +111,66 @@ class Problem:
 class Scores:
     """The scores of one slab."""
 
-    def __init__(self, problem: Problem, slab: Slab) -> None:
+    def __init__(self, problem: ScoreProblem, slab: Slab) -> None:
         self.problem, self.slab, self.spec = problem, slab, problem.spec
         self.Hq, self.Sq, self.Sk = *problem.q.shape[1:3], problem.k.shape[2]
         self.k = slab.keys(problem.k, problem.dtype)
         self.clean_k, self.bad_keys = without_nan(self.k)
-        # no score is larger, before what is added; NaN or Inf where query or key hold one
+        # an upper bound of the scores before ALiBi and mask; not finite if q or k is not
         self.scale = default_scale(self.spec, self.k.shape[2])
         longest = layout.longest_row(slab.spread(problem.q)) * layout.longest_row(self.k)
         self.bound = abs(self.scale) * longest.item()
         self.cap = _cap_that_matters(self.spec.softcap, self.bound, problem.dtype)
         self.factor = _factor(self.scale, self.cap, problem.dtype)
-        self.runs = self.keep = self.bias = self.slopes = None
-        if problem.runs is not None:
-            self.runs = Runs(*(slab.spread(x) for x in problem.runs))
+        self.ranges = self.keep = self.bias = self.slopes = None
+        if problem.ranges is not None:
+            self.ranges = KeyRanges(*(slab.spread(x) for x in problem.ranges))
         if self.spec.attn_mask is not None:
             mask = slab.spread(layout.four_dims(self.spec.attn_mask.detach()))
             self.keep, self.bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
         if self.spec.alibi_slopes is not None:
             slopes = self.spec.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
             self.slopes = slab.spread(slopes)
-            # query i stands at position i + offset
+            # query i has position i + offset
             self.offset = slab.spread(key_lengths(self.spec, self.Sk)) - self.Sq
-        # in some columns of a row and not in others
-        added = (x for x in (self.bias, self.slopes) if x is not None)
-        self.may_be_nan = not (math.isfinite(self.bound) and all(map(_finite_or_low, added)))
+        # masked scores too: an infinite slope times a distance of 0 is NaN
+        self.may_be_nan = not (
+            math.isfinite(self.bound)
+            and (self.bias is None or _finite_or_low(self.bias))
+            and (self.slopes is None or bool(self.slopes.isfinite().all()))
+        )
 
     def queries(self, rows: slice) -> Tensor:
-        """Scaled so that their products are the scores (with a cap: the arguments of tanh)."""
+        """Queries scaled so that products with keys are scores, or arguments of softcap's tanh."""
         return self.slab.fold(self.problem.q, rows, self.problem.dtype) * self.factor
 
     def unscaled(self, dk: Tensor) -> Tensor:
-        """The gradients of keys, given sums over scaled queries; in place."""
+        """Convert sums over scaled queries to gradients of keys, in place."""
         return dk.mul_(self.scale / self.factor) if self.cap and self.factor else dk
 
-    def tiles(self, rows: slice) -> Iterator[Tile]:
-        """The tiles of these rows that may hold a score to keep."""
+    def tiles(self, rows: slice) -> Iterator[ScoreTile]:
+        """Tiles of these rows that may have an attended key."""
         start, stop, first, last = 0, self.Sk, 0, self.Sk
-        if self.runs is not None:
-            runs = Runs(*(cut(x, rows, slice(None)) for x in self.runs))
-            (start, stop), (first, last) = runs.span(), runs.core()
+        if self.ranges is not None:
+            ranges = KeyRanges(*(cut(x, rows, slice(None)) for x in self.ranges))
+            (start, stop), (first, last) = ranges.span(), ranges.core()
         for cols in blocks(start, stop, self.problem.cols):
             low = cols.start if cols.start < first else max(cols.start, last)
             high = cols.stop if cols.stop > last else min(cols.stop, first)
             edge, keep = cols if self.keep is not None else slice(low, high), None
             if low < high:
                 j = torch.arange(edge.start, edge.stop, dtype=torch.int32)
-                keep = (j >= runs.lo) & (j < runs.hi)
+                keep = (j >= ranges.lo) & (j < ranges.hi)
             if self.keep is not None:
                 mask = cut(self.keep, rows, cols)
                 keep = mask if keep is None else keep & mask
                 if not keep.any():
                     continue
-            yield Tile(rows, cols, slice(edge.start - cols.start, edge.stop - cols.start), keep)
+            masked = slice(edge.start - cols.start, edge.stop - cols.start)
+            yield ScoreTile(rows, cols, masked, keep)
 
-    def of(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """Scores (n, group * rows, cols), -inf where masked, and softcap's tanh if there is one."""
+    def of(self, q: Tensor, tile: ScoreTile) -> tuple[Tensor, Tensor | None]:
+        """Scores (n, group * rows, cols), -inf where masked, and the softcap's tanh or None."""
         s = self.problem.products("scores", q, self.k[:, tile.cols])
         capped = None
         if self.cap:
@@ -183,14 +191,14 @@ class Scores:
         return s, capped
 
     def _mask(self, s: Tensor, keep: Tensor) -> None:
-        """-inf where not kept. Cutting off at +-inf is 9 times faster than filling; NaN stays."""
+        """Set masked scores to -inf. Clamping is 9 times faster than filling, but keeps NaN."""
         if not self.may_be_nan:
             s.clamp_max_(keep.to(s.dtype).sub_(0.5).mul_(math.inf))
         else:
             s.masked_fill_(~keep, -math.inf)
 
-    def survivors(self, tile: Tile) -> Tensor:
-        """(n, group * rows, cols): 1 where dropout keeps a weight, 0 where not."""
+    def survivors(self, tile: ScoreTile) -> Tensor:
+        """Dropout's mask (n, group * rows, cols): 1 where a weight is kept, else 0."""
         b = torch.arange(self.problem.q.shape[0]).view(-1, 1, 1, 1) + self.problem.first_batch
         index = self.slab.spread(b * self.Hq + torch.arange(self.Hq).view(-1, 1, 1))
         seed, p = self.spec.dropout_seed, self.spec.dropout_p
@@ -198,20 +206,22 @@ class Scores:
         return keep.flatten(2, 3).flatten(0, 1).to(self.k.dtype)
 
     @staticmethod
-    def _indices(tile: Tile) -> tuple[Tensor, Tensor]:
+    def _indices(tile: ScoreTile) -> tuple[Tensor, Tensor]:
         i = torch.arange(tile.rows.start, tile.rows.stop, dtype=torch.int32)
         return i.view(-1, 1), torch.arange(tile.cols.start, tile.cols.stop, dtype=torch.int32)
 
 
 def _cap_that_matters(cap: float, bound: float, dtype: torch.dtype) -> float:
-    """The softcap; 0 where tanh would leave every score as it is, to the last bit."""
+    """The softcap, or 0 if its tanh would change no score by a bit."""
     info = torch.finfo(dtype)
     return 0.0 if bound <= cap * info.eps**0.5 or cap > info.max else cap
 
 
 def _factor(scale: float, cap: float, dtype: torch.dtype) -> float:
-    """What products of query and key are multiplied by. With a tiny cap, any that is large enough
-    for tanh to be 1 will do, and what would overflow is none."""
+    """The factor of products q.k: the scale, divided by the softcap if there is one.
+
+    With a tiny cap it is limited to what cannot overflow; tanh is 1 there all the same.
+    """
     if not cap:
         return scale
     largest = torch.finfo(dtype).max ** 0.5
@@ -219,7 +229,7 @@ def _factor(scale: float, cap: float, dtype: torch.dtype) -> float:
 
 
 def without_nan(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x with 0 for every NaN and Inf, and where they were (None: nowhere)."""
+    """x with each NaN and Inf replaced by 0, and a 0/1 mask of where they were, or None."""
     if bool(torch.isfinite(x.sum())):
         return x, None
     bad = ~torch.isfinite(x)
@@ -227,11 +237,11 @@ def without_nan(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _finite_or_low(x: Tensor) -> bool:
-    """False if x holds a NaN or +Inf, where ALiBi's 0 * Inf is one; -Inf is a mask's."""
+    """False if x holds a NaN or +Inf; -Inf masks a score."""
     return bool(x.sum() < math.inf)
 
 
 def cut(x: Tensor, rows: slice, cols: slice) -> Tensor:
-    """The tile of (..., Sq or 1, Sk or 1)."""
+    """Slice rows and columns of (..., Sq or 1, Sk or 1), keeping dimensions of size 1."""
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., cols]

@@ -1,4 +1,4 @@
-"""Packed sequences on CPU: one dense call per sequence, or one for all if their lengths agree."""
+"""Packed sequences on CPU: one dense call per group of adjacent sequences of equal lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_ops.types import Gradients, Packing, Spec
 
 
 class Batch(NamedTuple):
-    """Sequences of equal lengths that stand one behind the other; the first is sequence `b`."""
+    """Adjacent sequences of equal lengths, the first of them sequence `b`."""
 
     b: int
     size: int
@@ -29,6 +29,7 @@ class Batch(NamedTuple):
         return lse[:, self.queries].unflatten(1, (self.size, -1)).transpose(0, 1)
 
     def spec(self, spec: Spec) -> Spec:
+        """The part of a spec that applies to these sequences."""
         some, slopes = slice(self.b, self.b + self.size), spec.alibi_slopes
         return spec._replace(
             alibi_slopes=slopes[some] if slopes is not None and slopes.dim() == 2 else slopes,
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
 
 
 def _batches(packing: Packing, Tq: int, Tk: int) -> Iterator[Batch]:
-    """All sequences that have queries. Clamped, so that wrong numbers cannot read beyond."""
+    """All sequences with queries. Borders are clamped, so wrong ones cannot read out of bounds."""
     ends_q = packing.cu_seqlens_q.clamp(0, Tq).tolist()
     ends_k = packing.cu_seqlens_k.clamp(0, Tk).tolist()
     lengths = [
@@ -60,6 +61,7 @@ def _batches(packing: Packing, Tq: int, Tk: int) -> Iterator[Batch]:
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec
 ) -> tuple[Tensor, Tensor]:
+    """out (Tq, Hq, Dv) and lse (Hq, Tq)."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=layout.accumulator(q.dtype))
     for batch in _batches(packing, q.shape[0], k.shape[0]):
@@ -78,6 +80,7 @@ def varlen_backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
+    """Gradients of packed q, k and v, and of sinks."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     sinks, dsinks = spec.sinks, None
     if sinks is not None:

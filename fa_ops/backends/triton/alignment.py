@@ -1,8 +1,8 @@
-"""Rows of 16-bit numbers that start at multiples of 16 bytes, by copies where they do not.
+"""Alignment of rows of 16-bit numbers to 16 bytes, by copies where needed.
 
-Such rows go to shared memory in 16-byte copies that run ahead of the products. Others would take a
-load per number. Worse, K and V then share one buffer, and ptxas 12.8 may form the wgmma descriptor
-of one of them from a register it never wrote (fp16, D = 37, Dv = 16 on sm_90: wrong outputs or an
+Aligned rows are prefetched to shared memory in 16-byte copies. Others would take a load per number;
+worse, K and V then share one buffer, and ptxas 12.8 may form the wgmma descriptor of one of them
+from a register that it never wrote (fp16, D = 37, Dv = 16 on sm_90: wrong outputs or an
 illegal address); `tests/compile_only` looks for registers that are read before they are written.
 """
 
@@ -19,12 +19,12 @@ UNITS = 8  # numbers in 16 bytes
 
 
 def needs_copies(layout: Layout, dtype: torch.dtype, D: int, Dv: int) -> bool:
-    """Whether the kernels do not take q, k and v as they are."""
+    """Whether the kernels need copies of q, k and v."""
     return dtype.itemsize == 2 and (not layout.aligned or (D | Dv) % UNITS != 0)
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, with rows padded by zeros to multiples of 16 bytes; copies where needed."""
+    """Pad rows with zeros to multiples of 16 bytes, by copies where needed."""
     return [_aligned(x) for x in tensors]
 
 
@@ -38,12 +38,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def scaled(spec: Spec, D: int) -> Spec:
-    """The spec with the scale that heads of width D have unless told."""
+    """The spec with an explicit scale: the default one of head dimension D if it has none."""
     return spec if spec.scale is not None else spec._replace(scale=D**-0.5)
 
 
 def narrowed(x: Tensor, width: int) -> Tensor:
-    """The first columns of x, dense and in its order of dimensions."""
+    """The first `width` columns of x, dense and in its order of dimensions."""
     return x if x.shape[-1] == width else x[..., :width].clone()
 
 

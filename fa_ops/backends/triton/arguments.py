@@ -1,4 +1,4 @@
-"""From a Spec to what forward and backward kernels take of it, and the class it compiles for."""
+"""Converts a Spec to arguments of the forward and backward kernels and to a compilation class."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fa_ops.backends import dropout
 from fa_ops.types import Spec
 
 LOG2E = 1.4426950408889634
-_MOST = 2**29  # queries or keys, so that what windows and positions sum up to fits 32 bits
-_FAR = 2 * _MOST  # a window beyond every sequence, and still safe to add to a position
-_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # about what float32 has
+_MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
+_MAX_WINDOW = 2 * _MAX_LENGTH  # longer than every sequence, and small enough to add to a position
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal numbers of float32
 
-# The kernels' parameters that `arguments` gives values to, in this order. An absent option is None
-# and its strides are 0. scale and cap are as `primitives.scores` wants them; slopes and sinks are
-# as the caller gave them; threshold and keep_scale belong to dropout.
+# The kernels' parameters whose values `arguments` returns, in this order. An absent option is None
+# and its strides are 0. scale and cap are those of `primitives.scores`; slopes and sinks are the
+# caller's; threshold and keep_scale belong to dropout.
 NAMES = (
     "scale", "cap", "mask", "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_k",
     "slopes", "slopes_stride_b", "sinks", "kv_lens", "ranges", "ranges_stride_b",
@@ -28,10 +28,10 @@ NAMES = (
 
 
 class Class(NamedTuple):
-    """What a compilation depends on in a spec; part of every kernel's key."""
+    """The properties of a spec that kernels are compiled for; part of every kernel's key."""
 
-    fold: bool = True  # products become scores by nothing but a positive scale
-    extreme: bool = False  # a scale or softcap for which `primitives.scores` takes more care
+    fold: bool = True  # scores are products times a positive scale
+    extreme: bool = False  # a scale or softcap that `primitives.scores` has to handle exactly
     left: bool = False
     right: bool = False  # a window to the right, or causal
     softcap: bool = False
@@ -43,17 +43,19 @@ class Class(NamedTuple):
     dropout: bool = False
 
     def divisors(self) -> dict[str, int]:
+        """Divisors of the mask's address and strides, for `bind`."""
         if self.mask is None or not self.mask[1]:
             return {}
         units = 16 // self.mask[0].itemsize
         return {"mask": 16, **{f"mask_stride_{d}": units for d in "bhq"}}
 
     def fixed(self) -> tuple[str, ...]:
+        """Arguments that are the same in every call of the class, for `bind`."""
         return ("mask_stride_k",) if self.mask is not None and self.mask[2] else ()
 
 
 _NO_STRIDES = (0, 0, 0, 0)
-# without options: what follows the scale, and the class
+# calls without options: the values after the scale, and the classes
 _FULL = (None, None, *_NO_STRIDES, None, 0, None, None, None, 0, 0, 0, None, None, None, None, None)
 _CAUSAL = (*_FULL[:-1], 0)
 _CLASSES = (Class(), Class(right=True))
@@ -64,8 +66,8 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     (mask, p, causal, scale, left, right, softcap, slopes, sinks, kv_lens, ranges, seed, *_) = spec
     if scale is None:
         scale = D**-0.5
-    left = None if left < 0 else min(left, _FAR)
-    right = 0 if causal else None if right < 0 else min(right, _FAR)
+    left = None if left < 0 else min(left, _MAX_WINDOW)
+    right = 0 if causal else None if right < 0 else min(right, _MAX_WINDOW)
     if (
         mask is slopes is sinks is kv_lens is ranges is left is None
         and p == softcap == 0.0
@@ -74,7 +76,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     ):
         return (scale * LOG2E, *(_CAUSAL if causal else _FULL)), _CLASSES[causal]
 
-    capped = 0.0 < softcap <= 1e30  # no float32 score feels a larger one
+    capped = 0.0 < softcap <= 1e30  # a larger one changes no float32 score
     factor = scale / softcap if capped else scale * LOG2E
     values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
@@ -105,13 +107,13 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
 
 
 def _single(x: float) -> float:
-    """x within the normal numbers of float32, or 0."""
+    """x clamped to the normal numbers of float32, or 0."""
     return 0.0 if abs(x) < _SMALLEST else max(-_LARGEST, min(x, _LARGEST))
 
 
 def size_error(queries: int, keys: int) -> str | None:
-    """Why so many queries (or tokens) and keys are more than the kernels can count."""
-    if queries <= _MOST and keys <= _MOST:
+    """Return why the kernels cannot index so many queries (or tokens) and keys, or None."""
+    if queries <= _MAX_LENGTH and keys <= _MAX_LENGTH:
         return None
     return f"takes up to 2**29 queries and keys, got {queries} and {keys}"
 
@@ -144,7 +146,7 @@ def _ranges(ranges: Tensor | None, B: int, Hq: int, Sq: int) -> tuple:
 
 
 class Layout(NamedTuple):
-    """What a compilation depends on in the addresses and strides of q, k, v and their like."""
+    """The properties of addresses and strides of q, k and v that kernels are compiled for."""
 
     aligned: bool  # every row starts at a multiple of 16 bytes
     wide: bool  # a row's stride is so large that a tile's offsets need 64 bits
@@ -170,14 +172,14 @@ _LAYOUTS = [[Layout(aligned, wide) for wide in (False, True)] for aligned in (Fa
 
 
 def padded(head_dim: int) -> int:
-    """The width of a tile that holds a head: a power of two that tensor cores take."""
+    """The width of a head's tile: a power of two, at least the 16 of tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 products are computed; torch's own switch decides.
+    """Precision of fp32 products, according to torch's setting.
 
-    Read by its newer name, which follows both: `allow_tf32` raises once the newer one was used.
+    `fp32_precision` follows the older `allow_tf32`, which raises once the newer one was used.
     """
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"

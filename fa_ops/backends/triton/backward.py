@@ -1,4 +1,4 @@
-"""The backward pass: what its kernels are given, and in which order."""
+"""Launches the backward kernels: of queries, then of keys and values, then of a float mask."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fa_ops.types import Gradients, Packing, Spec
 _SPLIT_PROGRAMS = 512  # of the mask's gradient: a few for each multiprocessor
 
 
-class Problem(NamedTuple):
-    """The tensors of one call as the kernels index them, and what a compilation depends on."""
+class BackwardProblem(NamedTuple):
+    """The tensors, sizes and options of one call."""
 
     q: Tensor
     k: Tensor
@@ -37,6 +37,7 @@ class Problem(NamedTuple):
 
     @property
     def packed(self) -> bool:
+        """Whether sequences are packed."""
         return self.values[-1] is not None
 
     @property
@@ -46,15 +47,17 @@ class Problem(NamedTuple):
         return not self.packed and not self.kind.kv_lens and (Sq | Sk) % ROW_UNIT.value == 0
 
     def programs(self, tokens: int, block: int, heads: int) -> int:
+        """Number of programs for blocks of `block` of `tokens` tokens per head."""
         batch = self.sizes[0]
         if self.packed:
             return heads * (tokens // block + batch + 2)
         return heads * batch * -(-tokens // block)
 
     def wave(self, heads: int) -> int:
-        """How many heads `schedule` runs together: several where rows differ in length and heads
-        are so short that the last of them would run alone (3 to 12 % at 2k tokens, on an H200),
-        one where a head fills the GPU and wants the L2 cache to itself.
+        """Number of heads in a wave of `schedule`.
+
+        Several if rows differ in length and heads are so short that the last would run alone (3 to
+        12 % at 2k tokens on an H200), one if a head fills the GPU and needs all of the L2 cache.
         """
         if self.packed or not self.kind.right or max(self.sizes[3:]) > 2048:
             return 1
@@ -75,7 +78,7 @@ def backward(
         grads = backward(do, grad_lse, qa, ka, va, o, lse, scaled(spec, D), mask_grad)
         return _restored(grads, q, k, v)
     values, kind = arguments(spec, B, Hq, Sq, Sk, D)
-    problem = Problem(
+    problem = BackwardProblem(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Sq, Sk),
         (D, Dv), (*values, None, None), kind,
     )  # fmt: skip
@@ -104,7 +107,7 @@ def varlen_backward(
     cu_q, cu_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
     B = cu_q.numel() - 1
     values, kind = arguments(spec, B, Hq, Tq, Tk, D)
-    problem = Problem(
+    problem = BackwardProblem(
         q, k, v, grad_out, out, (B, Hq, Hq // Hkv, Tq, Tk),
         (D, Dv), (*values, cu_q, cu_k), kind,
     )  # fmt: skip
@@ -125,8 +128,8 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _written_like(x: Tensor) -> Tensor:
-    """What the kernels write a gradient to: `torch.empty_like(x)`, or contiguous rows where
-    those of x overlap, as torch gives the result another order of dimensions then."""
+    """A tensor for the gradient of x: `torch.empty_like(x)`, or a contiguous one if rows of x
+    overlap, because torch gives the former another order of dimensions then."""
     like = torch.empty_like(x)
     return like if _rows_contiguous(like) is like else like.contiguous()
 
@@ -140,9 +143,9 @@ def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _query_key_value(
-    problem: Problem, grad_lse: Tensor | None, lse: Tensor
+    problem: BackwardProblem, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and the rows' lse and delta that `query_grad_kernel` leaves."""
+    """dq, dk, dv, and row_lse and row_delta of `query_grad_kernel`."""
     q, k, v, grad_out, out, (batch, Hq, group, Sq, Sk) = problem[:6]
     dq, dk, dv = map(_written_like, (q, k, v))
     row_lse, row_delta = _row_buffers(problem, q.device)
@@ -168,26 +171,28 @@ def _query_key_value(
     return dq, dk, dv, row_lse, row_delta
 
 
-def _query_tile(problem: Problem) -> Tile:
+def _query_tile(problem: BackwardProblem) -> Tile:
     q = problem.q
     return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[0]
 
 
-def _key_value_tile(problem: Problem) -> Tile:
+def _key_value_tile(problem: BackwardProblem) -> Tile:
     q = problem.q
     return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[1]
 
 
-def _mask_gradient(problem: Problem, row_lse: Tensor, row_delta: Tensor, mask: Tensor) -> Tensor:
+def _mask_gradient(
+    problem: BackwardProblem, row_lse: Tensor, row_delta: Tensor, mask: Tensor
+) -> Tensor:
     """Gradient of a float mask in its own shape.
 
-    Where few tiles of the mask stand for many of the scores, the sum is split over more programs
-    than tiles, whose partial sums are added here: no atomics, so always deterministic.
+    If few tiles of the mask are broadcast to many of the scores, the sum is split over several
+    programs per tile, whose partial sums are added here, deterministically and without atomics.
     """
     q, k, v, grad_out, _, (batch, Hq, _, Sq, Sk), dims = problem[:7]
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     # a dimension of size 1 that is not broadcast needs no sum, but a sum of one is right too
-    once = tuple(own == 1 for own in shape)
+    once = tuple(size == 1 for size in shape)
     tile = mask_tile(q.dtype, max(dims))
     loop = tiles = 1
     for one, count in zip(once, (batch, Hq, -(-Sq // tile.block_m), -(-Sk // tile.block_n))):
@@ -207,9 +212,10 @@ def _mask_gradient(problem: Problem, row_lse: Tensor, row_delta: Tensor, mask: T
     return partial.sum(0).to(mask.dtype).view(mask.shape)
 
 
-def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
-    """(2, heads of all batches, rows), as `row_capacity` has it; padding must count for nothing
-    where torch sums over the rows, and is otherwise never read.
+def _row_buffers(problem: BackwardProblem, device: torch.device) -> Tensor:
+    """row_lse and row_delta, (2, heads of all batches, rows of `row_capacity`).
+
+    Padding is initialised only if torch sums over the rows; otherwise it is never read.
     """
     batch, Hq, _, Sq, _ = problem.sizes
     padding = ROW_UNIT.value
@@ -225,14 +231,14 @@ def _row_buffers(problem: Problem, device: torch.device) -> Tensor:
 
 
 def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
-    """-sum over rows of (the sink's weight) * delta."""
+    """Gradient of sinks: minus the sum over rows of (the sink's weight) * delta."""
     logits = (sinks.float() * LOG2E).clamp(max=torch.finfo(torch.float32).max).view(-1, 1)
     weight = torch.exp2(logits - row_lse.view(-1, len(sinks), row_lse.shape[-1]))
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 
 def _strides(named: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Batch, head and sequence strides of dense tensors; 0, head and token strides of packed."""
+    """Batch, head and sequence strides of each tensor; 0, head and token strides if packed."""
     found: list[int] = []
     for x in named.values():
         if x.dim() == 4:
@@ -243,22 +249,23 @@ def _strides(named: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 _launches: dict[tuple, tuple[Launch, Tile]] = {}
-_OWN = {"row_lse": 16, "row_delta": 16}  # tensors made here, so aligned
+_ROW_DIVISORS = {"row_lse": 16, "row_delta": 16}  # allocated here, so aligned
 
 
 def _prepare(
-    kernel: Any, choose: Callable[[Problem], Tile], problem: Problem, named: Mapping[str, Tensor],
-    tensors: tuple, own: int, extra: tuple = (), more: Mapping[str, Any] | None = None,
+    kernel: Any, choose_tile: Callable[[BackwardProblem], Tile], problem: BackwardProblem,
+    named: Mapping[str, Tensor], tensors: tuple, last_size: int, extra: tuple = (),
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[Launch, Tile, tuple]:  # fmt: skip
-    """The launch of a kernel, compiled if there is none yet, its tile, and its arguments.
+    """The launch of a kernel (compiled on first use), its tile, and its arguments.
 
-    named: the tensors that the kernel has strides of. own: the kernel's one argument that is not
-    every kernel's. extra: what a compilation depends on besides the problem. more: constexpr
+    named: the tensors whose strides the kernel takes. last_size: the argument after the sizes,
+    `wave` or `steps`. extra: what a compilation depends on besides the problem. more: constexpr
     parameters besides `constants`.
     """
     q, kind, dims = problem.q, problem.kind, problem.dims
     strides = _strides(named)
-    args = (*tensors, *strides, *problem.sizes, own, *problem.values)
+    args = (*tensors, *strides, *problem.sizes, last_size, *problem.values)
     layout = _layout(named, strides, max(problem.sizes[3:]))
     key = (
         kernel, q.dtype, dims, problem.packed, problem.even, layout, kind, precision(q.dtype),
@@ -266,11 +273,11 @@ def _prepare(
     )  # fmt: skip
     found = _launches.get(key)
     if found is None:
-        tile = choose(problem)
+        tile = choose_tile(problem)
         constexpr = constants(tile, dims, problem.even, kind, q.dtype) | dict(more or {})
         launch = bind(
             kernel, args, constexpr, tile.options(), device=q.device,
-            divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _OWN,
+            divisors=layout.divisors(tuple(named), q.dtype) | kind.divisors() | _ROW_DIVISORS,
             fixed=kind.fixed(), wide=layout.wide,
         )  # fmt: skip
         found = _launches[key] = launch, tile
@@ -291,7 +298,7 @@ def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) ->
 def constants(
     tile: Tile, dims: tuple[int, int], even: bool, kind: Class, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The constexpr parameters that every kernel here has."""
+    """The constexpr parameters of every backward kernel."""
     D, Dv = dims
     return {
         "D": D,

@@ -1,11 +1,11 @@
-"""What the backward kernels share, and how they divide the work.
+"""Device functions of the backward kernels, after FlashAttention-2 (Dao, arXiv:2307.08691).
 
 With p = exp2(s - lse), dp = dO v^T and delta = rowsum(dO * O) - dlse, the gradient of a score is
 ds = p (dp - delta); dQ = ds K, dK = ds^T Q and dV = p^T dO follow. Every tile of scores is computed
 twice, once in `query_grad_kernel` and once, transposed, in `key_value_grad_kernel`, so that each
-gradient is accumulated in registers by the one program that writes it: no atomics, no order that
-could change, memory linear in the length. (Accumulating dQ with atomics in the second kernel saves
-two of seven products and was slower on an H200 at every size.)
+gradient is accumulated in registers by the program that writes it: deterministic, without atomics,
+in memory linear in the length. (Accumulating dQ with atomics in the second kernel saves two of
+seven products and was slower on an H200 at every size.)
 """
 
 import triton
@@ -18,8 +18,8 @@ ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
 
 @triton.constexpr_function
 def exact_size(dtype):
-    """Rows, or keys, of an EXACT tile whose gradients are added up; it has twice as many of the
-    others. Products of float32 are unrolled in registers, which must not outnumber other loops'.
+    """Rows (or keys) of an EXACT tile whose gradients are accumulated; it has twice as many keys
+    (or rows). Products of float32 are unrolled, so larger tiles would need too many registers.
     """
     return 8 if dtype.is_fp32() else 16
 
@@ -29,12 +29,11 @@ def load_rows(
     base, start, stride, low, high, width: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Rows start ... start + ROWS - 1 of a matrix with `width` columns, 0 beyond them; with CHECK,
-    0 outside [low, high) too.
+    """Load rows start ... start + ROWS - 1 of a matrix with `width` columns, 0 beyond them; with
+    CHECK, 0 outside rows [low, high) too.
 
-    Offsets are products of the row, so that a loop over rows has no loop-invariant ones: those that
-    `primitives.pointers` leaves cost 30 registers here, more than there are. They take 64 bits
-    where the stride does; `backward` sees to it.
+    Offsets are products with the row, so that a loop over rows has no loop-invariant ones: those of
+    `primitives.pointers` would take 30 registers more. They have 64 bits if the stride has.
     """
     rows = (start + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, COLS)[None, :]
@@ -54,14 +53,14 @@ def score_gradients(
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
     window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(w, ds, dx) of one tile, or of its transpose: the weights of the values but for `keep_scale`,
-    the gradient of the scores, and the gradient of the products but for `product_scale`.
+    """(w, ds, dx) of one tile, or of its transpose: the weights of the values without `keep_scale`,
+    the gradient of the scores, and the gradient of the products without `product_scale`.
 
-    lse: in log2 units, and inf where nothing is attended, so that every weight there is 0. LIMIT:
-    whether keys beyond `limit` must count as masked. EXACT: all is 0 where masked, even beside NaN
-    or Inf. Blocks within the mask are masked like those
-    at its edge: the products hide a few selects, and loops of their own would cost more, because
-    ptxas serialises wgmma where an accumulator passes from loop to loop.
+    lse: in log2 units, and inf for rows without attended keys, so that their weights are 0. LIMIT:
+    whether keys beyond `limit` must be masked. EXACT: results are 0 where masked, even beside NaN
+    or Inf. All blocks are masked like those at the mask's edge: the products hide a few selects,
+    and a separate loop would cost more, because ptxas serialises wgmma where an accumulator is
+    passed from loop to loop.
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
@@ -94,7 +93,7 @@ def score_gradients(
 
 @triton.jit
 def product_scale(scale, cap):
-    """The constant factor of the derivative of a score, in units of 1, by its product q.k."""
+    """The constant factor of the derivative of a natural score with respect to its product q.k."""
     if cap is not None:
         return scale * cap * LN2
     else:
@@ -103,8 +102,8 @@ def product_scale(scale, cap):
 
 @triton.jit
 def row_capacity(tokens, batch, PACKED: tl.constexpr):
-    """Elements that the rows of one head take in row_lse and row_delta, where every sequence starts
-    at a multiple of ROW_UNIT, so that whole blocks can be loaded, aligned, and without a mask.
+    """Elements per head of row_lse and row_delta, in which every sequence starts at a multiple of
+    ROW_UNIT, so that whole blocks are loaded aligned and without a mask.
     """
     blocks = tokens // ROW_UNIT + batch + 2 if PACKED else tl.cdiv(tokens, ROW_UNIT)
     return blocks.to(tl.int64) * ROW_UNIT
@@ -112,15 +111,15 @@ def row_capacity(tokens, batch, PACKED: tl.constexpr):
 
 @triton.jit
 def row_offset(start, b):
-    """Where the rows of the packed sequence b, whose first token is `start`, begin in a head."""
+    """First row of the packed sequence b, whose first token is `start`, in a head's row_lse."""
     return (start // ROW_UNIT + b + 1) * ROW_UNIT
 
 
 @triton.jit
 def schedule(pid, blocks, heads, wave):
-    """(block, head) of a program: `wave` heads at a time, block by block within a wave.
+    """(block, head) of a program: waves of `wave` heads, block by block within a wave.
 
-    Blocks that take long come first, so a wave ends with short ones; its heads share the L2 cache.
+    Long blocks come first, so that a wave ends with short ones; its heads share the L2 cache.
     """
     first = pid // (blocks * wave) * wave
     inside = pid - first * blocks

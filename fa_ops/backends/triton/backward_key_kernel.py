@@ -15,20 +15,20 @@ from fa_ops.backends.triton.backward_kernels import (
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
-    has_holes,
+    has_nonfinite,
     is_masked,
     load_ranges,
+    opaque,
     positions,
+    replace_nonfinite,
     row_bounds,
     store_tile,
-    unrelated,
-    without_holes,
 )
 
 
 @triton.jit
 def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
-    """(lo, hi) narrowed to the rows whose key ranges touch [n0, n1); lo a multiple of BLOCK_M."""
+    """(lo, hi) narrowed to rows whose key ranges overlap [n0, n1); lo is a multiple of BLOCK_M."""
     CHUNK: tl.constexpr = 1024
     low, high = hi, lo
     end = tl.where(stride_q == 0, tl.minimum(hi, lo + 1), hi)  # stride 0: all rows have one range
@@ -45,7 +45,9 @@ def range_bounds(ranges, stride_q, lo, hi, n0, n1, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def locate_keys(pid, batch, Hkv, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
-    """The same of `key_value_grad_kernel`: (b, kv head, first key, ...)."""
+    """The work of a program of `key_value_grad_kernel`: (b, kv head, first key, first query token
+    and number of tokens, the same of keys).
+    """
     if cu_seqlens_q is not None:
         tile, hk = schedule(pid, Sk // BLOCK + batch + 2, Hkv, wave)
         b, block, k_start, keys, q_start, rows = find_sequence(
@@ -72,8 +74,9 @@ def key_value_grad_block(
 ):  # fmt: skip
     """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
 
-    EXACT: a NaN or Inf in a row of q or grad_out, or in its lse, counts for the keys alone that the
-    row attends, of whose gradients it makes NaN. Else returns whether any key needs that.
+    EXACT: a NaN or Inf in a row of q or grad_out, or in its lse, makes NaN of the gradients of keys
+    that the row attends and changes no other. Otherwise returns whether any key has to be
+    recomputed so.
     """
     row_stride = row_capacity(tokens, batch, PACKED)
     if PACKED:
@@ -108,7 +111,7 @@ def key_value_grad_block(
 
     KEYS: tl.constexpr = BLOCK_M // 2 if EXACT else BLOCK_N
     heads, heads_end = hk * group, hk * group + group
-    if EXACT:  # one loop over blocks of keys and heads: see `query_grad_block`
+    if EXACT:  # a single loop over blocks of keys and heads: see `query_grad_block`
         heads, heads_end = 0, tl.cdiv(tl.minimum(Sk - n0, BLOCK_N), KEYS) * group
         poisoned = tl.zeros([KEYS], tl.int32)
     else:
@@ -151,18 +154,18 @@ def key_value_grad_block(
             qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
             m = tl.load(row_lse_head + rows_m)
             if EXACT:
-                qt, holes = without_holes(qt)
+                qt, nonfinite = replace_nonfinite(qt)
             qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
             do = load_rows(
                 grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
             )
             delta = tl.load(row_delta_head + rows_m)
             if EXACT:
-                do, holes_do = without_holes(do)
-                delta, holes_delta = without_holes(delta[:, None])
+                do, nonfinite_do = replace_nonfinite(do)
+                delta, nonfinite_delta = replace_nonfinite(delta[:, None])
                 delta = tl.reshape(delta, [BLOCK_M])
-                holes = holes | holes_do | holes_delta | (m != m)
-                m = tl.where(holes, -1e38, m)  # every weight that is not masked becomes Inf
+                nonfinite = nonfinite | nonfinite_do | nonfinite_delta | (m != m)
+                m = tl.where(nonfinite, -1e38, m)  # makes every weight that is not masked Inf
             dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
@@ -171,13 +174,13 @@ def key_value_grad_block(
                 EXACT,
             )  # fmt: skip
             if EXACT:
-                found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+                found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
                 poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
-                w = tl.where(holes[None, :], 0.0, w)
-                dx = tl.where(holes[None, :], 0.0, dx)
+                w = tl.where(nonfinite[None, :], 0.0, w)
+                dx = tl.where(nonfinite[None, :], 0.0, dx)
             dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
             dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
-        if EXACT:  # noqa: SIM102  (known when it is compiled, the other is not)
+        if EXACT:  # noqa: SIM102  (a constexpr and a runtime condition)
             if h == hk * group + group - 1:
                 is_poisoned = poisoned[:, None] > 0
                 dk_block = tl.where(is_poisoned, float("nan"), dk_acc)
@@ -200,7 +203,7 @@ def store_gradients(
     dk, dv, dk_acc, dv_acc, n0, j, limit, Sk, dk_stride_s, dv_stride_s, scale, cap, seed,
     keep_scale, D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of keys j from their sums; whether any is NaN or Inf."""
+    """Store dk and dv of keys j from their sums; returns whether any is NaN or Inf."""
     dk_acc *= product_scale(scale, cap)
     if seed is not None:
         dv_acc *= keep_scale
@@ -209,7 +212,7 @@ def store_gradients(
     dv_acc = tl.where(inside_limit, dv_acc, 0.0)
     store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
     store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
-    return has_holes(dk_acc) | has_holes(dv_acc)
+    return has_nonfinite(dk_acc) | has_nonfinite(dv_acc)
 
 
 @triton.jit(
@@ -234,10 +237,10 @@ def key_value_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, over the rows of all query heads that share them.
+    """dk and dv of one block of keys, summed over the rows of all query heads that share them.
 
-    Tiles are transposed, keys by queries, so that weights and score gradients are the register
-    operands of the products that follow. row_lse, row_delta: from `query_grad_kernel`. The grid is
+    Tiles are transposed, keys by queries, so that weights and score gradients are register operands
+    of the following products. row_lse, row_delta: from `query_grad_kernel`. The grid is
     (heads of k) * batch * cdiv(Sk, BLOCK_N), packed (heads of k) * (Sk // BLOCK_N + batch + 2).
     """
     pid = tl.program_id(0)
@@ -245,7 +248,7 @@ def key_value_grad_kernel(
     b, hk, n0, q_start, rows, k_start, keys = locate_keys(
         pid, batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
     )
-    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+    if PACKED:  # noqa: SIM102  (a constexpr and a runtime condition)
         if n0 >= keys:
             return
     redo = key_value_grad_block(
@@ -260,7 +263,7 @@ def key_value_grad_kernel(
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
-            unrelated(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
+            opaque(pid), batch, Hq // group, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_N
         )
         key_value_grad_block(
             q, k, v, grad_out, row_lse, row_delta, dk, dv, q_stride_b, q_stride_h, q_stride_s,

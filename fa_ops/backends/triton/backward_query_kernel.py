@@ -1,4 +1,4 @@
-"""The gradient of queries, and what the other backward kernels need of each of their rows."""
+"""The gradient of queries, and the row statistics that the other backward kernels need."""
 
 import triton
 import triton.language as tl
@@ -16,20 +16,20 @@ from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
     first_row,
-    has_holes,
+    has_nonfinite,
     is_masked,
     key_bounds,
     load_ranges,
+    opaque,
     positions,
+    replace_nonfinite,
     store_tile,
-    unrelated,
-    without_holes,
 )
 
 
 @triton.jit
 def locate_queries(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK: tl.constexpr):
-    """What a program of `query_grad_kernel` has to do, as `forward_kernel.locate` says it."""
+    """The work of a program of `query_grad_kernel`, as `forward_kernel.locate` returns it."""
     if cu_seqlens_q is not None:
         tile, h = schedule(pid, Sq // BLOCK + batch + 2, Hq, wave)
         b, block, q_start, rows, k_start, keys = find_sequence(
@@ -55,10 +55,10 @@ def query_grad_block(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dq of rows m0 ... m0 + BLOCK_M - 1 of a head. `tokens` are those of lse.
+    """dq of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
-    EXACT: a NaN or Inf in a key or value counts for the rows alone that attend it, of whose
-    gradients it makes NaN. Else returns whether any row needs that.
+    EXACT: a NaN or Inf in a key or value makes NaN of the gradients of rows that attend it and
+    changes no other. Otherwise returns whether any row has to be recomputed so.
     """
     row_stride = row_capacity(tokens, batch, PACKED)
     if PACKED:
@@ -117,7 +117,7 @@ def query_grad_block(
         tl.debug_barrier()  # between the stores of row_lse and row_delta and their loads
     else:
         rows_m = m0 + tl.arange(0, BLOCK_M)
-        # all loads before the first reduction, whose barrier none of them would pass
+        # loads come before the first reduction, because none would move across its barrier
         m = tl.load(lse + at + rows_m, mask=rows_m < Sq, other=float("-inf"))
         do = load_rows(grad_out, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
         o = load_rows(out, m0, out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True)
@@ -150,12 +150,12 @@ def query_grad_block(
         j = n0 + positions(BLOCK_N, EXACT)[None, :]
         kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
         if EXACT:
-            kt, holes = without_holes(kt)
+            kt, nonfinite = replace_nonfinite(kt)
         qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         vt = load_rows(v, n0, v_stride_s, low, hi, Dv, BLOCK_N, BLOCK_DV, CHECK)
         if EXACT:
-            vt, holes_v = without_holes(vt)
-            holes = holes | holes_v
+            vt, nonfinite_v = replace_nonfinite(vt)
+            nonfinite = nonfinite | nonfinite_v
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], rows_m[:, None], j, Sq, shift, limit, scale, cap,
@@ -163,7 +163,7 @@ def query_grad_block(
             threshold, keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
         )  # fmt: skip
         if EXACT:
-            found = ((w != 0.0) | (ds != 0.0)) & holes[None, :]
+            found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(dx.to(kt.dtype), kt, acc, input_precision=PRECISION)
         if EXACT:
@@ -176,7 +176,7 @@ def query_grad_block(
     else:
         acc *= product_scale(scale, cap)
         store_tile(dq, m0, dq_stride_s, Sq, D, acc, D == BLOCK_D)
-        return has_holes(acc)
+        return has_nonfinite(acc)
 
 
 @triton.jit(
@@ -201,7 +201,7 @@ def query_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of query rows; also what the other kernels need of these rows.
+    """dq of one block of query rows, and the row statistics that the other kernels need.
 
     row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
     Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
@@ -212,7 +212,7 @@ def query_grad_kernel(
     b, h, block, q_start, rows, k_start, keys = locate_queries(
         pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, wave, BLOCK_M
     )
-    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+    if PACKED:  # noqa: SIM102  (a constexpr and a runtime condition)
         if block >= tl.cdiv(rows, BLOCK_M):
             return
     m0 = first_row(block, rows, window_right, BLOCK_M)
@@ -227,10 +227,10 @@ def query_grad_kernel(
         BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, False,
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
-        # in small blocks, and from `pid` on: see `forward_kernel`
-        b, h, m0 = unrelated(b), unrelated(h), unrelated(m0)
-        q_start, rows = unrelated(q_start), unrelated(rows)
-        k_start, keys = unrelated(k_start), unrelated(keys)
+        # opaque indices take no registers from the loop above
+        b, h, m0 = opaque(b), opaque(h), opaque(m0)
+        q_start, rows = opaque(q_start), opaque(rows)
+        k_start, keys = opaque(k_start), opaque(keys)
         query_grad_block(
             q, k, v, grad_out, out, lse, grad_lse, dq, row_lse, row_delta, q_stride_b, q_stride_h,
             q_stride_s, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,

@@ -1,5 +1,5 @@
-"""A key-value cache: new keys are written first, then many queries of a contiguous cache run on the
-forward kernel, and all others on the decoding kernels, which split the keys."""
+"""Attention over a key-value cache: append, then the forward kernel for many queries of a
+contiguous cache, and the decoding kernels for all other calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa_ops.types import Cache, Spec, is_prefill
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """Append the new keys and values if there are any, then attend."""
+    """Append the new keys and values, if any, then attend."""
     call = Call(CACHED, q, k, v, spec, cache=cache)
     if not attends_whole_rows(call):
         return decode.cache_forward(q, k, v, cache, spec)

@@ -1,4 +1,4 @@
-"""Tile tables: which tile a kernel uses for which head dim on which GPU, and why."""
+"""Tile tables of the forward kernel, by GPU and head dimension."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class Tile:
     maxnreg: int | None = None
 
     def options(self) -> dict[str, int | None]:
+        """The compiler options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
 def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class) -> Tile:
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
-    heavy = kind.dropout or not kind.fold  # more than masks by position between the two products
+    heavy = kind.dropout or not kind.fold  # more work between the products than masks by position
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
     return table[max(64, padded(head_dim))][heavy]
 
 
 def _family(arch: int) -> str:
-    """GPUs with the same tensor instructions and about the same shared memory."""
+    """The row of `_FORWARD` for GPUs with the same tensor instructions and similar memory."""
     if arch in (80, 87):
         return "A100"
     if arch == 90:

@@ -3,7 +3,7 @@
 Times are of one H200, bf16, 16384 tokens and 2048 / D heads, at 2k and 8k tokens per sequence; the
 other generations were only compiled: theirs are the largest tiles that neither spill registers nor
 exceed shared memory. A `query_tile` has at least as many rows as the `key_value_tile` beside it,
-which reads whole blocks of what the first kernel wrote.
+which reads whole blocks of the first kernel's row statistics.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def backward_tiles(arch: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, 
 
 
 def _generation(arch: int) -> int:
-    """The key of `_HALF`: what compiles alike and has as much shared memory."""
+    """The key of `_HALF` for GPUs with the same instructions and as much shared memory."""
     if arch in (80, 87):
         return 80
     if 90 <= arch < 120:

@@ -20,15 +20,16 @@ class DecodeTile:
     per_sm: int  # programs that a multiprocessor holds at once
 
     def options(self) -> dict[str, int]:
+        """The compiler options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Keys that a piece has under `batch_invariant`: short enough that one sequence of 32k keys with 8
-# kv heads fills 132 multiprocessors twice, and a multiple of every block_n below.
+# Keys of a piece under `batch_invariant`: few enough that one sequence of 32k keys with 8 kv heads
+# fills 132 multiprocessors twice, and a multiple of every block_n below.
 FIXED_KEYS = 1024
 
-# A call is light if a multiprocessor has at most so many keys to read: then one program, whose
-# pieces are fewer to merge, may do; with more, two, of which one reads while the other computes.
+# A call is light if a multiprocessor has at most this many keys to read: then one program, with
+# fewer pieces to merge, may suffice; otherwise two, one of which loads while the other computes.
 LIGHT_KEYS = 2048
 
 MERGE_WARPS, MERGE_PARTS = 4, 16

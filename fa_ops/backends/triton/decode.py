@@ -1,7 +1,7 @@
-"""Launching the decoding kernels: attention over a key-value cache, and short queries in general.
+"""Launches the decoding kernels: attention over a key-value cache, and of short queries.
 
-Everything here depends on shapes alone; lengths are read on the device. So a captured CUDA graph
-serves every length that its cache can hold.
+Launches depend on shapes only; lengths are read on the device. So a captured CUDA graph is valid
+for every length within the cache's capacity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache, scales_of_pages
+from fa_ops.backends.triton.decode_append import bind_cache, has_page_scales, prepare_cache
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.call import Call, Run
@@ -31,12 +31,12 @@ from fa_ops.types import Cache, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
-_CHUNKS = (16, 64, 256)  # rows of the batch that a program looks over at once
-_launches: dict[tuple, Plan] = {}
+_CHUNKS = (16, 64, 256)  # sequences whose lengths a program reads at once
+_launches: dict[tuple, DecodePlan] = {}
 
 
 class Memory(NamedTuple):
-    """A cache of keys and values as the kernels see it."""
+    """A cache of keys and values in the form that the kernels take."""
 
     key: Tensor  # fp8 as int16, two numbers in each
     value: Tensor
@@ -52,6 +52,7 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of(k: Tensor, v: Tensor, cache: Cache) -> Memory:
+        """The cache of `cache_forward`, contiguous or paged."""
         rest = (v.shape[3], cache.k_scale, cache.v_scale, cache.unified_max)
         table = cache.page_table
         if k.dtype == _FP8:
@@ -64,11 +65,12 @@ class Memory(NamedTuple):
         return Memory(k, v, (kb, k2, k1, vb, v2, v1), Hkv, capacity, size, table, *rest)
 
     def small(self) -> tuple[Tensor | None, ...]:
+        """The tensors besides keys and values, in the order of the launch's arguments."""
         return self.table, self.k_scale, self.v_scale, self.guesses
 
 
 def _in_pairs(name: str, x: Tensor) -> Tensor:
-    """An fp8 cache as int16, which is how tensor cores' operands can be read."""
+    """View an fp8 cache as int16, the width in which the kernels load tensor core operands."""
     if any(stride % 2 for stride in x.stride()[:-1]) or x.data_ptr() % 2:
         raise NotImplementedError(
             f"fp8 caches need even strides and addresses, {name} has strides {x.stride()}"
@@ -77,7 +79,7 @@ def _in_pairs(name: str, x: Tensor) -> Tensor:
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """Why this backend cannot attend such a cache, and what can."""
+    """Return why this backend cannot attend the cache, and which can; None if it can."""
     device, D, Dv = q.device, q.shape[-1], v.shape[-1]
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
@@ -102,7 +104,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """Append the new keys and values if there are any, then attend."""
+    """Append the new keys and values, if any, then attend."""
     memory, new = Memory.of(k, v, cache), 0
     if cache.key is not None or cache.rotary_cos is not None:
         q = prepare_cache(q, k, v, cache, spec.kv_lens, memory.capacity)
@@ -119,7 +121,7 @@ def prepare_cached(call: Call) -> Run:
     options = call.without_tensors()
     splits, invariant = cache.num_splits, cache.batch_invariant
     exact = q.dtype == torch.float32  # unless torch's switch says otherwise
-    known: dict[tuple, Callable] = {}  # by what addresses and that switch can change
+    known: dict[tuple, Callable] = {}  # by alignment of the addresses, and by that switch
 
     def run(q, k, v, tensors, with_lse=True) -> tuple[Tensor, Tensor | None]:
         t = tensors
@@ -147,8 +149,10 @@ def prepare_cached(call: Call) -> Run:
 def decode(
     q: Tensor, memory: Memory, spec: Spec, new: int = 0, splits: int = 0, invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq). `new`: keys that came to
-    kv_lens since."""
+    """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
+
+    `new`: keys appended to each sequence that kv_lens does not include.
+    """
     m, small = memory, (spec.alibi_slopes, spec.sinks, spec.kv_lens, spec.key_ranges)
     small = (None if t is None else t.contiguous() for t in small)
     call = _bind(q, memory, spec, new, splits, invariant)
@@ -158,7 +162,7 @@ def decode(
 def _bind(
     q: Tensor, memory: Memory, spec: Spec, new: int, splits: int, invariant: bool
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """All of a call that its tensors' contents and addresses do not change."""
+    """The part of a call that does not depend on its tensors' contents and addresses."""
     B, Hq, Sq, D = q.shape
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
     group, device = Hq // Hkv, q.get_device()
@@ -176,7 +180,7 @@ def _bind(
         slots = programs if splits > 1 else 0
     shape_of_out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), q.dtype, device
     shape_of_lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32, device
-    # pieces, their log-sums, and the lse of a call that gives none
+    # pieces, their lse, and a place for the lse of a call that returns none
     parts = slots * tile.block_m * Dv, slots * tile.block_m, B * Hq * Sq
     workspace = (sum(parts),), (1,), torch.float32, device
     sizes = (B, Hkv, group, Sq, capacity, new, splits)
@@ -216,33 +220,32 @@ def _bind(
 
 
 def _parts(work: Tensor | int, sizes: tuple[int, int, int]) -> Sequence[Tensor | int]:
-    """Of fp32 numbers, one behind the other: where each begins, if the whole does at `work`."""
+    """The three adjacent fp32 parts of the workspace at `work`, as tensors or addresses."""
     if isinstance(work, int):
         first, second, _ = sizes
         return work, work + 4 * first, work + 4 * (first + second)
     return work.split(sizes)
 
 
-class Plan(NamedTuple):
-    """The kernels of one class of calls, or how to compile them from (split's, merge's) arguments
-    that are tensors."""
+class DecodePlan(NamedTuple):
+    """The kernels of one class of calls, or a function that compiles them from sample arguments."""
 
     tile: DecodeTile
     split: Launch | None = None
     merge: Launch | None = None
-    compile: Callable[[tuple], Plan] | None = None
+    compile: Callable[[tuple], DecodePlan] | None = None
 
 
 def _unbounded_right(spec: Spec, Sq: int) -> Spec:
-    """A single query is the last one, to whose right there are no keys."""
+    """Remove the right bound of a single query, which is the last and has no later keys."""
     return spec._replace(is_causal=False, window_right=-1) if Sq == 1 else spec
 
 
-def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
+def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> DecodePlan:
     k, v, B, D, Dv = memory.key, memory.value, q.shape[0], q.shape[3], memory.Dv
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
-    both = functools.reduce(operator.or_, memory.strides)
-    bits |= both * k.element_size() | k.data_ptr() | v.data_ptr()
+    stride_bits = functools.reduce(operator.or_, memory.strides)
+    bits |= stride_bits * k.element_size() | k.data_ptr() | v.data_ptr()
     aligned, wide = bits % 16 == 0, max(memory.strides) >= 1 << 31
     shared = k.data_ptr() == v.data_ptr() and memory.strides[:3] == memory.strides[3:]
     shared = shared and Dv <= min(D, _main(D))
@@ -250,10 +253,10 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     apart = q.shape[2] > 1 and (kind.left or kind.right)  # rows may attend different keys
     light = B * memory.Hkv * -(-rows // 32) * memory.capacity <= LIGHT_KEYS * sms
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
-    # pieces of a row that has its share of the programs; longer ones take a few turns
+    # pieces of a sequence with its share of the programs; longer ones loop in the merge kernel
     parts = min(MERGE_PARTS, padded(2 + 2 * sms // max(1, B * memory.Hkv)))
-    of_pages = scales_of_pages(memory.k_scale, memory.v_scale)
-    given = (*(t is not None for t in memory.small()), of_pages)
+    page_scales = has_page_scales(memory.k_scale, memory.v_scale)
+    given = (*(t is not None for t in memory.small()), page_scales)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
         apart, light, chunk, parts, given, precision(q.dtype), q.get_device(),
@@ -264,13 +267,13 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
     arch, fp8 = architecture(q.device), k.dtype == torch.int16
     tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
-    def compiled(samples: tuple[tuple, tuple]) -> Plan:
-        shape = (D, Dv, memory.page, shared, mode, chunk, parts, of_pages, kind.extreme, apart)
+    def compiled(samples: tuple[tuple, tuple]) -> DecodePlan:
+        shape = (D, Dv, memory.page, shared, mode, chunk, parts, page_scales, kind.extreme, apart)
         split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
         layout = {"device": q.device, "divisors": divisors, "wide": wide}
-        plan = _launches[key] = Plan(
+        plan = _launches[key] = DecodePlan(
             tile,
             bind(split_kernel, samples[0], split, tile.options() | early, **layout),
             bind(
@@ -280,11 +283,11 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Plan:
         )  # fmt: skip
         return plan
 
-    return Plan(tile, compile=compiled)
+    return DecodePlan(tile, compile=compiled)
 
 
 def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
-    """What `bind` may take for granted where every row starts at a multiple of 16 bytes."""
+    """The divisors for `bind` if every row starts at a multiple of 16 bytes."""
     units = {"q": 16 // dtype.itemsize, "k": 16 // cached.itemsize, "v": 16 // cached.itemsize}
     strides = {f"{name}_stride_{d}": units[name] for name in "qkv" for d in "bhs"}
     return strides | dict.fromkeys("qkv", 16)
@@ -295,10 +298,10 @@ def constants(
     shared: bool, mode: str, chunk: int, parts: int, page_scales: bool = False,
     extreme: bool = False, apart: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """The constexpr parameters of both kernels."""
-    least = 32 if fp8 else 16  # a product over pairs still sums 16 of them
-    main = max(least, _main(D))
-    extra = max(least, padded(D - main)) if main < D else 0
+    """The constexpr parameters of the split and the merge kernel."""
+    min_width = 32 if fp8 else 16  # products of fp8 sum over pairs, at least 16 of them
+    main = max(min_width, _main(D))
+    extra = max(min_width, padded(D - main)) if main < D else 0
     common = {
         "STREAM": mode == "stream",
         "FIXED": FIXED_KEYS // tile.block_n if mode == "fixed" else 0,
@@ -319,12 +322,12 @@ def constants(
 
 
 def _main(D: int) -> int:
-    """Columns of the first product; the rest, if D > 256, is added by a second."""
+    """Columns of the first product q.k; a second one adds the others if D > 256."""
     return padded(D) if D <= 256 else 1 << (D.bit_length() - 1)
 
 
 @functools.cache
 def _multiprocessors(device: int) -> int:
     if device < 0:
-        return 4  # the interpreter: enough that rows are cut
+        return 4  # the interpreter: enough to split rows
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""What happens to a cache before it is attended: new keys and values written, rotary embedding."""
+"""Appending to a key-value cache: new keys and values, rotary embedding and quantisation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def append_kernel(
     D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One program per new token and kv head, and behind those `writers` one per row of q to turn.
+    """Write one new token of a kv head, or rotate one row of q (programs from `writers` on).
 
-    A token that has no place in the cache, or whose page does not exist, is not written.
+    A token beyond the cache's capacity, or whose page does not exist, is not written.
     """
     pid = tl.program_id(0)
     if pid < writers:
@@ -75,14 +75,14 @@ def write_row(
     source, target, fits, scale, at, position, positions, cos, sin,
     D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """D numbers from source to target, the first R of them turned, in target's dtype."""
+    """Copy D numbers from source to target, the first R of them rotated, in target's dtype."""
     cols = tl.arange(0, BLOCK)
     x = tl.load(source + cols, mask=cols < D, other=0.0).to(tl.float32)
     if R > 0:
         x = rotated(x, source, cols, position, positions, cos, sin, R, INTERLEAVED)
         x = x.to(source.dtype.element_ty).to(tl.float32)
     if scale is not None:
-        # rounded as IEEE says: an approximate quotient would become another fp8 number at times
+        # IEEE rounding: an approximate quotient would sometimes round to another fp8 number
         x = tl.div_rn(x, tl.load(scale + at, mask=fits, other=1.0))
     if target.dtype.element_ty.primitive_bitwidth == 8:
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
@@ -93,7 +93,7 @@ def write_row(
 def rotated(
     x, source, cols, position, positions, cos, sin, R: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """x, which is what `source` holds, in fp32 with its first R features turned."""
+    """x, loaded from `source`, in fp32 with its first R features rotated."""
     inside = cols < R
     if INTERLEAVED:
         partner, angle, first = cols ^ 1, cols // 2, cols % 2 == 0
@@ -108,21 +108,22 @@ def rotated(
     return x * c + tl.where(first, -y, y) * s
 
 
-def scales_of_pages(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+def has_page_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    """Whether fp8 scales are per page instead of per sequence."""
     return any(scale is not None and scale.dim() == 3 for scale in (k_scale, v_scale))
 
 
 def prepare_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Tensor:
-    """Write the new keys and values into the cache; returns the queries, turned if need be."""
+    """Write the new keys and values into the cache; returns the queries, rotated if requested."""
     return bind_cache(q, k, v, cache, kv_lens, capacity)(q, k, v, kv_lens, *cache[:7])
 
 
 def bind_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Callable[..., Tensor]:
-    """All of `prepare_cache` that its tensors' contents and addresses do not change."""
+    """The part of `prepare_cache` that does not depend on the tensors' contents and addresses."""
     B, Hq, Sq, D = q.shape
     paged, device = cache.page_table is not None, q.get_device()
     Hkv, Dv = k.shape[2 if paged else 1], v.shape[3]
@@ -143,7 +144,7 @@ def bind_cache(
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
-        "PAGE_SCALES": scales_of_pages(cache.k_scale, cache.v_scale),
+        "PAGE_SCALES": has_page_scales(cache.k_scale, cache.v_scale),
     }  # fmt: skip
     scaled = (cache.k_scale is not None, cache.v_scale is not None)
     angles = cache.rotary_cos.dtype if R else None

@@ -1,38 +1,38 @@
-"""Flash-Decoding: few query rows against a long cache, whose keys are cut into pieces.
+"""Flash-Decoding kernels: few query rows against a long cache, whose keys are split.
 
-The rows of a program are those of all query heads that share a kv head (`unit`: a kv head, or one
-of several blocks of its rows). A row of the batch has a number of tiles of BLOCK_N keys, and all
-tiles of all rows and units stand in one line, row by row, unit by unit.
+A program computes the rows of all query heads that share a kv head. A `unit` is a kv head of a
+sequence, or one of several blocks of its rows, and has a number of tiles of BLOCK_N keys. Tiles are
+numbered sequence by sequence, unit by unit.
 
-STREAM: every program takes an equal stretch of that line, wherever it begins and ends, so lengths
-that differ cost nothing, and nothing depends on them but numbers read on the device. What is whole
-in a stretch is written out; the pieces at its two ends go to slots 2 * pid (it began before) and
-2 * pid + 1 (it goes on after), and `merge_splits_kernel` finds them by the same arithmetic.
-Otherwise each unit is cut by itself, into `splits` pieces, or with FIXED into pieces of that many
-tiles, which leaves a row's bits alone when its batch changes.
+STREAM: every program has an equal range of these tiles (as in Stream-K), so sequences of different
+lengths are balanced, and only numbers read on the device depend on lengths. Units that lie within
+a range are written to the result; the pieces at its two ends go to slots 2 * pid (it began in an
+earlier range) and 2 * pid + 1 (it continues in a later one), where `merge_splits_kernel` finds them
+by the same arithmetic. Otherwise each unit is split alone, into `splits` pieces, or with FIXED into
+pieces of that many tiles, so that a sequence's bits do not depend on its batch.
 """
 
 import triton
 import triton.language as tl
 
-from fa_ops.backends.triton.decode_line import (
+from fa_ops.backends.triton.decode_work import (
     find_tile,
-    owner_of,
+    key_range,
+    program_of_tile,
     row_tiles,
-    run_of,
-    stretch,
     tiles_before,
+    work_range,
 )
 from fa_ops.backends.triton.launch import INTERPRETED
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     attended,
-    has_holes,
+    has_nonfinite,
     natural,
+    replace_nonfinite,
     saturated,
     tanh,
     with_sink,
-    without_holes,
 )
 
 BITWISE = tl.constexpr(INTERPRETED)
@@ -48,20 +48,21 @@ def attend_piece(
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EXTREME: tl.constexpr,
     APART: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over tiles [first, last) of one unit: maximum, denominator, weighted sum, failed.
+    """Softmax over tiles [first, last) of one unit: (maximum, denominator, weighted sum, failed).
 
-    q points at the batch element, k and v at the head (of the batch element, or of page 0), `table`
-    at the batch element's pages, slopes at the kv head's first query head, k_scales and v_scales
-    at the kv head's scale of page 0 where pages have their own. Keys are attended below `end`, and
-    from `begin` on unless that is None.
+    q points to the batch element, k and v to the head (of the batch element, or of page 0), `table`
+    to the batch element's pages, slopes to the kv head's first query head, k_scales and v_scales
+    to the kv head's scale of page 0 if scales are per page. Keys are attended below `end`, and from
+    `begin` on unless that is None.
 
-    `guess` None: online, with a running maximum. Else it points at what to take for the maximum of
-    the kv head's first query head, in units of scores, and the loop neither reduces nor rescales;
-    it failed where a row's own maximum is so far from it that weights lose their precision.
+    `guess` None: online softmax with a running maximum. Otherwise it points to a fixed maximum for
+    the kv head's first query head, in units of scores, and the loop neither reduces nor rescales
+    (the unified max of FlashDecoding++, arXiv:2311.01282); it fails if a row's maximum is so far
+    from it that weights lose precision.
 
-    APART: rows may attend different keys; then it failed where a sum is NaN or Inf, which a masked
-    value may have made of it, unless EXACT: a NaN or Inf in a value counts for the rows alone that
-    attend it, of which it makes NaN.
+    APART: rows may attend different keys; then it fails if a sum is NaN or Inf, which may come from
+    a masked value. EXACT: a NaN or Inf in a value makes NaN of the rows that attend it and changes
+    no other.
     """
     FP8: tl.constexpr = k.dtype.element_ty == tl.int16  # two numbers in each
     PACK: tl.constexpr = 2 if FP8 else 1
@@ -102,7 +103,7 @@ def attend_piece(
     if EXACT:
         poisoned = tl.zeros([BLOCK_M], tl.int32)
     v_top = 0.0  # the largest scale of values so far; acc is in its units
-    page = steps  # of this tile's keys; read one tile ahead, so that keys need not wait for it
+    page = steps  # of this tile's keys; loaded one tile ahead, so that keys do not wait for it
     if PAGE > 0:
         page = pages_of(table, first * BLOCK_N, end, BLOCK_N, PAGE)
         if BLOCK_N % PAGE == 0:
@@ -114,7 +115,7 @@ def attend_piece(
         there = j < end
         if begin is not None:
             there = there & (j >= begin)
-        if window_left is not None:  # what no row attends
+        if window_left is not None:  # keys that no row attends
             there = there & (j >= shift - window_left)
         if PAGE > 0:
             there = there & (page >= 0) & (page < pages)
@@ -126,7 +127,7 @@ def attend_piece(
                 v_rows += slot * v_stride_s
             page = pages_of(table, n0 + BLOCK_N, end, BLOCK_N, PAGE)
         else:
-            # not from pointers that step along: those take 80 registers more
+            # incremented pointers would take 80 registers more
             k_rows = k + j.to(tl.int64) * k_stride_s
             v_rows = v + j.to(tl.int64) * v_stride_s
         kt = load_keys(k_rows, there, cols, D, PACK, BLOCK_D)
@@ -190,11 +191,11 @@ def attend_piece(
             else:
                 vt, v_odd = unpacked(vt)
         if EXACT:
-            vt, holes = without_holes(vt)
+            vt, nonfinite = replace_nonfinite(vt)
             if FP8:
-                v_odd, odd_holes = without_holes(v_odd)
-                holes = holes | odd_holes
-            found = (p != 0.0) & holes[None, :]
+                v_odd, nonfinite_odd = replace_nonfinite(v_odd)
+                nonfinite = nonfinite | nonfinite_odd
+            found = (p != 0.0) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         if FP8:
             acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd)
@@ -216,30 +217,32 @@ def attend_piece(
         failed = tl.max((rows & some & (near == 0)).to(tl.int32), 0) > 0
         m = tl.where(some, m, float("-inf"))
     if APART and not EXACT:
-        failed = failed | has_holes(acc)
+        failed = failed | has_nonfinite(acc)
     return m, den, acc, failed
 
 
 @triton.jit
 def load_query(at, rows, cols, D):
+    """Load query rows; 0 beyond D."""
     return tl.load(at[:, None] + cols[None, :], mask=rows[:, None] & (cols < D)[None, :], other=0.0)
 
 
 @triton.jit
 def largest(x, y):
-    """The largest magnitude in each row of two tiles; 1 where there is none."""
+    """The largest magnitude in each row of two tiles, or 1 if all of it is 0."""
     x, y = tl.max(tl.abs(x.to(tl.float32)), 1), tl.max(tl.abs(y.to(tl.float32)), 1)
     return tl.where((x == 0.0) & (y == 0.0), 1.0, tl.maximum(x, y))
 
 
 @triton.jit
 def in_units_of(x, top):
+    """Divide each row by its `top`, in fp16."""
     return (x.to(tl.float32) / top[:, None]).to(tl.float16)
 
 
 @triton.jit
 def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of keys or values; 0 beyond D, of which WIDTH is the padded size."""
+    """Load rows of keys or values, 0 beyond D, whose padded size is WIDTH."""
     keep = there[:, None]
     if D < WIDTH:
         keep = keep & (cols * PACK < D)[None, :]
@@ -248,8 +251,8 @@ def load_keys(at, there, cols, D: tl.constexpr, PACK: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def unpacked(x):
-    """The e4m3 numbers in the low and in the high bytes of int16, as fp16."""
-    if BITWISE:  # for the interpreter; takes NaN for 480
+    """Convert the e4m3 numbers in the low and high bytes of int16 to two fp16 tiles."""
+    if BITWISE:  # for the interpreter; NaN becomes 480
         low = ((x << 8) >> 1) & -16385
         high = (x >> 1) & -16512
         low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
@@ -278,7 +281,7 @@ def pages_of(table, n0, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def store_whole(out, lse, sinks, b, h, m0, m, den, acc, Hq, group, Sq, Dv: tl.constexpr):
-    """The result of all of a unit's keys, to which its sinks belong."""
+    """Store the result of all keys of a unit, with sinks."""
     r = m0 + tl.arange(0, acc.shape[0])
     head = h * group + r // Sq
     i = r % Sq
@@ -299,7 +302,7 @@ def store_whole(out, lse, sinks, b, h, m0, m, den, acc, Hq, group, Sq, Dv: tl.co
 
 @triton.jit
 def store_piece(partial, partial_lse, slot, m0, m, den, acc, rows, Dv: tl.constexpr):
-    """A piece's own average of values, and its log2-sum-exp2."""
+    """Store the weighted average of a piece's values, and its log2-sum-exp2."""
     at = tl.arange(0, acc.shape[0])
     keep = m0 + at < rows
     at = slot.to(tl.int64) * acc.shape[0] + at
@@ -325,7 +328,9 @@ def split_kernel(
     PAGE_SCALES: tl.constexpr, EXTREME: tl.constexpr, APART: tl.constexpr, STREAM: tl.constexpr,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
+    """Attention of a program's range of tiles, as results of whole units and as pieces of others.
+
+    q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
 
     k_scale and v_scale are (B, Hkv), or with PAGE_SCALES (pages, Hkv).
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
@@ -344,7 +349,7 @@ def split_kernel(
             kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, 0,
             BLOCK_N, CHUNK,
         )  # fmt: skip
-        tile, stop = stretch(pid, total, splits)
+        tile, stop = work_range(pid, total, splits)
         b, base, _ = find_tile(
             kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, tile,
             BLOCK_N, CHUNK,
@@ -393,7 +398,7 @@ def split_kernel(
                 v_at += b.to(tl.int64) * v_stride_b
             begin, end = None, length
             if ranges is not None:
-                begin, end = run_of(ranges, ranges_stride, b, batch, length)
+                begin, end = key_range(ranges, ranges_stride, b, batch, length)
             if slopes is not None:
                 slopes_at = slopes + b * slopes_stride_b + h * group
             guess, failed = None, None
@@ -419,7 +424,7 @@ def split_kernel(
             else:
                 store_piece(partial, partial_lse, slot, m0, m, den, acc, group * Sq, Dv)
         if STREAM:
-            tile += tl.maximum(last - first, 1)  # lengths that change meanwhile end it all the same
+            tile += tl.maximum(last - first, 1)  # terminates even if lengths change meanwhile
             first = first * 0
             unit += 1
             if (unit == units) & (tile < stop):
@@ -448,7 +453,7 @@ def merge_splits_kernel(
     STREAM: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per query row of a head: what `split_kernel` left in pieces, or without keys."""
+    """Merge the pieces of `split_kernel`, one program per query row of a head; also empty rows."""
     pid = tl.program_id(0)
     i = pid % Sq
     hq = pid // Sq % (Hkv * group)
@@ -466,17 +471,17 @@ def merge_splits_kernel(
             BLOCK_N, CHUNK,
         )  # fmt: skip
         start = before * units + unit * tiles
-        owner = owner_of(start, total * units, splits)
-        last = owner_of(start + tl.maximum(tiles, 1) - 1, total * units, splits)
+        owner = program_of_tile(start, total * units, splits)
+        last = program_of_tile(start + tl.maximum(tiles, 1) - 1, total * units, splits)
         count = tl.where(tiles > 0, last - owner + 1, 0)
     else:
         piece = tl.cdiv(tiles, splits)
         if FIXED > 0:
             piece = FIXED
         count = tl.cdiv(tiles, tl.maximum(piece, 1))
-    if PDL:  # every program waits: the end of this kernel stands for the end of both
+    if PDL:  # every program waits, so that the end of this kernel implies the end of both
         tl.extra.cuda.gdc_wait()
-    if STREAM:  # noqa: SIM102  (known when it is compiled, the other is not)
+    if STREAM:  # noqa: SIM102  (a constexpr and a runtime condition)
         if count == 1:
             return  # written already
     m = tl.full([1], float("-inf"), tl.float32)

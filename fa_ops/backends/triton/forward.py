@@ -1,4 +1,4 @@
-"""Launching the forward kernel: attention of dense and of packed tensors."""
+"""Launches the forward kernel: attention of dense and of packed tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def varlen_forward(
 def _find(
     tensors: tuple, rest: tuple, layout: Layout, kind: Class, D: int, Dv: int, packed: bool
 ) -> tuple[Launch, int]:
-    """The launch for these arguments and its block of query rows, compiled if there is none yet."""
+    """The launch for these arguments (compiled on first use) and its number of rows per block."""
     q = tensors[0]
     dtype = q.dtype
     key = (dtype, D, Dv, packed, layout, kind, precision(dtype), q.get_device())

@@ -1,8 +1,9 @@
-"""The forward kernel: one program per block of query rows of a head, over the keys they attend.
+"""The forward kernel, after FlashAttention-2 (Dao, arXiv:2307.08691).
 
-A row is recomputed, with its whole block, where the plain loop cannot have its result: a NaN or Inf
-in a value that is masked for the row (0 * NaN), scores so huge that their product with the scale
-must not be rounded, and rows of a float mask without a finite score in float32.
+One program per block of query rows of a head loops over the keys that they attend. Blocks with a
+row that the loop cannot compute are recomputed exactly: rows with a NaN or Inf in a masked value
+(0 * NaN), with scores so large that their product with the scale must not be rounded, and rows of a
+float mask without a score that float32 can hold.
 """
 
 import triton
@@ -17,19 +18,19 @@ from fa_ops.backends.triton.primitives import (
     dropout_rows,
     find_sequence,
     first_row,
-    has_holes,
+    has_nonfinite,
     is_masked,
     key_bounds,
     load_ranges,
     load_rows,
     load_tile,
     natural,
+    opaque,
     positions,
+    replace_nonfinite,
     scores,
     store_tile,
-    unrelated,
     with_sink,
-    without_holes,
 )
 
 EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
@@ -37,9 +38,9 @@ EXACT_ROWS, EXACT_KEYS = tl.constexpr(16), tl.constexpr(16)
 
 @triton.jit
 def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK: tl.constexpr):
-    """What a program has to do: (b, h, block of rows, its tokens' start and number, its keys').
+    """A program's work: (b, h, block of rows, first token and number of tokens, the same of keys).
 
-    Both start at 0 but in packed tensors. A block beyond the last: nothing.
+    First tokens are 0 unless tensors are packed. A block beyond the last one is no work.
     """
     if cu_seqlens_q is not None:
         programs = Sq // BLOCK + batch + 2
@@ -67,14 +68,14 @@ def attend_block(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Rows m0 ... m0 + BLOCK_M - 1 of a head: `locate` says whose, `tokens` are those of lse.
+    """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
-    EXACT: scores are natural ones, or with FOLD the products, until the maximum is subtracted. A
-    NaN or Inf in a value counts for the rows alone that attend it, of which it makes NaN. Else
-    returns whether any row needs that.
+    EXACT: scores are natural ones, or with FOLD the products, until the maximum is subtracted, and
+    a NaN or Inf in a value makes NaN of the rows that attend it and changes no other. Otherwise
+    returns whether any row has to be recomputed so.
 
-    Blocks across an edge share the loop with the others, as a branch: after a loop of their own,
-    ptxas takes the accumulator for one that is in flight and serialises every product (C7515).
+    Blocks at an edge of the mask are a branch in the same loop: after a separate loop, ptxas takes
+    the accumulator for one that is in flight and serialises every product (C7515).
     """
     if PACKED:
         inside = (b >= 0) & (b < batch)
@@ -165,8 +166,8 @@ def attend_block(
         acc = acc * alpha[:, None]
         vt = load_rows(v, v_stride_s, begin, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV)
         if EXACT:
-            vt, holes = without_holes(vt)
-            found = (p != 0.0) & holes[None, :]
+            vt, nonfinite = replace_nonfinite(vt)
+            found = (p != 0.0) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
         k += k_step
@@ -199,7 +200,7 @@ def attend_block(
         redo = redo & (m != float("-inf"))
     redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
     if is_masked(window_left, window_right, mask, ranges):
-        redo = redo | has_holes(acc)
+        redo = redo | has_nonfinite(acc)
     return redo
 
 
@@ -220,20 +221,21 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse.
+    """Attention of one block of rows of a head.
+
+    q (B, Hq, Sq, D), k and v (B, Hq / group, Sk, ...) by strides; out (B, Sq, Hq, Dv), lse.
 
     With cu_seqlens, q is (Sq, Hq, D), k (Sk, Hkv, D), out (Sq, Hq, Dv), lse (Hq, Sq), Sq and Sk are
     numbers of tokens, and the grid is Hq * (Sq // BLOCK_M + batch + 2) instead of
     batch * Hq * cdiv(Sq, BLOCK_M). scale, cap, slopes and masks as in `primitives.scores`, except
-    that slopes and sinks come as the caller gave them. FOLD: scale > 0, and products become scores
-    by nothing but it.
+    that slopes and sinks are the caller's. FOLD: scores are products times a positive scale.
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
     b, h, block, q_start, rows, k_start, keys = locate(
         pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
     )
-    if PACKED:  # noqa: SIM102  (known when it is compiled, the other is not)
+    if PACKED:  # noqa: SIM102  (a constexpr and a runtime condition)
         if block >= tl.cdiv(rows, BLOCK_M):
             return
     m0 = first_row(block, rows, window_right, BLOCK_M)
@@ -246,9 +248,9 @@ def forward_kernel(
         BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, False,
     )  # fmt: skip
     if redo:
-        # in small blocks, and from `pid` on, so that the loop above has the registers to itself
+        # small tiles, and recomputed indices, take no registers from the loop above
         b, h, block, q_start, rows, k_start, keys = locate(
-            unrelated(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
+            opaque(pid), batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK_M
         )
         m0 = first_row(block, rows, window_right, BLOCK_M)
         for more in tl.range(0, tl.minimum(rows - m0, BLOCK_M), EXACT_ROWS, num_stages=1):

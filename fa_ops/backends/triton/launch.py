@@ -1,8 +1,8 @@
 """Launching without Triton's per-call lookup: one compilation per key, then one C call.
 
 Triton's JITFunction.run takes 10 us for 20 arguments, because it inspects every argument of every
-call. Here the caller forms a key of all that a compilation depends on (dtypes, head dims, which
-options are given, alignment), and only a new key reaches `bind`. Lengths, strides and scales are
+call. Here the caller forms a key of everything that a compilation depends on (dtypes, head
+dimensions, options, alignment), and calls `bind` for new keys only. Lengths, strides and scales are
 plain arguments and never part of a key.
 """
 
@@ -33,8 +33,8 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-# How the launchers of Triton 3.6 to 3.9 begin; they go on with the kernel's metadata, the launch's
-# metadata, two hooks and the kernel's parameters, constexpr ones included.
+# The first parameters of the launchers of Triton 3.6 to 3.9. The kernel's metadata, the launch's
+# metadata, two hooks and the kernel's parameters follow, constexpr ones included.
 _CONVENTION = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
 
@@ -48,14 +48,14 @@ except ImportError:  # a CPU build of torch
 
 
 def empty(size: tuple, stride: tuple, dtype: torch.dtype, device: int) -> Tensor:
-    """torch.empty_strided on the CUDA device of that index, or on the CPU for -1, in a hurry."""
+    """A fast torch.empty_strided on the CUDA device of that index, or on the CPU for -1."""
     if device >= 0 and _empty_strided_cuda is not None and device == _cuda_getDevice():
         return _empty_strided_cuda(size, stride, dtype)
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
 
-# A tensor as a launch argument. Triton takes addresses too, without asking the driver about each.
+# A tensor as a launch argument. Triton accepts addresses too, and queries the driver for none.
 address: Callable[[Tensor], Any] = (lambda tensor: tensor) if INTERPRETED else Tensor.data_ptr
 
 
@@ -68,7 +68,7 @@ def bind(
     device: torch.device,
     **specialisation: Any,
 ) -> Launch:
-    """Compile `fn` for calls like this one: `launch(grid, args)` on the current stream of `device`.
+    """Compile `fn` and return its `launch(grid, args)` on the current stream of `device`.
 
     args:      the parameters before the constexpr ones: tensors, ints, floats, and None for absent;
                a launch takes a tensor's `address` as well
@@ -83,7 +83,7 @@ def bind(
         kernel = compile_kernel(fn, args, constants, options, target, **specialisation)
         problem = _convention_error(kernel.run)
     if problem is not None:
-        warnings.warn(f"{problem}; launching through its JIT, 10 us slower per call", stacklevel=2)
+        warnings.warn(f"{problem}; launching through the JIT, 10 us slower per call", stacklevel=2)
         return _through_jit(fn, args, constants, options)
     return _direct(kernel, tuple(constants.values()), device.index)
 
@@ -99,7 +99,7 @@ def compile_kernel(
     fixed: Collection[str] = (),
     wide: bool = False,
 ) -> CompiledKernel:
-    """The compilation behind `bind`. Needs no GPU; tensors in `args` may be on the meta device.
+    """Compile `fn` for `target`. Needs no GPU; tensors in `args` may be on the meta device.
 
     divisors: parameters known to be multiples: of bytes for a tensor's address, of units for an int
     fixed:    ints that have this very value in every call of the key
@@ -123,7 +123,7 @@ def compile_kernel(
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as Triton writes it: 90 for Hopper; the interpreter counts as 80."""
+    """Compute capability as Triton writes it: 90 for Hopper; 80 for the interpreter."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -148,7 +148,7 @@ def _convention_error(run: Any) -> str | None:
     parameters = _parameters(run)
     if parameters[: len(_CONVENTION)] == _CONVENTION:
         return None
-    return f"fa_ops does not know how Triton {triton.__version__} launches ({parameters})"
+    return f"the launcher of Triton {triton.__version__} takes other parameters: {parameters}"
 
 
 def _parameters(run: Any) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def _direct(kernel: CompiledKernel, constants: tuple, index: int) -> Launch:
     current = _cuda_getDevice or torch.cuda.current_device
     call, head = run, (kernel.function, kernel.packed_metadata, None, None, None)
     if _parameters(run) == (*_CONVENTION, "args") and not meta.global_scratch_size:
-        # Triton 3.6: the C function behind `run`, which has nothing to add to it, saves 1 us
+        # Triton 3.6: calling the C function that `run` wraps saves 1 us
         modes = (run.launch_cooperative_grid, run.launch_pdl)
         call, head = run.launch, (head[0], *modes, None, None, *head[1:])
 
@@ -176,7 +176,7 @@ def _direct(kernel: CompiledKernel, constants: tuple, index: int) -> Launch:
 
 
 class _Address:
-    """What JITFunction takes for a tensor of which only the address is left."""
+    """A stand-in for a tensor of which only the address is known, for JITFunction."""
 
     def __init__(self, value: int, dtype: torch.dtype) -> None:
         self.value, self.dtype = value, dtype

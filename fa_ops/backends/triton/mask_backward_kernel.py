@@ -30,8 +30,8 @@ def mask_grad_kernel(
 ):  # fmt: skip
     """One tile of a float mask's gradient, summed over `steps` of the tiles that share its mask.
 
-    dmask (splits, B or 1, Hq or 1, Sq or 1, Sk or 1): ONE_x says which dimensions are broadcast,
-    and so summed here. The grid is the tiles of one split, innermost first, times the splits.
+    dmask (splits, B or 1, Hq or 1, Sq or 1, Sk or 1): ONE_x is whether a dimension is broadcast and
+    so summed here. The grid is the tiles of one split, innermost first, times the splits.
     """
     m_tiles = tl.cdiv(Sq, BLOCK_M)
     n_tiles = tl.cdiv(Sk, BLOCK_N)

@@ -1,4 +1,4 @@
-"""merge_states: from attention over disjoint sets of keys to attention over their union."""
+"""merge_states: attention over a union of disjoint key sets from the attention over each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def merge_kernel(
     outs, lses, out, lse, states: tl.int32, rows: tl.int64,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """outs (states, rows, D), lses (states, rows); one program per BLOCK rows."""
+    """Merge outs (states, rows, D) and lses (states, rows); one program per BLOCK rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = row < rows
@@ -32,7 +32,10 @@ def merge_kernel(
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for n in range(0, states):
         s = tl.load(lses + n * rows + row, mask=inside, other=float("-inf"))
-        x = tl.load(outs + n * rows * D + tile, mask=keep, other=0.0).to(tl.float32)
+        attended = (
+            keep & (s != float("-inf"))[:, None]
+        )  # the out of a state without keys may be NaN
+        x = tl.load(outs + n * rows * D + tile, mask=attended, other=0.0).to(tl.float32)
         m_new = tl.maximum(m, s)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = tl.exp(s - base), tl.exp(m - base)
@@ -45,7 +48,7 @@ def merge_kernel(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """outs (N, ..., Dv) and fp32 lses (N, ...), contiguous, to out (...) and lse (...)."""
+    """Merge contiguous outs (N, ..., Dv) and fp32 lses (N, ...) to out (..., Dv) and lse (...)."""
     D = outs.shape[-1]
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)

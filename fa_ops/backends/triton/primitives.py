@@ -1,12 +1,12 @@
-"""What forward and backward kernels share: sequences, tiles, bounds, scores and dropout.
+"""Device functions of all kernels: packed sequences, tiles, bounds, scores and dropout.
 
 Conventions. `i` and `j` are query and key positions as tensors that broadcast against each other:
-`i` (M, 1) and `j` (1, N) for a tile of scores, the other way round for its transpose; every
-function here works for both. Positions count within the sequence. `shift` is (keys of the
-sequence) - Sq, so that i + shift is the diagonal; `limit` is the number of keys that exist. An
-optional argument is off when it is None: `window_left`, `window_right` (is_causal is
-window_right = 0), `cap`, `slope`, `mask`, `first` and `last` (key ranges). Scores are in units of
-log2: s = score * log2(e), so that weights are exp2(s - m).
+`i` (M, 1) and `j` (1, N) for a tile of scores, `i` (1, M) and `j` (N, 1) for its transpose; every
+function works for both. Positions are within the sequence. `shift` is (keys of the sequence) - Sq,
+so that i + shift is the diagonal; `limit` is the number of keys. An optional argument is off when
+it is None: `window_left`, `window_right` (is_causal is window_right = 0), `cap`, `slope`, `mask`,
+`first` and `last` (key ranges). Scores are in units of log2: s = score * log2(e), so that weights
+are exp2(s - m).
 """
 
 import triton
@@ -25,17 +25,17 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 @triton.jit
 def find_sequence(cu_seqlens, other, batch, total, other_total, pid, BLOCK: tl.constexpr):
-    """Which sequence and which block of it program `pid` has, and where its tokens are.
+    """The sequence and block of program `pid`, and the sequence's tokens.
 
     Returns (b, block, start, length, other_start, other_length): sequence b has `length` tokens
-    from `start` on where `cu_seqlens` holds the borders, and `other_length` from `other_start` on
-    where `other` does. Borders are clamped to [0, total], and one that is less than a border before
-    it counts as equal to that one, so nothing outside of the tokens is ever addressed.
+    from `start` on in the tensor that `cu_seqlens` divides, and `other_length` tokens from
+    `other_start` on in the one that `other` divides. Borders are clamped to [0, total] and to the
+    largest border before them, so no address is ever outside the tokens.
 
-    The tokens outside every sequence count as sequence -1 (before the first) and `batch` (after the
-    last), without others, so that every token belongs to a program. Sequence b starts at program
-    start // BLOCK + b + 1, which leaves it at least cdiv(length, BLOCK) programs; one with nothing
-    to do has block >= cdiv(length, BLOCK). A launch needs `total // BLOCK + batch + 2` programs.
+    The tokens before the first sequence count as sequence -1, those after the last as sequence
+    `batch`, both without other tokens, so that every token belongs to a program. Sequence b starts
+    at program start // BLOCK + b + 1, which leaves it at least cdiv(length, BLOCK) programs; an
+    idle one has block >= cdiv(length, BLOCK). A launch needs total // BLOCK + batch + 2 programs.
     """
     CHUNK: tl.constexpr = 128
     begun, start, end, other_start, highest = 0, 0, total, 0, 0
@@ -69,11 +69,11 @@ def _larger(x, y):
 
 
 @triton.jit
-def unrelated(x):
-    """The same integers, of which the compiler does not know that they are.
+def opaque(x):
+    """The same integers, in a form that the compiler cannot relate to x.
 
-    What a rare branch at a kernel's end computes from them shares nothing with what is computed
-    before, and so holds no register until then.
+    Values that a rare branch computes from them are not shared with earlier code, and so occupy no
+    register before the branch.
     """
     if INLINE:
         return tl.inline_asm_elementwise(
@@ -83,17 +83,17 @@ def unrelated(x):
 
 
 @triton.jit
-def positions(SIZE: tl.constexpr, UNRELATED: tl.constexpr):
-    """0 ... SIZE - 1, in a rare branch `unrelated` to any other such."""
-    return unrelated(tl.arange(0, SIZE)) if UNRELATED else tl.arange(0, SIZE)
+def positions(SIZE: tl.constexpr, OPAQUE: tl.constexpr):
+    """0 ... SIZE - 1, `opaque` if so wanted."""
+    return opaque(tl.arange(0, SIZE)) if OPAQUE else tl.arange(0, SIZE)
 
 
 @triton.jit
 def first_row(block, rows, window_right, BLOCK: tl.constexpr):
-    """Where a block of rows begins; those of which the last attend the most keys, last ones first.
+    """First row of a block; with window_right the last rows, which attend the most keys, go first.
 
-    For blocks that exist: after a select between these and others, Triton 3.7 no longer finds that
-    keys are aligned, and does not load them ahead.
+    For valid blocks only: with a select between them and others, Triton 3.7 fails to prove that
+    keys are aligned, and does not prefetch them.
     """
     return (block if window_right is None else tl.cdiv(rows, BLOCK) - 1 - block) * BLOCK
 
@@ -113,10 +113,10 @@ def load_rows(
     at, stride, first, last, width, ROWS: tl.constexpr, COLS: tl.constexpr,
     EDGE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a matrix with `width` columns, which EXACT says are COLS; `at` is their first.
+    """Load a (ROWS, COLS) tile at `at` from a matrix with `width` columns; EXACT: width is COLS.
 
-    Beyond `width` it is 0, and with EDGE outside rows [first, last) too; None is no bound.
-    Offsets of 32 bits are taken for unsigned, of which a loop keeps one register and not two.
+    Columns beyond `width` are 0, and with EDGE rows outside [first, last) too (None: no bound).
+    Offsets of 32 bits are unsigned, so that a loop keeps one register for each instead of two.
     """
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
@@ -141,7 +141,7 @@ def load_tile(
     base, start, stride, first, limit, width, ROWS: tl.constexpr, COLS: tl.constexpr,
     EDGE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Rows start ... start + ROWS - 1 of the matrix at `base`, as `load_rows` does."""
+    """Load rows start ... start + ROWS - 1 of the matrix at `base`, as `load_rows` does."""
     at = base + tl.cast(start, tl.int64) * stride
     if first is not None:
         first -= start
@@ -150,7 +150,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(base, start, stride, limit, width, x, EXACT: tl.constexpr):
-    """Write the rows of x below `limit` and its columns below `width`, in the dtype of `base`."""
+    """Store the rows of x below `limit` and its columns below `width`, in the dtype of `base`."""
     rows = start + tl.arange(0, x.shape[0])[:, None]
     cols = tl.arange(0, x.shape[1])[None, :]
     keep = rows < limit
@@ -209,7 +209,7 @@ def row_bounds(
 
     Rows [lo, hi) contain all that attend one of the keys, and all of [full_lo, full_hi) attend
     every one of them. All but hi are multiples of BLOCK_M, and lo <= full_lo <= full_hi; full_lo
-    may exceed hi. Key ranges are the caller's to check: a row's range has no inverse.
+    may exceed hi. Callers apply key ranges themselves, as the rows of a key are no range.
     """
     low, full_low, high, full_high = 0, 0, Sq, Sq
     n1 = tl.minimum(n0 + BLOCK_N, limit) - 1
@@ -240,7 +240,7 @@ def _blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def tanh(x, SMALL: tl.constexpr):
-    """SMALL: precise in relation to arguments near 0 as well, where the plain form cancels."""
+    """tanh(x). SMALL: with a small relative error near 0 as well, where the plain form cancels."""
     t = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
     if SMALL:
         z = x * x  # a least-squares fit of tanh(x) / x for |x| < 0.625, within 5e-9
@@ -256,21 +256,20 @@ def scores(
     window_left, window_right, first, last, EDGE: tl.constexpr, EXTREME: tl.constexpr,
     EXACT: tl.constexpr = False, UNIT: tl.constexpr = LOG2E,
 ):  # fmt: skip
-    """From products q.k to (s, t): s is -inf where not attended; t is the tanh of the softcap.
+    """Convert products q.k to (s, t): s is -inf where masked; t is the softcap's tanh.
 
     scale: log2(e) times the scale; with `cap`, which is log2(e) times the softcap, it is
-           scale / softcap instead. So the derivative of s by the product is `scale`, or
+           scale / softcap instead. The derivative of s with respect to the product is `scale`, or
            `scale * cap * (1 - t * t)`. Without `cap`, t is the product itself.
     slope: log2(e) times the ALiBi slope.
     mask:  pointer to the (b, h) part of attn_mask, bool or float.
     first, last: the rows' key ranges.
-    EDGE:  whether a position of this tile can be outside limit, window or range at all, which is
-           not so in a block that `key_bounds` or `row_bounds` calls full. Rows beyond Sq are never
-           masked for being there.
+    EDGE:  whether a position of this tile may be outside limit, window or range; False for the
+           full blocks of `key_bounds` and `row_bounds`. Rows beyond Sq are not masked.
     EXTREME: whether scale or softcap may be so large that scores overflow or tanh cancels.
     EXACT: -inf in a float mask masks NaN and Inf, too.
-    UNIT:  1 if scores shall be natural ones, scale, cap and slope not multiplied by log2(e); then
-           the lowest numbers of a float mask stay finite.
+    UNIT:  1 for natural scores, with scale, cap and slope not multiplied by log2(e), so that the
+           lowest finite numbers of a float mask stay finite.
     """
     if cap is not None:
         t = tanh(qk * scale, EXTREME)
@@ -298,13 +297,13 @@ def scores(
 
 @triton.jit
 def saturated(x):
-    """Infinities become the largest numbers that are none."""
+    """Clamp infinities to the largest finite numbers; NaN stays."""
     return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def attended(i, j, shift, limit, window_left, window_right, first, last):
-    """Which positions limit, window and ranges leave; broadcasts to the tile."""
+    """Positions within limit, window and ranges: bool, broadcastable to the tile."""
     keep = j < limit
     if window_right is not None:
         keep = keep & (j <= i + shift + window_right)
@@ -317,9 +316,9 @@ def attended(i, j, shift, limit, window_left, window_right, first, last):
 
 @triton.jit
 def with_sink(m, den, sink, NATURAL: tl.constexpr):
-    """(maximum, denominator, factor of the sums of values) of rows to which a sink is added.
+    """Add a sink to rows: (maximum, denominator, factor of the weighted sums of values).
 
-    m: in units of log2, in which the sink is cut to the largest number there is, unless NATURAL.
+    m: in units of log2, in which the sink is clamped to the largest finite number, unless NATURAL.
     """
     unit: tl.constexpr = LOG2E if NATURAL else 1.0
     if not NATURAL:
@@ -332,7 +331,7 @@ def with_sink(m, den, sink, NATURAL: tl.constexpr):
 
 @triton.jit
 def natural(m, den, sink):
-    """lse of a maximum in units of log2; no less than the sink, which may have been cut there."""
+    """Natural lse from a maximum in units of log2; at least the sink, which `with_sink` clamps."""
     lse = (m + tl.log2(den)) * LN2
     if sink is not None:
         lse = tl.maximum(lse, sink, propagate_nan=tl.PropagateNan.ALL)
@@ -343,25 +342,25 @@ def natural(m, den, sink):
 
 
 @triton.jit
-def without_holes(x):
-    """(x with its NaN and Inf replaced by 0, bool by row: whether it had any)."""
+def replace_nonfinite(x):
+    """(x with 0 for each NaN and Inf, whether each row had any)."""
     good = tl.abs(x.to(tl.float32)) < float("inf")
     return tl.where(good, x, 0.0), tl.max((good == 0).to(tl.int32), 1) > 0
 
 
 @triton.constexpr_function
 def is_masked(window_left, window_right, mask, ranges):
-    """Whether rows of a block may attend different ones of the keys that are loaded for them."""
+    """Whether rows of a block may attend different keys of a tile."""
     return not (window_left is window_right is mask is ranges is None)
 
 
 @triton.jit
-def has_holes(x):
-    """Whether there is a NaN or Inf anywhere in x, at one FMA per element."""
+def has_nonfinite(x):
+    """Whether x has a NaN or Inf, at one FMA per element."""
     return tl.sum(x * 0.0) != 0.0
 
 
-# Dropout: the rule of `backends/dropout.py` in uint32
+# Dropout: the hash of `backends/dropout.py` in uint32
 
 
 @triton.jit
@@ -375,7 +374,7 @@ def _mix(x):
 
 @triton.jit
 def dropout_rows(seed, batch_head, i):
-    """Hash of all but the key, in i's shape; `seed` points at it, batch_head = b * Hq + h."""
+    """Hash of seed, batch_head = b * Hq + h and query, in i's shape; `seed` is a pointer."""
     seed = tl.load(seed)
     high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
     stream = _mix(batch_head.to(tl.uint32) * 0x9E3779B9 + high) ^ low
@@ -384,5 +383,5 @@ def dropout_rows(seed, batch_head, i):
 
 @triton.jit
 def dropout_keep(rows, j, threshold):
-    """Which weights survive. `threshold`: the 32 bits of dropout.threshold(p) as an int32."""
+    """Whether each weight is kept. `threshold`: the 32 bits of dropout.threshold(p) as an int32."""
     return _mix(rows + j.to(tl.uint32) * 0xC2B2AE35) >= threshold.to(tl.uint32, bitcast=True)

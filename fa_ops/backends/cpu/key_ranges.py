@@ -1,6 +1,6 @@
-"""Which keys a row may attend, as one half-open run of keys per row.
+"""The keys that each query row attends, as one half-open key range per row.
 
-Causal masks, windows, `kv_lens` and `key_ranges` each leave a row one run, and so does any
+Causal masks, windows, `kv_lens` and `key_ranges` each leave a row one range, and so does any
 combination of them.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_ops.types import Spec
 
 
-class Runs(NamedTuple):
+class KeyRanges(NamedTuple):
     """Row i attends the keys lo <= j < hi; a dead row has lo = Sk and hi = 0.
 
     Both int32, (B or 1, Hq or 1, Sq or 1, 1).
@@ -24,23 +24,23 @@ class Runs(NamedTuple):
     hi: Tensor
 
     def span(self) -> tuple[int, int]:
-        """The first key that any row attends and the one after the last; not ascending if none."""
+        """The smallest range that contains every row's; empty (first >= last) if all rows are."""
         return int(self.lo.min()), int(self.hi.max())
 
     def core(self) -> tuple[int, int]:
-        """The keys from first to before last that every row attends; not ascending if none."""
+        """The range of keys that every row attends; empty (first >= last) if there is none."""
         return int(self.lo.max()), int(self.hi.min())
 
 
 def key_lengths(spec: Spec, Sk: int) -> Tensor:
-    """How many keys each batch has: int32 (B or 1, 1, 1, 1)."""
+    """Number of keys per batch element, int32 (B or 1, 1, 1, 1)."""
     if spec.kv_lens is None:
         return torch.full((1, 1, 1, 1), Sk, dtype=torch.int32)
     return spec.kv_lens.clamp(0, Sk).view(-1, 1, 1, 1)
 
 
-def key_runs(spec: Spec, Sq: int, Sk: int) -> Runs | None:
-    """The runs of every row, in O(Sq) memory; None if every row attends every key."""
+def attended_ranges(spec: Spec, Sq: int, Sk: int) -> KeyRanges | None:
+    """The key range of every row, in O(Sq) memory, or None if every row attends every key."""
     right = 0 if spec.is_causal else spec.window_right
     bounded = right >= 0 or spec.window_left >= 0
     if not bounded and spec.kv_lens is None and spec.key_ranges is None:
@@ -58,4 +58,4 @@ def key_runs(spec: Spec, Sq: int, Sk: int) -> Runs | None:
         lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
     lo, hi = torch.broadcast_tensors(lo.clamp(min=0), hi.clamp(max=Sk))
     dead = hi <= lo
-    return Runs(lo.masked_fill(dead, Sk), hi.masked_fill(dead, 0))
+    return KeyRanges(lo.masked_fill(dead, Sk), hi.masked_fill(dead, 0))

@@ -1,7 +1,7 @@
-"""Which keys a decoding program reads: all tiles of all rows in one line, cut into stretches.
+"""Work ranges of decoding programs: the tiles of all sequences, divided equally (as in Stream-K).
 
-A row of the batch has a number of tiles of BLOCK_N keys, times its units (see `decode_kernels`),
-row by row, unit by unit. All is found from lengths and ranges on the device.
+A sequence has a number of tiles of BLOCK_N keys, times its units (see `decode_kernels`). All of it
+is computed from lengths and key ranges on the device.
 """
 
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 
 @triton.jit
-def run_of(ranges, ranges_stride, b, batch, length):
-    """Keys [begin, end) of rows b of the batch, in `length` or fewer."""
+def key_range(ranges, ranges_stride, b, batch, length):
+    """Key range [begin, end) of sequences b, within their `length`."""
     at = ranges + b * ranges_stride
     begin = tl.maximum(tl.load(at, mask=b < batch, other=0), 0)
     end = tl.minimum(tl.load(at + 1, mask=b < batch, other=0), length)
@@ -22,7 +22,7 @@ def row_tiles(
     kv_lens, ranges, ranges_stride, b, batch, capacity, new, Sq, window_left,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(length, first tile, tiles) of rows b of the batch, a number or a vector; 0 beyond it."""
+    """(length, first tile, tiles) of sequences b, a scalar or a vector; 0 beyond the batch."""
     length = capacity
     if kv_lens is not None:
         length = tl.minimum(tl.load(kv_lens + b, mask=b < batch, other=0), capacity) + new
@@ -30,7 +30,7 @@ def row_tiles(
     length = tl.where(b < batch, length, 0)
     begin, end = length * 0, length
     if ranges is not None:
-        begin, end = run_of(ranges, ranges_stride, b, batch, length)
+        begin, end = key_range(ranges, ranges_stride, b, batch, length)
     if window_left is not None:
         begin = tl.maximum(length - Sq - window_left, begin)
     first = begin // BLOCK_N
@@ -42,7 +42,7 @@ def find_tile(
     kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, units, tile,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(row, tiles before it) of tile number `tile` of the line, and the line's length."""
+    """(sequence, tiles before it) of tile number `tile`, and the number of all tiles."""
     b, base, before = 0, 0, 0
     for chunk in range(0, batch, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
@@ -62,7 +62,7 @@ def tiles_before(
     kv_lens, ranges, ranges_stride, batch, capacity, new, Sq, window_left, b,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one unit of the rows before b, and of all rows."""
+    """Tiles per unit of the sequences before b, and of all sequences."""
     before, total = 0, 0
     for chunk in range(0, batch, CHUNK):
         u = chunk + tl.arange(0, CHUNK)
@@ -75,10 +75,10 @@ def tiles_before(
 
 
 @triton.jit
-def stretch(pid, total, programs):
-    """Tiles [first, last) of a program, as equal as can be; no more programs than tiles have any.
+def work_range(pid, total, programs):
+    """Tiles [first, last) of a program, divided equally over at most as many programs as tiles.
 
-    `owner_of` is its inverse.
+    `program_of_tile` is its inverse.
     """
     programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
     first = (pid * total.to(tl.int64)) // programs
@@ -88,6 +88,7 @@ def stretch(pid, total, programs):
 
 
 @triton.jit
-def owner_of(tile, total, programs):
+def program_of_tile(tile, total, programs):
+    """The program whose `work_range` has the tile."""
     programs = tl.minimum(programs, tl.maximum(total, 1)).to(tl.int64)
     return (((tile.to(tl.int64) + 1) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
