@@ -58,13 +58,13 @@ def train(door, q, k, v, grad_out=None, **options):
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    _, rows = door.last("prepare")
+    _, rows = door.last("preprocess")
     assert rows["out"] == (out.data_ptr(),)
     return grads, door.last("backward")[1]
 
 
 def test_each_call_has_its_own_tensors_and_the_same_sizes(door):
-    at = dense_backward._PLACES.size  # what calls share stands behind
+    at = dense_backward._ADDRESSES.size  # what calls share stands behind
     packed = [train(door, *inputs())[1][at:] for _ in range(2)]
     q, k, v = inputs()
     grad_out = torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
@@ -90,14 +90,14 @@ def test_gradients_laid_out_otherwise(door):
     ):
         _, products = train(door, q, k, v, grad_out)
         assert addresses(products)[3] == grad_out.data_ptr()
-        assert door.last("prepare")[1]["d"] == grad_out.stride()[:3]
+        assert door.last("preprocess")[1]["grad_strides"] == grad_out.stride()[:3]
     one = torch.zeros(1, dtype=torch.bfloat16)
     apart = torch.zeros(2, 4, 64, 96, dtype=torch.bfloat16).mT
     shifted = torch.zeros(2 * 4 * 96 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 96, 64)
     for grad_out in (one.expand(2, 4, 96, 64), apart, shifted):
         _, products = train(door, q, k, v, grad_out)
         assert addresses(products)[3] != grad_out.data_ptr()
-        assert door.last("prepare")[1]["d"] == (4 * 96 * 64, 96 * 64, 64)
+        assert door.last("preprocess")[1]["grad_strides"] == (4 * 96 * 64, 96 * 64, 64)
 
 
 def test_tensors_that_no_copy_reads_are_copied_in_each_call(door):
@@ -134,7 +134,7 @@ def test_tensor_options_of_each_call_reach_the_kernels(door):
         assert dsinks.shape == (4,) and grads[0].shape == q.shape
         found = host.of_params(door.last("backward")[1])
         assert (found["kv_lens"], found["alibi"]) == ((lens.data_ptr(),), (slopes.data_ptr(),))
-        runs = door.last("keep_runs")[1]
+        runs = door.last("clip_ranges")[1]
         assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
         call = next(iter(prepared._runs.values())).args[0]
         assert call.forward.__module__ == dense_forward.__name__

@@ -20,7 +20,7 @@ class Config:
     block_n: int
     stages: int = 2
     query_stages: int = 1  # with 2, the next tile's queries need not wait for this one's end
-    slack: int = 8  # where maxima are looked for, a reference moves when weights would pass 2^slack
+    rescale_threshold: int = 8  # a running max moves when a weight would exceed 2^this
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
@@ -47,7 +47,7 @@ class Config:
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
-            "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
+            "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
         }  # fmt: skip
 
@@ -101,6 +101,7 @@ class BackwardConfig:
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
+            "SHARED_BYTES": self.shared_bytes, "QUERY_SHARED_BYTES": self.query_shared_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits,
@@ -130,7 +131,11 @@ class MaskGradientConfig:
         return (self.rows + self.columns) * (self.backward.head_dim + self.backward.value_dim) * 2
 
     def defines(self) -> dict[str, int]:
-        return {"QUERY_BLOCK_N": self.columns, "MASK_STAGES": self.stages}
+        return {
+            "QUERY_BLOCK_N": self.columns,
+            "MASK_STAGES": self.stages,
+            "MASK_SHARED_BYTES": self.shared_bytes,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +182,7 @@ class DecodeConfig:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
-            "WHOLE_ROWS": int(self.whole_rows),
+            "WHOLE_ROWS": int(self.whole_rows), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 
@@ -188,7 +193,7 @@ class MlaConfig:
     copy_keys: int  # that one copy brings
     head_dim: int = 576
     value_dim: int = 512
-    slack: int = 8  # as the forward's
+    rescale_threshold: int = 8  # as the forward's
 
     threads, merge_threads = 384, 512
     rows = 64
@@ -204,8 +209,8 @@ class MlaConfig:
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
-            "SCALES_DIFFERENCES": 1,
+            "COPY_KEYS": self.copy_keys, "RESCALE_THRESHOLD": self.rescale_threshold,
+            "ROWS": self.rows, "SCALES_DIFFERENCES": 1, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import compiler
+from fa_ops.backends.hopper.kernel_params import ParamsLayout
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -253,6 +254,14 @@ class Params:
     ) -> None:
         self._pack, self._tail, self._offsets = head.pack_into, bytes(head.size) + tail, offsets
         self._free: list[tuple[ctypes.Array, ctypes.Array]] = []
+
+    @classmethod
+    def of(cls, layout: ParamsLayout, first_shared: str, shared: Sequence[float]) -> Params:
+        """Parameters by their layout: calls share those from `first_shared` on."""
+        names = list(layout.fields)
+        last = names[names.index(first_shared) - 1]
+        head, tail = layout.packer(names[0], last), layout.packer(first_shared)
+        return cls(head, tail.pack(*shared), layout.offsets())
 
     def take(self, *head: int | bytes) -> tuple[ctypes.Array, ctypes.Array]:
         """The parameters, this call's alone, and what `Kernel.launch` takes."""

@@ -65,7 +65,7 @@ def _with_runs(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
     runs = torch.empty((1, 1, len(q), 2), dtype=torch.int32, device=q.device)
     index = q.device.index
     with on_device(index):
-        kernel("packed", "packed_runs", index, _THREADS).launch(
+        kernel("packed", "packed_ranges", index, _THREADS).launch(
             (-(-len(q) // _THREADS), 1),
             current_stream(index),
             pointers_to(
