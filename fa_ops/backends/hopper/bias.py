@@ -47,6 +47,7 @@ class Bias(NamedTuple):
         ), held
 
     def map(self) -> TensorMap:
+        """The tensor map of the mask."""
         return TensorMap(self.dtype, self.shape, self.strides, ROWS)
 
     def packed(self, tensor_map: TensorMap, address: int, unit: float) -> bytes:

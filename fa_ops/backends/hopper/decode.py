@@ -249,6 +249,7 @@ def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
 
 
 def pages_of_row(table: Tensor | None) -> int | None:
+    """Pages of a batch row, or None without a page table."""
     return None if table is None else table.shape[1]
 
 

@@ -68,6 +68,7 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
+    """All gradients of a dense call. `packing` matters to dropout alone."""
     like = q, k, v
     of_grads = tuple(map(_written_strides, like))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
@@ -206,7 +207,7 @@ class BackwardPlan:
             sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
 
-    def _allocate(self, key_blocks: int, parts: int, run_heads: int) -> None:
+    def _allocate(self, key_blocks: int, parts: int, range_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
         log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
         dV, the counter of tiles, and the notes."""
@@ -221,9 +222,9 @@ class BackwardPlan:
         self.key_sums_at = 2 * self.row_bytes + 4 * sums
         self.counter_at = self.key_sums_at + 4 * key_sums
         self.workspace = (self.counter_at // 4 + 1 + notes // _NOTED_ROWS,), (1,), torch.float32
-        self.run_bytes = 8 * run_heads * self.rows
-        self.runs = (run_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
-        self.run_grid = run_heads, self.m_blocks
+        self.range_bytes = 8 * range_heads * self.rows
+        self.clipped = (range_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
+        self.clip_grid = range_heads, self.m_blocks
 
     def run(
         self,
@@ -247,7 +248,7 @@ class BackwardPlan:
         with on_device(self.device):
             stream = current_stream(self.device)
             dq, dk, dv = grads = [empty(*of) for of in self.grads]
-            workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
+            workspace, clipped = empty(*self.workspace), self._clip_ranges(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes
             counter = at + self.counter_at
@@ -255,8 +256,8 @@ class BackwardPlan:
             params = self.params.take(
                 *map(TensorMap.at, self.maps, places),
                 *places,
-                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(runs)),
-                0 if runs is None else runs.data_ptr() + self.run_bytes,
+                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(clipped)),
+                0 if clipped is None else clipped.data_ptr() + self.range_bytes,
                 *(at + self.key_sums_at, counter + 4),
             )
             bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
@@ -281,16 +282,18 @@ class BackwardPlan:
         """(B, Hq, rows), rows from Sq on undefined."""
         return workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
 
-    def _find_runs(self, ranges: Tensor | None, lens: Tensor | None, stream: int) -> Tensor | None:
-        """Each query's keys after every mask, and each block of queries' bounds."""
+    def _clip_ranges(
+        self, ranges: Tensor | None, lens: Tensor | None, stream: int
+    ) -> Tensor | None:
+        """The keys of each query after every mask, and the bounds of each block of queries."""
         if ranges is None:
             return None
-        runs = empty(*self.runs)
-        at = runs.data_ptr()
-        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), at, at + self.run_bytes)
-        self.kernels.clip_ranges.launch(self.run_grid, stream, params[1])
+        clipped = empty(*self.clipped)
+        at = clipped.data_ptr()
+        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), at, at + self.range_bytes)
+        self.kernels.clip_ranges.launch(self.clip_grid, stream, params[1])
         self.clip_ranges.give_back(params)
-        return runs
+        return clipped
 
     def _write_features(
         self, params, mask: Tensor | None, bias: Tensor | None, row_keys: Tensor | None, Sk: int

@@ -226,6 +226,7 @@ class ForwardPlan:
         row_keys: Tensor | None = None,
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """out and lse, which is None unless asked for."""
         of_q, of_k, of_v = self.maps
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)

@@ -50,6 +50,7 @@ def row_keys(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | 
 
 
 def padded_rows(Sq: int) -> int:
+    """The number of row seeds of a head."""
     return -(-Sq // _ROWS) * _ROWS
 
 

@@ -64,6 +64,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> Geometry:
+        """The launch that packs a mask."""
         B, H, rows, columns = mask.shape
         strides, pitch = mask.stride(), _row_bytes(columns)
         used = (stride for size, stride in zip(mask.shape[:3], strides) if size > 1)

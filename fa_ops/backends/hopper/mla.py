@@ -141,6 +141,7 @@ class MlaFamily:
         )
 
     def scalars(self, capacity: int) -> bytes:
+        """The packed scalars; `capacity`: keys that a batch row has room for."""
         return _SCALARS.pack(*self._before, capacity, *self._behind)
 
 
