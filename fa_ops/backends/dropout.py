@@ -53,4 +53,5 @@ def _signed(x: Tensor) -> Tensor:
 
 
 def threshold(p: float) -> int:
+    """The random 32-bit number below which a weight is dropped."""
     return min(int(p * 2**32), _MASK)

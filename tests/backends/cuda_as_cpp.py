@@ -1,4 +1,4 @@
-"""CUDA sources as C++ on the CPU: one warp at a time, whose lanes are coroutines."""
+"""Compiles CUDA sources as C++ for the CPU, with stand-ins for `ptx.cuh`."""
 
 import ctypes
 import shutil
@@ -11,9 +11,10 @@ from fa_ops.backends import hopper
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 SOURCES = Path(hopper.__file__).parent / "cuda"
-# What the source takes from CUDA. The lanes of a warp are coroutines; one that tells the others
-# something goes on when all have.
-CUDA = """
+# In place of `ptx.cuh`, for one warp at a time. The lanes of a warp are coroutines: one that
+# exchanges a value continues when all have.
+WARP = """
+#pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,17 +23,22 @@ using std::min, std::max;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct int4 { int x, y, z, w; };
+struct uint4 { u32 x, y, z, w; };
+struct TensorMap { u64 words[16]; };
 struct float2 { float x, y; };
 struct Index { int x; };
 static Index blockIdx, blockDim, gridDim, threadIdx;
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> static T __ldcg(const T* x) { return *x; }
+static float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
 static float exp2_fast(float x) { return exp2f(x); }
-static void next_grid_may_start() {}
-static void wait_for_last_grid() {}
+static float log2_fast(float x) { return log2f(x); }
+static float reciprocal_fast(float x) { return 1.f / x; }
+static void launch_dependent_grids() {}
+static void wait_for_prior_grid() {}
 static void store_shared(u32, int4) {}
-static void fence_async_smem() {}
+static void fence_async_shared() {}
 template <class T> static T load_shared(u32) { return {}; }
 
 static ucontext_t scheduler, lanes[32];
@@ -71,7 +77,7 @@ static int __shfl_up_sync(u32, int x, int by) {
   const int lane = threadIdx.x & 31;
   return heard_by(x, lane < by ? lane : lane - by);
 }
-static int uniform(int x) { return heard_by(x, 0); }
+static int warp_uniform(int x) { return heard_by(x, 0); }
 static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
 static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
 static u32 __ballot_sync(u32, bool x) {
@@ -84,15 +90,18 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define DEVICE inline
 static bool __any_sync(u32 lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
 static bool __all_sync(u32 lanes, bool x) { return __ballot_sync(lanes, !x) == 0; }
-constexpr int FAR = 1 << 29;
-constexpr float NEVER = -1e30f, INFINITE = INFINITY;
+constexpr int UNBOUNDED = 1 << 29;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f, INFINITE = INFINITY;
 """  # noqa: E501
 
 
-def built(folder: Path, name: str, text: str) -> ctypes.CDLL:
-    """A library of these sources."""
-    (folder / f"{name}.cpp").write_text(CUDA + text)
-    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unused"]
+def built(folder: Path, name: str, text: str, ptx: str = WARP) -> ctypes.CDLL:
+    """A library of a source that includes files of `cuda/`, with `ptx` in place of `ptx.cuh`."""
+    headers = folder / f"{name}_cuda"
+    shutil.copytree(SOURCES, headers)
+    (headers / "ptx.cuh").write_text(ptx)
+    (folder / f"{name}.cpp").write_text('#include "ptx.cuh"\n' + text)
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{headers}"]
     library = folder / f"{name}.so"
     subprocess.run([*command, folder / f"{name}.cpp", "-o", library], check=True)
     return ctypes.CDLL(str(library))

@@ -1,95 +1,36 @@
-"""A backward call of the Hopper tier on the host: what its kernels find, by their declarations."""
+"""The parameters of the backward kernels, as a call of the Hopper tier fills them in."""
 
 import ctypes
-import re
 import struct
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, dense_backward
+from fa_ops.backends.hopper import dense_backward
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
-SOURCE = (compiler._SOURCES / "backward.cuh").read_text()
-TENSORS = 7  # q, k, v, grad_out, dq, dk and dv
-
-# Of what is declared: size, alignment and struct format; a tensor map's first word is its address.
-KINDS = {
-    "TensorMap": (128, 64, "Q"), "Strides": (24, 8, "3q"), "Bits": (40, 8, "Q4q"),
-    "Dropout": (32, 8, "QiI2fI"), "Bias": (192, 64, "Q"), "long long": (8, 8, "q"),
-    "int": (4, 4, "i"), "float": (4, 4, "f"),
-}  # fmt: skip
-
-
-def kind_of(declared: str) -> tuple[int, int, str]:
-    return (8, 8, "Q") if "*" in declared else KINDS[declared]
-
-
-def declared(kernel: str) -> dict[str, tuple[int, str]]:
-    """Each parameter's offset and struct format, laid out as C does."""
-    found, at = {}, 0
-    text = re.search(rf"\b{kernel}\(((?:const )?\w+\*[^)]*)\)", SOURCE)[1]
-    for parameter in text.split(","):
-        kind, name = re.fullmatch(r"\s*(?:const )?(.*?)\s*(\w+)\s*", parameter).groups()
-        size, alignment, code = kind_of(kind)
-        at += -at % alignment
-        found[name], at = (at, code), at + size
-    return found
-
-
-def fields() -> dict[str, tuple[int, str]]:
-    """Of struct Params, the parameter of all other kernels."""
-    found, at = {}, 0
-    text = re.search(r"struct Params \{(.*?)\n\};", SOURCE, re.S)[1]
-    for line in re.sub(r"//.*|#.*", "", text).replace("\n", " ").split(";")[:-1]:
-        kind, names = re.fullmatch(r"\s*(?:const )?(long long|\w+\*?) (.*)", line).groups()
-        size, alignment, code = kind_of(kind)
-        for name in names.split(", "):
-            name, count = (name[:-9], TENSORS) if name.endswith("[TENSORS]") else (name, 1)
-            at += -at % alignment
-            found[name.strip()], at = (at, code * count), at + size * count
-    return found
+PREPROCESS = dense_backward._PREPROCESS, dense_backward._CLIP
+LAYOUTS = dict(zip(("preprocess", "clip_ranges"), PREPROCESS))
 
 
 def of_params(products: bytes) -> dict[str, tuple]:
-    """What a kernel reads."""
-    places = fields().items()
-    return {name: struct.unpack_from("<" + code, products, at) for name, (at, code) in places}
-
-
-def test_params_lie_where_the_source_declares_them():
-    at = {name: place for name, (place, _) in fields().items()}
-    assert at["B"] == dense_backward._PLACES.size
-    assert at["by_key"] == dense_backward._BITS_AT
-    assert at["dropout"] == dense_backward._DROPOUT_AT
-    assert at["bias"] == dense_backward._BIAS_AT
-    assert at["bias"] + KINDS["Bias"][0] == dense_backward._PARAMS_BYTES
-
-
-@pytest.mark.parametrize(
-    "kernel, head, offsets",
-    [
-        ("prepare", dense_backward._PREPARE, dense_backward._PREPARE_OFFSETS),
-        ("keep_runs", dense_backward._RUNS, dense_backward._RUNS_OFFSETS),
-    ],
-)
-def test_parameters_lie_where_the_source_declares_them(kernel, head, offsets):
-    parameters = declared(kernel)
-    assert list(offsets) == [at for at, _ in parameters.values()]
-    codes = [code for _, code in parameters.values()]
-    addresses = next(i for i, code in enumerate(codes) if code != "Q")
-    assert head.size == 8 * addresses
+    """What a kernel reads; of a tensor map the address alone, with which the driver starts it."""
+    found = dense_backward._PARAMS.unpack(products)
+    return {
+        name: struct.unpack_from("<Q", values[0]) if isinstance(values[0], bytes) else values
+        for name, values in found.items()
+    }
 
 
 def read(name, pointers):
-    if name not in ("prepare", "keep_runs"):
-        return ctypes.string_at(pointers[0], dense_backward._PARAMS_BYTES)
+    if name not in LAYOUTS:
+        return ctypes.string_at(pointers[0], dense_backward._PARAMS.size)
     found = {}
-    for i, (parameter, (_, code)) in enumerate(declared(name).items()):
-        packed = ctypes.string_at(pointers[i], struct.calcsize("<" + code))
-        found[parameter] = struct.unpack("<" + code, packed)
+    for i, field in enumerate(LAYOUTS[name].fields.values()):
+        packed = ctypes.string_at(pointers[i], field.size)
+        found[field.name] = struct.unpack("<" + field.format, packed)
     return found
 
 
@@ -113,12 +54,12 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
     g, q, k, v, out, lse = tensors(2, 4, 4, 200, 300, D)
     grads = dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
     assert [x.stride() for x in grads[:3]] == [x.stride() for x in (q, k, v)]
-    grid, rows = driver.last("prepare")
+    grid, rows = driver.last("preprocess")
     assert grid == (8, 4) and rows["rows"] == (256,)
     assert (rows["out"], rows["grad_out"], rows["lse"], rows["grad_lse"]) == (
         (out.data_ptr(),), (g.data_ptr(),), (lse.data_ptr(),), (0,),
     )  # fmt: skip
-    assert rows["o"] == out.stride()[:3] and rows["d"] == g.stride()[:3]
+    assert rows["out_strides"] == out.stride()[:3] and rows["grad_strides"] == g.stride()[:3]
     assert (rows["Hq"], rows["Sq"], rows["Dv"]) == ((4,), (200,), (D,))
     assert rows["zeros"] == (8 * 256 * D // 4,)
     grid, products = driver.last("backward")
@@ -136,7 +77,7 @@ def test_each_kernel_finds_its_tensors_and_sizes(driver, D, block):
     sizes |= {"m_blocks": 256 // block, "n_blocks": 3, "parts": 1, "part_heads": 1}
     assert {name: found[name][0] for name in sizes} == sizes
     assert found["scale"] == (pytest.approx(D**-0.5),)
-    grid, last = driver.last("finish")
+    grid, last = driver.last("postprocess")
     assert grid == (256 // block * 8, 1) and last == products
 
 
@@ -171,9 +112,9 @@ def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
     assert found["counter"][0] - found["key_sums"][0] == sums
     query_sums = 12 * 256 * D * 4 if adds else 0
     assert found["key_sums"][0] - found["sums"][0] == query_sums
-    _, rows = driver.last("prepare")
+    _, rows = driver.last("preprocess")
     assert rows["zeros"] == ((query_sums + sums) // 16 if adds else 0,)
-    grid, _ = driver.last("finish")
+    grid, _ = driver.last("postprocess")
     assert grid == (2 * 2 * blocks + (12 * 4 if adds else 0), 1)
 
 
@@ -204,18 +145,18 @@ def test_key_ranges_and_lengths(driver):
     ranges = torch.zeros(2, 1, 200, 2, dtype=torch.int32)
     spec = Spec(kv_lens=lens, key_ranges=ranges, window_left=7)
     dense_backward.backward(g, None, q, k, v, out, lse, spec)
-    grid, runs = driver.last("keep_runs")
+    grid, runs = driver.last("clip_ranges")
     assert grid == (2, 2)
     assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
-    assert runs["r"] == (400, 0, 2) and (runs["Sq"], runs["Sk"], runs["left"]) == (
+    assert runs["strides"] == (400, 0, 2) and (runs["Sq"], runs["Sk"], runs["window_left"]) == (
         (200,),
         (300,),
         (7,),
     )
     found = of_params(driver.last("backward")[1])
     assert found["kv_lens"] == (lens.data_ptr(),)
-    assert (found["runs"], found["bounds"]) == (runs["runs"], runs["bounds"])
-    assert runs["bounds"][0] - runs["runs"][0] == 2 * 256 * 8
+    assert (found["ranges"], found["bounds"]) == (runs["clipped"], runs["bounds"])
+    assert runs["bounds"][0] - runs["clipped"][0] == 2 * 256 * 8
 
 
 def test_a_later_call_has_its_own_mask(driver, monkeypatch):

@@ -43,7 +43,7 @@ def test_both_kernels_find_the_addresses_of_the_call(driver):
     ranges = torch.tensor([0, 9], dtype=torch.int32).view(1, 1, 1, 2)
     spec = Spec(kv_lens=LENS, alibi_slopes=slopes, sinks=sinks, key_ranges=ranges)
     out, lse = decode.forward(q, k, v, Cache(), spec)
-    assert [one.name for one in driver.launched] == ["decode", "merge_parts"]
+    assert [one.name for one in driver.launched] == ["decode", "combine"]
     first, second = (one.params for one in driver.launched)
     assert first == second
     found = words(first)
@@ -150,7 +150,7 @@ def test_a_launch_without_a_context_is_repeated(driver, monkeypatch):
     driver.answers["cuLaunchKernelEx"] = [201, 0, 0]
     q, k, v = qkv()
     decode.forward(q, k, v, Cache(), Spec(kv_lens=LENS))
-    assert [one.name for one in driver.launched] == ["decode", "decode", "merge_parts"]
+    assert [one.name for one in driver.launched] == ["decode", "decode", "combine"]
     assert driver.called[-4:-2] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
     driver.answers["cuLaunchKernelEx"] = [700]
     with pytest.raises(launch.DriverError, match="cuLaunchKernelEx failed"):
@@ -164,7 +164,7 @@ def test_the_struct_of_a_latent_cache(driver):
     k = torch.randn(40, 64, 1, 576, dtype=torch.bfloat16)
     table = torch.arange(40, dtype=torch.int32).view(2, 20)
     out, lse = mla.forward(q, k, k[..., :512], Cache(table), Spec(kv_lens=LENS))
-    assert [one.name for one in driver.launched] == ["mla", "merge_parts"]
+    assert [one.name for one in driver.launched] == ["mla", "combine"]
     params = driver.launched[0].params
     at = struct.unpack_from("<Q", params)[0], struct.unpack_from("<Q", params, 128)[0]
     assert at == (q.data_ptr(), k.data_ptr())

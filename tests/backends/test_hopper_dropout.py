@@ -1,23 +1,22 @@
 """Dropout's hash in the Hopper kernels: cuda/dropout.cuh and dropout.cu, as C++ on the CPU."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from fa_ops.backends import dropout, hopper
+from fa_ops.backends import dropout
 from fa_ops.backends.hopper import dropout as rows
 from fa_ops.types import Packing, Spec
+from tests.backends.cuda_as_cpp import built, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 CUDA = """
+#pragma once
 #include <algorithm>
 using std::min, std::max;
-constexpr int FAR = 1 << 29;
+constexpr int UNBOUNDED = 1 << 29;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct Index { u32 x; };
@@ -28,21 +27,22 @@ static bool __syncthreads_and(bool x) { return x; }  // threads come one by one:
 #define __launch_bounds__(threads)
 """
 CALLS = """
+#include "dropout.cu"
 extern "C" {
-void run_row_keys(u32 ctas, const u64* seed, const int* ends_q, const int* ends_k, u32* keys,
+void run_row_seeds(u32 ctas, const u64* seed, const int* ends_q, const int* ends_k, u32* keys,
                   int sequences, int heads, u32 rows, u32 count) {
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
     for (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++)
-      row_keys(seed, ends_q, ends_k, keys, sequences, heads, rows, count);
+      row_seeds(seed, ends_q, ends_k, keys, sequences, heads, rows, count);
 }
 void is_dropped(const u32* keys, int count, u32 columns, u32 threshold, unsigned char* to) {
   for (int i = 0; i < count; i++)
     for (u32 j = 0; j < columns; j++)
-      to[i * columns + j] = compared(keys[i] + j * COLUMN_KEY, threshold) < threshold;
+      to[i * columns + j] = comparable_hash(keys[i] + j * COLUMN_STEP, threshold) < threshold;
 }
-u32 hash_of(u32 key) { return mixed(key); }
-u32 compared_of(u32 key, u32 threshold) { return compared(key, threshold); }
-u32 column_key() { return COLUMN_KEY; }
+u32 hash_of(u32 key) { return mix(key); }
+u32 compared_of(u32 key, u32 threshold) { return comparable_hash(key, threshold); }
+u32 column_step() { return COLUMN_STEP; }
 int parameter_bytes() { return sizeof(Dropout); }
 }
 """
@@ -51,16 +51,8 @@ int parameter_bytes() { return sizeof(Dropout); }
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dropout")
-    cuda = Path(hopper.__file__).parent / "cuda"
-    parts = ((cuda / name).read_text() for name in ("dropout.cuh", "sequences.cuh", "dropout.cu"))
-    (folder / "dropout.cpp").write_text("\n".join((CUDA, *parts, CALLS)))
-    library = folder / "dropout.so"
-    subprocess.run(
-        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", folder / "dropout.cpp", "-o", library],
-        check=True,
-    )
-    lib = ctypes.CDLL(str(library))
-    for name in ("hash_of", "compared_of", "column_key"):
+    lib = built(folder, "dropout", CALLS, CUDA)
+    for name in ("hash_of", "compared_of", "column_step"):
         getattr(lib, name).restype = ctypes.c_uint32
     return lib
 
@@ -68,7 +60,7 @@ def source(tmp_path_factory):
 @pytest.fixture
 def launched(source, monkeypatch):
     def launch(device, ctas, *params):
-        source.run_row_keys(ctas, *params)
+        source.run_row_seeds(ctas, *params)
 
     monkeypatch.setattr(rows, "_launch", launch)
     return source
@@ -153,4 +145,4 @@ def test_parameters(source):
     assert len(packed) == len(rows.parameters(None, 0.0)) == source.parameter_bytes()
     address, count, threshold, scale, kept, column = rows._PARAMS.unpack(packed)
     assert (address, count, threshold) == (keys.data_ptr(), 64, 2**31)
-    assert (scale, kept, column) == (2.0, 0.5, source.column_key())
+    assert (scale, kept, column) == (2.0, 0.5, source.column_step())

@@ -164,7 +164,7 @@ def test_a_latent_cache_grows_too(layout, driver, checked):
     for step, one in zip(steps, grown(driver, checked, plain, steps, maps=2)):
         forget()
         assert launched(driver, plain, *step, maps=2) == one
-        assert [name for name, *_ in one] == ["mla", "merge_parts"]
+        assert [name for name, *_ in one] == ["mla", "combine"]
     others = keys[1].clone()[..., :512], keys[1].as_strided((1, 1, 600, 512), (576, 576, 512, 1))
     for v in others:
         with pytest.raises(NotImplementedError, match="one head's keys hold its values"):
@@ -189,7 +189,7 @@ def test_maps_and_lengths_are_those_of_the_tensors(driver):
 
 def test_parts_are_merged_from_the_length_on_at_which_rows_are_shared(driver):
     q = contiguous(1, 6, 1, 128)  # 3 units on 4 CTAs
-    for S, names in ((512, ["decode"]), (513, ["decode", "merge_parts"]), (512, ["decode"])):
+    for S, names in ((512, ["decode"]), (513, ["decode", "combine"]), (512, ["decode"])):
         found = launched(driver, plain, q, contiguous(1, 3, S, 128), contiguous(1, 3, S, 128))
         assert [name for name, *_ in found] == names
 

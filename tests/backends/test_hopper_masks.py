@@ -1,22 +1,20 @@
 """Bool masks as bits: the kernels of cuda/mask.cu, as C++ on the CPU."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import mask as masks
 from fa_ops.backends.hopper.problem import shared_strides
+from tests.backends.cuda_as_cpp import built, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
-# What the source takes from CUDA. Lanes run one after another, twice: what they tell each other
-# does not depend on what others told them, so that the second time all of it is known.
+# In place of `ptx.cuh`. Lanes run one after another, twice: what they exchange does not depend on
+# what others exchanged, so that the second time all of it is known.
 CUDA = """
+#pragma once
 #include <algorithm>
 #include <vector>
 using std::min, std::max;
@@ -40,11 +38,15 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 static int __clz(u32 x) { return __builtin_clz(x); }
 static int2 make_int2(int x, int y) { return {x, y}; }
 #define DEVICE inline
-constexpr int FAR = 1 << 29;
+constexpr int UNBOUNDED = 1 << 29;
 #define __global__
 #define __launch_bounds__(threads)
 """
 LAUNCH = """
+#define ENTRY_pack_rows 1
+#define ENTRY_pack_words 1
+#define ENTRY_find_ranges 1
+#include "mask.cu"
 template <class Lane> void run(Index* grid, Lane lane) {
   gridDim = *grid;
   for (blockIdx.y = 0; blockIdx.y < grid->y; blockIdx.y++)
@@ -55,16 +57,16 @@ template <class Lane> void run(Index* grid, Lane lane) {
       }
 }
 extern "C" {
-void run_pack_rows(Index* g, const unsigned char* mask, unsigned char* bits, Steps* s,
+void run_pack_rows(Index* g, const unsigned char* mask, unsigned char* bits, MaskStrides* s,
                    int heads, int all, int rows, int columns, int pitch) {
   run(g, [&] { pack_rows(mask, bits, *s, heads, all, rows, columns, pitch); });
 }
-void run_pack_words(Index* g, const unsigned char* mask, unsigned char* bits, Steps* s,
+void run_pack_words(Index* g, const unsigned char* mask, unsigned char* bits, MaskStrides* s,
                     int heads, int all, int rows, int columns, int pitch) {
   run(g, [&] { pack_words(mask, bits, *s, heads, all, rows, columns, pitch); });
 }
-void run_find_runs(Index* g, unsigned char* bits, int rows, int pitch) {
-  run(g, [&] { find_runs(bits, rows, pitch); });
+void run_find_ranges(Index* g, unsigned char* bits, int rows, int pitch) {
+  run(g, [&] { find_ranges(bits, rows, pitch); });
 }
 }
 """
@@ -73,14 +75,7 @@ void run_find_runs(Index* g, unsigned char* bits, int rows, int pitch) {
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mask")
-    source = Path(hopper.__file__).parent / "cuda/mask.cu"
-    (folder / "mask.cpp").write_text(CUDA + source.read_text() + LAUNCH)
-    library = folder / "mask.so"
-    subprocess.run(
-        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", folder / "mask.cpp", "-o", library],
-        check=True,
-    )
-    return ctypes.CDLL(str(library))
+    return built(folder, "mask", LAUNCH, CUDA)
 
 
 @pytest.fixture
@@ -148,7 +143,7 @@ def test_by_query(form, packed):
     bits = masks.bits_by_query(mask, Sk)
     expected = (four(mask).view(torch.uint8) != 0).expand(*four(mask).shape[:3], Sk)
     assert torch.equal(shown(bits, Sk).expand_as(expected), expected)
-    assert packed == [kernel, "find_runs"]
+    assert packed == [kernel, "find_ranges"]
     for block in (64, 80, 112, 128):  # what a block reads is in its row
         assert -(-Sk // block) * block <= 8 * masks.run_at(bits)
 
@@ -164,7 +159,7 @@ def test_by_key(form, packed):
         assert torch.equal(kept, expected[:, :1, :, :1].expand_as(kept))
     else:
         assert torch.equal(shown(bits, Sq).expand_as(expected), expected)
-    assert packed == [kernel, "find_runs"]
+    assert packed == [kernel, "find_ranges"]
 
 
 def test_what_is_shared_is_packed_once(packed):

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
+from tests.backends.cuda_as_cpp import built, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -19,11 +19,12 @@ static int2 make_int2(int x, int y) { return {x, y}; }
 static bool sorted_of[2];
 static int asked;
 static bool __syncthreads_and(bool) { return sorted_of[asked++ % 2]; }
+#include "packed.cu"
 """
 RUN = """
 extern "C" void run(const int* q, const int* k, const int* lens, int2* runs, int B, int Tq, int Tk, int left, int right) {
   sorted_of[0] = std::is_sorted(q, q + B + 1), sorted_of[1] = std::is_sorted(k, k + B + 1);
-  for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_runs(q, k, lens, runs, B, Tq, Tk, left, right);
+  for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_ranges(q, k, lens, runs, B, Tq, Tk, left, right);
 }
 """  # noqa: E501
 FAR = 1 << 29
@@ -32,8 +33,7 @@ EXTREMES = (-(2**31), -5, 2**31 - 1, 1 << 30)
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    sources = "".join((SOURCES / name).read_text() for name in ("sequences.cuh", "packed.cu"))
-    return built(tmp_path_factory.mktemp("packed"), "packed", CALL + sources + RUN).run
+    return built(tmp_path_factory.mktemp("packed"), "packed", CALL + RUN).run
 
 
 def counted(ends, tokens):

@@ -68,13 +68,13 @@ def train(noted, q, k, v, grad_out=None, **options):
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    _, rows = noted.last("prepare")
+    _, rows = noted.last("preprocess")
     assert rows["out"] == (out.data_ptr(),)
     return grads, noted.last("backward")[1]
 
 
 def test_each_call_has_its_own_tensors_and_the_same_sizes(noted):
-    at = dense_backward._PLACES.size  # what calls share stands behind
+    at = dense_backward._ADDRESSES.size  # what calls share stands behind
     packed = [train(noted, *inputs())[1][at:] for _ in range(2)]
     q, k, v = inputs()
     grad_out = torch.zeros(2, 96, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
@@ -97,14 +97,14 @@ def test_gradients_laid_out_otherwise(noted):
     ):
         _, products = train(noted, q, k, v, grad_out)
         assert addresses(products)[3] == grad_out.data_ptr()
-        assert noted.last("prepare")[1]["d"] == grad_out.stride()[:3]
+        assert noted.last("preprocess")[1]["grad_strides"] == grad_out.stride()[:3]
     one = torch.zeros(1, dtype=torch.bfloat16)
     apart = torch.zeros(2, 4, 64, 96, dtype=torch.bfloat16).mT
     shifted = torch.zeros(2 * 4 * 96 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 96, 64)
     for grad_out in (one.expand(2, 4, 96, 64), apart, shifted):
         _, products = train(noted, q, k, v, grad_out)
         assert addresses(products)[3] != grad_out.data_ptr()
-        assert noted.last("prepare")[1]["d"] == (4 * 96 * 64, 96 * 64, 64)
+        assert noted.last("preprocess")[1]["grad_strides"] == (4 * 96 * 64, 96 * 64, 64)
 
 
 def test_tensors_that_no_copy_reads_are_copied_in_each_call(noted):
@@ -140,7 +140,7 @@ def test_tensor_options_of_each_call_reach_the_kernels(noted):
         assert dsinks.shape == (4,) and grads[0].shape == q.shape
         found = host.of_params(noted.last("backward")[1])
         assert (found["kv_lens"], found["alibi"]) == ((lens.data_ptr(),), (slopes.data_ptr(),))
-        runs = noted.last("keep_runs")[1]
+        runs = noted.last("clip_ranges")[1]
         assert (runs["ranges"], runs["kv_lens"]) == ((ranges.data_ptr(),), (lens.data_ptr(),))
         assert_hopper_runs_both()
 

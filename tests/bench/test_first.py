@@ -72,7 +72,7 @@ def test_compilations_within_a_call_are_counted(monkeypatch, tmp_path):
     monkeypatch.setitem(
         CALLS,
         "forward",
-        lambda f, S, *_: lambda: compiler.cubins("packed", ["packed_runs"], {"S": S // 64}),
+        lambda f, S, *_: lambda: compiler.cubins("packed", ["packed_ranges"], {"S": S // 64}),
     )
     calls = first.measure(FAMILIES[0], (64, 65, 128), "cpu", "cpu")
     assert [call.compiled for call in calls] == [1, 0, 1]

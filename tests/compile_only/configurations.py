@@ -40,8 +40,18 @@ CACHED = {
     "ranges": {"ranges": True},
     "options": {"softcap": True, "alibi": True, "sinks": True},
 }
-BEFORE = {"mask": ("pack_rows", "pack_words", "find_runs"), "dropout": ("row_keys",)}
-BEFORE["packed"] = ("packed_runs",)
+BEFORE = {"mask": ("pack_rows", "pack_words", "find_ranges"), "dropout": ("row_seeds",)}
+BEFORE["packed"] = ("packed_ranges",)
+# Entry points that were renamed; files keep the older names, so that checkouts compare.
+FILE_NAMES = {
+    "clip_ranges": "keep_runs",
+    "combine": "merge_parts",
+    "find_ranges": "find_runs",
+    "packed_ranges": "packed_runs",
+    "postprocess": "finish",
+    "preprocess": "prepare",
+    "row_seeds": "row_keys",
+}
 
 
 class Configuration(NamedTuple):
@@ -126,12 +136,13 @@ def chosen(only: str) -> list[Configuration]:
 
 
 def write(folder: Path, only: str) -> None:
-    """Each entry point's cubin, as the file NAME.ENTRY.cubin with / as -."""
+    """Write each entry point's cubin as NAME.ENTRY.cubin, with / as -."""
 
     def one(configuration: Configuration) -> None:
         name, kind, entries, defines = configuration
         for entry, code in zip(entries, compiler.cubins(kind, entries, defines)):
-            (folder / f"{name.replace('/', '-')}.{entry}.cubin").write_bytes(code)
+            label = FILE_NAMES.get(entry, entry)
+            (folder / f"{name.replace('/', '-')}.{label}.cubin").write_bytes(code)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
         list(threads.map(one, chosen(only)))

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import threading
-from collections import Counter
 
 import pytest
 import torch
@@ -19,13 +18,16 @@ from fa_ops.backends.hopper import (  # noqa: E402
     configs,
     decode,
     dense_backward,
+    dense_forward,
+    launch,
     mla,
 )
+from tests.compile_only.configurations import BEFORE  # noqa: E402
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
 
 OFF = dict.fromkeys(
     (
-        "IS_RAGGED",
+        "HAS_WINDOW",
         "HAS_LEFT",
         "HAS_KV_LENS",
         "HAS_RANGES",
@@ -39,16 +41,31 @@ OFF = dict.fromkeys(
     0,
 )
 FEATURES = (
-    {}, {"IS_RAGGED": 1}, {"IS_RAGGED": 1, "HAS_MASK": 1},
-    {"IS_RAGGED": 1, "HAS_DROPOUT": 1}, dict.fromkeys(OFF, 1),
+    {}, {"HAS_WINDOW": 1}, {"HAS_WINDOW": 1, "HAS_MASK": 1},
+    {"HAS_WINDOW": 1, "HAS_DROPOUT": 1}, dict.fromkeys(OFF, 1),
 )  # fmt: skip
 FEATURE_IDS = ["full", "causal", "mask", "dropout", "all"]
 SERIALISED = ("C7510", "C7512", "C7513", "C7514", "C7515")
 
 
-def compiled(kind, config, bf16=1, **features):
-    defines = OFF | features | config.defines() | {"IS_BF16": bf16}
-    return compiler.compile_source(compiler.assemble(kind, defines), "--ptxas-options=-v")
+def compiled(folder, kind, config, **features):
+    """(SASS, log) of all entry points of a dense kernel."""
+    defines = OFF | features | config.defines() | {"IS_BF16": 1}
+    if kind == "forward":
+        defines["SHARED_BYTES"] = config.shared_bytes(bool(defines["HAS_MASK"]))
+    if kind == "backward":
+        return compiled_entries(folder, kind, dense_backward.entries_of(config, defines), defines)
+    return compiled_entries(folder, kind, [launch.Entry(kind, 0)], defines)
+
+
+def compiled_entries(folder, kind, entries, defines):
+    """(SASS, log) of entry points, one behind the other."""
+    sass, logs = "", ""
+    for entry in entries:
+        program = compiler.program(kind, entry.name, defines)
+        cubin, log = compiler.compile_source(program, "--ptxas-options=-v")
+        sass, logs = sass + disassembled(cubin, folder), logs + log
+    return sass, logs
 
 
 def assert_clean(log, spilled_bytes=0):
@@ -57,7 +74,7 @@ def assert_clean(log, spilled_bytes=0):
     assert spills
     for name, found in spills:
         # what computes rows again calls a function, and keeps things aside meanwhile
-        assert int(found) <= (200 if name == "finish" else spilled_bytes), name
+        assert int(found) <= (200 if name == "postprocess" else spilled_bytes), name
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=FEATURE_IDS)
@@ -68,12 +85,11 @@ def assert_clean(log, spilled_bytes=0):
 def test_forward(dims, features, tmp_path):
     is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT"})
     config = configs.forward_config(*dims, is_crowded=is_crowded)
-    cubin, log = compiled("forward", config, **features)
+    sass, log = compiled(tmp_path, "forward", config, **features)
     # the copying warp has 32 or 40 registers and keeps up to four words aside, those that read
     # masks up to eight; all options at once are no main configuration
     aside = 32 if "HAS_MASK" in features else 16
     assert_clean(log, spilled_bytes=200 if len(features) > 2 else aside)
-    sass = disassembled(cubin, tmp_path)
     # scores: one product per 16 features, first block and loop; output: one per 16 keys, loop and
     # last block
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
@@ -87,10 +103,9 @@ def test_forward(dims, features, tmp_path):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
 def test_forward_over_pages(dims, page, tmp_path):
     config = configs.forward_config(*dims, page=page)
-    cubin, log = compiled("forward", config, IS_RAGGED=1, HAS_KV_LENS=1)
+    sass, log = compiled(tmp_path, "forward", config, HAS_WINDOW=1, HAS_KV_LENS=1)
     # with four consumers the warp that copies and finds pages has 32 registers
     assert_clean(log, spilled_bytes=80 if config.head_dim == 64 else 0)
-    sass = disassembled(cubin, tmp_path)
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 1
     assert not unwritten_uniform_registers(sass)
@@ -98,7 +113,7 @@ def test_forward_over_pages(dims, page, tmp_path):
 
 BACKWARD_FEATURES = pytest.mark.parametrize(
     "features",
-    (*FEATURES, {"IS_RAGGED": 1, "SPLITS_GROUP": 1}, {"IS_RAGGED": 1, "HAS_KV_LENS": 1}),
+    (*FEATURES, {"HAS_WINDOW": 1, "SPLITS_GROUP": 1}, {"HAS_WINDOW": 1, "HAS_KV_LENS": 1}),
     ids=[*FEATURE_IDS, "parts", "lengths"],
 )
 
@@ -109,11 +124,10 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
     config = configs.backward_config(head_dim, head_dim, is_crowded=is_crowded)
     assert config.shared_bytes <= configs.SHARED_LIMIT
-    cubin, log = compiled("backward", config, **features)
+    sass, log = compiled(tmp_path, "backward", config, **features)
     # around the loop over queries, what belongs to a tile; a softcap keeps its derivative beside
     # everything else
     assert_clean(log, spilled_bytes=300 if features.get("HAS_SOFTCAP") else 48)
-    sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     assert_notes(sass, config, features)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It
@@ -129,9 +143,8 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
 )
 def test_backward_in_two_passes(dims, features, tmp_path):
     config = configs.backward_config(*dims, deterministic=True)
-    cubin, log = compiled("backward", config, **features)
+    sass, log = compiled(tmp_path, "backward", config, **features)
     assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 24)
-    sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
     assert_notes(sass, config, features)
     products = kernel_counts(sass, "HGMMA")
@@ -155,33 +168,6 @@ def assert_notes(sass, config, features):
     assert found.get("backward_queries", config.head_dim // 2) == config.head_dim // 2
 
 
-@pytest.mark.parametrize("kind", ["decode", "mla", "backward"])
-def test_an_entry_alone_is_what_it_is_among_others(kind, tmp_path):
-    """The same instructions in a program of its own, but for their order and how they compare."""
-    if kind == "backward":
-        config = configs.backward_config(64, 64, deterministic=True)
-        defines = dense_backward.kernel_defines(config, torch.bfloat16, ranges=True)
-        names = [entry.name for entry in dense_backward.entries_of(config, defines)]
-    else:
-        config = configs.mla_config(64) if kind == "mla" else configs.decode_config(128, 128, 8, 64)
-        own = mla if kind == "mla" else decode
-        defines = own.kernel_defines(config, torch.bfloat16, paged=True)
-        names = [entry.name for entry in decode.entries_of(kind, config)]
-    source = compiler.assemble(kind, defines)
-    whole = instructions(disassembled(compiler.compile_source(source)[0], tmp_path))
-    assert sorted(whole) == sorted(names)
-    for name in names:
-        code, _ = compiler.compile_source(compiler.only(name, source))
-        assert instructions(disassembled(code, tmp_path)) == {name: whole[name]}
-
-
-def instructions(sass):
-    """How many of each kind, by entry point."""
-    bodies = (part.partition("\n") for part in sass.split("Function : ")[1:])
-    kinds = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\w+)")
-    return {name.strip(): Counter(kinds.findall(body)) for name, _, body in bodies}
-
-
 BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
 
 
@@ -189,9 +175,8 @@ BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_forward_with_a_bias(dims, bits, tmp_path):
     config = configs.forward_config(*dims, bits)
-    cubin, log = compiled("forward", config, IS_RAGGED=1)
+    sass, log = compiled(tmp_path, "forward", config, HAS_WINDOW=1)
     assert_clean(log)
-    sass = disassembled(cubin, tmp_path)
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4
     # what hands the bias's tile back waits until it has been read, twice
@@ -205,15 +190,14 @@ def test_forward_with_a_bias(dims, bits, tmp_path):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_backward_with_a_bias(dims, bits, tmp_path):
     config = configs.backward_config(*dims, deterministic=dims == (64, 64), bias_bits=bits)
-    cubin, log = compiled("backward", config, IS_RAGGED=1)
+    sass, log = compiled(tmp_path, "backward", config, HAS_WINDOW=1)
     assert_clean(log, spilled_bytes=12)
-    sass = disassembled(cubin, tmp_path)
     assert not unwritten_uniform_registers(sass)
-    defines = configs.MaskGradientConfig(config).defines() | {"IS_RAGGED": 1, "IS_BF16": 1}
-    source = compiler.assemble("mask_gradient", OFF | config.defines() | defines)
-    cubin, log = compiler.compile_source(source, "--ptxas-options=-v")
+    defines = configs.MaskGradientConfig(config).defines() | {"HAS_WINDOW": 1, "IS_BF16": 1}
+    entry = launch.Entry("mask_gradient", 0)
+    defines = OFF | config.defines() | defines
+    sass, log = compiled_entries(tmp_path, "mask_gradient", [entry], defines)
     assert_clean(log, spilled_bytes=12)
-    sass = disassembled(cubin, tmp_path)
     assert kernel_counts(sass, "HGMMA", "mask")["mask_gradient"] == sum(dims) // 16
     assert kernel_counts(sass, "WARPGROUP.DEPBAR", "mask")["mask_gradient"] == 1
     assert not unwritten_uniform_registers(sass)
@@ -232,20 +216,21 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    cubin, log = compiler.compile_source(compiler.assemble("decode", defines), "--ptxas-options=-v")
+    entries = decode.entries_of("decode", config)
+    sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     # at 256 output and queries take 192 registers; what spills is outside the loop
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
-    sass = disassembled(cubin, tmp_path)
     assert sass.count("HMMA") == 2 * (head_dim // 16) + head_dim // 8
     # warps merge together, and the compiler knows it: no other code for lanes that come one by one
-    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "merge")["merge_parts"]
+    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "combine")["combine"]
     assert sass.count("UTMALDG") > 0
     assert not unwritten_uniform_registers(sass)
 
 
-@pytest.mark.parametrize("kind", ["packed", "mask", "dropout"])
-def test_what_other_kernels_need(kind):
-    assert_clean(compiler.compile_source(compiler.assemble(kind, {}), "--ptxas-options=-v")[1])
+@pytest.mark.parametrize("kind", BEFORE)
+def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
+    entries = [launch.Entry(name, 0) for name in BEFORE[kind]]
+    assert_clean(compiled_entries(tmp_path, kind, entries, {})[1])
 
 
 @pytest.mark.parametrize("page", [0, 16, 64])
@@ -253,22 +238,23 @@ def test_mla(page, tmp_path):
     config = configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
-    cubin, log = compiler.compile_source(compiler.assemble("mla", defines), "--ptxas-options=-v")
+    sass, log = compiled_entries(tmp_path, "mla", decode.entries_of("mla", config), defines)
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
-    sass = disassembled(cubin, tmp_path)
     # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
     # other's, under scores and without
     assert sass.count("HGMMA") == 576 // 16 + 3 * (64 // 16)
     # six, of which ptxas adds one where a new reference rescales what no product in flight writes
     assert sass.count("WARPGROUP.DEPBAR") == 6 and log.count("C7517") == 1
-    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "merge")["merge_parts"]
+    assert not kernel_counts(sass, "WARPSYNC.COLLECTIVE", "combine")["combine"]
     assert not unwritten_uniform_registers(sass)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_float16_compiles(kind):
+    own = {"forward": dense_forward, "backward": dense_backward}[kind]
     config = getattr(configs, f"{kind}_config")(64, 64)
-    assert compiled(kind, config, bf16=0)[0].startswith(b"\x7fELF")
+    defines = own.kernel_defines(config, torch.float16)
+    assert compiler.cubins(kind, [kind], defines)[0].startswith(b"\x7fELF")
 
 
 DIMS = (8, 64, 72, 96, 128, 160, 192, 200, 256)
@@ -292,7 +278,7 @@ def test_shared_memory_fits(dims):
 
 
 class TestCache:
-    DEFINES = OFF | configs.forward_config(64, 64).defines() | {"IS_BF16": 1}
+    DEFINES = dense_forward.kernel_defines(configs.forward_config(64, 64), torch.bfloat16)
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):
@@ -323,14 +309,14 @@ class TestCache:
         assert calls and entry.read_bytes().startswith(code)
 
     def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
-        names = ["pack_rows", "pack_words", "find_runs"]
+        names = ["pack_rows", "pack_words", "find_ranges"]
         codes = compiler.cubins("mask", names, {})
         for name, code in zip(names, codes):
             sass = disassembled(code, tmp_path)
             assert re.findall(r"Function : (\w+)", sass) == [name]
         assert len(list(folder.iterdir())) == 3 and not compiler.uncached("mask", names, {})
         # in any order, and what one of them lacks alone
-        (folder / compiler._path(compiler.only(names[1], compiler.assemble("mask", {})))).unlink()
+        (folder / compiler._path(compiler.program("mask", names[1], {}))).unlink()
         calls = self.count_compilations(monkeypatch)
         assert compiler.uncached("mask", names, {}) == [names[1]]
         assert compiler.cubins("mask", names[::-1], {}) == codes[::-1]
@@ -339,23 +325,28 @@ class TestCache:
     def test_entries_compile_at_the_same_time(self, monkeypatch):
         together = threading.Barrier(3, timeout=30)
 
-        def compile_source(source):
+        def compile_source(program):
             together.wait()
-            return source.encode(), ""
+            return program.source.encode(), ""
 
         monkeypatch.setattr(compiler, "compile_source", compile_source)
-        codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_runs"], {})
+        codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_ranges"], {})
         assert len(set(codes)) == 3
 
     def test_an_error_in_a_thread_is_the_callers(self, folder, monkeypatch):
-        broken = compiler.assemble("mask", {}).replace("find_runs(", "find_runs(not_declared x, ")
-        monkeypatch.setattr(compiler, "assemble", lambda *_: broken)
+        broken = compiler.Program('extern "C" __global__ void k() { not_declared(); }')
+        whole = compiler.program
+        monkeypatch.setattr(
+            compiler, "program", lambda *of: broken if of[1] == "find_ranges" else whole(*of)
+        )
         with pytest.raises(compiler.CompileError, match="not_declared"):
-            compiler.cubins("mask", ["pack_rows", "find_runs"], {})
+            compiler.cubins("mask", ["pack_rows", "find_ranges"], {})
 
     def test_a_source_error_shows_the_compiler_log(self):
         with pytest.raises(compiler.CompileError, match="not_declared"):
-            compiler.compile_source('extern "C" __global__ void k() { not_declared(); }')
+            compiler.compile_source(
+                compiler.Program('extern "C" __global__ void k() { not_declared(); }')
+            )
 
 
 def test_a_missing_nvrtc_is_named(monkeypatch):

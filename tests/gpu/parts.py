@@ -37,7 +37,7 @@ def runs_of(problem: Problem, deterministic: bool) -> tuple[dict[str, Run], int]
     choose, chosen = configs.group_parts, []
     runs, first = {}, None
     for parts in (n for n in range(1, group + 1) if group % n == 0):
-        plan = functools.lru_cache(dense_backward.Plan)
+        plan = functools.lru_cache(dense_backward.BackwardPlan)
 
         def timed(_, parts=parts, plan=plan):
             dense_backward._plan = plan

@@ -6,17 +6,17 @@ one block of the queries or keys that share it.
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
 from fa_ops.backends.hopper.mask import without_repetition
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
-_FIELDS = struct.Struct("<Q3q5if8x")  # struct Bias in cuda/bias.cuh, behind its tensor map
+_FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map
 
 
 def bits_of(mask: Tensor | None) -> int:
@@ -47,6 +47,7 @@ class Bias(NamedTuple):
         ), held
 
     def map(self) -> TensorMap:
+        """The tensor map of the mask."""
         return TensorMap(self.dtype, self.shape, self.strides, ROWS)
 
     def packed(self, tensor_map: TensorMap, address: int, unit: float) -> bytes:

@@ -1,12 +1,12 @@
-"""Tile shapes of the Hopper tier, each with the reason that measuring gave (`bench forward`)."""
+"""Tile sizes and shared memory of the Hopper kernels, each with its measured reason."""
 
 from __future__ import annotations
 
 import dataclasses
 
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
-_TILE_BYTES = 32  # of what a backward CTA is told about its keys
-_TASK_BYTES = 2 * 48 + 8  # of struct Task in cuda/scheduler.cuh, two, and what aligns them
+_TILE_BYTES = 32  # of a tile that the backward's producer publishes
+_WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
 
@@ -19,8 +19,8 @@ class Config:
     block_m: int
     block_n: int
     stages: int = 2
-    query_stages: int = 1  # with 2, the next tile's queries need not wait for this one's end
-    slack: int = 8  # where maxima are looked for, a reference moves when weights would pass 2^slack
+    query_stages: int = 1  # with 2, the next tile's queries are copied before this one ends
+    rescale_threshold: int = 8  # a running max moves when a weight would exceed 2^this
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
@@ -30,9 +30,11 @@ class Config:
 
     @property
     def threads(self) -> int:
+        """Threads of a CTA."""
         return self.block_m * 2 + 128
 
     def shared_bytes(self, has_mask: bool = False) -> int:
+        """Bytes of shared memory of a CTA."""
         consumers = self.block_m // 64
         keys = self.stages * self.block_n * (self.head_dim + self.value_dim)
         barriers = 2 * self.query_stages * consumers + 4 * self.stages + 4
@@ -40,14 +42,15 @@ class Config:
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
         tiles += bias if self.bias_bits else 0
         tiles += 4 * self.stages if self.copy_keys else 0
-        return tiles + 8 * barriers + _TASK_BYTES + has_mask * consumers * _MASK_BYTES
+        return tiles + 8 * barriers + _WORK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
-            "SLACK": self.slack, "BIAS_BITS": self.bias_bits,
+            "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
         }  # fmt: skip
 
@@ -77,6 +80,7 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of the kernel `backward`."""
         dims = self.head_dim + self.value_dim
         keys = self.block_n * dims * 2 + _TILE_BYTES
         queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
@@ -92,15 +96,18 @@ class BackwardConfig:
 
     @property
     def query_shared_bytes(self) -> int:
+        """Bytes of shared memory of the kernel `backward_queries`."""
         queries = 128 * (self.head_dim + self.value_dim) * 2
         slots = self.query_stages * self.query_block_n * self.head_dim * 2
         return queries + slots + 8 * (2 + 2 * self.query_stages)
 
     def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
+            "SHARED_BYTES": self.shared_bytes, "QUERY_SHARED_BYTES": self.query_shared_bytes,
             "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits,
@@ -119,10 +126,12 @@ class MaskGradientConfig:
 
     @property
     def stages(self) -> int:
+        """Pipeline stages that shared memory holds."""
         return min(4, (SHARED_LIMIT - 128) // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
         return self.stages * (self._stage_bytes + 16)
 
     @property
@@ -130,7 +139,12 @@ class MaskGradientConfig:
         return (self.rows + self.columns) * (self.backward.head_dim + self.backward.value_dim) * 2
 
     def defines(self) -> dict[str, int]:
-        return {"QUERY_BLOCK_N": self.columns, "MASK_STAGES": self.stages}
+        """The macros that are added to the backward's."""
+        return {
+            "QUERY_BLOCK_N": self.columns,
+            "MASK_STAGES": self.stages,
+            "MASK_SHARED_BYTES": self.shared_bytes,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +162,12 @@ class DecodeConfig:
 
     @property
     def threads(self) -> int:
+        """Threads of a CTA."""
         return 32 * (1 + self.warps)
 
     @property
     def block_n(self) -> int:
+        """Keys of a tile."""
         return 16 * self.warps
 
     @property
@@ -170,14 +186,16 @@ class DecodeConfig:
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
         tiles = self.stages * self._tile_bytes
         return tiles + self._fixed_bytes + 4 * (self.stages + 1) + 8 * (4 + 3 * self.stages)
 
     def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
-            "WHOLE_ROWS": int(self.whole_rows),
+            "WHOLE_ROWS": int(self.whole_rows), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 
@@ -188,7 +206,7 @@ class MlaConfig:
     copy_keys: int  # that one copy brings
     head_dim: int = 576
     value_dim: int = 512
-    slack: int = 8  # as the forward's
+    rescale_threshold: int = 8  # as the forward's
 
     threads, merge_threads = 384, 512
     rows = 64
@@ -196,20 +214,23 @@ class MlaConfig:
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
         tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
         barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
         staged = 8 * 16 * 64  # of each warp 32 columns of its rows
         return tiles + staged + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
 
     def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "SLACK": self.slack, "ROWS": self.rows,
-            "SCALES_DIFFERENCES": 1,
+            "COPY_KEYS": self.copy_keys, "RESCALE_THRESHOLD": self.rescale_threshold,
+            "ROWS": self.rows, "SCALES_DIFFERENCES": 1, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 
 def padded(dim: int) -> int:
+    """Round a head dimension up to columns of 64 features."""
     return -(-dim // 64) * 64
 
 
@@ -238,18 +259,18 @@ def _forward_config(head_dim: int, value_dim: int, is_crowded: bool) -> Config:
         # slower with two stages, and with two consumers of more keys
         return Config(64, 64, 192, 128, stages=3)
     if head_dim == 64:
-        # what registers hold: exponentials and products take turns best with four consumers; slower
-        # with three of 96 to 128 keys, but for 2 % in full attention of 16k. The second place for
+        # what registers hold: exponentials and products overlap best with four consumers; slower
+        # with three of 96 to 128 keys, but for 2 % in full attention of 16k. The second slot for
         # queries matters where tiles are short
         return Config(64, 64, 256, 64, stages=4, query_stages=2)
     if head_dim == 128:
-        # slower without slack, with two stages, as keys are held to the end of a step, and with 144
-        # to 176 keys but for full attention from 8k on
+        # slower with a threshold of 0, with two stages, as keys are held to the end of a step, and
+        # with 144 to 176 keys but for full attention from 8k on
         return Config(128, value_dim, 128, 128, stages=3)
     if head_dim == 192:
         # what shared memory holds
         return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
-    # as fast as 64 keys; slower without slack, as rescaling 256 columns is dear
+    # as fast as 64 keys; slower with a threshold of 0, as rescaling 256 columns is expensive
     return Config(256, value_dim, 128, 80)
 
 
@@ -295,6 +316,7 @@ def group_parts(group: int, items: int, processors: int) -> int:
 
 
 def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
+    """The decoding kernel's configuration; `rows`: queries of a KV head."""
     head_dim, value_dim = padded(D), padded(Dv)
     warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
     whole_rows = D == Dv == 128  # of other dims a copy would bring features of the next row
@@ -304,4 +326,5 @@ def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
 
 
 def mla_config(page: int) -> MlaConfig:
+    """The configuration of decoding over a latent cache."""
     return MlaConfig(min(page or 64, 64))

@@ -1,12 +1,12 @@
-"""Compiled kernels on disk: files that only this user or root can have written.
+"""A disk cache of compiled kernels that only this user or root can have written.
 
 A cubin runs with the rights of the process that loads it. A folder is used only if it belongs to
-this user or root and neither its group nor others may write to it; so with each file, which is
-opened relative to the folder's descriptor, never through a link, and ends with a checksum of its
-name and content. All this is read from open descriptors: swapping a path between the check and the
-use gains nothing.
+this user or root and neither its group nor others may write to it. The same holds for each file,
+which is opened relative to the folder's descriptor, never through a link, and ends with a checksum
+of its name and content. All of this is read from open descriptors, so that swapping a path between
+check and use gains nothing.
 
-A file that is not like that is compiled again and replaced. Where that cannot be done (read-only,
+A file that fails these checks is compiled again and replaced. Where that is impossible (read-only,
 full, another user's folder) kernels are kept for the process alone, with one warning.
 """
 
@@ -58,7 +58,7 @@ def _home() -> str:
 
 
 def load(path: Path) -> bytes | None:
-    """The cubin stored there; None if there is none, or not one to trust."""
+    """The cubin stored at a path; None if there is none that can be trusted."""
     try:
         with opened(path.parent) as parent:
             return _verified(path.name, _read(path.name, parent))
@@ -83,10 +83,10 @@ def store(path: Path, code: bytes) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a folder to trust.
+    """Open a folder that can be trusted; yields its descriptor.
 
     Raises:
-        UntrustedFolder: the message is the reason.
+        UntrustedFolder: another user may have written to it.
         OSError: there is no such folder, or it cannot be read.
     """
     real = os.path.realpath(path)

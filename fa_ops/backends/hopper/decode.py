@@ -9,13 +9,13 @@ calls shares all that does not depend on how many keys there are.
 from __future__ import annotations
 
 import functools
-import struct
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import launch
 from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Entry,
@@ -39,9 +39,10 @@ from fa_ops.backends.hopper.problem import (
 from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.types import Cache, Spec, default_scale, is_decoding, rows_are_aligned
 
-# struct Params: maps and addresses, scalars, addresses and steps of rows; 640 bytes
-_PARAMS, _SCALARS = struct.Struct("<128s128s128s9Q76s4x3Q72s8x"), struct.Struct("<15i3fi")
-_STEPS = struct.Struct("<9q")
+_LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
+_SCALARS, _STRIDES = _LAYOUT.packer("B", "D"), _LAYOUT.packer("q_strides", "v_strides")
+# maps and addresses, the scalars, addresses, the strides
+_PARAMS = _LAYOUT.packer(packed=("B:D", "q_strides:v_strides"))
 MAX_ROWS = 16
 
 
@@ -114,12 +115,12 @@ def _options(cache: Cache, spec: Spec) -> tuple:
     )
 
 
-def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> Plan:
+def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     return _plan(q.dtype, q.device.index, shapes, strides, options)
 
 
-class Family:
+class DecodeFamily:
     """All of a call that depends neither on the number and the strides of keys and values, nor on
     where its tensors lie or what they hold."""
 
@@ -183,7 +184,7 @@ class Family:
         return tiles > 1 and (self.is_varied or self.idle * tiles > self.ctas)
 
 
-class Plan:
+class DecodePlan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(self, dtype, device, shapes, strides, options):
@@ -203,7 +204,7 @@ class Plan:
         self.of_v = family.cached((*k_shape[:3], Dv), by_head(v_strides, paged))
         self.scalars = family.scalars(capacity)
         steps = q_strides, k_strides, by_head(v_strides, paged)
-        self.steps = _STEPS.pack(*(stride for of_one in steps for stride in of_one[:3]))
+        self.steps = _STRIDES.pack(*(stride for of_one in steps for stride in of_one[:3]))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
@@ -244,6 +245,7 @@ def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
 
 
 def pages_of_row(table: Tensor | None) -> int | None:
+    """Pages of a batch row, or None without a page table."""
     return None if table is None else table.shape[1]
 
 
@@ -267,7 +269,7 @@ def kernels(
 def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
     """What attends, and what merges."""
     first = Entry(source, config.threads, config.shared_bytes)
-    return first, Entry("merge_parts", config.merge_threads)
+    return first, Entry("combine", config.merge_threads)
 
 
 def kernel_defines(
@@ -286,5 +288,5 @@ def kernel_defines(
     }
 
 
-_family = functools.lru_cache(maxsize=256)(Family)
-_plan = functools.lru_cache(maxsize=1024)(Plan)
+_family = functools.lru_cache(maxsize=256)(DecodeFamily)
+_plan = functools.lru_cache(maxsize=1024)(DecodePlan)

@@ -5,7 +5,6 @@ plan per family of calls."""
 from __future__ import annotations
 
 import functools
-import struct
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config, group_parts
+from fa_ops.backends.hopper.kernel_params import kernel_layout, struct_layout
 from fa_ops.backends.hopper.launch import (
     Entry,
     Params,
@@ -39,16 +39,15 @@ from fa_ops.backends.hopper.problem import (
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Packing, Spec
 
-# struct Params in cuda/backward.cuh: maps and addresses; scalars and strides; a mask's bits,
-# dropout, a bias
-_PLACES, _SCALARS = struct.Struct("<" + 7 * "128s" + "17Q"), struct.Struct("<18i4f21q")
-_BITS, _BITS_AT = struct.Struct("<10Qi4x"), _PLACES.size + _SCALARS.size
-_DROPOUT_AT = _BITS_AT + _BITS.size
-_BIAS_AT, _PARAMS_BYTES = 1408, 1600
+# maps and addresses; scalars and strides; a mask's bits, dropout, a bias
+_PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
+_ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "strides")
+_BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
+_DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
 
-# What the kernels before the products take: addresses, then what calls share.
-_PREPARE, _PREPARE_OFFSETS = struct.Struct("<8Q"), (*range(0, 65, 8), 88, *range(112, 129, 4))
-_RUNS, _RUNS_OFFSETS = struct.Struct("<4Q"), (0, 8, 16, 24, 32, *range(56, 73, 4))
+# parameter lists of the kernels before the products: addresses, then what calls share
+_PREPROCESS = kernel_layout("backward_preprocess.cu", "preprocess")
+_CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
 
 _ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
 # Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
@@ -69,6 +68,7 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
+    """All gradients of a dense call. `packing` matters to dropout alone."""
     like = q, k, v
     of_grads = tuple(map(_written_strides, like))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
@@ -124,7 +124,7 @@ def _plan_of(
     spec: Spec,
     ranges: Tensor | None = None,
     bias: Bias | None = None,
-) -> Plan:
+) -> BackwardPlan:
     """`tensors` are q, k, v, grad_out and out; gradients are laid out as tensors with the strides
     `of_grads` would be by `torch.empty_like`."""
     q, k, v, *_ = tensors
@@ -145,7 +145,7 @@ def _plan_of(
     )
 
 
-class Plan:
+class BackwardPlan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
@@ -201,14 +201,14 @@ class Plan:
             1.0 / units.accumulator,
             *(stride for of in (*of_inputs, *(of[1] for of in self.grads)) for stride in of[:3]),
         )
-        self.params = Params(_PLACES, scalars.ljust(_PARAMS_BYTES - _PLACES.size, b"\0"))
+        self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
         rows = *of_out[:3], *of_inputs[3][:3], Hq, Sq, Dv, self.rows, self.zeros
-        self.prepare = Params(_PREPARE, struct.pack("<6q4iq", *rows), _PREPARE_OFFSETS)
+        self.preprocess = Params.of(_PREPROCESS, "out_strides", rows)
         if ranges is not None:
-            rows = struct.pack("<3q5i", *ranges[1:], ranges[0], Sq, Sk, left, right)
-            self.keep_runs = Params(_RUNS, rows, _RUNS_OFFSETS)
+            sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
+            self.clip_ranges = Params.of(_CLIP, "strides", sizes)
 
-    def _allocate(self, key_blocks: int, parts: int, run_heads: int) -> None:
+    def _allocate(self, key_blocks: int, parts: int, range_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
         log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
         dV, the counter of tiles, and the notes."""
@@ -223,9 +223,9 @@ class Plan:
         self.key_sums_at = 2 * self.row_bytes + 4 * sums
         self.counter_at = self.key_sums_at + 4 * key_sums
         self.workspace = (self.counter_at // 4 + 1 + notes // _NOTED_ROWS,), (1,), torch.float32
-        self.run_bytes = 8 * run_heads * self.rows
-        self.runs = (run_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
-        self.run_grid = run_heads, self.m_blocks
+        self.range_bytes = 8 * range_heads * self.rows
+        self.clipped = (range_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
+        self.clip_grid = range_heads, self.m_blocks
 
     def run(
         self,
@@ -249,7 +249,7 @@ class Plan:
         with on_device(self.device):
             stream = current_stream(self.device)
             dq, dk, dv = grads = [empty(*of) for of in self.grads]
-            workspace, runs = empty(*self.workspace), self._find_runs(ranges, lens, stream)
+            workspace, clipped = empty(*self.workspace), self._clip_ranges(ranges, lens, stream)
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes
             counter = at + self.counter_at
@@ -257,22 +257,22 @@ class Plan:
             params = self.params.take(
                 *map(TensorMap.at, self.maps, places),
                 *places,
-                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(runs)),
-                0 if runs is None else runs.data_ptr() + self.run_bytes,
+                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(clipped)),
+                0 if clipped is None else clipped.data_ptr() + self.range_bytes,
                 *(at + self.key_sums_at, counter + 4),
             )
             bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
-            rows = self.prepare.take(
+            rows = self.preprocess.take(
                 out.data_ptr(), places[3], lse.data_ptr(), address(grad_lse),
                 lse_log2, delta, sums, counter,
             )  # fmt: skip
-            kernels.prepare.launch((self.heads, self.row_blocks), stream, rows[1])
-            self.prepare.give_back(rows)
+            kernels.preprocess.launch((self.heads, self.row_blocks), stream, rows[1])
+            self.preprocess.give_back(rows)
             launch_early((kernels.products,), self.ctas, stream, params[1])
             if kernels.queries is not None:
                 ctas = -(-self.m_blocks // 2) * self.heads
                 kernels.queries.launch((ctas, 1), stream, params[1])
-            launch_early((kernels.finish,), self.finish_ctas, stream, params[1])
+            launch_early((kernels.postprocess,), self.finish_ctas, stream, params[1])
             if mask_grad:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
@@ -283,16 +283,18 @@ class Plan:
         """(B, Hq, rows), rows from Sq on undefined."""
         return workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
 
-    def _find_runs(self, ranges: Tensor | None, lens: Tensor | None, stream: int) -> Tensor | None:
-        """Each query's keys after every mask, and each block of queries' bounds."""
+    def _clip_ranges(
+        self, ranges: Tensor | None, lens: Tensor | None, stream: int
+    ) -> Tensor | None:
+        """The keys of each query after every mask, and the bounds of each block of queries."""
         if ranges is None:
             return None
-        runs = empty(*self.runs)
-        at = runs.data_ptr()
-        params = self.keep_runs.take(ranges.data_ptr(), address(lens), at, at + self.run_bytes)
-        self.kernels.keep_runs.launch(self.run_grid, stream, params[1])
-        self.keep_runs.give_back(params)
-        return runs
+        clipped = empty(*self.clipped)
+        at = clipped.data_ptr()
+        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), at, at + self.range_bytes)
+        self.kernels.clip_ranges.launch(self.clip_grid, stream, params[1])
+        self.clip_ranges.give_back(params)
+        return clipped
 
     def _write_features(
         self, params, mask: Tensor | None, bias: Tensor | None, row_keys: Tensor | None, Sk: int
@@ -314,11 +316,11 @@ class Plan:
         return by_key, by_query
 
 
-_plan = functools.lru_cache(maxsize=1024)(Plan)
+_plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
 
 
 def _as_read(bits: Tensor | None) -> tuple[int, ...]:
-    """struct Bits in cuda/backward.cuh."""
+    """struct MaskBits of cuda/backward_params.cuh."""
     return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
 
 
@@ -337,7 +339,7 @@ def _like(
 
 
 def _sink_gradient(
-    sinks: Tensor | None, lse: Tensor, plan: Plan, workspace: Tensor
+    sinks: Tensor | None, lse: Tensor, plan: BackwardPlan, workspace: Tensor
 ) -> Tensor | None:
     """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
     if sinks is None:
@@ -356,22 +358,22 @@ class _Kernels:
         entries = entries_of(config, dict(defines))
         names = (entry.name for entry in entries)
         found = dict(zip(names, kernels("backward", device, entries, defines)))
-        self.prepare, self.products = found["prepare"], found["backward"]
-        self.queries, self.finish = found.get("backward_queries"), found["finish"]
-        self.keep_runs = found.get("keep_runs")
+        self.preprocess, self.products = found["preprocess"], found["backward"]
+        self.queries, self.postprocess = found.get("backward_queries"), found["postprocess"]
+        self.clip_ranges = found.get("clip_ranges")
 
 
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
     """What a call launches."""
     entries = [
-        Entry("prepare", 256),
+        Entry("preprocess", 256),
         Entry("backward", config.threads, config.shared_bytes),
-        Entry("finish", 256),
+        Entry("postprocess", 256),
     ]
     if not config.adds_dq:
         entries.append(Entry("backward_queries", config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:
-        entries.append(Entry("keep_runs", config.block_m))
+        entries.append(Entry("clip_ranges", config.block_m))
     return entries
 
 
@@ -393,7 +395,7 @@ def kernel_defines(
     `softcap_kind` has it, `split`: a group of query heads has several parts."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
-        "IS_RAGGED": int(ragged),
+        "HAS_WINDOW": int(ragged),
         "HAS_KV_LENS": int(kv_lens),
         "HAS_RANGES": int(ranges),
         "HAS_SOFTCAP": int(softcap),

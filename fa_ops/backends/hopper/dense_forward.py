@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
 from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
     address,
@@ -35,10 +35,10 @@ from fa_ops.backends.hopper.problem import (
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec
 
-# struct Params in cuda/scheduler.cuh: three tensor maps, pointers, steps and scalars, dropout,
-# pages; 704 bytes
-_WORDS, _SCALARS = struct.Struct("<14Q"), struct.Struct("<9q16i3fi")
-_PAGES = struct.Struct("<Q3i4x")
+# behind the tensor maps: addresses, strides and scalars, dropout, pages, and a bias
+_PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
+_ADDRESSES, _SCALARS = _PARAMS.packer("out", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
+_PAGES = struct_layout("paged_kv.cuh", "PageTable").packer()
 _NO_PAGES = bytes(_PAGES.size)
 _NONE = (None,) * 5
 _COUNTER = (1,), (1,), torch.int32
@@ -125,7 +125,7 @@ def _plan_of(
     optional: tuple[Tensor | None, ...] = _NONE,
     bias: Bias | None = None,
     table: Tensor | None = None,
-) -> Plan:
+) -> ForwardPlan:
     """`optional`: what `_as_read` gives, and a mask's bits."""
     lens, ranges, sinks, slopes, bits = optional
     return _plan(
@@ -145,7 +145,7 @@ def _plan_of(
     )
 
 
-class Plan:
+class ForwardPlan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(
@@ -228,6 +228,7 @@ class Plan:
         row_keys: Tensor | None = None,
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """out and lse, which is None unless asked for."""
         of_q, of_k, of_v = self.maps
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)
@@ -236,7 +237,7 @@ class Plan:
             rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
             words = *map(address, (out, lse, *optional)), *self.mask, address(counter), *rows
             params = (
-                of_q.at(rows[0]), of_k.at(rows[1]), of_v.at(rows[2]), _WORDS.pack(*words),
+                of_q.at(rows[0]), of_k.at(rows[1]), of_v.at(rows[2]), _ADDRESSES.pack(*words),
                 self.scalars, dropout.parameters(row_keys, self.dropout_p),
                 _NO_PAGES if table is None else _PAGES.pack(address(table), *self.pages),
                 b"" if bias is None else self.bias(address(bias)),
@@ -254,8 +255,9 @@ def kernel_defines(
 ) -> dict[str, int]:  # fmt: skip
     """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
     return config.defines() | {
+        "SHARED_BYTES": config.shared_bytes(mask),
         "IS_BF16": int(dtype == torch.bfloat16),
-        "IS_RAGGED": int(ragged),
+        "HAS_WINDOW": int(ragged),
         "HAS_LEFT": int(left or ranges),
         "HAS_KV_LENS": int(kv_lens),
         "HAS_RANGES": int(ranges),
@@ -267,4 +269,4 @@ def kernel_defines(
     }
 
 
-_plan = functools.lru_cache(maxsize=1024)(Plan)
+_plan = functools.lru_cache(maxsize=1024)(ForwardPlan)

@@ -8,12 +8,12 @@ in it too.
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     address,
     current_stream,
@@ -23,8 +23,8 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.types import Packing, Spec
 
-_PARAMS = struct.Struct("<QiI2fI4x")  # struct Dropout in cuda/dropout.cuh
-_COLUMN_KEY = 0xC2B2AE35
+_PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
+_COLUMN_STEP = 0xC2B2AE35
 _THREADS = 256
 _ROWS = 64  # that a head's are padded to
 
@@ -50,6 +50,7 @@ def row_keys(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | 
 
 
 def padded_rows(Sq: int) -> int:
+    """The number of row seeds of a head."""
     return -(-Sq // _ROWS) * _ROWS
 
 
@@ -64,12 +65,12 @@ def parameters(keys: Tensor | None, p: float) -> bytes:
         return bytes(_PARAMS.size)
     factor = scale(p)
     return _PARAMS.pack(
-        address(keys), keys.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_KEY
+        address(keys), keys.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_STEP
     )
 
 
 def _launch(device: torch.device, ctas: int, *params: ctypes._CData) -> None:
     with on_device(device.index):
         stream = current_stream(device.index)
-        entry = kernel("dropout", "row_keys", device.index, _THREADS)
+        entry = kernel("dropout", "row_seeds", device.index, _THREADS)
         entry.launch((ctas, 1), stream, pointers_to(*params))

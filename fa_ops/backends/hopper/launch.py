@@ -1,4 +1,4 @@
-"""The driver side through ctypes: modules, tensor maps and launches on the current stream."""
+"""The CUDA driver through ctypes: modules, tensor maps and launches on the current stream."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import compiler
+from fa_ops.backends.hopper.kernel_params import ParamsLayout
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
-PROMOTE_128B, PROMOTE_256B = 2, 3  # what the L2 fetches at once
+PROMOTE_128B, PROMOTE_256B = 2, 3  # bytes that the L2 fetches at once
 _REMEMBERED_MAPS = 256
 
 
-# The raw handle costs a tenth of a torch.cuda.Stream; Triton asks the same way.
+# The raw handle costs a tenth of a torch.cuda.Stream; Triton uses it too.
 current_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",
@@ -29,7 +30,7 @@ current_stream: Callable[[int], int] = getattr(
 )
 
 
-# Without asking whether CUDA is ready, as it is where a CUDA tensor is.
+# Does not initialise CUDA, which exists where a CUDA tensor does.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 try:  # empty(size, stride, dtype), on the current device: a third of torch.empty_strided's time
@@ -37,11 +38,12 @@ try:  # empty(size, stride, dtype), on the current device: a third of torch.empt
 except ImportError:
 
     def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor on the current device."""
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
 def on_device(index: int) -> AbstractContextManager:
-    """Makes the device current; costs next to nothing where it already is."""
+    """Make the device current; free where it already is."""
     return _SAME if current_device() == index else torch.cuda.device(index)
 
 
@@ -58,8 +60,9 @@ class DriverError(RuntimeError):
 
 @functools.cache
 def driver() -> ctypes.CDLL:
+    """Load the CUDA driver."""
     lib = ctypes.CDLL("libcuda.so.1")
-    # others have no list: converting by it takes 1 to 2 us
+    # other functions have no argtypes: converting by them takes 1 to 2 us
     lib.cuMemsetD32Async.argtypes = [
         ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
     ]  # fmt: skip
@@ -67,6 +70,7 @@ def driver() -> ctypes.CDLL:
 
 
 def check(status: int, what: str) -> None:
+    """Raise DriverError for a status other than success."""
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))
@@ -79,7 +83,7 @@ _NO_CONTEXT = 101, 201  # CUDA_ERROR_INVALID_DEVICE, as tensor maps say it, and 
 
 @functools.cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The one that the CUDA runtime uses."""
+    """The context that the CUDA runtime uses."""
     context = ctypes.c_void_p()
     check(
         driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
@@ -89,17 +93,16 @@ def _context(device: int) -> ctypes.c_void_p:
 
 
 def call(name: str, *args) -> None:
-    """A driver call on torch's current device."""
+    """Call a driver function on torch's current device."""
     status = getattr(driver(), name)(*args)
     if status:
         _after_failure(status, name, *args)
 
 
 def _after_failure(status: int, name: str, *args) -> None:
-    """Once more, or raise.
+    """Set the context and call again if there was none, else raise.
 
-    A thread on which the CUDA runtime has done nothing yet, as one of autograd's may be, has no
-    context: it gets one then.
+    A thread in which the CUDA runtime has not run yet, such as one of autograd's, has no context.
     """
     if status in _NO_CONTEXT:
         check(driver().cuCtxSetCurrent(_context(current_device())), "cuCtxSetCurrent")
@@ -108,8 +111,7 @@ def _after_failure(status: int, name: str, *args) -> None:
 
 
 class Entry(NamedTuple):
-    """An entry point of a source, with its block size, its shared memory, and defines beside those
-    of the others that a call asks for."""
+    """An entry point with its block size, its shared memory, and macros of its own."""
 
     name: str
     threads: int
@@ -123,7 +125,7 @@ _loaded: dict[tuple, Kernel] = {}
 def kernels(
     source: str, device: int, entries: Sequence[Entry], defines: tuple[tuple[str, int], ...] = ()
 ) -> tuple[Kernel, ...]:
-    """Entry points, loaded on one device; those that no cache has are compiled side by side."""
+    """Entry points, loaded on one device; those that no cache has are compiled in parallel."""
     missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
     if missing:
         together = [dict(defines) | dict(entry.defines) for entry in missing]
@@ -135,13 +137,13 @@ def kernels(
     return tuple(_loaded[source, device, entry, defines] for entry in entries)
 
 
-# What the driver answers where a module is damaged, or made for another GPU or a newer driver:
+# Status of a module that is damaged, or compiled for another GPU or a newer driver:
 # invalid value, image, PTX or source, no binary for this GPU, unsupported, symbol not found.
 _REFUSED = 1, 200, 209, 218, 222, 223, 300, 302, 303, 500
 
 
 def _load_or_replace(code: bytes, program: str, entry: Entry) -> Kernel:
-    """An entry point; code that the driver refuses is compiled again, once."""
+    """Load an entry point; code that the driver refuses is compiled again, once."""
     try:
         return _load(code, entry)
     except DriverError as error:
@@ -173,7 +175,7 @@ def kernel(
     source: str, name: str, device: int, threads: int, shared: int = 0,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> Kernel:  # fmt: skip
-    """One entry point."""
+    """One entry point, loaded on a device."""
     return kernels(source, device, [Entry(name, threads, shared)], defines)[0]
 
 
@@ -189,13 +191,13 @@ _EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
 
 
 class Kernel:
-    """An entry point with its block size and its shared memory."""
+    """A loaded entry point with its block size and shared memory."""
 
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
 
     def early(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
-        """The first arguments of cuLaunchKernelEx."""
+        """The first arguments of cuLaunchKernelEx, for a programmatic dependent launch."""
         config = _Config((ctas, 1, 1), (self._threads, 1, 1), self._shared, stream)
         config.attributes, config.count = ctypes.addressof(_EARLY), 1
         return ctypes.byref(config), self._function
@@ -212,10 +214,10 @@ class Kernel:
 def launch_early(
     kernels: tuple[Kernel, ...], ctas: int, stream: int, pointers: ctypes.Array
 ) -> None:
-    """Launch one after the other, with the same parameters.
+    """Launch kernels with the same parameters, by programmatic dependent launch.
 
-    The CTAs of each may start before the stream's last kernel has ended: the kernel itself waits
-    for that before it touches memory.
+    The CTAs of each may start before the kernel before it has ended. The kernel waits for that
+    itself before it accesses memory.
     """
     start = driver().cuLaunchKernelEx
     for one in _early(kernels, ctas, stream):
@@ -226,26 +228,25 @@ def launch_early(
 
 @functools.lru_cache(maxsize=256)
 def _early(kernels: tuple[Kernel, ...], ctas: int, stream: int) -> list[tuple]:
-    """Making them takes 2 us each."""
+    """Launch configurations, cached because each takes 2 us to make."""
     return [one.early(ctas, stream) for one in kernels]
 
 
 def pointers_to(*params: ctypes._CData) -> ctypes.Array:
-    """Valid while the parameters live."""
+    """Pointers to parameters, which they keep alive."""
     pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
     pointers.keep = params
     return pointers
 
 
-# To a kernel's only parameter, a struct.
+# A pointer to a kernel's only parameter, a struct.
 one_parameter: type[ctypes.Array] = ctypes.c_char_p * 1
 
 
 class Params:
-    """A kernel's parameters, of which calls fill in the head and share the tail, if there is one.
+    """A kernel's parameters in one buffer: each call fills in the head, all calls share the tail.
 
-    They lie one behind the other, each at its offset. Memory that a call has launched from serves a
-    later one: making it takes longer than filling.
+    Each parameter is at its offset. Buffers are reused, as allocating takes longer than filling.
     """
 
     def __init__(
@@ -254,10 +255,18 @@ class Params:
         self._pack, self._tail, self._offsets = head.pack_into, bytes(head.size) + tail, offsets
         self._free: list[tuple[ctypes.Array, ctypes.Array]] = []
 
+    @classmethod
+    def of(cls, layout: ParamsLayout, first_shared: str, shared: Sequence[float]) -> Params:
+        """Parameters by their layout: calls share those from `first_shared` on."""
+        names = list(layout.fields)
+        last = names[names.index(first_shared) - 1]
+        head, tail = layout.packer(names[0], last), layout.packer(first_shared)
+        return cls(head, tail.pack(*shared), layout.offsets())
+
     def take(self, *head: int | bytes) -> tuple[ctypes.Array, ctypes.Array]:
-        """The parameters, this call's alone, and what `Kernel.launch` takes."""
+        """A buffer for one call, and the pointers that `Kernel.launch` takes."""
         try:
-            params = self._free.pop()  # one step for all threads, as append is
+            params = self._free.pop()  # atomic, as append is
         except IndexError:
             memory = ctypes.create_string_buffer(self._tail, len(self._tail))
             at = ctypes.addressof(memory)
@@ -269,19 +278,22 @@ class Params:
         return params
 
     def give_back(self, params: tuple[ctypes.Array, ctypes.Array]) -> None:
+        """Return parameters that a call has launched from."""
         self._free.append(params)
 
 
 def set_zero(word: Tensor, stream: int) -> None:
+    """Zero a 32-bit word in stream order."""
     call("cuMemsetD32Async", word.data_ptr(), 0, 1, stream)
 
 
 def address(t: Tensor | None) -> int:
+    """The address of a tensor, or 0."""
     return 0 if t is None else t.data_ptr()
 
 
 class TensorMap:
-    """Tensor maps of (B, H, S, D) tensors that differ in their address only.
+    """Tensor maps of (B, H, S, D) tensors that differ only in their address.
 
     Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
     `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
@@ -313,6 +325,7 @@ class TensorMap:
         self._known: dict[int, bytes] = {}
 
     def at(self, where: int) -> bytes:
+        """The map of a tensor at this address."""
         found = self._known.get(where)
         if found is None:
             if len(self._known) >= _REMEMBERED_MAPS:
@@ -322,7 +335,7 @@ class TensorMap:
 
     def _encode(self, where: int) -> bytes:
         try:
-            memory = _maps.pop()  # one step for all threads, as append is
+            memory = _maps.pop()  # atomic, as append is
         except IndexError:
             memory = _map_memory()
         written, begin, to, at = memory

@@ -70,6 +70,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> Geometry:
+        """The launch that packs a mask."""
         B, H, rows, columns = mask.shape
         strides, pitch = mask.stride(), _row_bytes(columns)
         used = (stride for size, stride in zip(mask.shape[:3], strides) if size > 1)
@@ -97,7 +98,7 @@ def _packed(mask: Tensor) -> Tensor:
     numbers = map(ctypes.c_int, sizes)
     _launch(mask.device, name, grid, where, to, (ctypes.c_int64 * 4)(*steps), *numbers)
     numbers = ctypes.c_int(rows * all_heads), ctypes.c_int(pitch)
-    _launch(mask.device, "find_runs", (-(-rows * all_heads // 8), 1), to, *numbers)
+    _launch(mask.device, "find_ranges", (-(-rows * all_heads // 8), 1), to, *numbers)
     return bits
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import BackwardConfig, MaskGradientConfig
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import kernel, pointers_to
 
-_PARAMS = struct.Struct("<Q5q6i")  # struct MaskParams in cuda/backward_mask.cu
+_PARAMS = struct_layout("backward_mask.cu", "MaskGradientParams").packer()
 _CTAS_A_PROCESSOR = 4
 
 

@@ -6,13 +6,13 @@ As with `decode`, all depends on shapes alone, and little of it on how many keys
 from __future__ import annotations
 
 import functools
-import struct
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.configs import MlaConfig, mla_config
 from fa_ops.backends.hopper.decode import by_head, cache_sizes, kernels, pages_of_row
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Params,
@@ -28,9 +28,10 @@ from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.types import Cache, Spec, default_scale, rows_are_aligned, values_in_keys
 
 HEAD_DIM, VALUE_DIM = 576, 512
-# struct Params: maps and addresses, scalars, addresses and steps of rows; 448 bytes
-_PARAMS, _SCALARS = struct.Struct("<128s128s6Q56s2Q48s24x"), struct.Struct("<13if")
-_STEPS = struct.Struct("<6q")
+_LAYOUT = struct_layout("mla_params.cuh", "MlaParams")
+_SCALARS, _STRIDES = _LAYOUT.packer("B", "scale_log2"), _LAYOUT.packer("q_strides", "k_strides")
+# maps and addresses, the scalars, addresses, the strides
+_PARAMS = _LAYOUT.packer(packed=("B:scale_log2", "q_strides:k_strides"))
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
@@ -92,11 +93,11 @@ def _options(cache: Cache, spec: Spec) -> tuple:
     )
 
 
-def _plan_of(q: Tensor, k: Tensor, *options) -> Plan:
+def _plan_of(q: Tensor, k: Tensor, *options) -> MlaPlan:
     return _plan(q.dtype, q.device.index, (q.shape, k.shape), (q.stride(), k.stride()), options)
 
 
-class Family:
+class MlaFamily:
     """All of a call that depends neither on the number and the strides of keys, nor on where its
     tensors lie or what they hold."""
 
@@ -138,10 +139,11 @@ class Family:
         )
 
     def scalars(self, capacity: int) -> bytes:
+        """The packed scalars; `capacity`: keys that a batch row has room for."""
         return _SCALARS.pack(*self._before, capacity, *self._behind)
 
 
-class Plan:
+class MlaPlan:
     """All of a call that does not depend on where its tensors lie or what they hold."""
 
     def __init__(self, dtype, device, shapes, strides, options):
@@ -159,7 +161,7 @@ class Plan:
         self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
         k_strides = by_head(k_strides, paged)
         self.of_k = family.cached(k_shape, k_strides)
-        self.steps = _STEPS.pack(*q_strides[:3], *k_strides[:3])
+        self.steps = _STRIDES.pack(*q_strides[:3], *k_strides[:3])
         self.scalars = family.scalars(capacity)
 
     def run(
@@ -209,5 +211,5 @@ def kernel_defines(
     }
 
 
-_family = functools.lru_cache(maxsize=256)(Family)
-_plan = functools.lru_cache(maxsize=1024)(Plan)
+_family = functools.lru_cache(maxsize=256)(MlaFamily)
+_plan = functools.lru_cache(maxsize=1024)(MlaPlan)

@@ -26,6 +26,7 @@ _THREADS = 256
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences."""
     dense = _with_runs(q, k, packing, spec)
     out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense, packing)
     if spec.sinks is not None:  # a token of no sequence has no sink either
@@ -37,6 +38,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
+    """All gradients of a packed call."""
     tensors = map(_one_batch, (q, k, v, out))
     if spec.sinks is not None:  # such that their sinks' weights are 0
         lse = lse.masked_fill(_of_no_sequence(len(q), packing.cu_seqlens_q), float("inf"))
@@ -65,7 +67,7 @@ def _with_runs(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
     runs = torch.empty((1, 1, len(q), 2), dtype=torch.int32, device=q.device)
     index = q.device.index
     with on_device(index):
-        kernel("packed", "packed_runs", index, _THREADS).launch(
+        kernel("packed", "packed_ranges", index, _THREADS).launch(
             (-(-len(q) // _THREADS), 1),
             current_stream(index),
             pointers_to(

@@ -24,6 +24,7 @@ class ScoreUnits(NamedTuple):
 
     @classmethod
     def of(cls, head_dim: int, scale: float | None, softcap: float) -> ScoreUnits:
+        """The units of a call's scores."""
         scale = max(head_dim**-0.5 if scale is None else scale, _LEAST)
         if softcap_kind(softcap):
             softcap = max(softcap, _LEAST)

@@ -1,4 +1,4 @@
-"""Compiling ahead of the first call, into the disk cache. Needs NVRTC but no GPU."""
+"""Compiles kernels into the disk cache ahead of the first call. Needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fa_ops.backends.hopper.configs import (
 )
 from fa_ops.backends.hopper.launch import Entry
 
-HEAD_DIMS = (64, 128, 192, 256)  # those between use the next one's kernels
+HEAD_DIMS = (64, 128, 192, 256)  # others use the kernels of the next larger one
 DTYPES = (torch.bfloat16, torch.float16)
-# full, causal, with a window, and with key ranges
+# full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"ragged": True}, {"ragged": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 # with groups of query heads that are whole, or cut into parts
@@ -31,7 +31,7 @@ _BACKWARDS = tuple(
 
 
 class Variant(NamedTuple):
-    """What calls of one family launch: `compiler.cubins(*variant)` compiles it."""
+    """The kernels that similar calls launch: the arguments of `compiler.cubins`."""
 
     kind: str
     entries: tuple[str, ...]
@@ -41,9 +41,11 @@ class Variant(NamedTuple):
 def variants(
     head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
-    """The kernels of calls without dense masks, dropout, softcap, ALiBi or sinks: forward,
-    backward, causal over a cache, and decoding with up to 8 queries of a kv head, or over a latent
-    cache."""
+    """The kernels of calls without dense masks, dropout, softcap, ALiBi and sinks.
+
+    These are forward, backward, causal prefill of a cache, decoding with up to 8 queries of a KV
+    head, and decoding over a latent cache.
+    """
     for D, dtype in itertools.product(head_dims, dtypes):
         yield from _forwards(D, dtype)
         for page in _PAGES:
@@ -76,10 +78,10 @@ def _names(entries: Iterable[Entry]) -> tuple[str, ...]:
 
 
 def compile_variant(variant: Variant) -> int:
-    """Compile into the cache: how many kernels it did not have.
+    """Compile a variant into the cache; returns the number of kernels that were missing.
 
     Raises:
-        CompileError: NVRTC is missing, or refuses the source.
+        CompileError: NVRTC is missing, or refuses a source.
     """
     kind, entries, defines = variant
     missing = compiler.uncached(kind, entries, defines)

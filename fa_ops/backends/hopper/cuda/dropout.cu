@@ -1,15 +1,22 @@
-// The keys of all rows, `rows` a head. Of a packed batch, whose heads have one row a token, they are those of its sequences: a column counts from its
-// sequence's first, which the row's key makes up for. One thread a row.
-extern "C" __global__ void __launch_bounds__(256) row_keys(const u64* seed, const int* ends_q, const int* ends_k, u32* keys, int sequences, int heads,
-                                                          u32 rows, u32 count) {
-  const bool sorted_q = !ends_q || are_sorted(ends_q, sequences), sorted_k = !ends_k || are_sorted(ends_k, sequences);
-  const u32 at = blockIdx.x * 256 + threadIdx.x;
-  if (at >= count) return;
-  u32 head = at / rows, row = at - head * rows, column = 0;
-  if (ends_q) {
-    const int b = sequence_of(ends_q, sequences, row, sorted_q);
+// Dropout's seed of every query row, which other kernels read. Of a packed batch, whose heads have one row
+// for each token, a row's seed makes up for columns that count from its sequence's first key. One thread per
+// row.
+#include "cu_seqlens.cuh"
+#include "dropout.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+    row_seeds(const u64* seed, const int* cu_seqlens_q, const int* cu_seqlens_k, u32* row_seeds,
+              int sequences, int heads, u32 rows, u32 count) {
+  const bool sorted_q = !cu_seqlens_q || are_sorted(cu_seqlens_q, sequences);
+  const bool sorted_k = !cu_seqlens_k || are_sorted(cu_seqlens_k, sequences);
+  const u32 i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= count) return;
+  u32 head = i / rows, row = i - head * rows, column = 0;
+  if (cu_seqlens_q) {
+    const int b = sequence_of(cu_seqlens_q, sequences, row, sorted_q);
     if (b < 0 || b >= sequences) return;  // attends nothing
-    head += b * heads, row -= border_of(ends_q, b, FAR, sorted_q), column = border_of(ends_k, b, FAR, sorted_k);
+    head += b * heads, row -= sequence_begin(cu_seqlens_q, b, UNBOUNDED, sorted_q);
+    column = sequence_begin(cu_seqlens_k, b, UNBOUNDED, sorted_k);
   }
-  keys[at] = row_key(*seed, head, row) - column * COLUMN_KEY;
+  row_seeds[i] = row_seed(*seed, head, row) - column * COLUMN_STEP;
 }

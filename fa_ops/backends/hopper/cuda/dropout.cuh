@@ -1,36 +1,45 @@
-// Dropout: the rule of backends/dropout.py. A weight is dropped where the hash of its row's key plus its column's is below a threshold; all of the seed,
-// the batch, the head and the query is in the row's key, which dropout.cu writes before other kernels run.
+// Dropout by the rule of backends/dropout.py: a weight is dropped where the hash of its row's seed plus its
+// column's multiple of COLUMN_STEP is below a threshold. A row's seed depends on the call's seed, the batch,
+// the head and the query; dropout.cu writes all of them before other kernels run.
+#pragma once
+#include "ptx.cuh"
 
 struct Dropout {
-  const u32* row_keys;  // (B * Hq, rows), or null
-  int rows;             // Sq, padded
+  const u32* row_seeds;  // (B * Hq, rows), or null
+  int rows;              // Sq, padded
   u32 threshold;
-  float scale, kept;    // 1 / (1 - p), and 1 - p
-  u32 column_key;       // COLUMN_KEY: of a constant ptxas would make additions, and what adds is busier than what multiplies
+  float scale, kept;  // 1 / (1 - p), and 1 - p
+  u32 column_step;    // COLUMN_STEP as a variable: ptxas turns products with a constant into additions, whose
+                      // pipe is busier than that of products
 };
 
-constexpr u32 COLUMN_KEY = 0xC2B2AE35;  // of column 1: column j has j times as much
+constexpr u32 COLUMN_STEP = 0xC2B2AE35;
 
-DEVICE u32 mixed_twice(u32 x) {
+DEVICE u32 mix_twice(u32 x) {
   x = (x ^ x >> 16) * 0x7FEB352D;
   return (x ^ x >> 15) * 0x846CA68B;
 }
-DEVICE u32 mixed(u32 x) {
-  x = mixed_twice(x);
+DEVICE u32 mix(u32 x) {
+  x = mix_twice(x);
   return x ^ x >> 16;
 }
 
-DEVICE u32 row_key(u64 seed, u32 batch_head, u32 row) {
-  const u32 stream = mixed(batch_head * 0x9E3779B9 + (u32)(seed >> 32)) ^ (u32)seed;
-  return mixed(stream + row * 0x85EBCA6B);
+DEVICE u32 row_seed(u64 seed, u32 batch_head, u32 row) {
+  const u32 stream = mix(batch_head * 0x9E3779B9 + (u32)(seed >> 32)) ^ (u32)seed;
+  return mix(stream + row * 0x85EBCA6B);
 }
 
-// What is below the threshold if and only if mixed(key) is, a shift cheaper: the last round leaves the upper half as it is, and where the lower one
-// decides, the upper is the threshold's.
-DEVICE u32 compared(u32 key, u32 threshold) { return mixed_twice(key) ^ threshold >> 16; }
+// A number that is below the threshold if and only if mix(x) is, one shift cheaper: the last round leaves the
+// upper half unchanged, and where the lower half decides, the upper one equals the threshold's.
+DEVICE u32 comparable_hash(u32 x, u32 threshold) { return mix_twice(x) ^ threshold >> 16; }
 
-// Sets a bit if the weight with this key is dropped.
-DEVICE void note_dropped(u32& bits, int i, u32 key, u32 threshold) {
+DEVICE bool is_dropped(const Dropout& dropout, u32 x) {
+  return comparable_hash(x, dropout.threshold) < dropout.threshold;
+}
+
+// Sets bit `i` if the weight is dropped.
+DEVICE void note_dropped(u32& bits, int i, u32 x, u32 threshold) {
   asm("{ .reg .pred dropped; setp.lo.u32 dropped, %1, %2; @dropped or.b32 %0, %0, %3; }"
-      : "+r"(bits) : "r"(compared(key, threshold)), "r"(threshold), "r"(1u << i));
+      : "+r"(bits)
+      : "r"(comparable_hash(x, threshold)), "r"(threshold), "r"(1u << i));
 }

@@ -1,15 +1,25 @@
-// 16-bit elements in global memory.
+// 16-bit elements in global memory: strides, conversion and dot products.
+#pragma once
+#include "ptx.cuh"
+
 typedef unsigned short Element;
 
-struct Strides { long long b, h, s; };
-DEVICE const Element* row_at(const Element* x, const Strides& step, int b, int h, int s) { return x + b * step.b + h * step.h + s * step.s; }
+struct Strides {
+  long long b, h, s;
+};
+
+DEVICE const Element* row_at(const Element* x, const Strides& strides, int b, int h, int s) {
+  return x + b * strides.b + h * strides.h + s * strides.s;
+}
 
 DEVICE float2 unpack(u32 x) {
 #if IS_BF16
   return make_float2(__int_as_float(x << 16), __int_as_float(x & 0xFFFF0000u));
 #else
   float2 y;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(y.x), "=f"(y.y)
+      : "r"(x));
   return y;
 #endif
 }
@@ -19,13 +29,13 @@ DEVICE float dot2(u32 x, u32 y) {
   return a.x * b.x + a.y * b.y;
 }
 
-// Eight products summed; both addresses are multiples of 16 bytes.
+// The sum of eight products; both addresses are multiples of 16 bytes.
 DEVICE float dot8(const Element* x, const Element* y) {
   const uint4 a = *(const uint4*)x, b = *(const uint4*)y;
   return dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
 }
 
-// A whole row with another; `count` is a multiple of 8.
+// The dot product of two rows; `count` is a multiple of 8.
 DEVICE float dot(const Element* x, const Element* y, int count) {
   float sum = 0.f;
 #pragma unroll 1

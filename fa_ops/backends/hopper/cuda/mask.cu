@@ -1,40 +1,54 @@
-// A bool mask to bits, one CTA row of the grid for each of its heads: a row's bits stand in the order of its columns and are zero from `columns` on.
-// A head of the mask has `rows` x `columns` bytes at the steps given, in bytes; of the bits, as many rows of `pitch` bytes, a multiple of 16. The last 8
-// of these are the row's run: its first column that is kept and the one after its last.
+// Packs a bool mask to bits. A row's bits are in the order of its columns and 0 from `columns` on; a row of
+// bits has `pitch` bytes, a multiple of 16, of which the last 8 are the row's key range: the first column
+// that is kept and the one after the last. Each of the mask's `all_heads` heads, `heads` in a batch, has a
+// row of CTAs.
+#include "ptx.cuh"
 
-struct Steps { long long b, h, row, column; };
+struct MaskStrides {
+  long long b, h, row, column;  // in bytes
+};
 
-DEVICE const unsigned char* head_of(const unsigned char* mask, const Steps& s, int heads, int i) { return mask + i / heads * s.b + i % heads * s.h; }
+DEVICE const unsigned char* head_of(const unsigned char* mask, const MaskStrides& s, int heads, int i) {
+  return mask + i / heads * s.b + i % heads * s.h;
+}
 
-// Sixteen bytes that are not 0, a bit each.
+// A bit for each of 16 bytes that is not 0.
 DEVICE u32 bits_of(uint4 x) {
-  constexpr u32 LOW = 0x7F7F7F7F, GATHER = 0x01020408;  // bytes of 0 and 1, times this: their bits side by side from bit 24 on
+  // bytes of 0 and 1 times GATHER have their bits side by side from bit 24 on
+  constexpr u32 LOW = 0x7F7F7F7F, GATHER = 0x01020408;
   auto four = [](u32 y) { return ((((y & LOW) + LOW) | y) & ~LOW) / 128 * GATHER >> 24 & 15; };
   return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
 }
 
-// Columns side by side, rows at multiples of 16 bytes: a thread reads 16 columns at once.
-extern "C" __global__ void __launch_bounds__(256) pack_rows(const unsigned char* mask, unsigned char* bits, Steps s, int heads, int all_heads,
-                                                            int rows, int columns, int pitch) {
-  const u32 groups = pitch / 2, i = blockIdx.x * 256 + threadIdx.x, row = i / groups, group = i - row * groups;
+#if ENTRY_pack_rows
+// For contiguous columns and rows at multiples of 16 bytes: a thread reads 16 columns at once.
+extern "C" __global__ void __launch_bounds__(256)
+    pack_rows(const unsigned char* mask, unsigned char* bits, MaskStrides s, int heads, int all_heads,
+              int rows, int columns, int pitch) {
+  const u32 groups = pitch / 2, i = blockIdx.x * 256 + threadIdx.x, row = i / groups,
+            group = i - row * groups;
   if (row >= rows) return;
   const int left = columns - (int)group * 16;
   for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
     const unsigned char* from = head_of(mask, s, heads, head) + row * s.row + group * 16;
     u32 found = 0;
-    if (left >= 16)
-      found = bits_of(*(const uint4*)from);
+    if (left >= 16) found = bits_of(*(const uint4*)from);
     else
       for (int j = 0; j < left; j++) found |= (u32)(from[j] != 0) << j;
     *(unsigned short*)(bits + ((long long)head * rows + row) * pitch + group * 2) = found;
   }
 }
+#endif
 
-// Any steps: a warp has 32 rows of 32 columns, its lanes along the shorter step, and in the end a word for each row. A CTA is four warps by two.
-extern "C" __global__ void __launch_bounds__(256) pack_words(const unsigned char* mask, unsigned char* bits, Steps s, int heads, int all_heads,
-                                                             int rows, int columns, int pitch) {
+#if ENTRY_pack_words
+// For any strides: a warp packs 32 rows of 32 columns, its lanes along the smaller stride, and each lane ends
+// with the word of one row. A CTA is four warps by two.
+extern "C" __global__ void __launch_bounds__(256)
+    pack_words(const unsigned char* mask, unsigned char* bits, MaskStrides s, int heads, int all_heads,
+               int rows, int columns, int pitch) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, across = pitch / 8;
-  const int column = (blockIdx.x % across * 2 + warp % 2) * 32, row = (blockIdx.x / across * 4 + warp / 2) * 32;
+  const int column = (blockIdx.x % across * 2 + warp % 2) * 32,
+            row = (blockIdx.x / across * 4 + warp / 2) * 32;
   if (row >= rows) return;
   const bool lanes_are_columns = s.column <= s.row || rows == 1;
   for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
@@ -60,13 +74,16 @@ extern "C" __global__ void __launch_bounds__(256) pack_words(const unsigned char
     if (row + lane < rows) *(u32*)(bits + ((long long)head * rows + row + lane) * pitch + column / 8) = word;
   }
 }
+#endif
 
-// Afterwards: a warp finds a row's run. It is empty, and far, where nothing is kept.
-extern "C" __global__ void __launch_bounds__(256) find_runs(unsigned char* bits, int rows, int pitch) {
+#if ENTRY_find_ranges
+// After the bits: a warp finds the key range of a row. It is empty, with its begin at UNBOUNDED, where
+// nothing is kept.
+extern "C" __global__ void __launch_bounds__(256) find_ranges(unsigned char* bits, int rows, int pitch) {
   const int lane = threadIdx.x & 31, row = blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
   unsigned char* at = bits + (long long)row * pitch;
-  int first = FAR, end = 0;
+  int first = UNBOUNDED, end = 0;
   for (int i = lane; i < pitch / 4 - 2; i += 32) {
     const u32 x = ((const u32*)at)[i];
     if (x) first = min(first, i * 32 + __ffs(x) - 1), end = max(end, i * 32 + 32 - __clz(x));
@@ -74,3 +91,4 @@ extern "C" __global__ void __launch_bounds__(256) find_runs(unsigned char* bits,
   first = __reduce_min_sync(~0u, first), end = __reduce_max_sync(~0u, end);
   if (lane == 0) *(int2*)(at + pitch - 8) = make_int2(first, end);
 }
+#endif

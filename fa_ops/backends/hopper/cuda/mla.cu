@@ -1,113 +1,122 @@
-// Few queries of many heads against a cache of one latent head, whose values are the first VALUE_DIM features of its keys, for sm_90a. A CTA attends 64
-// rows: `heads` heads of `tokens` queries. Two warpgroups hold half the columns of the output each. Tiles of 64 keys lie in two buffers; warpgroup 0
-// computes the scores of those in the first, warpgroup 1 of those in the second, and each tells the other the weights, which take the place of the
-// features that no value has. Rows of scores have one reference, which goes from tile to tile, so that sums on both sides agree. A buffer's halves
-// are freed and filled one by one, and read column by column as they come.
-// Which tiles a CTA takes: stretches.cuh. What becomes of a unit that several share: merge.cuh.
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N IS_PAGED COPY_KEYS HAS_KV_LENS SLACK ROWS
+// Decoding over a latent KV cache (MLA) for sm_90a, after FlashMLA: few queries of many heads against one
+// latent head, whose values are the first VALUE_DIM features of its keys. A CTA attends 64 packed rows:
+// `heads` heads of `tokens` queries. Two consumer warpgroups hold half the columns of the output each. Tiles
+// of 64 keys are in two buffers: warpgroup 0 computes the scores of those in the first, warpgroup 1 of those
+// in the second, and each gives the other its weights, which overwrite the features that no value has. Both
+// share one running max per row, which goes from tile to tile, so that their sums agree. A buffer's halves
+// are released and filled separately, and read column by column as they arrive. work_ranges.cuh cuts the
+// keys; combine.cuh merges the items that several CTAs share.
+//
+// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N ROWS SHARED_BYTES RESCALE_THRESHOLD SCALES_DIFFERENCES
+// IS_PAGED COPY_KEYS HAS_KV_LENS
+#include "combine.cuh"
+#include "mla_params.cuh"
+#include "named_barriers.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
 
-constexpr int WIDTH = HEAD_DIM / 64, HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
+constexpr int QK_COLUMNS = HEAD_DIM / 64,
+              HALF = VALUE_DIM / 128;  // columns of 64 features: of a key, of half a value
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 4;
-constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = WIDTH * COLUMN_BYTES;
-constexpr u32 OWN_BARRIER = 1, SUMS_BARRIER = 3;  // named barriers: for each warpgroup, of its own threads and of those that wait for its sums
-static_assert(ROWS == 64 && BLOCK_N == 64 && WIDTH == 2 * HALF + 1, "one column is left for the weights");
+constexpr u32 COLUMN_BYTES = 64 * 128, TILE_BYTES = QK_COLUMNS * COLUMN_BYTES;
+static_assert(ROWS == 64 && BLOCK_N == 64 && QK_COLUMNS == 2 * HALF + 1,
+              "one column is left for the weights");
 
-struct Params {
-  TensorMap q, k;
-  Element* out;          // (B, Sq, Hq, VALUE_DIM)
-  float* lse;            // (B, Hq, Sq)
-  float* partial;        // as merge.cuh has them
-  float2* partial_stats;
-  const int* kv_lens;    // (B,) or null
-  const int* table;      // (B, table_stride) or null
-  int B, Hq, Sq, Sk;     // Sk: what the cache holds
-  int tokens, heads, head_blocks, width, units;  // blocks of rows: width * units or a few less
-  int window_right, page, pages, table_stride;
-  float scale_log2;
-  const Element *q_rows, *k_rows;  // the tensors of the maps, for rows that are attended exactly
-  Strides q_step, k_step;
-};
+constexpr u32 STAGED_BYTES = 16 * 64;  // of a warp's results: 32 columns of its rows
 
-DEVICE Row row_of(const Params& p, int b) {
-  const int keys = keys_of(p, b);
-  return {keys, 0, keys, 0, max(1, (int)((u32)(keys + BLOCK_N - 1) / BLOCK_N))};
-}
-DEVICE int units_of(const Params& p) { return p.units; }
-DEVICE int width_of(const Params& p) { return p.width; }
-DEVICE int rows_of(const Params& p) { return p.tokens * p.heads; }
+// Offsets in shared memory, in order.
+struct MlaShared {
+  u32 q, k, staged;
+  u32 running_max;  // of each consumer's last tile, for the other
+  u32 sums;         // of each consumer, for two items
+  u32 split;        // of two items
+  u32 pages;        // of each buffer: a bit for each copy whose page exists
+  u32 q_full, q_empty;
+  u32 columns_full;   // of each buffer and column of 64 features
+  u32 halves_empty;   // of each buffer and half of the values
+  u32 weights_ready;  // of each buffer
+  u32 end;
 
-// A stretch of n tiles takes as long as n of them; of a row of N it makes N / n parts, each of which is written and merged in about 0.05 of a tile's time:
-// together that is least at the root of 0.05 N.
-DEVICE Cut cut_of(const Params& p, int total, int shortest, int longest) {
-  const int least = max(1, (int)sqrtf(0.05f * (float)longest));
-  return {max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)), total, 1};
-}
-
-constexpr u32 STAGED_BYTES = 16 * 64;  // of a warp's result: 32 columns of its rows
-
-struct Smem {
-  u32 q, k, staged, reference, sums, task, valid, q_full, q_empty, full, empty, weights;
-  DEVICE Smem(u32 base) {
-    q = base, k = q + TILE_BYTES, staged = k + 2 * TILE_BYTES, reference = staged + 8 * STAGED_BYTES;
-    sums = reference + 2 * ROWS * 4, task = sums + 4 * ROWS * 4, valid = task + 2 * TASK_BYTES, q_full = valid + 8, q_empty = q_full + 8;
-    full = q_empty + 8, empty = full + 2 * WIDTH * 8, weights = empty + 4 * 8;
-  }
+  DEVICE constexpr explicit MlaShared(u32 base)
+      : q(base),
+        k(q + TILE_BYTES),
+        staged(k + 2 * TILE_BYTES),
+        running_max(staged + 8 * STAGED_BYTES),
+        sums(running_max + 2 * ROWS * 4),
+        split(sums + 4 * ROWS * 4),
+        pages(split + 2 * SPLIT_BYTES),
+        q_full(pages + 8),
+        q_empty(q_full + 8),
+        columns_full(q_empty + 8),
+        halves_empty(columns_full + 2 * QK_COLUMNS * 8),
+        weights_ready(halves_empty + 4 * 8),
+        end(weights_ready + 2 * 8) {}
   DEVICE u32 tile(int stage) const { return k + stage * TILE_BYTES; }
-  DEVICE u32 column_full(int stage, int x) const { return full + 8 * (stage * WIDTH + x); }
-  DEVICE u32 half_empty(int stage, int half) const { return empty + 8 * (stage * 2 + half); }
-  DEVICE u32 weights_full(int stage) const { return weights + 8 * stage; }
-  DEVICE u32 weights_at(int stage) const { return tile(stage) + 2 * HALF * COLUMN_BYTES; }
+  DEVICE u32 split_slot(int i) const { return split + i * SPLIT_BYTES; }
+  DEVICE u32 column_full(int stage, int x) const { return columns_full + 8 * (stage * QK_COLUMNS + x); }
+  DEVICE u32 half_empty(int stage, int half) const { return halves_empty + 8 * (stage * 2 + half); }
+  DEVICE u32 weights_full(int stage) const { return weights_ready + 8 * stage; }
+  DEVICE u32 weights_tile(int stage) const { return tile(stage) + 2 * HALF * COLUMN_BYTES; }
 };
 
-// Which queries a block of rows has: row r is query token + r % tokens of head + r / tokens.
-struct Block { int token, head; };
-DEVICE Block block_of(const Params& p, const Task& t) {
-  const u32 m = t.unit * p.width + blockIdx.x % (u32)p.width, heads = p.head_blocks;
+constexpr MlaShared LAYOUT(0);
+static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
+              "SHARED_BYTES is the layout's size");
+
+// The queries of a block of rows: row r is query token + r % tokens of head + r / tokens.
+struct QueryBlock {
+  int token, head;
+};
+DEVICE QueryBlock query_block_of(const MlaParams& p, const Split& t) {
+  const u32 m = t.item * p.width + blockIdx.x % (u32)p.width, heads = p.head_blocks;
   return {(int)(m / heads) * p.tokens, (int)(m % heads) * p.heads};
 }
 
-// A row of a unit: its LSE, and which of the output's rows it is; -1: none.
-DEVICE int close_row(const Params& p, const Task& t, int row, float m2, float total, bool writes_lse, float& inverse) {
-  const Block block = block_of(p, t);
+// Writes the LSE of an item's row. Returns the row's index in the output, or -1 if it does not exist, and in
+// `inverse` the factor of its sums.
+DEVICE int finish_packed_row(const MlaParams& p, const Split& t, int row, float max2, float total,
+                             bool writes_lse, float& inverse) {
+  const QueryBlock block = query_block_of(p, t);
   const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
-  const float lse = finish_row(m2, total, 1.f, false, 0.f, inverse);
-  if (row >= rows_of(p) || token >= p.Sq || head >= p.Hq) return -1;
+  const float lse = finish_row(max2, total, 1.f, false, 0.f, inverse);
+  if (row >= packed_rows(p) || token >= p.Sq || head >= p.Hq) return -1;
   if (writes_lse) p.lse[((long long)t.b * p.Hq + head) * p.Sq + token] = lse;
   return (t.b * p.Sq + token) * p.Hq + head;
 }
 
-// Two columns of it, normalised.
-DEVICE void put(const Params& p, int place, int column, float2 x, float inverse) {
-  if (place >= 0) *(u32*)(p.out + (long long)place * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
+// Writes two normalised columns of an output row.
+DEVICE void write_columns(const MlaParams& p, int out_row, int column, float2 x, float inverse) {
+  if (out_row >= 0)
+    *(u32*)(p.out + (long long)out_row * VALUE_DIM + column) = pack(x.x * inverse, x.y * inverse);
 }
 
-// A row of a unit that is attended exactly.
-struct ExactRow {
-  const Params& p;
-  const int b, first = 0;
-  int last;
+// A row of an item that is attended exactly.
+struct MlaExactRow {
+  const MlaParams& p;
+  const int b, begin = 0;
+  int end;
   float scale_log2;
   const Element* query;
 
-  DEVICE ExactRow(const Params& p, const Task& t, int row) : p(p), b(t.b), scale_log2(p.scale_log2) {
-    const Block block = block_of(p, t);
+  DEVICE MlaExactRow(const MlaParams& p, const Split& t, int row) : p(p), b(t.b), scale_log2(p.scale_log2) {
+    const QueryBlock block = query_block_of(p, t);
     const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
-    query = row_at(p.q_rows, p.q_step, b, min(head, p.Hq - 1), min(token, p.Sq - 1));
-    last = uniform(min(t.keys, t.keys - p.Sq + token + p.window_right + 1));
+    query = row_at(p.q_rows, p.q_strides, b, min(head, p.Hq - 1), min(token, p.Sq - 1));
+    end = warp_uniform(min(t.keys, t.keys - p.Sq + token + p.window_right + 1));
   }
 
-  // The row of a key; in a page that does not exist, some other one.
+  // The row of a key; of a key whose page does not exist, some other row.
   DEVICE const Element* value(int key) const {
     int from = b;
 #if IS_PAGED
-    from = min(max(page_of(key), 0), p.pages - 1), key %= p.page;
+    from = min(max(page_of(key), 0), p.page_count - 1), key %= p.page;
 #endif
-    return row_at(p.k_rows, p.k_step, from, 0, key);
+    return row_at(p.k_rows, p.k_strides, from, 0, key);
   }
 
 #if IS_PAGED
   DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
-  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.pages; }
+  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.page_count; }
 #else
   DEVICE bool attends(int) const { return true; }
 #endif
@@ -116,27 +125,29 @@ struct ExactRow {
   DEVICE float weight(int, float x) const { return x; }
 };
 
-// Executed by one warp: two columns of a row for each lane.
-DEVICE void replace_columns(const Params& p, const Task& t, int row, int column) {
+// Executed by one warp: replaces two columns of a row for each lane, computed exactly.
+DEVICE void replace_columns(const MlaParams& p, const Split& t, int row, int column) {
   ExactColumns found;
-  if (attend_exactly(ExactRow(p, t, row), column, VALUE_DIM, found)) {
+  if (attend_exactly(MlaExactRow(p, t, row), column, VALUE_DIM, found)) {
     float inverse;
-    const int place = close_row(p, t, row, found.top * p.scale_log2, found.sum, column == 0, inverse);
-    put(p, place, column, found.x, inverse);
+    const int out_row =
+        finish_packed_row(p, t, row, found.max * p.scale_log2, found.sum, column == 0, inverse);
+    write_columns(p, out_row, column, found.x, inverse);
   }
 }
 
 constexpr int COPIES = BLOCK_N / COPY_KEYS;  // of one column
 
-// A tile into its buffer, half by half: first the one whose values the warpgroup has that computes the scores, then the other, with the weights' column
-// after it, which that one frees as it reads the weights last.
-DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leader, int i, u32& phases) {
+// Copies a tile into its buffer, half by half: first the half whose values the warpgroup multiplies that
+// computes the scores, then the other with the column of the weights, which the other warpgroup reads last.
+DEVICE void copy_tile(const MlaParams& p, const MlaShared& sm, const Split& t, bool leader, int i,
+                      u32& phases) {
   const int lane = threadIdx.x & 31, stage = i & 1;
-  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // nothing lies there: zeros
+  int at = (t.tile + i) * BLOCK_N + lane * COPY_KEYS, found = -1;  // no such page: zeros are copied
   if (lane < COPIES && at < t.keys) {
 #if IS_PAGED
     found = p.table[(long long)t.b * p.table_stride + at / p.page], at %= p.page;
-    if (found >= p.pages) found = -1;
+    if (found >= p.page_count) found = -1;
 #else
     found = t.b;
 #endif
@@ -144,100 +155,112 @@ DEVICE void copy_tile(const Params& p, const Smem& sm, const Task& t, bool leade
   const u32 valid = __ballot_sync(~0u, found >= 0);
   int token[COPIES], page[COPIES];
 #pragma unroll
-  for (int j = 0; j < COPIES; j++)  // smaller pages are one copy each
+  for (int j = 0; j < COPIES; j++)  // pages of fewer than 64 keys are one copy each
     page[j] = __shfl_sync(~0u, found, j), token[j] = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, at, j);
 #pragma unroll 1
-  for (int turn = 0; turn < 2; turn++) {
-    const int side = stage ^ turn;
+  for (int half_index = 0; half_index < 2; half_index++) {
+    const int side = stage ^ half_index;
     mbar_wait(sm.half_empty(stage, side), phases >> stage & 1 ^ 1);
     if (!leader) continue;
-    if (turn == 0) store_shared(sm.valid + 4 * stage, valid);
+    if (half_index == 0) store_shared(slot_at<4>(sm.pages, stage), valid);
 #pragma unroll 1
-    for (int i = 0; i < HALF + turn; i++) {
+    for (int i = 0; i < HALF + half_index; i++) {
       const int x = i == HALF ? 2 * HALF : side * HALF + i;
       const u32 full = sm.column_full(stage, x), to = sm.tile(stage) + x * COLUMN_BYTES;
-      mbar_expect(full, COLUMN_BYTES);
+      mbar_arrive_expect(full, COLUMN_BYTES);
 #pragma unroll
       for (int j = 0; j < COPIES; j++)
-        tma_load_once(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j], p.width == 1 ? FIRST_TO_LEAVE : AS_ANY);
+        tma_load_hinted(to + j * COPY_KEYS * 128, p.k, full, x * 64, token[j], 0, page[j],
+                        p.width == 1 ? EVICT_FIRST : EVICT_NORMAL);
     }
   }
   phases ^= 1 << stage;
 }
 
-// One warp; one lane issues copies.
-DEVICE void copy(const Params& p, const Smem& sm) {
-  const bool leader = elected();
-  u32 phases = 0;  // a bit for each buffer: a unit begins in the first
-  Ring<2> units;
+// Executed by one warp, one lane of which issues the copies.
+DEVICE void produce(const MlaParams& p, const MlaShared& sm) {
+  const bool leader = elect_one();
+  u32 phases = 0;  // a bit for each buffer: an item begins in the first
+  PipelineState<2> items;
   u32 q_phase = 0;
-  for (Walk<Params> walk(p);; units.next(), q_phase ^= 1) {
-    Task t = {};
-    if (walk.at < walk.stop) t = walk.task(), walk.share(t);
+  for (WorkIterator<MlaParams> iterator(p);; items.next(), q_phase ^= 1) {
+    Split t = {};
+    if (iterator.at < iterator.stop) t = iterator.split(), iterator.find_splits(t);
     mbar_wait(sm.q_empty, q_phase ^ 1);
     if (leader) {
-      store_task(sm.task + units.stage * TASK_BYTES, t);
+      store_split(sm.split_slot(items.stage), t);
       if (t.count == 0) mbar_arrive(sm.q_full);
       else {
-        const Block block = block_of(p, t);
-        mbar_expect(sm.q_full, rows_of(p) * HEAD_DIM * 2);
+        const QueryBlock block = query_block_of(p, t);
+        mbar_arrive_expect(sm.q_full, packed_rows(p) * HEAD_DIM * 2);
 #pragma unroll 1
-        for (int x = 0; x < WIDTH; x++) tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
+        for (int x = 0; x < QK_COLUMNS; x++)
+          tma_load(sm.q + x * COLUMN_BYTES, p.q, sm.q_full, x * 64, block.token, block.head, t.b);
       }
     }
     if (t.count == 0) break;
 #pragma unroll 1
     for (int i = 0; i < t.count; i++) copy_tile(p, sm, t, leader, i, phases);
-    walk.next(t.count);
+    iterator.next(t.count);
   }
 }
 
-// Warpgroup w: scores of the tiles in buffer w, columns w * VALUE_DIM / 2 and on of the output. One code for both: it takes half the time to compile.
-struct Consumer {
-  const Params& p;
-  const Smem& sm;
+// Warpgroup w: scores of the tiles in buffer w, and columns w * VALUE_DIM / 2 and on of the output. Both
+// warpgroups run the same code, which takes half the time to compile.
+struct MlaConsumer {
+  const MlaParams& p;
+  const MlaShared& sm;
   const int w, tid, warp, lane, row;  // row: of the block, this thread's first; the second is 8 below
   u32 phase = 0, other_phase = 0;     // of buffer w and of the other
   float s[SCORES], o[OUTPUTS];
   u32 weights[SCORES / 2];
   Softmax<SCORES> softmax;
-  int diagonal;                    // the end of the keys that the block's first query attends, beyond the row's last or not
+  int diagonal;  // end of the keys that the block's first query attends, not clamped to the row's
 
-  DEVICE Consumer(const Params& p, const Smem& sm, int w)
-      : p(p), sm(sm), w(w), tid(threadIdx.x & 127), warp(tid >> 5), lane(threadIdx.x & 31), row(warp * 16 + (lane >> 2)) {}
+  DEVICE MlaConsumer(const MlaParams& p, const MlaShared& sm, int w)
+      : p(p),
+        sm(sm),
+        w(w),
+        tid(threadIdx.x & 127),
+        warp(tid >> 5),
+        lane(threadIdx.x & 31),
+        row(warp * 16 + (lane >> 2)) {}
 
-  DEVICE void begin(const Task& t) {
-    const Block block = block_of(p, t);
+  DEVICE void begin(const Split& t) {
+    const QueryBlock block = query_block_of(p, t);
     diagonal = t.keys - p.Sq + block.token + p.window_right + 1;
     softmax.reset();
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
   }
 
-  // The own half first: it is the first to come.
+  // This warpgroup's half comes first: it is copied first.
   DEVICE void score_product() {
     const u32 queries = descriptor_base(sm.q, 16), keys = descriptor_base(sm.tile(w), 16);
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-      const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF, at = x * (COLUMN_BYTES / 16);
+    for (int i = 0; i < QK_COLUMNS; i++) {
+      const int x = i == 2 * HALF ? i : i % HALF + (i < HALF ? w : 1 - w) * HALF,
+                at = x * (COLUMN_BYTES / 16);
       mbar_wait(sm.column_full(w, x), phase);
       wgmma_fence();
-      if (i == 0) wgmma_scores_start(s, queries + at, keys + at); else wgmma_scores(s, queries + at, keys + at);
+      if (i == 0) wgmma_scores_start(s, queries + at, keys + at);
+      else wgmma_scores(s, queries + at, keys + at);
     }
     wgmma_commit();
   }
 
-  DEVICE void own_product() {
+  DEVICE void own_value_product() {
     const u32 values = descriptor_base(sm.tile(w) + w * HALF * COLUMN_BYTES, COLUMN_BYTES);
     wgmma_fence();
     wgmma_output(o, weights, values);
     wgmma_commit();
   }
 
-  DEVICE void other_product() {
-    const u32 values = descriptor_base(sm.tile(1 - w) + w * HALF * COLUMN_BYTES, COLUMN_BYTES), from = descriptor_base(sm.weights_at(1 - w), 16);
+  DEVICE void other_value_product() {
+    const u32 values = descriptor_base(sm.tile(1 - w) + w * HALF * COLUMN_BYTES, COLUMN_BYTES),
+              from = descriptor_base(sm.weights_tile(1 - w), 16);
     wgmma_fence();
-    wgmma_other(o, from, values);
+    wgmma_other_output(o, from, values);
     wgmma_commit();
   }
 
@@ -249,16 +272,17 @@ struct Consumer {
     }
   }
 
-  // Scores to weights, relative to the reference that they may raise: whether they do.
-  DEVICE bool weigh(const Task& t, int tile) {
+  // Turns scores into weights, relative to the running max, which they may move. Returns whether they did.
+  DEVICE bool exponentiate(const Split& t, int tile) {
     const int first = tile * BLOCK_N;
     u32 valid = ~0u;
 #if IS_PAGED
-    valid = load_shared<u32>(sm.valid + 4 * w);
+    valid = load_shared<u32>(slot_at<4>(sm.pages, w));
 #endif
     if (first + BLOCK_N > min(t.keys, diagonal) || (IS_PAGED && valid != (1u << BLOCK_N / COPY_KEYS) - 1)) {
       const int from = first + (lane & 3) * 2;
-      const int ends[2] = {diagonal + (int)((u32)row % (u32)p.tokens), diagonal + (int)((u32)(row + 8) % (u32)p.tokens)};
+      const int ends[2] = {diagonal + (int)((u32)row % (u32)p.tokens),
+                           diagonal + (int)((u32)(row + 8) % (u32)p.tokens)};
       const int keys0 = min(t.keys, ends[0]) - from, keys1 = min(t.keys, ends[1]) - from;
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
@@ -266,120 +290,131 @@ struct Consumer {
         if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
       }
     }
-    bool raised = softmax.raise<0>(s, p.scale_log2);
-    raised |= softmax.raise<1>(s, p.scale_log2);
-    const float share0 = softmax.weigh<0>(s, p.scale_log2), share1 = softmax.weigh<1>(s, p.scale_log2);
-    if (raised) softmax.rescale_sums();
-    softmax.add(share0, share1);
+    bool max_moved = softmax.update_max<0>(s, p.scale_log2);
+    max_moved |= softmax.update_max<1>(s, p.scale_log2);
+    const float partial0 = softmax.exponentiate<0>(s, p.scale_log2),
+                partial1 = softmax.exponentiate<1>(s, p.scale_log2);
+    if (max_moved) softmax.rescale_sums();
+    softmax.add_sums(partial0, partial1);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
-    return raised;
+    return max_moved;
   }
 
-  // The weights and their reference, for the other warpgroup. Only this one has read the column that they overwrite.
-  DEVICE void tell() {
+  // Stores the weights and their running max for the other warpgroup. Only this one reads the column that
+  // they overwrite.
+  DEVICE void publish_weights() {
     const int r = warp * 16 + (lane & 15);
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i += 4)
-      store_matrix_x4(sm.weights_at(w) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i], weights[i + 1], weights[i + 2],
-                      weights[i + 3]);
+      stmatrix_x4(sm.weights_tile(w) + r * 128 + (((i / 2 + (lane >> 4)) ^ (r & 7)) << 4), weights[i],
+                  weights[i + 1], weights[i + 2], weights[i + 3]);
     if ((lane & 3) == 0) {
-      const u32 at = sm.reference + (w * ROWS + row) * 4;
+      const u32 at = sm.running_max + (w * ROWS + row) * 4;
       store_shared(at, softmax.max0), store_shared(at + 32, softmax.max1);
     }
-    fence_async_smem();
+    fence_async_shared();
     mbar_arrive(sm.weights_full(w));
   }
 
-  // Until the other's weights are there: its reference becomes this one's.
-  DEVICE void hear() {
+  // Waits for the other warpgroup's weights, and adopts its running max.
+  DEVICE void wait_for_other_weights() {
     mbar_wait(sm.weights_full(1 - w), other_phase);
 #pragma unroll
     for (int x = 0; x < HALF; x++) mbar_wait(sm.column_full(1 - w, w * HALF + x), other_phase);
-    const u32 at = sm.reference + ((1 - w) * ROWS + row) * 4;
-    const float top0 = load_shared<float>(at), top1 = load_shared<float>(at + 32);
-    if (!__any_sync(~0u, top0 != softmax.max0 || top1 != softmax.max1)) return;
-    softmax.rescale0 = exp2_fast((softmax.max0 - top0) * p.scale_log2), softmax.rescale1 = exp2_fast((softmax.max1 - top1) * p.scale_log2);
-    softmax.max0 = top0, softmax.max1 = top1, softmax.sum0 *= softmax.rescale0, softmax.sum1 *= softmax.rescale1;
+    const u32 at = sm.running_max + ((1 - w) * ROWS + row) * 4;
+    const float other_max0 = load_shared<float>(at), other_max1 = load_shared<float>(at + 32);
+    if (!__any_sync(~0u, other_max0 != softmax.max0 || other_max1 != softmax.max1)) return;
+    softmax.rescale0 = exp2_fast((softmax.max0 - other_max0) * p.scale_log2),
+    softmax.rescale1 = exp2_fast((softmax.max1 - other_max1) * p.scale_log2);
+    softmax.max0 = other_max0, softmax.max1 = other_max1, softmax.sum0 *= softmax.rescale0,
+    softmax.sum1 *= softmax.rescale1;
     rescale_output();
   }
 
-  // Values past the row's last key may hold anything, and 0 * NaN is NaN: they become zeros, in this warpgroup's half of the buffer.
-  DEVICE void clear_values(const Task& t, int stage, int tile) {
+  // Zeroes this warpgroup's half of the values past the last key: they may hold anything, and 0 * NaN is NaN.
+  DEVICE void clear_values(const Split& t, int stage, int tile) {
     const int from = t.keys - tile * BLOCK_N;
     if (from >= BLOCK_N) return;
 #pragma unroll 1
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
-      for (int x = 0; x < HALF; x++) store_shared(sm.tile(stage) + (w * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
-    fence_async_smem();
-    named_sync(OWN_BARRIER + w, 128);
+      for (int x = 0; x < HALF; x++)
+        store_shared(sm.tile(stage) + (w * HALF + x) * COLUMN_BYTES + i * 16, make_int4(0, 0, 0, 0));
+    fence_async_shared();
+    named_barrier_sync(MLA_WARPGROUP + w, 128);
   }
 
-  // A tile whose scores are the other's.
-  DEVICE void follow(const Task& t, int tile) {
-    hear();
+  // Attends a tile whose scores the other warpgroup computes.
+  DEVICE void attend_other_tile(const Split& t, int tile) {
+    wait_for_other_weights();
     clear_values(t, 1 - w, tile);
-    other_product();
+    other_value_product();
     wgmma_wait<0>();
-    pin(o);
+    fence_operand(o);
     mbar_arrive(sm.half_empty(1 - w, w));
     other_phase ^= 1;
   }
 
-  // The rest of a tile whose scores are this warpgroup's.
-  DEVICE void conclude(const Task& t, int tile, bool raised) {
-    if (raised) rescale_output();
+  // Multiplies the weights of a tile whose scores this warpgroup has computed.
+  DEVICE void finish_tile(const Split& t, int tile, bool max_moved) {
+    if (max_moved) rescale_output();
     clear_values(t, w, tile);
-    own_product();
+    own_value_product();
     wgmma_wait<0>();
-    pin(o);
+    fence_operand(o);
     mbar_arrive(sm.half_empty(w, w));
     phase ^= 1;
   }
 
-  // The first computes scores, then the other's product; the second has that under way while its own scores become weights, as its tile comes later.
-  // A unit may end with a tile of the first's.
-  DEVICE void attend(const Task& t, int i) {
+  // Attends two tiles. Warpgroup 0 computes its scores, then the product with the other's weights; warpgroup
+  // 1, whose tile comes later, has that product in flight while its own scores become weights. An item may
+  // end with a tile of warpgroup 0's.
+  DEVICE void attend(const Split& t, int i) {
     const int tile = t.tile + i + w;
     const bool scores = i + w < t.count;
     if (scores) {
       score_product();
-      if (w) hear(), other_product(), wgmma_wait<1>(); else wgmma_wait<0>();
-      pin(s);
+      if (w) wait_for_other_weights(), other_value_product(), wgmma_wait<1>();
+      else wgmma_wait<0>();
+      fence_operand(s);
       if (i + 2 >= t.count) mbar_arrive(sm.q_empty);
-      const bool raised = weigh(t, tile);
-      tell();
-      softmax.pin();
+      const bool max_moved = exponentiate(t, tile);
+      publish_weights();
+      softmax.fence();
       wgmma_wait<0>();
-      pin(o);
+      fence_operand(o);
       if (w) mbar_arrive(sm.half_empty(0, 1)), other_phase ^= 1;
-      conclude(t, tile, raised);
+      finish_tile(t, tile, max_moved);
     } else mbar_arrive(sm.q_empty);
-    if (w ? !scores : i + 1 < t.count) follow(t, t.tile + i + 1 - w);
+    if (w ? !scores : i + 1 < t.count) attend_other_tile(t, t.tile + i + 1 - w);
   }
 
-  // Normalised, with LSE, to where it belongs; maxima in log2 units. A warp's 32 columns at a time go through shared memory, for stores of 16 bytes:
-  // shuffles would need half as many instructions again.
-  DEVICE void write(const Task& t, const float (&maxima)[2], const float (&sums)[2]) {
+  // Writes the normalised output and the LSE; maxima are in log2 units. A warp's 32 columns at a time go
+  // through shared memory, for stores of 16 bytes: shuffles would need half as many instructions again.
+  DEVICE void write(const Split& t, const float (&maxima)[2], const float (&sums)[2]) {
     float inverse[2];
     unsigned short* to[2];
     bool exists[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int place = close_row(p, t, row + 8 * r, maxima[r], sums[r], w == 0 && (lane & 3) == 0, inverse[r]);
-      exists[r] = place >= 0, to[r] = p.out + (long long)place * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 8;
+      const int out_row =
+          finish_packed_row(p, t, row + 8 * r, maxima[r], sums[r], w == 0 && (lane & 3) == 0, inverse[r]);
+      exists[r] = out_row >= 0,
+      to[r] = p.out + (long long)out_row * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 8;
     }
     const u32 at = sm.staged + (threadIdx.x / 32 - 4) * STAGED_BYTES;
-    const u32 put = at + (lane & 7) * 64 + ((lane >> 3 ^ lane >> 1) & 3) * 16, got = at + (lane >> 2) * 64 + ((lane ^ lane >> 3) & 3) * 16;
+    const u32 write_columns = at + (lane & 7) * 64 + ((lane >> 3 ^ lane >> 1) & 3) * 16,
+              got = at + (lane >> 2) * 64 + ((lane ^ lane >> 3) & 3) * 16;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i += 16) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 x[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = pack(o[i + 4 * j + 2 * r] * inverse[r], o[i + 4 * j + 2 * r + 1] * inverse[r]);
-        store_matrix_x4(put + r * 512, x[0], x[1], x[2], x[3]);
+        for (int j = 0; j < 4; j++)
+          x[j] = pack(o[i + 4 * j + 2 * r] * inverse[r], o[i + 4 * j + 2 * r + 1] * inverse[r]);
+        stmatrix_x4(write_columns + r * 512, x[0], x[1], x[2], x[3]);
       }
       __syncwarp();
 #pragma unroll
@@ -391,7 +426,7 @@ struct Consumer {
     }
   }
 
-  // Rows of this warp, a bit for each, with a finite sum and values that are not.
+  // A bit for each of this warp's rows that has a finite sum and values that are not finite.
   DEVICE u32 unusable_rows(const float (&sums)[2]) const {
     float probe0 = 0.f, probe1 = 0.f;  // NaN where a value is not finite
 #pragma unroll
@@ -399,11 +434,11 @@ struct Consumer {
       probe0 += 0.f * o[i] + 0.f * o[i + 1];
       probe1 += 0.f * o[i + 2] + 0.f * o[i + 3];
     }
-    return rows_of_lanes(probe0 != 0.f && is_finite(sums[0]), probe1 != 0.f && is_finite(sums[1]));
+    return vote_rows(probe0 != 0.f && is_finite(sums[0]), probe1 != 0.f && is_finite(sums[1]));
   }
 
-  // Executed by one warp, after these rows have been written: its half of their columns.
-  DEVICE void replace_rows(const Task& t, u32 unusable) const {
+  // Executed by one warp, after its rows have been written: replaces this warpgroup's half of their columns.
+  DEVICE void replace_rows(const Split& t, u32 unusable) const {
 #pragma unroll 1
     for (; unusable; unusable &= unusable - 1)
 #pragma unroll 1
@@ -411,21 +446,23 @@ struct Consumer {
         replace_columns(p, t, warp * 16 + __ffs(unusable) - 1, w * (VALUE_DIM / 2) + x + lane * 2);
   }
 
-  DEVICE void finish(const Task& t, int parity) {
-    softmax.reduce();
-    const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4, other = of_rows + (1 - w) * ROWS * 4;
+  DEVICE void finish(const Split& t, int parity) {
+    softmax.reduce_sums();
+    const u32 of_rows = sm.sums + (parity * 2 * ROWS + row) * 4, own = of_rows + w * ROWS * 4,
+              other = of_rows + (1 - w) * ROWS * 4;
     if ((lane & 3) == 0) store_shared(own, softmax.sum0), store_shared(own + 32, softmax.sum1);
-    named_arrive(SUMS_BARRIER + w, 256);
-    named_sync(SUMS_BARRIER + 1 - w, 256);
+    named_barrier_arrive(MLA_SUMS + w, 256);
+    named_barrier_sync(MLA_SUMS + 1 - w, 256);
     const float maxima[2] = {softmax.max0 * p.scale_log2, softmax.max1 * p.scale_log2};
-    const float sums[2] = {softmax.sum0 + load_shared<float>(other), softmax.sum1 + load_shared<float>(other + 32)};
-    if (t.parts == 1) {
+    const float sums[2] = {softmax.sum0 + load_shared<float>(other),
+                           softmax.sum1 + load_shared<float>(other + 32)};
+    if (t.splits == 1) {
       const u32 unusable = unusable_rows(sums);
       write(t, maxima, sums);
       if (unusable) replace_rows(t, unusable);
       return;
     }
-    if (warp * 16 >= rows_of(p)) return;  // nobody's rows
+    if (warp * 16 >= packed_rows(p)) return;  // rows that do not exist
     const int at = own_slot(t) * ROWS + row;
     float* to = p.partial + at * VALUE_DIM + w * (VALUE_DIM / 2) + (lane & 3) * 2;
 #pragma unroll
@@ -433,50 +470,58 @@ struct Consumer {
       *(float2*)(to + i * 2) = make_float2(o[i], o[i + 1]);
       *(float2*)(to + i * 2 + 8 * VALUE_DIM) = make_float2(o[i + 2], o[i + 3]);
     }
-    if (w == 0 && (lane & 3) == 0) p.partial_stats[at] = make_float2(maxima[0], sums[0]), p.partial_stats[at + 8] = make_float2(maxima[1], sums[1]);
+    if (w == 0 && (lane & 3) == 0)
+      p.partial_stats[at] = make_float2(maxima[0], sums[0]),
+      p.partial_stats[at + 8] = make_float2(maxima[1], sums[1]);
   }
 
-  DEVICE void work() {
-    for (Ring<2> units;; units.next()) {
-      mbar_wait(sm.q_full, units.stage);
-      const u32 at = sm.task + units.stage * TASK_BYTES;
-      const Task t = load_task(at);
+  DEVICE void run() {
+    for (PipelineState<2> items;; items.next()) {
+      mbar_wait(sm.q_full, items.stage);
+      const u32 at = sm.split_slot(items.stage);
+      const Split t = load_split(at);
       if (t.count == 0) break;
       begin(t);
 #pragma unroll 1
-      for (int i = 0; i < t.count; i += 2)
-        attend(t, i);
-      const Task done = load_task(sm.task + units.stage * TASK_BYTES);  // again: most of it takes no registers until here
-      finish(done, units.stage);
+      for (int i = 0; i < t.count; i += 2) attend(t, i);
+      const Split done =
+          load_split(sm.split_slot(items.stage));  // loaded again, so that it takes no registers until here
+      finish(done, items.stage);
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__ Params p) {
+#if ENTRY_mla
+extern "C" __global__ void __launch_bounds__(384, 1) mla(const __grid_constant__ MlaParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Smem sm(smem_address(shared));
+  const MlaShared sm(smem_address(shared));
   if (threadIdx.x == 0) {
-    // by thread: racecheck does not follow one thread's arrival for its warp
+    // every thread arrives: racecheck does not accept one thread's arrival for its warp
     mbar_init(sm.q_full, 1), mbar_init(sm.q_empty, 256);
 #pragma unroll 1
-    for (int i = 0; i < 2 * WIDTH; i++) mbar_init(sm.full + 8 * i, 1);
-    for (int i = 0; i < 4; i++) mbar_init(sm.empty + 8 * i, 128);
+    for (int i = 0; i < 2 * QK_COLUMNS; i++) mbar_init(barrier(sm.columns_full, i), 1);
+    for (int i = 0; i < 4; i++) mbar_init(barrier(sm.halves_empty, i), 128);
     for (int i = 0; i < 2; i++) mbar_init(sm.weights_full(i), 128);
     mbar_init_fence();
-    prefetch_map(p.q), prefetch_map(p.k);
+    prefetch_tensor_map(p.q), prefetch_tensor_map(p.k);
   }
   clear_queries(sm.q, TILE_BYTES);
   __syncthreads();
-  wait_for_last_grid(), next_grid_may_start();
-  const int warpgroup = uniform(threadIdx.x / 128);
+  wait_for_prior_grid(), launch_dependent_grids();
+  const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
-    register_release<40>();
-    if (threadIdx.x < 32) copy(p, sm);
+    register_dealloc<40>();
+    if (threadIdx.x < 32) produce(p, sm);
   } else {
-    register_claim<232>();
-    Consumer consumer(p, sm, warpgroup - 1);
-    consumer.work();
+    register_alloc<232>();
+    MlaConsumer consumer(p, sm, warpgroup - 1);
+    consumer.run();
   }
 }
+#endif
 
-extern "C" __global__ void __launch_bounds__(512) merge_parts(const __grid_constant__ Params p) { merge(p); }
+#if ENTRY_combine
+extern "C" __global__ void __launch_bounds__(512) combine(const __grid_constant__ MlaParams p) {
+  combine_splits(p);
+}
+#endif

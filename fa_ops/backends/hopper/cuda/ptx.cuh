@@ -1,14 +1,19 @@
-// The PTX that the kernels need: mbarriers, named barriers, tensor-map copies, wgmma fences, fast math. No headers: NVRTC has none.
+// PTX wrappers: mbarriers, named barriers, TMA copies, wgmma fences, mma and fast math. Everything that only
+// a GPU has is here, so that tests can compile the other headers as C++. NVRTC has no headers of its own.
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-struct __align__(64) TensorMap { u64 words[16]; };
+struct __align__(64) TensorMap {
+  u64 words[16];
+};
 
 #define DEVICE __device__ __forceinline__
 #define INFINITE __int_as_float(0x7f800000)
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int FAR = 1 << 29;  // beyond every token, and twice that is no overflow
+constexpr int UNBOUNDED = 1 << 29;  // larger than every position; twice this does not overflow
 
 DEVICE u32 smem_address(const void* p) {
   u32 a;
@@ -16,46 +21,67 @@ DEVICE u32 smem_address(const void* p) {
   return a;
 }
 
-DEVICE void mbar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+DEVICE void mbar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
 DEVICE void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbar_expect(u32 bar, u32 bytes) {
+DEVICE void mbar_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-DEVICE void mbar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void mbar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 DEVICE void mbar_wait(u32 bar, u32 phase) {
   asm volatile(
-      "{ .reg .pred P; W: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1; @P bra D; bra W; D: }" ::"r"(bar), "r"(phase)
+      "{ .reg .pred P; W: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1; @P bra D; bra W; D: }" ::"r"(
+          bar),
+      "r"(phase)
       : "memory");
 }
 
-// A place in a ring of N buffers, and the phase its barriers are in.
-template <int N> struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  DEVICE void next() {
-    if (++stage == N) stage = 0, phase ^= 1;
-  }
-};
-
-DEVICE void store_shared(u32 at, unsigned short x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory"); }
-DEVICE void store_shared(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
-DEVICE void store_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
-DEVICE void store_shared(u32 at, float2 x) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory"); }
+DEVICE void store_shared(u32 at, unsigned short x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
+}
+DEVICE void store_shared(u32 at, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+DEVICE void store_shared(u32 at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+DEVICE void store_shared(u32 at, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
+}
 DEVICE void store_shared(u32 at, int4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 DEVICE void store_shared(u32 at, float4 x) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
 }
-DEVICE void load_shared(u32& x, u32 at) { asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory"); }
-DEVICE void load_shared(float& x, u32 at) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory"); }
-DEVICE void load_shared(int2& x, u32 at) { asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory"); }
-DEVICE void load_shared(float2& x, u32 at) { asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory"); }
+DEVICE void load_shared(u32& x, u32 at) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+}
+DEVICE void load_shared(float& x, u32 at) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+}
+DEVICE void load_shared(int2& x, u32 at) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory");
+}
+DEVICE void load_shared(float2& x, u32 at) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+}
 DEVICE void load_shared(int4& x, u32 at) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
 }
 DEVICE void load_shared(float4& x, u32 at) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(at)
+               : "memory");
 }
 template <class T> DEVICE T load_shared(u32 at) {
   T x;
@@ -63,19 +89,29 @@ template <class T> DEVICE T load_shared(u32 at) {
   return x;
 }
 
-// Programmatic dependent launch: the next kernel of the stream comes onto the multiprocessors before this one has ended, and waits there until its
-// memory is visible. Without the launch attribute neither does anything.
-DEVICE void next_grid_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_last_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Programmatic dependent launch: the stream's next kernel is brought onto the multiprocessors before this one
+// has ended, and waits there until this one's memory is visible. Neither has an effect without the launch
+// attribute.
+DEVICE void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-DEVICE void named_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
-template <int R> DEVICE void register_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R)); }
-template <int R> DEVICE void register_claim() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R)); }
+template <int R> DEVICE void register_dealloc() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
+}
+template <int R> DEVICE void register_alloc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R));
+}
 
-// True in one lane of a whole warp. Where copies hang on this, the compiler knows that one thread issues them: on `threadIdx.x == 0` it loops over lanes.
-DEVICE bool elected() {
+// True in one lane of a whole warp. With `threadIdx.x == 0` instead, the compiler would not know that one
+// thread issues the copies, and would loop over the lanes.
+DEVICE bool elect_one() {
   u32 x;
   asm volatile("{ .reg .pred P; elect.sync _|P, 0xffffffff; selp.u32 %0, 1, 0, P; }" : "=r"(x));
   return x;
@@ -84,62 +120,119 @@ DEVICE bool elected() {
 // Coordinates are (feature, token, head, batch).
 DEVICE void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
       "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b)
       : "memory");
 }
-// The same for what nobody reads again soon: it is the first to leave the L2.
-constexpr u64 FIRST_TO_LEAVE = 0x12F0000000000000ull, AS_ANY = 0x1000000000000000ull;
-DEVICE void tma_load_once(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b, u64 policy = FIRST_TO_LEAVE) {
+
+// L2 cache hints, as in CUTLASS.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull;
+
+DEVICE void tma_load_hinted(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b,
+                            u64 hint = EVICT_FIRST) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(policy)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "l"(hint)
+      : "memory");
+}
+// By a map whose boxes hold all features of a token.
+DEVICE void tma_load_rows_hinted(u32 dst, const TensorMap& map, u32 bar, int s, int h, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(EVICT_FIRST)
+      : "memory");
+}
+// Contiguous bytes, without a map.
+DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map), "r"(src),
-               "r"(x), "r"(s), "r"(h), "r"(b)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map),
+      "r"(src), "r"(x), "r"(s), "r"(h), "r"(b)
+      : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory"); }
-DEVICE void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
+}
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Shared-memory matrix descriptors, 128-byte swizzle, core matrices 1024 bytes apart in the other direction. The low half counts in
-// 16 bytes, so that products move it by constants.
+DEVICE void atomic_add(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
+}
+
+// Shared-memory matrix descriptors: 128-byte swizzle, core matrices 1024 bytes apart in the strided
+// direction. The low word counts in units of 16 bytes, so that the steps of a product add constants to it.
 DEVICE u32 descriptor_base(u32 address, u32 leading) { return (address >> 4) | ((leading >> 4) << 16); }
 constexpr u32 DESCRIPTOR_HIGH = 1u << 30 | 1024 >> 4;
-// What is the same in all lanes, said so that the compiler uses uniform registers: descriptors that come from others cost two more
-// instructions a product, and the products wait for them.
-DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// A thread has two rows of its warpgroup's accumulator, 8 apart, and two of each eight columns: how far its element `i` lies from its first one.
+// A value that is the same in all lanes, marked so that the compiler keeps it in a uniform register.
+// Descriptors made from other registers cost two more instructions per product, for which the products wait.
+DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// A thread holds two rows of its warpgroup's accumulator, 8 apart, and two of every eight columns: the
+// distance of its element `i` from its first one.
 DEVICE constexpr int row_offset(int i) { return (i & 2) * 4; }
 DEVICE constexpr int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Keeps the compiler from moving register reads above the wait before it.
-template <int R> DEVICE void pin(float (&d)[R]) {
+template <int N> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from reading the registers of a product before the wait above this.
+template <int R> DEVICE void fence_operand(float (&d)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int R> DEVICE void fence_operand(u32 (&x)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
 
-DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// tanh.approx errs by 5e-4, which a softcap of 50 turns into 0.02 of a score; this form errs by 1e-7.
-DEVICE float tanh_exact(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
-// The same with an error relative to the result, for softcaps so large that 1e-7 of them is noticeable.
+// The same value, opaque to the compiler: it would otherwise keep its sum with each constant in a register
+// for a whole loop.
+DEVICE u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// An absolute error of 1e-7. That of tanh.approx is 5e-4, which a softcap of 50 turns into 0.02 of a score.
+DEVICE float tanh_fast(float x) { return 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(2.f * LOG2E * x)); }
+// A small relative error, for softcaps so large that an absolute error of 1e-7 is noticeable.
 DEVICE float tanh_precise(float x) {
   const float y = x * x, series = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f + y * (-17.f / 315.f))));
-  return fabsf(x) < 0.1f ? series : tanh_exact(x);
+  return fabsf(x) < 0.1f ? series : tanh_fast(x);
 }
 #if HAS_SOFTCAP
-DEVICE float capped(float x) { return HAS_SOFTCAP == 2 ? tanh_precise(x) : tanh_exact(x); }
+DEVICE float softcap_tanh(float x) { return HAS_SOFTCAP == 2 ? tanh_precise(x) : tanh_fast(x); }
 #endif
 
 // Two floats rounded to the 16-bit input type, the first in the low half.
@@ -153,8 +246,8 @@ DEVICE u32 pack(float low, float high) {
   return y;
 }
 
-// The same, with 0 for what is negative.
-DEVICE u32 pack_positive(float low, float high) {
+// The same with negative numbers as 0.
+DEVICE u32 pack_relu(float low, float high) {
   u32 y;
 #if IS_BF16
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -164,7 +257,7 @@ DEVICE u32 pack_positive(float low, float high) {
   return y;
 }
 
-// Two numbers in each word: `sum` stays 0 while all that is added is finite.
+// Adds 0 * x to a pair of sums, which stay 0 as long as all that is added is finite.
 DEVICE void add_times_zero(u32& sum, u32 x) {
 #if IS_BF16
   asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
@@ -173,18 +266,23 @@ DEVICE void add_times_zero(u32& sum, u32 x) {
 #endif
 }
 
-DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
+DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
-template <bool TRANSPOSED> DEVICE void load_matrix_x4(u32 (&r)[4], u32 at) {
+template <bool TRANSPOSED> DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
   if (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
 }
 
 // d (16 x 8) += a (16 x 16) b (16 x 8)
@@ -194,9 +292,13 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #else
 #define MMA_TYPE "f16"
 #endif
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The shared-memory address of 16 bytes of a row: lines of 128 swizzled bytes, in columns of `rows` lines.
-DEVICE u32 swizzled(u32 base, int rows, int row, int unit) { return base + (unit >> 3) * rows * 128 + row * 128 + (((unit & 7) ^ (row & 7)) << 4); }
+// The shared-memory address of 16 bytes of a row of a tile: columns of `rows` lines of 128 swizzled bytes.
+DEVICE u32 swizzled(u32 base, int rows, int row, int chunk) {
+  return base + (chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}

@@ -1,109 +1,123 @@
-// Online softmax on wgmma accumulators: a thread holds two rows, elements 4i, 4i+1 of the first and 4i+2, 4i+3 of the second.
+// Online softmax (FlashAttention-2) on wgmma accumulators: a thread holds two rows, elements 4i and 4i + 1 of
+// the first and 4i + 2 and 4i + 3 of the second. As in FlashAttention-4 the running max moves only when a
+// weight would exceed 2^RESCALE_THRESHOLD, so that the output is seldom rescaled.
+#pragma once
+#include "ptx.cuh"
 
-// Below every score and finite, so that a row with nothing yet needs no special case.
+// The running max of a row without scores. It is finite and below every score, so that such a row needs no
+// special case.
 #if BIAS_BITS
-constexpr float NEVER = -3.4028235e38f;  // what masks are filled with is a score too
+constexpr float UNINITIALISED_MAX = -3.4028235e38f;  // finite fill values of masks are scores too
 #else
-constexpr float NEVER = -1e30f;
+constexpr float UNINITIALISED_MAX = -1e30f;
 #endif
 
-template <int R> struct Softmax {
-  float max0, max1, sum0, sum1;      // running maximum (unscaled scores) and this thread's share of the sum
-  float rescale0, rescale1;          // what the output so far must be multiplied with
+template <int SCORES> struct Softmax {
+  float max0, max1, sum0, sum1;  // running max (unscaled scores), and this thread's part of the row sum
+  float rescale0, rescale1;      // factors of the output so far
 
-  DEVICE void reset() { max0 = max1 = NEVER, sum0 = sum1 = 0.f; }
+  DEVICE void reset() { max0 = max1 = UNINITIALISED_MAX, sum0 = sum1 = 0.f; }
 
-  // A row's part of a step in two halves. The first: whether its reference moves, as a weight would pass 2^SLACK, and what that makes of
-  // everything so far. Its four lanes look for such a weight each among their own, and compare only if there is one in their warp.
-  template <int ROW> DEVICE bool raise(const float (&s)[R], float scale_log2) {
+  // Moves the running max of a row where necessary, and sets the factor for everything accumulated so far.
+  // Returns whether it moved for a row of this warp. Each of the row's four lanes tests its own scores, and
+  // they compare only if one in their warp found a large one.
+  template <int ROW> DEVICE bool update_max(const float (&s)[SCORES], float scale_log2) {
     float& row_max = ROW ? max1 : max0;
     float& rescale = ROW ? rescale1 : rescale0;
-    float found[4];  // of every fourth pair: not a chain of comparisons that wait for each other
+    float found[4];  // four maxima, so that comparisons do not form one chain
 #pragma unroll
-    for (int i = 0; i < R / 4; i++) {
+    for (int i = 0; i < SCORES / 4; i++) {
       const float pair = fmaxf(s[4 * i + 2 * ROW], s[4 * i + 2 * ROW + 1]);
       found[i % 4] = i < 4 ? pair : fmaxf(found[i % 4], pair);
     }
     float x = fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
     rescale = 1.f;
-    const bool raised = __any_sync(~0u, (x - row_max) * scale_log2 > SLACK);
-    if (raised) {
+    const bool moves = __any_sync(~0u, (x - row_max) * scale_log2 > RESCALE_THRESHOLD);
+    if (moves) {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)), x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
       x = fmaxf(row_max, x);
       rescale = exp2_fast((row_max - x) * scale_log2);
       row_max = x;
     }
-    return raised;
+    return moves;
   }
 
-  // The second: its scores become weights. Returns this thread's share of their sum.
-  template <int ROW> DEVICE float weigh(float (&s)[R], float scale_log2) {
+  // Turns a row's scores into weights. Returns this thread's part of their sum.
+  template <int ROW> DEVICE float exponentiate(float (&s)[SCORES], float scale_log2) {
     const float n = -(ROW ? max1 : max0) * scale_log2;
-    float t = 0.f;
+    float sum = 0.f;
 #pragma unroll
-    for (int i = 2 * ROW; i < R; i += 4) {
-#if BIAS_BITS || SCALES_DIFFERENCES  // exact where scores are so far from 0 that a product with them is not
-      s[i] = exp2_fast((s[i] - (ROW ? max1 : max0)) * scale_log2), s[i + 1] = exp2_fast((s[i + 1] - (ROW ? max1 : max0)) * scale_log2);
+    for (int i = 2 * ROW; i < SCORES; i += 4) {
+#if BIAS_BITS || \
+    SCALES_DIFFERENCES  // exact for scores so far from 0 that their product with the scale is not
+      s[i] = exp2_fast((s[i] - (ROW ? max1 : max0)) * scale_log2);
+      s[i + 1] = exp2_fast((s[i + 1] - (ROW ? max1 : max0)) * scale_log2);
 #else
       s[i] = exp2_fast(fmaf(s[i], scale_log2, n)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale_log2, n));
 #endif
-      t += s[i] + s[i + 1];
+      sum += s[i] + s[i + 1];
     }
-    return t;
+    return sum;
   }
 
-  // To the sums so far.
-  DEVICE void add(float share0, float share1) { sum0 += share0, sum1 += share1; }
+  DEVICE void add_sums(float partial0, float partial1) { sum0 += partial0, sum1 += partial1; }
   DEVICE void rescale_sums() { sum0 *= rescale0, sum1 *= rescale1; }
 
-  // Whether the reference of a row of this warp is of no score yet.
-  DEVICE bool is_blind() const { return __any_sync(~0u, fminf(max0, max1) == NEVER); }
+  // Whether a row of this warp has had no score yet.
+  DEVICE bool has_uninitialised_max() const {
+    return __any_sync(~0u, fminf(max0, max1) == UNINITIALISED_MAX);
+  }
 
-  // Weights of which lanes have such shares become small: the reference moves by as much as the largest share is.
-  template <int ROW> DEVICE void lower(float (&s)[R], float scale_log2, float& share) {
+  // Makes the weights of a row small after the fact: moves the running max by the largest of its four lanes'
+  // partial sums.
+  template <int ROW> DEVICE void lower_weights(float (&s)[SCORES], float scale_log2, float& partial) {
     float& row_max = ROW ? max1 : max0;
-    float x = fmaxf(share, __shfl_xor_sync(~0u, share, 1));
+    float x = fmaxf(partial, __shfl_xor_sync(~0u, partial, 1));
     x = fmaxf(1.f, fmaxf(x, __shfl_xor_sync(~0u, x, 2)));
     const float factor = reciprocal_fast(x);
 #pragma unroll
-    for (int i = 2 * ROW; i < R; i += 4) s[i] *= factor, s[i + 1] *= factor;
-    share *= factor, (ROW ? rescale1 : rescale0) = factor;
+    for (int i = 2 * ROW; i < SCORES; i += 4) s[i] *= factor, s[i + 1] *= factor;
+    partial *= factor, (ROW ? rescale1 : rescale0) = factor;
     row_max += log2_fast(x) / scale_log2;
   }
 
-  DEVICE void pin() { asm volatile("" : "+f"(max0), "+f"(max1), "+f"(rescale0), "+f"(rescale1)::"memory"); }
+  // Keeps the compiler from moving what follows above the maxima.
+  DEVICE void fence() { asm volatile("" : "+f"(max0), "+f"(max1), "+f"(rescale0), "+f"(rescale1)::"memory"); }
 
-  DEVICE void reduce() {
+  // Sums the parts of a row's four lanes.
+  DEVICE void reduce_sums() {
     sum0 += __shfl_xor_sync(~0u, sum0, 1), sum0 += __shfl_xor_sync(~0u, sum0, 2);
     sum1 += __shfl_xor_sync(~0u, sum1, 1), sum1 += __shfl_xor_sync(~0u, sum1, 2);
   }
 };
 
-// Natural-log LSE of a finished row, and in `inverse` what its output must be multiplied with. The sink joins the sum only.
-DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink, float& inverse) {
+// The LSE (natural logarithm) of a finished row, and in `inverse` the factor of its output. A sink joins the
+// sum alone.
+DEVICE float finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink,
+                        float& inverse) {
 #if BIAS_BITS
-  const float m2 = fmaxf(row_max * scale_log2, NEVER);
+  const float max2 = fmaxf(row_max * scale_log2, UNINITIALISED_MAX);
   const float lse = sum == 0.f ? -INFINITE : row_max + log2_fast(sum) * LN2;
 #else
-  const float m2 = row_max * scale_log2;
-  const float lse = sum == 0.f ? -INFINITE : (m2 + log2_fast(sum)) * LN2;
+  const float max2 = row_max * scale_log2;
+  const float lse = sum == 0.f ? -INFINITE : (max2 + log2_fast(sum)) * LN2;
 #endif
   inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (!has_sink || sink == -INFINITE) return lse;
-  const float sink2 = sink * LOG2E;  // may be infinite: then the keys have no weight
+  const float sink2 = sink * LOG2E;  // may be infinite: the keys have no weight then
   if (sum == 0.f) return sink;
-  if (sink2 > m2) {
-    const float factor = exp2_fast(m2 - sink2), total = 1.f + sum * factor;
+  if (sink2 > max2) {
+    const float factor = exp2_fast(max2 - sink2), total = 1.f + sum * factor;
     inverse = factor / total;
     return sink + log2_fast(total) * LN2;
   }
-  const float total = sum + exp2_fast(sink2 - m2);
+  const float total = sum + exp2_fast(sink2 - max2);
   inverse = 1.f / total;
-  return (m2 + log2_fast(total)) * LN2;
+  return (max2 + log2_fast(total)) * LN2;
 }
 
-// Of four lanes with a word each of four runs of 8 columns, each gets one run.
-DEVICE void gather(u32 (&x)[4]) {
+// Transposes 4 x 4 words over four neighbouring lanes: each gets eight consecutive columns of its row.
+DEVICE void transpose_quad(u32 (&x)[4]) {
   const int lane = threadIdx.x;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {

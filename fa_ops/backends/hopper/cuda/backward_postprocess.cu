@@ -1,40 +1,46 @@
-// After the products. Sums in accumulator order and fp32 become rows of the input type: those of dQ with ADDS_DQ, those of dK and dV with SPLITS_GROUP,
-// one CTA a block. And rows that are not finite are computed again, one at a time and with no product by a weight of 0: in them a token's NaN or Inf
-// has reached what does not attend it. Where it is right that they are not finite, they stay.
+// After the products: sums in accumulator order and fp32 become rows of the input type, one CTA per block:
+// those of dQ with ADDS_DQ, and of dK and dV with SPLITS_GROUP. Rows that are not finite are computed again,
+// one at a time and without products by a weight of 0, as a NaN or Inf may have reached rows that do not
+// attend it.
+#include "backward.cuh"
 
 // Whether a query attends a key.
-DEVICE bool attends(const Params& p, int i, int j, int h, int b, int keys) {
+DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int keys) {
   bool keep = j < keys;
 #if HAS_RANGES
-  const int2 run = p.runs[runs_of(p, h, b) * p.m_blocks * BLOCK_M + i];
-  keep = keep && j >= run.x && j < run.y;
-#elif IS_RAGGED
+  const int2 range = p.ranges[range_row(p, h, b) * p.m_blocks * BLOCK_M + i];
+  keep = keep && j >= range.x && j < range.y;
+#elif HAS_WINDOW
   const int diagonal = i + keys - p.Sq;
   keep = keep && j >= diagonal - p.window_left && j <= diagonal + p.window_right;
 #endif
 #if HAS_MASK
-  const unsigned char* bits = p.by_key.at + b * p.by_key.b + h * p.by_key.h + min(j, p.Sk - 1) * p.by_key.row + i / 64 * p.mask_block;
+  const unsigned char* bits = p.by_key.bits + b * p.by_key.b + h * p.by_key.h +
+                              min(j, p.Sk - 1) * p.by_key.row + i / 64 * p.mask_block;
   keep = keep && bits[i % 64 / 8] >> i % 8 & 1;
 #endif
   return keep;
 }
 
-// What a pair adds to a gradient is this times a row: to dV its weight times dO, to dQ and dK the gradient of its product times K or Q.
-DEVICE float factor_of(const Params& p, int tensor, int i, int j, int h, int b, int keys) {
-  auto row = [&](int of, int head, int token) { return row_at(p.tensors[of], p.strides[of], b, head, token); };
+// The factor of a row in a gradient: for dV the weight, of dO; for dQ and dK the gradient of the product, of
+// K or Q.
+DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h, int b, int keys) {
+  auto row = [&](int of, int head, int token) {
+    return row_at(p.tensors[of], p.strides[of], b, head, token);
+  };
   const long long at = (long long)(b * p.Hq + h) * p.m_blocks * BLOCK_M + i;
   const int of_keys = h / p.group;
-  float s = dot(row(Q, h, i), row(K, of_keys, j), p.D), slack = 1.f;
+  float s = dot(row(Q, h, i), row(K, of_keys, j), p.D), tanh_grad = 1.f;
 #if HAS_SOFTCAP
-  s = capped(s * p.score_scale), slack = 1.f - s * s;
+  s = softcap_tanh(s * p.tanh_scale), tanh_grad = 1.f - s * s;
 #endif
 #if HAS_ALIBI
   s -= p.alibi[b * p.alibi_b + h] * p.alibi_unit * fabsf((float)(i + keys - p.Sq - j));
 #endif
 #if BIAS_BITS
-  const float2 pair = floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
+  const float2 pair = to_floats(bias_pair(bias_row(p.bias, b, h, i), p.bias, j & ~1, 0));
   const float bias = j & 1 ? pair.y : pair.x;
-  if (bias == -INFINITE) return 0.f;  // the key is left out even where its score is NaN
+  if (bias == -INFINITE) return 0.f;  // left out even if its score is NaN
   s = fmaf(s, p.bias.unit, bias);
 #endif
   const float weight = exp2_fast(exponent(p, s, p.lse[at]));
@@ -42,16 +48,18 @@ DEVICE float factor_of(const Params& p, int tensor, int i, int j, int h, int b, 
   bool is_dropped = false;
   float delta = p.delta[at];
 #if HAS_DROPOUT
-  is_dropped = compared(p.dropout.row_keys[at] + j * COLUMN_KEY, p.dropout.threshold) < p.dropout.threshold;
+  is_dropped =
+      comparable_hash(p.dropout.row_seeds[at] + j * COLUMN_STEP, p.dropout.threshold) < p.dropout.threshold;
   delta *= p.dropout.kept;
 #endif
   if (tensor == DV) return is_dropped ? 0.f : weight;
   const float dp = is_dropped ? 0.f : dot(row(GRAD_OUT, h, i), row(V, of_keys, j), p.Dv);
-  return weight * (dp - delta) * slack;
+  return weight * (dp - delta) * tanh_grad;
 }
 
-// One row of a gradient, by a warp, if it is not finite; `h` is a head of that gradient. A lane weighs a pair, and sums eight columns.
-__device__ __noinline__ void compute_again(const Params& p, int tensor, int row, int h, int b) {
+// Executed by one warp: computes a row of a gradient again if it is not finite; `h` is a head of that
+// gradient. Each lane computes the factor of a pair and sums eight columns.
+__device__ __noinline__ void recompute_row(const BackwardParams& p, int tensor, int row, int h, int b) {
   const int lane = threadIdx.x & 31, column = lane * 8, keys = keys_of(p, b);
   const bool has_columns = column < (tensor == DV ? p.Dv : p.D);
   uint4* const to = (uint4*)(row_at(p.tensors[tensor], p.strides[tensor], b, h, row) + column);
@@ -67,7 +75,10 @@ __device__ __noinline__ void compute_again(const Params& p, int tensor, int row,
   if (!is_nonfinite()) return;
 #pragma unroll
   for (int e = 0; e < 8; e++) sum[e] = 0.f;
-  const int others = tensor == DQ ? K : tensor == DK ? Q : GRAD_OUT, count = tensor == DQ ? keys : p.Sq, group = tensor == DQ ? 1 : p.group;
+  const int others = tensor == DQ   ? K
+                     : tensor == DK ? Q
+                                    : GRAD_OUT,
+            count = tensor == DQ ? keys : p.Sq, group = tensor == DQ ? 1 : p.group;
 #pragma unroll 1
   for (int head = h * group; head < (h + 1) * group; head++) {
     const int others_head = tensor == DQ ? h / p.group : head;
@@ -83,7 +94,8 @@ __device__ __noinline__ void compute_again(const Params& p, int tensor, int row,
         const int from = __ffs(left) - 1;
         const float f = __shfl_sync(~0u, factor, from);
         if (!has_columns) continue;
-        const uint4 x = *(const uint4*)(row_at(p.tensors[others], p.strides[others], b, others_head, base + from) + column);
+        const uint4 x = *(
+            const uint4*)(row_at(p.tensors[others], p.strides[others], b, others_head, base + from) + column);
         const float2 y[4] = {unpack(x.x), unpack(x.y), unpack(x.z), unpack(x.w)};
 #pragma unroll
         for (int e = 0; e < 4; e++) sum[2 * e] += f * y[e].x, sum[2 * e + 1] += f * y[e].y;
@@ -93,31 +105,38 @@ __device__ __noinline__ void compute_again(const Params& p, int tensor, int row,
   }
   const float unit = tensor != DV ? p.scale : HAS_DROPOUT ? p.dropout.scale : 1.f;
   if (has_columns)
-    *to = make_uint4(pack(sum[0] * unit, sum[1] * unit), pack(sum[2] * unit, sum[3] * unit), pack(sum[4] * unit, sum[5] * unit),
-                     pack(sum[6] * unit, sum[7] * unit));
+    *to = make_uint4(pack(sum[0] * unit, sum[1] * unit), pack(sum[2] * unit, sum[3] * unit),
+                     pack(sum[4] * unit, sum[5] * unit), pack(sum[6] * unit, sum[7] * unit));
 }
 
-// Of `count` rows from `first` on those that exist, by a CTA.
-DEVICE void look_at_rows(const Params& p, int tensor, int first, int count, int h, int b) {
+// Executed by a CTA: the rows from `first` on, at most `count`, that exist.
+DEVICE void recompute_rows(const BackwardParams& p, int tensor, int first, int count, int h, int b) {
   const int end = min(first + count, tensor == DQ ? p.Sq : p.Sk);
 #pragma unroll 1
-  for (int row = first + threadIdx.x / 32; row < end; row += 8) compute_again(p, tensor, row, h, b);
+  for (int row = first + threadIdx.x / 32; row < end; row += 8) recompute_row(p, tensor, row, h, b);
 }
 
 // The rows of a word of `nonfinite`.
-DEVICE void look_at_note(const Params& p, int note) {
+DEVICE void recompute_noted_rows(const BackwardParams& p, int note) {
   const int of_keys = key_notes(p), tensor = note < of_keys ? DK : note < 2 * of_keys ? DV : DQ;
-  const int heads = tensor == DQ ? p.Hq : p.Hkv, rows = tensor == DQ ? p.m_blocks * BLOCK_M : p.n_blocks * BLOCK_N;
-  const int at = (note - (tensor == DK ? 0 : tensor == DV ? of_keys : 2 * of_keys)) * NOTED_ROWS, head = at / rows;
-  look_at_rows(p, tensor, at - head * rows, NOTED_ROWS, head % heads, head / heads);
+  const int heads = tensor == DQ ? p.Hq : p.Hkv,
+            rows = tensor == DQ ? p.m_blocks * BLOCK_M : p.n_blocks * BLOCK_N;
+  const int at = (note - (tensor == DK   ? 0
+                          : tensor == DV ? of_keys
+                                         : 2 * of_keys)) *
+                 ROWS_PER_NOTE,
+            head = at / rows;
+  recompute_rows(p, tensor, at - head * rows, ROWS_PER_NOTE, head % heads, head / heads);
 }
 
-// ROWS x COLUMNS sums in accumulator order, of which each consumer has 64 rows or, unless BY_ROWS, half the columns; those of `parts` are added in order.
-// A thread has eight columns of two rows, which four lanes held side by side. Returns whether a sum is not finite.
+// Converts ROWS x COLUMNS sums in accumulator order, of which each consumer has 64 rows or, unless BY_ROWS,
+// half the columns. Those of `parts` are added in order. A thread has eight columns of two rows, which four
+// lanes of the consumer held. Returns whether a sum is not finite.
 template <int ROWS, int COLUMNS, bool BY_ROWS>
-DEVICE bool convert(const float* sums, int parts, long long step, Element* to, long long row_step, int rows, int columns, float scale) {
+DEVICE bool convert_sums(const float* sums, int parts, long long step, Element* to, long long row_step,
+                         int rows, int columns, float scale) {
   constexpr int EIGHTS = BY_ROWS ? COLUMNS / 8 : COLUMNS / 16;  // of a consumer's columns
-  constexpr int UNROLLED = ADDS_DQ ? 2 : 1;  // enough loads under way, little code
+  constexpr int UNROLLED = ADDS_DQ ? 2 : 1;                     // enough loads in flight, little code
   const float4* const block = (const float4*)sums;
   float found = 0.f;
 #pragma unroll UNROLLED
@@ -136,7 +155,8 @@ DEVICE bool convert(const float* sums, int parts, long long step, Element* to, l
       }
 #pragma unroll
     for (int j = 0; j < 4; j++) found += probe({x[j].x, x[j].y, x[j].z, x[j].w});
-    const int row = (BY_ROWS ? c * 64 : 0) + four / 8 * 16 + four % 8, column = ((BY_ROWS ? 0 : c * EIGHTS) + i) * 8;
+    const int row = (BY_ROWS ? c * 64 : 0) + four / 8 * 16 + four % 8,
+              column = ((BY_ROWS ? 0 : c * EIGHTS) + i) * 8;
     uint4 low, high;
     low.x = pack(x[0].x * scale, x[0].y * scale), low.y = pack(x[1].x * scale, x[1].y * scale);
     low.z = pack(x[2].x * scale, x[2].y * scale), low.w = pack(x[3].x * scale, x[3].y * scale);
@@ -148,10 +168,10 @@ DEVICE bool convert(const float* sums, int parts, long long step, Element* to, l
   return found != 0.f;
 }
 
-extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) {
-  wait_for_last_grid();
-  // This CTA's words of `nonfinite`; the first are read now, so that they come beside the sums.
-  const int notes = 2 * key_notes(p) + (ADDS_DQ ? 0 : p.B * p.Hq * p.m_blocks * (BLOCK_M / NOTED_ROWS));
+extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_constant__ BackwardParams p) {
+  wait_for_prior_grid();
+  // This CTA's words of `nonfinite`. The first are read now, beside the sums.
+  const int notes = 2 * key_notes(p) + (ADDS_DQ ? 0 : p.B * p.Hq * p.m_blocks * (BLOCK_M / ROWS_PER_NOTE));
   const int each = (notes + gridDim.x - 1) / gridDim.x, end = min(notes, (int)(blockIdx.x + 1) * each);
   int note = blockIdx.x * each;
   bool is_noted = note + (int)threadIdx.x < end && p.nonfinite[note + threadIdx.x];
@@ -169,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
   if (block < query_blocks) {
     Element* const to = begin(p.m_blocks, p.Hq, BLOCK_M);
     const float* const sums = p.sums + (long long)block * (BLOCK_M * HEAD_DIM);
-    is_nonfinite = convert<BLOCK_M, HEAD_DIM, BLOCK_M == 128>(sums, 1, 0, to, p.strides[DQ].s, p.Sq - first, p.D, p.scale);
+    is_nonfinite = convert_sums<BLOCK_M, HEAD_DIM, BLOCK_M == 128>(sums, 1, 0, to, p.strides[DQ].s,
+                                                                   p.Sq - first, p.D, p.scale);
   }
   block -= query_blocks;
 #endif
@@ -179,16 +200,20 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
     Element* const to = begin(p.n_blocks, p.Hkv, BLOCK_N);
     const int parts = ADDS_DQ ? 1 : p.parts;
     const long long step = (long long)p.n_blocks * KEY_SUMS;
-    const float* const sums = p.key_sums + (b * p.Hkv + h) * parts * step + (long long)(first / BLOCK_N) * KEY_SUMS;
+    const float* const sums =
+        p.key_sums + (b * p.Hkv + h) * parts * step + (long long)(first / BLOCK_N) * KEY_SUMS;
     if (tensor == DK)
-      is_nonfinite = convert<BLOCK_N, HEAD_DIM, true>(sums, parts, step, to, p.strides[DK].s, p.Sk - first, p.D, p.scale);
+      is_nonfinite = convert_sums<BLOCK_N, HEAD_DIM, true>(sums, parts, step, to, p.strides[DK].s,
+                                                           p.Sk - first, p.D, p.scale);
     else
-      is_nonfinite = convert<BLOCK_N, VALUE_DIM, true>(sums + BLOCK_N * HEAD_DIM, parts, step, to, p.strides[DV].s, p.Sk - first, p.Dv,
-                                                       HAS_DROPOUT ? p.dropout.scale : 1.f);
+      is_nonfinite =
+          convert_sums<BLOCK_N, VALUE_DIM, true>(sums + BLOCK_N * HEAD_DIM, parts, step, to, p.strides[DV].s,
+                                                 p.Sk - first, p.Dv, HAS_DROPOUT ? p.dropout.scale : 1.f);
   }
 #endif
   if (!__syncthreads_or(is_nonfinite || is_noted || note + 256 < end)) return;
-  if (__syncthreads_or(is_nonfinite)) look_at_rows(p, tensor, first, tensor == DQ ? BLOCK_M : BLOCK_N, h, b);
+  if (__syncthreads_or(is_nonfinite))
+    recompute_rows(p, tensor, first, tensor == DQ ? BLOCK_M : BLOCK_N, h, b);
   __shared__ u32 found[8];  // a bit for each word
 #pragma unroll 1
   for (; note < end; note += 256) {
@@ -199,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(256) finish(const __grid_constant__
 #pragma unroll 1
     for (int i = 0; i < 8; i++)
 #pragma unroll 1
-      for (u32 x = found[i]; x; x &= x - 1) look_at_note(p, note + i * 32 + __ffs(x) - 1);
+      for (u32 x = found[i]; x; x &= x - 1) recompute_noted_rows(p, note + i * 32 + __ffs(x) - 1);
     __syncthreads();
   }
 }

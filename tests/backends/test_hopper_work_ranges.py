@@ -1,5 +1,4 @@
-"""How the decoding kernels share tiles among CTAs and merge what several did: their own source, as
-C++ on the CPU."""
+"""How the decoding kernels cut tiles into work ranges and combine splits: their source as C++."""
 
 import ctypes
 import random
@@ -11,20 +10,20 @@ from tests.backends.cuda_as_cpp import SOURCES, built, needs_compiler
 
 pytestmark = needs_compiler
 
-# Each of a CTA's tasks as (row, unit, first tile, tiles, first team, parts, flags).
+# Each split of a CTA as (batch row, item, first tile, tiles, first group, splits, flags).
 RUN = """
 static Params params;
 static int* tasks;
 static int count;
 static void walk() {
-  for (Walk<Params> walk(params); walk.at < walk.stop;) {
-    Task t = walk.task();
-    walk.share(t);
+  for (WorkIterator<Params> iterator(params); iterator.at < iterator.stop;) {
+    Split t = iterator.split();
+    iterator.find_splits(t);
     if (threadIdx.x == 0) {
-      const int found[] = {t.b, t.unit, t.tile, t.count, t.first_team, t.parts, t.flags};
+      const int found[] = {t.b, t.item, t.tile, t.count, t.first_group, t.splits, t.flags};
       std::copy(found, found + 7, tasks + 7 * count++);
     }
-    walk.next(t.count);
+    iterator.next(t.count);
   }
 }
 extern "C" int run(int cta, int ctas, int* to, Params* p) {
@@ -41,19 +40,18 @@ struct Closed { int b, unit, row, side; float m2, total; };
 static Merged* merged;
 static Closed* closed;
 static int rows_closed;
-static int close_row(const Params& p, const Task& t, int row, float m2, float n, bool writes_lse, float& inverse) {
+static int finish_packed_row(const Params& p, const Split& t, int row, float m2, float n, bool writes_lse, float& inverse) {
   inverse = n > 0.f ? 1.f / n : 0.f;
-  if (writes_lse) closed[rows_closed++] = {t.b, t.unit, row, blockIdx.x % width_of(p), m2, n};
-  return (t.b * 64 + t.unit) * 64 + row;
+  if (writes_lse) closed[rows_closed++] = {t.b, t.item, row, blockIdx.x % group_width(p), m2, n};
+  return (t.b * 64 + t.item) * 64 + row;
 }
-static void put(const Params&, int place, int column, float2 x, float inverse) {
+static void write_columns(const Params&, int place, int column, float2 x, float inverse) {
   merged[count++] = {blockIdx.x, place / 4096, place / 64 % 64, place % 64, column, x.x, x.y, inverse};
 }
-static bool is_finite(float2 x) { return std::isfinite(x.x) && std::isfinite(x.y); }
-static void replace_columns(const Params& p, const Task& t, int row, int column) {
-  put(p, (t.b * 64 + t.unit) * 64 + row, column, make_float2(-1.f, -1.f), 1.f);
+static void replace_columns(const Params& p, const Split& t, int row, int column) {
+  write_columns(p, (t.b * 64 + t.item) * 64 + row, column, make_float2(-1.f, -1.f), 1.f);
 }
-static void slice() { merge(params); }
+static void slice() { combine_splits(params); }
 extern "C" int run_merge(int ctas, int warps, Merged* to, Closed* rows, int* ended, Params* p) {
   gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, closed = rows, count = rows_closed = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
@@ -67,25 +65,33 @@ DECODE = """
 #define HAS_RANGES 1
 #define ROWS 8
 #define VALUE_DIM 192
+#define RESCALE_THRESHOLD 8
+#define IS_BF16 1
 constexpr int BLOCK_N = 64;
-struct Params {
+struct DecodeParams {
   const int *kv_lens, *ranges;
   float* partial;
   float2* partial_stats;
   int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group;
 };
+using Params = DecodeParams;
+#include "work_ranges.cuh"
 """
 LATENT = """
 #define HAS_KV_LENS 1
 #define ROWS 64
 #define VALUE_DIM 128
+#define RESCALE_THRESHOLD 8
+#define IS_BF16 1
 constexpr int BLOCK_N = 64;
-struct Params {
+struct MlaParams {
   const int* kv_lens;
   float* partial;
   float2* partial_stats;
-  int B, units, width, Sk, tokens, heads;
+  int B, items, width, Sk, tokens, heads;
 };
+using Params = MlaParams;
+#include "work_ranges.cuh"
 """
 Int, P = ctypes.c_int, ctypes.c_void_p
 
@@ -114,17 +120,13 @@ CLOSED = np.dtype(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stretches")
-    stretches, merge, decode, latent = (
-        (SOURCES / name).read_text()
-        for name in ("stretches.cuh", "merge.cuh", "decode.cu", "mla.cu")
-    )
-    decode = decode[decode.index("DEVICE Row row_of(") : decode.index("// tma_load_once by a map")]
-    latent = latent[latent.index("DEVICE Row row_of(") : latent.index("struct Smem {")]
-    rest = merge + RUN + MERGE
+    folder = tmp_path_factory.mktemp("work_ranges")
+    texts = ((SOURCES / f"{name}_params.cuh").read_text() for name in ("decode", "mla"))
+    decode, latent = (text[text.index("DEVICE BatchRow batch_row(") :] for text in texts)
+    rest = '#include "combine.cuh"\n' + RUN + MERGE
     return {
-        "decode": built(folder, "decode", DECODE + stretches + decode + rest),
-        "latent": built(folder, "latent", LATENT + stretches + latent + rest),
+        "decode": built(folder, "decode", DECODE + decode + rest),
+        "latent": built(folder, "latent", LATENT + latent + rest),
     }
 
 

@@ -1,0 +1,50 @@
+// The parameters of the backward kernels.
+#pragma once
+#include "bias.cuh"
+#include "dropout.cuh"
+#include "elements.cuh"
+
+// fa_ops/backends/hopper/kernel_params.py reads these declarations.
+
+// The bits that mask.cu makes of a mask: strides in bytes, 0 for broadcast dimensions, and the offset in a
+// row of its range.
+struct MaskBits {
+  const unsigned char* bits;
+  long long b, h, row, range;
+};
+
+// The tensors of a call, in the order of their maps.
+enum { Q, K, V, GRAD_OUT, DQ, DK, DV };
+constexpr int TENSORS = 7;
+
+struct BackwardParams {
+  TensorMap q, k, v, grad_out, dq, dk, dv;
+  Element* tensors[TENSORS];  // the tensors of the maps, for reads and writes of single rows
+  const float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
+  const float* delta;  // the same shape
+  float* sums;         // of dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * HEAD_DIM), in accumulator order
+  int* counter;        // tiles taken beyond the first of each CTA, where CTAs are persistent
+  const int* kv_lens;  // (B,) or null
+  const float* alibi;  // (B|1, Hq) or null
+  const int2* ranges;  // with key ranges: (B, Hq|1, padded Sq), from `clip_ranges`
+  const int4* bounds;  // with key ranges: (B, Hq|1, m_blocks), from `clip_ranges`
+  float* key_sums;     // of dK and dV with SPLITS_GROUP, see `key_sums_of`; or null
+  u32* nonfinite;      // whether some of 16 rows of dK, dV or dQ is not finite, see `note_at`
+  int B, Hq, Hkv, group, Sq, Sk;
+  int window_left, window_right;
+  int m_blocks, n_blocks, section, query_section, alibi_b, range_heads;
+  int parts, part_heads;  // parts of a group of query heads, and the heads of each
+  int D, Dv;
+  float scale;       // of the gradients of q and k
+  float tanh_scale;  // with a softcap: scale / softcap
+  float scale_log2;  // from score units to log2 units
+  float alibi_unit;
+  Strides strides[TENSORS];
+  MaskBits by_key,
+      by_query;    // with a mask: the queries of each key, and unless ADDS_DQ the keys of each query
+  int mask_block;  // bytes of a block of queries in `by_key`, 0 if queries share the mask
+  Dropout dropout;
+#if BIAS_BITS
+  Bias bias;
+#endif
+};

@@ -1,0 +1,116 @@
+// Which keys a query attends in the forward pass, which blocks of keys a tile visits, and the work item in
+// which the producer publishes both.
+#pragma once
+#include "seqlen_info.cuh"
+#include "tile_scheduler.cuh"
+
+DEVICE KeyRange row_range(const ForwardParams& p, const Tile& t, int row, int keys) {
+  KeyRange r = {0, keys};
+#if HAS_WINDOW
+  const int diagonal = row + keys - p.Sq;
+  if (HAS_LEFT) r.begin = max(0, diagonal - p.window_left);
+  r.end = min(keys, diagonal + p.window_right + 1);
+#endif
+#if HAS_RANGES
+  const int i = min(row, p.Sq - 1);
+  const int* range =
+      p.key_ranges + (long long)t.b * p.ranges_b + (long long)t.h * p.ranges_h + (long long)i * p.ranges_q;
+  // a range may hold anything, and differences of columns must not overflow
+  r.begin = min(max(r.begin, range[0]), UNBOUNDED);
+  r.end = max(min(r.end, range[1]), 0);
+#endif
+  return r;
+}
+
+#if HAS_MASK
+// From the first to the last key that the mask keeps for some row of a tile. Executed by one warp.
+DEVICE KeyRange mask_range(const ForwardParams& p, const Tile& t) {
+  const unsigned char* from = p.mask + t.b * p.mask_b + t.h * p.mask_h + p.mask_range;
+  int begin = UNBOUNDED, end = 0;
+  for (int i = threadIdx.x & 31; i < BLOCK_M; i += 32) {
+    const int2 range = *(const int2*)(from + min(t.m0 + i, p.Sq - 1) * p.mask_q);
+    begin = min(begin, range.x), end = max(end, range.y);
+  }
+  return {__reduce_min_sync(~0u, begin), __reduce_max_sync(~0u, end)};
+}
+#endif
+
+// The key blocks of a tile: it visits [begin, end), and every row attends every key of [full_begin,
+// full_end). No row attends keys from `key_end` on.
+struct BlockRange {
+  int begin, end, full_begin, full_end, key_end;
+};
+
+// Executed by one warp.
+DEVICE BlockRange blocks_of(const ForwardParams& p, const Tile& t, int keys, int rows = BLOCK_M) {
+  KeyRange any, all;  // attended by some row, by every row
+#if HAS_RANGES
+  const int lane = threadIdx.x & 31;
+  any = {UNBOUNDED, -UNBOUNDED}, all = {-UNBOUNDED, UNBOUNDED};
+  for (int i = lane; i < rows; i += 32) {
+    KeyRange r = row_range(p, t, min(t.m0 + i, p.Sq - 1), keys);
+    if (r.end > r.begin) any.begin = min(any.begin, r.begin), any.end = max(any.end, r.end);
+    all.begin = max(all.begin, r.begin), all.end = min(all.end, r.end);
+  }
+  any.begin = __reduce_min_sync(~0u, any.begin), any.end = __reduce_max_sync(~0u, any.end);
+  all.begin = __reduce_max_sync(~0u, all.begin), all.end = __reduce_min_sync(~0u, all.end);
+#else
+  const KeyRange first = row_range(p, t, t.m0, keys),
+                 last = row_range(p, t, min(t.m0 + rows, p.Sq) - 1, keys);
+  any = {first.begin, last.end}, all = {last.begin, first.end};
+#endif
+#if HAS_MASK
+  const KeyRange kept = mask_range(p, t);
+  any.begin = max(any.begin, kept.begin), any.end = min(any.end, kept.end);
+#endif
+  BlockRange n;
+  if (any.end <= any.begin) {
+    n = {0, 0, 0, 0, 0};
+    return n;
+  }
+  n.begin = any.begin / BLOCK_N;
+  n.end = (any.end + BLOCK_N - 1) / BLOCK_N;
+  n.full_begin = max(n.begin, (max(all.begin, 0) + BLOCK_N - 1) / BLOCK_N);
+  n.full_end = min(n.end, max(all.end, 0) / BLOCK_N);
+  if (n.full_end < n.full_begin) n.full_begin = n.full_end = n.begin;
+  n.key_end = any.end;
+  return n;
+}
+
+// A tile with its keys, which the producer computes once for all warps of the CTA.
+struct WorkItem {
+  Tile tile;
+  int keys;
+  BlockRange blocks;
+};
+constexpr int NO_WORK = -1;  // as m0: there are no more tiles
+constexpr u32 WORK_ITEM_BYTES = 48;
+
+DEVICE WorkItem work_item_at(const ForwardParams& p, int t) {
+  WorkItem item;
+  item.tile = tile_at(p, t);
+  item.keys = keys_of(p, item.tile.b);
+  item.blocks = blocks_of(p, item.tile, item.keys);
+  return item;
+}
+
+DEVICE void store_work_item(u32 at, const WorkItem& item) {
+  store_shared(at, make_int4(item.tile.m0, item.tile.h, item.tile.b, item.keys));
+  store_shared(at + 16,
+               make_int4(item.blocks.begin, item.blocks.end, item.blocks.full_begin, item.blocks.full_end));
+  store_shared(at + 32, make_int4(item.blocks.key_end, 0, 0, 0));
+}
+
+DEVICE Tile load_tile(u32 at) {
+  const int4 x = load_shared<int4>(at);
+  return {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z)};
+}
+
+DEVICE WorkItem load_work_item(u32 at) {
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16), z = load_shared<int4>(at + 32);
+  WorkItem item;
+  item.tile = {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z)}, item.keys = warp_uniform(x.w);
+  item.blocks = {warp_uniform(y.x), warp_uniform(y.y), warp_uniform(y.z), warp_uniform(y.w),
+                 warp_uniform(z.x)};
+  return item;
+}

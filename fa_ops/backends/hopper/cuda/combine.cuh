@@ -1,0 +1,111 @@
+// The combine kernel of Flash-Decoding: merges the splits of the items that several CTAs share. It is
+// launched with the attending kernel and is resident when that one ends; no CTA waits for others or counts
+// them. Each CTA whose work range begins inside an item merges a slice of that item's rows and columns, all
+// of them the same share, none more than the numbers of two splits.
+//
+// A kernel provides ROWS and VALUE_DIM; packed_rows(p), the number of rows that exist; finish_packed_row(p,
+// split, row, max2, total, writes_lse, inverse), which returns the row's index in the output and the factor
+// of its sums; write_columns(p, row, column, x, inverse), for two columns; and replace_columns(p, split, row,
+// column), which computes two columns of a row exactly for each lane. Its parameters have `partial` (2 *
+// CTAs, ROWS, VALUE_DIM), sums of weighted values, relative to the maxima in `partial_stats` (2 * CTAs,
+// ROWS), which hold a maximum in log2 units and a sum of weights.
+#pragma once
+#include "exact_row.cuh"
+#include "softmax.cuh"
+#include "work_ranges.cuh"
+
+// A CTA has a slot for each end of its work range. Only an item's first split can be the second of its CTA.
+template <class Params> DEVICE int slot_of(const Params& p, const Split& t, int split) {
+  return ((t.first_group + split) * group_width(p) + blockIdx.x % group_width(p)) * 2 +
+         (split == 0 && t.flags & FIRST_IN_SECOND_SLOT ? 1 : 0);
+}
+DEVICE int own_slot(const Split& t) { return blockIdx.x * 2 + (t.flags & SECOND_SLOT ? 1 : 0); }
+
+constexpr int SEGMENTS = VALUE_DIM / 64;  // of a row: 64 columns each
+
+// A warp merges segments: number `first` of the item's and every `step`th after it. It reads SPLITS splits of
+// 32 / SPLITS segments at once, each lane the statistics of one. The order is always the same, whichever warp
+// merges. Returns whether this lane has met a sum that is not finite.
+template <int SPLITS, class Params>
+DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
+  constexpr int ITEMS = 32 / SPLITS;
+  bool is_unusable = false;
+  const int lane = threadIdx.x & 31, segments = packed_rows(p) * SEGMENTS;
+#pragma unroll 1
+  for (int i = first; i < segments; i += step * ITEMS) {
+    const int own_segment = i + lane / SPLITS * step,
+              own = min(own_segment, segments - 1) / SEGMENTS;  // those of this lane's statistics
+    float max2 = UNINITIALISED_MAX, total = 0.f;
+    float2 x[ITEMS] = {};
+#pragma unroll 1
+    for (int split = 0; split < t.splits; split += SPLITS) {
+      float2 stats = make_float2(UNINITIALISED_MAX, 0.f), y[ITEMS][SPLITS];
+      if (split + lane % SPLITS < t.splits)
+        stats = __ldcg(p.partial_stats + slot_of(p, t, split + lane % SPLITS) * ROWS + own);
+#pragma unroll
+      for (int j = 0; j < SPLITS; j++) {
+        const float2* from =
+            (const float2*)(p.partial + slot_of(p, t, split + j) * (ROWS * VALUE_DIM)) + lane;
+#pragma unroll
+        for (int k = 0; k < ITEMS; k++) {
+          y[k][j] = make_float2(0.f, 0.f);
+          if (split + j < t.splits && i + k * step < segments) y[k][j] = __ldcg(from + (i + k * step) * 32);
+        }
+      }
+      float m = stats.y > 0.f ? stats.x : UNINITIALISED_MAX;
+#pragma unroll
+      for (int w = 1; w < SPLITS; w <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, w));
+      m = fmaxf(m, max2);
+      const float factor = stats.y > 0.f ? exp2_fast(stats.x - m) : 0.f, old = exp2_fast(max2 - m);
+      float sum = stats.y * factor;
+#pragma unroll
+      for (int w = 1; w < SPLITS; w <<= 1) sum += __shfl_xor_sync(~0u, sum, w);
+      max2 = m, total = total * old + sum;
+#pragma unroll
+      for (int k = 0; k < ITEMS; k++) {
+        const float kept = __shfl_sync(~0u, old, k * SPLITS);
+        x[k].x *= kept, x[k].y *= kept;
+#pragma unroll
+        for (int j = 0; j < SPLITS; j++) {
+          const float f = __shfl_sync(~0u, factor, k * SPLITS + j);
+          x[k].x += y[k][j].x * f, x[k].y += y[k][j].y * f;
+        }
+      }
+    }
+    float inverse;
+    const bool writes_lse = own_segment < segments && own_segment % SEGMENTS == 0 && lane % SPLITS == 0;
+    const int place = finish_packed_row(p, t, own, max2, total, writes_lse, inverse);
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+      const int segment = i + k * step, to = __shfl_sync(~0u, place, k * SPLITS);
+      const float factor = __shfl_sync(~0u, inverse, k * SPLITS);
+      if (segment < segments) write_columns(p, to, segment % SEGMENTS * 64 + lane * 2, x[k], factor);
+      is_unusable = is_unusable || (segment < segments && !is_finite(x[k]));
+    }
+  }
+  return is_unusable;
+}
+
+template <class Params> DEVICE void combine_splits(const Params& p) {
+  launch_dependent_grids();
+  const WorkIterator<Params> iterator(p);  // lengths can be read when this kernel starts, the splits can not
+  const bool shared = iterator.at < iterator.stop && iterator.at > iterator.item_begin;
+  Split t;
+  if (shared) t = iterator.split(), iterator.find_splits(t);
+  wait_for_prior_grid();  // also in CTAs without work: the next kernel takes this one's end for the first
+                          // one's
+  if (!shared) return;
+  const int slices = t.splits - 1, warps = blockDim.x / 32,
+            first = iterator.cta_group - t.first_group - 1 + warp_uniform(threadIdx.x / 32) * slices,
+            step = warps * slices;
+  bool is_unusable;
+  if (t.splits <= 2) is_unusable = combine_rows<2>(p, t, first, step);
+  else if (t.splits <= 8) is_unusable = combine_rows<8>(p, t, first, step);
+  else is_unusable = combine_rows<32>(p, t, first, step);
+  if (__any_sync(~0u, is_unusable)) {
+    t = WorkIterator<Params>(p).split();  // computed again, so that it takes no registers until here
+#pragma unroll 1
+    for (int segment = first; segment < packed_rows(p) * SEGMENTS; segment += step)
+      replace_columns(p, t, segment / SEGMENTS, segment % SEGMENTS * 64 + (threadIdx.x & 31) * 2);
+  }
+}

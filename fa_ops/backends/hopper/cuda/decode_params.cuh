@@ -1,0 +1,51 @@
+// The parameters of decode.cu, and how it cuts its work.
+#pragma once
+#include "elements.cuh"
+#include "paged_kv.cuh"
+#include "work_ranges.cuh"
+
+constexpr int BLOCK_N = 16 * WARPS;
+
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct DecodeParams {
+  TensorMap q, k, v;
+  Element* out;                       // (B, Sq, Hq, Dv)
+  float* lse;                         // (B, Hq, Sq)
+  float* partial;                     // (2 * CTAs, ROWS, VALUE_DIM), see combine.cuh
+  float2* partial_stats;              // (2 * CTAs, ROWS)
+  const int* kv_lens;                 // (B,) or null
+  const int* ranges;                  // (B|1, ranges_b) or null: begin and end of each batch row's keys
+  const int* table;                   // (B, table_stride) or null
+  const float* sinks;                 // (Hq,) or null
+  const float* alibi;                 // (B|1, Hq) or null
+  int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
+  int idle;                           // CTAs without an item in the last round, if each takes whole items
+  int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;
+  float tanh_scale, scale_log2, alibi_unit;
+  int D;
+  const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_strides, k_strides, v_strides;
+};
+
+DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
+  BatchRow r;
+  r.keys = keys_of(p, b), r.begin = max(0, r.keys - p.Sq - p.window_left), r.end = r.keys;
+#if HAS_RANGES
+  r.begin = max(r.begin, p.ranges[b * p.ranges_b]), r.end = max(min(r.end, p.ranges[b * p.ranges_b + 1]), 0);
+#endif
+  r.begin = min(r.begin, r.end), r.first = r.begin / BLOCK_N;
+  r.count = max(1, (r.end + BLOCK_N - 1) / BLOCK_N - r.first);
+  return r;
+}
+
+DEVICE int items_per_row(const DecodeParams& p) { return p.Hkv; }
+DEVICE int group_width(const DecodeParams&) { return 1; }
+DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
+
+// Whole items, if all have the same length and no CTA gets more than a tile beyond its share: nothing is
+// merged then. Else tiles.
+DEVICE Partition partition_of(const DecodeParams& p, int total, int shortest, int longest) {
+  const int ctas = gridDim.x;
+  if (shortest == longest && (long long)p.idle * longest <= ctas) return {ctas, p.B * p.Hkv, longest};
+  return {ctas, total, 1};
+}

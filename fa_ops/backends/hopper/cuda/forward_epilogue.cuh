@@ -1,0 +1,179 @@
+// Epilogue of the forward kernel: normalises a consumer's rows, writes output and LSE, and computes again,
+// exactly, the rows whose fast result is unusable.
+#pragma once
+#include "exact_row.cuh"
+#include "forward_scores.cuh"
+
+// Scores beyond this, in log2 units, are so large that a difference of them, scaled before it is taken, errs
+// by a sixteenth.
+constexpr float MAX_EXACT_SCORE = 1 << 20;
+
+// A row of the output that is attended exactly.
+struct ForwardExactRow {
+  const ForwardParams& p;
+  const Tile& tile;
+  const int row, keys;
+  int begin, end;
+  float scale_log2;
+  const Element* query;
+
+  DEVICE ForwardExactRow(const ForwardParams& p, const Tile& tile, int row)
+      : p(p),
+        tile(tile),
+        row(row),
+        keys(keys_of(p, tile.b)),
+        scale_log2(p.scale_log2),
+        query(row_at(p.q_rows, p.q_strides, tile.b, tile.h, row)) {
+    const KeyRange range = row_range(p, tile, row, keys);
+    begin = warp_uniform(range.begin), end = warp_uniform(range.end);
+  }
+
+  // The row of a key in `x`; of a key whose page does not exist, some other row.
+  DEVICE const Element* key_row(const Element* x, const Strides& strides, int key) const {
+    int b = tile.b;
+#if IS_PAGED
+    b = p.pages.clamped(p.pages.page_of(b, key)), key %= p.pages.size;
+#endif
+    return row_at(x, strides, b, tile.h / p.group, key);
+  }
+
+  DEVICE bool attends([[maybe_unused]] int key) const {
+#if HAS_MASK
+    return p.mask[tile.b * p.mask_b + tile.h * p.mask_h + row * p.mask_q + key / 8] >> (key & 7) & 1;
+#elif IS_PAGED
+    return p.pages.exists(p.pages.page_of(tile.b, key));
+#else
+    return true;
+#endif
+  }
+
+  DEVICE float score(int key) const {
+    float s = dot(query, key_row(p.k_rows, p.k_strides, key), p.D);
+#if HAS_SOFTCAP
+    s = softcap_tanh(s * p.tanh_scale);
+#endif
+#if HAS_ALIBI
+    s -= p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit * fabsf((float)(row + keys - p.Sq - key));
+#endif
+#if BIAS_BITS
+    const float bias = bias_at(p.bias, tile.b, tile.h, row, key);
+    s = bias == -INFINITE ? bias : s * p.bias.unit + bias;  // left out even if its score is NaN
+#endif
+    return s;
+  }
+
+  DEVICE float weight([[maybe_unused]] int key, float x) const {
+#if HAS_DROPOUT
+    const u32* seeds = p.dropout.row_seeds + (long long)(tile.b * p.Hq + tile.h) * p.dropout.rows;
+    if (is_dropped(p.dropout, seeds[row] + key * COLUMN_STEP)) return 0.f;
+#endif
+    return x;
+  }
+
+  DEVICE const Element* value(int key) const { return key_row(p.v_rows, p.v_strides, key); }
+};
+
+// The LSE of a row, and in `inverse` the factor of its output.
+DEVICE float finish_row(const ForwardParams& p, const Tile& tile, float row_max, float sum, float& inverse) {
+#if HAS_SINKS
+  const float lse = finish_row(row_max, sum, p.scale_log2, true, p.sinks[tile.h], inverse);
+#else
+  const float lse = finish_row(row_max, sum, p.scale_log2, false, 0.f, inverse);
+#endif
+#if HAS_DROPOUT
+  inverse *= p.dropout.scale;
+#endif
+  return lse;
+}
+
+DEVICE Element* output_row(const ForwardParams& p, const Tile& tile, int row) {
+  return p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
+}
+
+DEVICE void write_lse(const ForwardParams& p, const Tile& tile, int row, float lse) {
+  p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
+}
+
+// Executed by one warp, after its rows have been written: replaces row `first + i` for each bit i of
+// `unusable`. Nothing of the rows in `overflowed` is right.
+DEVICE void replace_rows(const ForwardParams& p, const Tile& tile, int first, u32 unusable, u32 overflowed) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+#pragma unroll 1
+  for (; unusable; unusable &= unusable - 1) {
+    const int i = __ffs(unusable) - 1, row = first + i;
+    const ForwardExactRow exact(p, tile, row);
+    u32* const to = (u32*)output_row(p, tile, row);
+#pragma unroll 1
+    for (int x = 0; x < VALUE_DIM; x += 64) {
+      const int column = x + lane * 2;
+      const bool exists = column < p.Dv;
+      ExactColumns found;
+      if (attend_exactly(exact, column, p.Dv, found, overflowed >> i & 1)) {
+        float inverse;
+        const float lse = finish_row(p, tile, found.max, found.sum, inverse);
+        if (exists) to[column / 2] = pack(found.x.x * inverse, found.x.y * inverse);
+        if (p.lse && column == 0) write_lse(p, tile, row, lse);
+      }
+    }
+  }
+}
+
+struct EpilogueConsumer : ScoreConsumer {
+  using ScoreConsumer::ScoreConsumer;
+
+  // Whether scaled differences of a row's scores may have been rounded by too much: weights overflow, or
+  // vanish beside smaller ones.
+  DEVICE bool has_overflowed(float row_max, float sum) const {
+    const bool is_huge = !BIAS_BITS && fabsf(row_max) * p.scale_log2 > MAX_EXACT_SCORE;
+    return row_max != UNINITIALISED_MAX && is_finite(row_max) && (is_huge || sum == 0.f || sum == INFINITE);
+  }
+
+  // Executed by one warp, whose first row is `top`. Replaces the rows that have overflowed, and those with
+  // values that are not finite: a probe is not 0 where a value of this thread's row is not.
+  DEVICE void replace_unusable_rows(const Tile& tile, int top, const u32 (&probes)[2]) const {
+    const bool overflowed0 = has_overflowed(softmax.max0, softmax.sum0);
+    const bool overflowed1 = has_overflowed(softmax.max1, softmax.sum1);
+    const u32 unusable = vote_rows(overflowed0 || probes[0], overflowed1 || probes[1]);
+    const u32 existing = (1u << warp_uniform(max(0, min(16, p.Sq - top)))) - 1;
+    if (unusable & existing)
+      replace_rows(p, tile, top, unusable & existing, vote_rows(overflowed0, overflowed1));
+  }
+
+  // Writes the normalised output and the LSE of this consumer's rows.
+  DEVICE void finish() {
+    const Tile tile = load_tile(slot_at<WORK_ITEM_BYTES>(
+        sm.work, work.stage));  // loaded again, so that it takes no registers until here
+    mbar_arrive(barrier(sm.work_empty, work.stage));
+    softmax.reduce_sums();
+    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    u32 probes[2] = {0, 0};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = first + 8 * r;
+      float inverse;
+      const float row_max = r ? softmax.max1 : softmax.max0, sum = r ? softmax.sum1 : softmax.sum0;
+      const float lse = finish_row(p, tile, row_max, sum, inverse);
+      if ((lane & 3) == 0 && p.lse && row < p.Sq) write_lse(p, tile, row, lse);
+      Element* to = output_row(p, tile, row);
+#pragma unroll
+      for (int i = 2 * r; i < OUTPUTS; i += 16) {
+        u32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
+          add_times_zero(probes[r], x[j]);
+        }
+        transpose_quad(x);
+        const int column = (i / 4 + (lane & 3)) * 8;
+        if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+    bool is_usual = fminf(softmax.sum0, softmax.sum1) > 0.f && fmaxf(softmax.sum0, softmax.sum1) < INFINITE;
+    if (!BIAS_BITS)
+      is_usual =
+          is_usual && fmaxf(fabsf(softmax.max0), fabsf(softmax.max1)) * p.scale_log2 <= MAX_EXACT_SCORE;
+    if (__any_sync(~0u, (probes[0] | probes[1]) != 0 || !is_usual))
+      replace_unusable_rows(tile, first - (lane >> 2), probes);
+  }
+};

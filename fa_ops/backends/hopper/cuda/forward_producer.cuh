@@ -1,0 +1,190 @@
+// Warpgroup 0 of the forward kernel: one warp schedules tiles and copies Q, K and V by TMA; with a mask or a
+// bias one more warp for each consumer brings those.
+#pragma once
+#include "forward_shared.cuh"
+
+// Copies one block of K or V into the next slot of its ring.
+template <int COLUMNS>
+DEVICE void load_block(u32 slots, u32 full, u32 empty, const TensorMap& map, PipelineState<STAGES>& state,
+                       int block, int h, int b) {
+  constexpr u32 BYTES = COLUMNS * BLOCK_N * 128;
+  const u32 bar = barrier(full, state.stage), at = slot_at<BYTES>(slots, state.stage);
+  mbar_wait(barrier(empty, state.stage), state.phase ^ 1);
+  mbar_arrive_expect(bar, BYTES);
+#pragma unroll
+  for (int x = 0; x < COLUMNS; x++) tma_load(at + x * BLOCK_N * 128, map, bar, x * 64, block * BLOCK_N, h, b);
+  state.next();
+}
+
+DEVICE void load_queries(const ForwardParams& p, const ForwardShared& sm, const Tile& tile,
+                         const PipelineState<2>& work) {
+#pragma unroll
+  for (int c = 0; c < CONSUMERS; c++) {
+    const int slot = query_slot(work, c);
+    mbar_wait(barrier(sm.q_empty, slot), query_phase(work) ^ 1);
+    mbar_arrive_expect(barrier(sm.q_full, slot), Q_BYTES);
+#pragma unroll
+    for (int x = 0; x < QK_COLUMNS; x++)
+      tma_load(slot_at<Q_BYTES>(sm.q, slot) + x * 64 * 128, p.q, barrier(sm.q_full, slot), x * 64,
+               tile.m0 + c * 64, tile.h, tile.b);
+  }
+}
+
+#if IS_PAGED
+constexpr int COPIES = BLOCK_N / COPY_KEYS;
+
+// The page of this lane's copy of a block, or a negative number.
+DEVICE int page_of_copy(const ForwardParams& p, const WorkItem& item, int block) {
+  const int copy = threadIdx.x & 31, key = block * BLOCK_N + copy * COPY_KEYS;
+  if (block < item.blocks.begin || copy >= COPIES || key >= item.blocks.key_end) return -1;
+  const int page = p.pages.page_of(item.tile.b, key);
+  return page < p.pages.count ? page : -1;
+}
+
+// Executed by one warp, each lane of which holds the page of one copy. Where a page does not exist zeros are
+// copied; `found`, unless 0, is where consumers read which copies have a page.
+template <int COLUMNS>
+DEVICE void load_paged_block(const ForwardParams& p, u32 slots, u32 full, u32 empty, u32 found,
+                             const TensorMap& map, PipelineState<STAGES>& state, int block, int h, int page,
+                             bool leader) {
+  constexpr u32 BYTES = COLUMNS * BLOCK_N * 128;
+  const u32 bar = barrier(full, state.stage), at = slot_at<BYTES>(slots, state.stage),
+            exists = __ballot_sync(~0u, page >= 0);
+  mbar_wait(barrier(empty, state.stage), state.phase ^ 1);
+  if (leader) {
+    if (found) store_shared(found + 4 * state.stage, exists);
+    mbar_arrive_expect(bar, BYTES);
+  }
+#pragma unroll 1
+  for (int j = 0; j < COPIES; j++) {
+    const int copy_page = __shfl_sync(~0u, page, j);
+    const int token = COPY_KEYS < 64 ? 0 : (block * BLOCK_N + j * COPY_KEYS) % p.pages.size;
+    if (leader)
+#pragma unroll
+      for (int x = 0; x < COLUMNS; x++)
+        tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, map, bar, x * 64, token, h, copy_page);
+  }
+  state.next();
+}
+
+// Executed by one warp. A block's pages are looked up while the block before it is copied.
+DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, const WorkItem& item,
+                           const PipelineState<2>& work, PipelineState<STAGES>& k, PipelineState<STAGES>& v,
+                           bool leader) {
+  const int h = item.tile.h / p.group;
+  const BlockRange& n = item.blocks;
+  int value_page = -1, key_page, next = page_of_copy(p, item, n.end - 1);
+#pragma unroll 1
+  for (int j = n.end - 1;; j--, value_page = key_page) {
+    key_page = next, next = page_of_copy(p, item, j - 1);
+    if (j >= n.begin)
+      load_paged_block<QK_COLUMNS>(p, sm.k, sm.k_full, sm.k_empty, sm.pages, p.k, k, j, h, key_page, leader);
+    if (j < n.end - 1)
+      load_paged_block<V_COLUMNS>(p, sm.v, sm.v_full, sm.v_empty, 0, p.v, v, j + 1, h, value_page, leader);
+    else if (leader) load_queries(p, sm, item.tile, work);
+    if (j < n.begin) break;
+  }
+}
+#else
+// Executed by one thread. K is a block ahead of V, and Q comes after the first block of K. The loop is not
+// unrolled: four iterations would be a sixth of the kernel's code and wait as long.
+DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, const Tile& tile,
+                           const BlockRange& n, const PipelineState<2>& work, PipelineState<STAGES>& k,
+                           PipelineState<STAGES>& v) {
+  const int h = tile.h / p.group;
+  auto load_k = [&](int j) { load_block<QK_COLUMNS>(sm.k, sm.k_full, sm.k_empty, p.k, k, j, h, tile.b); };
+  auto load_v = [&](int j) { load_block<V_COLUMNS>(sm.v, sm.v_full, sm.v_empty, p.v, v, j, h, tile.b); };
+#pragma unroll 1
+  for (int j = n.end - 1;; j--) {
+    if (j >= n.begin) load_k(j);
+    if (j == n.end - 1) load_queries(p, sm, tile, work);
+    else load_v(j + 1);
+    if (j < n.begin) break;
+  }
+}
+#endif
+
+// Executed by one warp: all lanes compute a tile's bounds, one issues the copies.
+DEVICE void produce(const ForwardParams& p, const ForwardShared& sm) {
+  const bool leader = elect_one();
+  PipelineState<STAGES> k, v;
+  PipelineState<2> work;
+  for (int t = blockIdx.x;; work.next()) {
+    WorkItem item;
+    if (t < p.tiles) item = work_item_at(p, t);
+    else item.tile.m0 = NO_WORK;
+    if (leader) {
+      mbar_wait(barrier(sm.work_empty, work.stage), work.phase ^ 1);
+      store_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage), item);
+      mbar_arrive(barrier(sm.work_full, work.stage));
+    }
+    if (t >= p.tiles) break;
+    if (leader) t = next_tile(p, t);
+#if IS_PAGED
+    load_work_item(p, sm, item, work, k, v, leader);
+#else
+    if (leader) load_work_item(p, sm, item.tile, item.blocks, work, k, v);
+#endif
+    t = __reduce_max_sync(~0u, leader ? t : 0);
+  }
+}
+
+// Executed by a warp that serves a consumer.
+DEVICE WorkItem take_work_item(const ForwardShared& sm, const PipelineState<2>& work) {
+  mbar_wait(barrier(sm.work_full, work.stage), work.phase);
+  const WorkItem item = load_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage));
+  // every thread arrives: racecheck does not accept one thread's arrival for its warp
+  mbar_arrive(barrier(sm.work_empty, work.stage));
+  return item;
+}
+
+#if HAS_MASK
+// Executed by one warp for each consumer: brings the mask of its rows, one block ahead. A row has eight lanes
+// of 16 keys.
+DEVICE void produce_mask(const ForwardParams& p, const ForwardShared& sm, int c) {
+  const int lane = threadIdx.x & 31, chunk = lane & 7, first = lane >> 3;  // of its rows, every fourth
+  const u32 to = slot_at<MASK_BYTES>(sm.mask, c) + first * 16 + chunk * 2;
+  PipelineState<2> work;
+  PipelineState<1> blocks;
+  for (;; work.next()) {
+    const WorkItem item = take_work_item(sm, work);
+    if (item.tile.m0 == NO_WORK) break;
+    const int row = item.tile.m0 + c * 64 + first;
+    const int rows = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
+    const unsigned char* from =
+        p.mask + item.tile.b * p.mask_b + item.tile.h * p.mask_h + row * p.mask_q + chunk * 2;
+    for (int j = item.blocks.end - 1; j >= item.blocks.begin; j--, blocks.next()) {
+      const unsigned char* at = from + j * (BLOCK_N / 8);
+      unsigned short bits[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++, at += 4 * p.mask_q)
+        bits[i] = i * 4 < rows ? *(const unsigned short*)at : 0;
+      mbar_wait(barrier(sm.helper_empty, c), blocks.phase ^ 1);
+#pragma unroll
+      for (int i = 0; i < 16; i++) store_shared(to + i * 64, bits[i]);
+      mbar_arrive(barrier(sm.helper_full, c));
+    }
+  }
+}
+#endif
+
+#if BIAS_BITS
+// Executed by one warp for each consumer: brings the bias of its rows, one block ahead.
+DEVICE void produce_bias(const ForwardParams& p, const ForwardShared& sm, int c) {
+  const bool leader = elect_one();
+  const u32 full = barrier(sm.helper_full, c);
+  PipelineState<2> work;
+  PipelineState<1> blocks;
+  for (;; work.next()) {
+    const WorkItem item = take_work_item(sm, work);
+    if (item.tile.m0 == NO_WORK) break;
+    for (int j = item.blocks.end - 1; j >= item.blocks.begin; j--, blocks.next()) {
+      if (!leader) continue;
+      mbar_wait(barrier(sm.helper_empty, c), blocks.phase ^ 1);
+      mbar_arrive_expect(full, BIAS_BYTES);
+      load_bias_tile<BLOCK_N>(slot_at<BIAS_BYTES>(sm.bias, c), p.bias, full, item.tile.m0 + c * 64,
+                              j * BLOCK_N, item.tile.h, item.tile.b);
+    }
+  }
+}
+#endif

@@ -1,0 +1,64 @@
+// Tile sizes, and the layout of shared memory, of the forward kernel.
+#pragma once
+#include "block_info.cuh"
+#include "named_barriers.cuh"
+#include "pipeline.cuh"
+
+constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
+// A tile in shared memory is columns of 64 features, each one swizzle atom of 128 bytes wide.
+constexpr int QK_COLUMNS = HEAD_DIM / 64, V_COLUMNS = VALUE_DIM / 64;
+constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 2;  // accumulator registers of a thread
+constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2,
+              V_BYTES = BLOCK_N * VALUE_DIM * 2;
+constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // of a consumer: a bit for each row and key of a block
+constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // of a consumer
+constexpr bool HAS_HELPERS = HAS_MASK || BIAS_BITS;       // a warp for each consumer brings mask or bias
+constexpr int READERS =
+    128 * CONSUMERS + (HAS_HELPERS ? 32 * CONSUMERS : 0);  // threads that read a work item
+
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
+static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
+static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four words per row");
+static_assert(!HAS_HELPERS || CONSUMERS <= 3, "a warp for each consumer beside the one that copies");
+static_assert(!IS_PAGED || !(HAS_HELPERS || HAS_RANGES),
+              "pages may hold anything before the begin of a range");
+static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
+
+// Offsets in shared memory, in order. Names in the plural of barriers: one for each slot.
+struct ForwardShared {
+  u32 q, k, v, bias;
+  u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
+  u32 work, mask, helper_full, helper_empty;
+  u32 pages;  // of each K stage: a bit for each copy whose page exists
+  u32 end;
+
+  DEVICE constexpr explicit ForwardShared(u32 base)
+      : q(base),
+        k(q + QUERY_STAGES * CONSUMERS * Q_BYTES),
+        v(k + STAGES * K_BYTES),
+        bias(v + STAGES * V_BYTES),
+        q_full(bias + CONSUMERS * BIAS_BYTES),
+        q_empty(q_full + 8 * QUERY_STAGES * CONSUMERS),
+        k_full(q_empty + 8 * QUERY_STAGES * CONSUMERS),
+        k_empty(k_full + 8 * STAGES),
+        v_full(k_empty + 8 * STAGES),
+        v_empty(v_full + 8 * STAGES),
+        work_full(v_empty + 8 * STAGES),
+        work_empty(work_full + 8 * 2),
+        work((work_empty + 8 * 2 + 15) & ~15),
+        mask(work + 2 * WORK_ITEM_BYTES),
+        helper_full(mask + CONSUMERS * MASK_BYTES),
+        helper_empty(helper_full + 8 * CONSUMERS),
+        pages(mask),
+        end(HAS_HELPERS ? helper_empty + 8 * CONSUMERS : pages + (IS_PAGED ? 4 * STAGES : 0)) {}
+};
+constexpr ForwardShared LAYOUT(0);
+static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
+              "SHARED_BYTES is the layout's size");
+
+// The slot of a consumer's queries, and the phase of its barriers: two work items have a slot each, or share
+// one.
+DEVICE int query_slot(const PipelineState<2>& work, int c) {
+  return QUERY_STAGES == 2 ? work.stage * CONSUMERS + c : c;
+}
+DEVICE u32 query_phase(const PipelineState<2>& work) { return QUERY_STAGES == 2 ? work.phase : work.stage; }

@@ -1,0 +1,167 @@
+// A backward consumer whose scores are transposed, with a row for each key: masks, dropout, and the weights.
+#pragma once
+#include "backward.cuh"
+#include "wgmma.cuh"
+
+// 64 keys of the block.
+struct KeyConsumerBase {
+  const BackwardParams& p;
+  const BackwardShared& sm;
+  KeyTile t;
+  const int first, tid, lane, key;  // key: this thread's first row of the block; the second is 8 further
+  PipelineState<STAGES> ring;
+  PipelineState<1> bias;
+  float slope;
+#if HAS_MASK
+  u64 kept[2];  // a bit for each query of a block, for this thread's two rows
+#endif
+#if HAS_DROPOUT
+  u32 dropped;  // a bit for each of a thread's scores
+#endif
+
+  DEVICE KeyConsumerBase(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int first)
+      : p(p),
+        sm(sm),
+        t(t),
+        first(first),
+        tid(threadIdx.x & 127),
+        lane(threadIdx.x & 31),
+        key(first + (tid >> 5) * 16 + (lane >> 2)) {}
+
+  // The product keys x queries of these rows of K or V with a block of Q or dO.
+  template <int FEATURES> DEVICE void score_product(float (&d)[SCORES], u32 rows, u32 queries) {
+    const u32 from_rows = descriptor_base(rows + first * 128, 16),
+              from_queries = descriptor_base(queries, 16);
+    wgmma_fence();
+    if (FEATURES == HEAD_DIM) wgmma_scores_start(d, from_rows, from_queries);
+    else wgmma_value_scores_start(d, from_rows, from_queries);
+    wgmma_commit();
+  }
+
+  // Reads the mask early: it arrives from the L2 while scores are computed.
+  DEVICE void read_mask(int h, int m) {
+#if HAS_MASK
+    const unsigned char* from = p.by_key.bits + t.b * p.by_key.b + h * p.by_key.h + m * p.mask_block;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      kept[r] = *(const u64*)(from + min(t.n0 + key + 8 * r, p.Sk - 1) * p.by_key.row);
+#endif
+  }
+
+  // Computes hashes under the products of the scores. `arrived` is a barrier whose phase is over: a wait ends
+  // a basic block, and within one ptxas puts hashes between the products, or after them.
+  DEVICE void find_dropped([[maybe_unused]] u32 row_seeds, [[maybe_unused]] u32 arrived) {
+#if HAS_DROPOUT
+    static_assert(SCORES == 32, "a bit each");
+    mbar_wait(arrived, ring.phase);
+    const u32 columns[2] = {(t.n0 + key) * COLUMN_STEP, (t.n0 + key + 8) * COLUMN_STEP};
+    u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const int2 rows = load_shared<int2>(row_seeds + (i * 2 + (lane & 3) * 2) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        note_dropped(found[e], i + e, (e & 1 ? rows.y : rows.x) + columns[e >> 1], p.dropout.threshold);
+    }
+    dropped = found[0] | found[1] | found[2] | found[3];
+    asm volatile("" : "+r"(dropped)::"memory");
+    mbar_wait(arrived, ring.phase);
+#endif
+  }
+
+  // The deltas of two queries; under dropout in the units of dP, which lacks its scale.
+  DEVICE float2 deltas(u32 at) const {
+    float2 d = load_shared<float2>(at);
+#if HAS_DROPOUT
+    d.x *= p.dropout.kept, d.y *= p.dropout.kept;
+#endif
+    return d;
+  }
+
+  // Turns scores into weights, in place.
+  DEVICE void scores_to_weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 ranges) {
+    [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
+#if HAS_ALIBI
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      s[i] -=
+          slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
+#endif
+#if BIAS_BITS
+    mbar_wait(sm.bias_full, bias.phase);
+    add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
+    fence_async_shared();  // as in forward_scores.cuh
+    mbar_arrive(sm.bias_empty);
+    bias.next();
+#endif
+    if (edge) {
+#if !HAS_RANGES
+      // For each of this thread's keys: the distance of the thread's first query from the first that attends
+      // it, and how many attend it.
+      int behind[2] = {0, 0};
+      u32 seen[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int j = t.n0 + key + 8 * r;
+        seen[r] = j < t.keys ? ~0u : 0;
+#if HAS_WINDOW
+        behind[r] = i0 + t.keys - p.Sq - j + p.window_right,
+        seen[r] = min(seen[r], (u32)p.window_left + (u32)p.window_right + 1);
+#endif
+      }
+#endif
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) {
+#if HAS_RANGES
+        const int j = t.n0 + key + row_offset(i);
+        const int2 range = load_shared<int2>(ranges + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const bool keep = j >= range.x && j < range.y;
+#else
+        const int r = i >> 1 & 1;
+        const bool keep = (u32)(behind[r] + (i >> 2) * 8 + (i & 1)) < seen[r];
+#endif
+        if (!keep) s[i] = -INFINITE;
+      }
+    }
+#if HAS_MASK
+    if (!__all_sync(~0u, (kept[0] & kept[1]) == ~0ull)) {
+      const u64 rows[2] = {kept[0] >> first_bit(), kept[1] >> first_bit()};
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!bit_of(rows[i >> 1 & 1], i)) s[i] = -INFINITE;
+    }
+#endif
+    const u32 row = opaque(lse + (lane & 3) * 8);
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const float2 l = load_shared<float2>(row + i * 8);
+      s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
+      s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.x)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.y));
+    }
+#if HAS_DROPOUT
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      s[i] = __int_as_float(__float_as_int(s[i]) | (dropped << (31 - i) & 0x80000000));
+#endif
+  }
+
+  DEVICE float value_factor() const { return HAS_DROPOUT ? p.dropout.scale : 1.f; }
+
+  // Calls `self.step` for every block of queries that attends some key, in the order in which the producer
+  // copies them.
+  template <class Self> DEVICE void for_each_query_block(Self& self) {
+    for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++) {
+#if HAS_ALIBI
+      slope = p.alibi[t.b * p.alibi_b + h] * p.alibi_unit;
+#endif
+      for (int base = t.first; base < t.last; base += 32) {
+        QueryBlocks n = query_blocks(p, t, h, base);
+#pragma unroll 1
+        for (; n.some; n.some &= n.some - 1) {
+          const int bit = __ffs(n.some) - 1;
+          self.step(h, base + bit, n.edge >> bit & 1);
+        }
+      }
+    }
+  }
+};

@@ -1,0 +1,37 @@
+// The parameters of mla.cu, and how it cuts its work.
+#pragma once
+#include "elements.cuh"
+#include "work_ranges.cuh"
+
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct MlaParams {
+  TensorMap q, k;
+  Element* out;                    // (B, Sq, Hq, VALUE_DIM)
+  float* lse;                      // (B, Hq, Sq)
+  float* partial;                  // as combine.cuh has them
+  float2* partial_stats;           // (2 * CTAs, ROWS)
+  const int* kv_lens;              // (B,) or null
+  const int* table;                // (B, table_stride) or null
+  int B, Hq, Sq, Sk;               // Sk: capacity of the cache
+  int tokens, heads, head_blocks;  // of a block of rows: queries and heads; and blocks of heads
+  int width, items;                // blocks of rows of a CTA group, and groups of blocks in a batch row
+  int window_right, page, page_count, table_stride;
+  float scale_log2;
+  const Element *q_rows, *k_rows;  // the tensors of the maps, for rows that are attended exactly
+  Strides q_strides, k_strides;
+};
+
+DEVICE BatchRow batch_row(const MlaParams& p, int b) {
+  const int keys = keys_of(p, b);
+  return {keys, 0, keys, 0, max(1, (int)((u32)(keys + BLOCK_N - 1) / BLOCK_N))};
+}
+DEVICE int items_per_row(const MlaParams& p) { return p.items; }
+DEVICE int group_width(const MlaParams& p) { return p.width; }
+DEVICE int packed_rows(const MlaParams& p) { return p.tokens * p.heads; }
+
+// A range of n tiles takes the time of n tiles. It cuts a batch row of N tiles into N / n splits, each of
+// which is written and merged in about 0.05 of a tile's time. The sum is least for n = sqrt(0.05 N).
+DEVICE Partition partition_of(const MlaParams& p, int total, int shortest, int longest) {
+  const int least = max(1, (int)sqrtf(0.05f * (float)longest));
+  return {max(1, (int)min(gridDim.x / (u32)p.width, (u32)total / (u32)least)), total, 1};
+}

@@ -1,0 +1,27 @@
+// The hardware's named barriers (bar.sync), by kernel. Barrier 0 is that of __syncthreads.
+#pragma once
+#include "ptx.cuh"
+
+template <int CONSUMERS> struct ForwardBarriers {
+  enum : u32 {
+    WARPGROUP = 1,                      // of each consumer's own 128 threads
+    PING_PONG = WARPGROUP + CONSUMERS,  // consumer c waits at PING_PONG + c until it may issue products
+  };
+};
+
+template <int CONSUMERS> struct BackwardBarriers {
+  enum : u32 {
+    CONSUMER_SYNC = 1,                  // of all consumers
+    WARPGROUP = 2,                      // of each consumer's own 128 threads
+    DS_STORED = WARPGROUP + CONSUMERS,  // dS of each consumer and buffer is in shared memory
+    K_READ = CONSUMER_SYNC,             // backward_keys.cu: no product reads K any more
+    V_READ = WARPGROUP + CONSUMERS,     // and none reads V
+  };
+};
+
+enum DecodeBarriers : u32 { DECODE_CONSUMERS = 1 };  // of all attending warps
+
+enum MlaBarriers : u32 {
+  MLA_WARPGROUP = 1,  // of each consumer's own 128 threads
+  MLA_SUMS = 3,       // the row sums of each consumer are in shared memory
+};

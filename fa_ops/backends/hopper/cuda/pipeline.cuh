@@ -1,0 +1,17 @@
+// Slots of shared memory and the state of a circular pipeline over them. Addresses are 32-bit offsets into
+// the shared window; a struct of slots would be clearer still, but changes the code that ptxas makes.
+#pragma once
+#include "ptx.cuh"
+
+// The `i`-th of equally large slots from `first` on, and of mbarriers.
+template <u32 BYTES> DEVICE constexpr u32 slot_at(u32 first, int i) { return first + i * BYTES; }
+DEVICE constexpr u32 barrier(u32 first, int i) { return first + 8 * i; }
+
+// The current stage of a ring of COUNT slots, and the phase of its barriers.
+template <int COUNT> struct PipelineState {
+  int stage = 0;
+  u32 phase = 0;
+  DEVICE void next() {
+    if (++stage == COUNT) stage = 0, phase ^= 1;
+  }
+};

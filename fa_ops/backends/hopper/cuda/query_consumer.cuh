@@ -1,0 +1,307 @@
+// The consumer of the backward pass that computes dQ for 64 queries: scores and their gradients are computed
+// again, a row for each query, and the gradients are the register operand of the product for dQ.
+#pragma once
+#include "backward.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROW_SCORES = QUERY_BLOCK_N / 2, ROWS = 64;
+constexpr u32 CONSUMER_Q_BYTES = ROWS * HEAD_DIM * 2, CONSUMER_DO_BYTES = ROWS * VALUE_DIM * 2;
+constexpr u32 KEYS_BYTES = QUERY_BLOCK_N * HEAD_DIM * 2;
+static_assert(VALUE_DIM <= HEAD_DIM, "a slot holds either");
+static_assert(QUERY_BLOCK_N % 64 == 0, "whole words of a mask's bits, and of those that are dropped");
+
+// Offsets in shared memory, in order.
+struct QueryShared {
+  u32 q, grad_out, slots, queries_full, full, empty, end;
+
+  DEVICE constexpr explicit QueryShared(u32 base)
+      : q(base),
+        grad_out(q + CONSUMERS * CONSUMER_Q_BYTES),
+        slots(grad_out + CONSUMERS * CONSUMER_DO_BYTES),
+        queries_full(slots + QUERY_STAGES * KEYS_BYTES),
+        full(queries_full + 8 * CONSUMERS),
+        empty(full + 8 * QUERY_STAGES),
+        end(empty + 8 * QUERY_STAGES) {}
+};
+constexpr QueryShared QUERY_LAYOUT(0);
+
+// The keys that some query of a block of 64 attends, and those that all of them attend.
+struct QueryBlockKeys {
+  int lo, hi, all_lo, all_hi;
+};
+
+// A block of 64 queries of a head.
+struct QueryBlock {
+  int m, h, b, keys;
+};
+
+DEVICE QueryBlockKeys keys_of_block(const BackwardParams& p, const QueryBlock& t) {
+  QueryBlockKeys s = {0, 0, 0, 0};
+  if (t.m >= p.m_blocks) return s;
+#if HAS_RANGES
+  const int4 x = p.bounds[range_row(p, t.h, t.b) * p.m_blocks + t.m];
+  s = {x.x, x.y, x.z, x.w};
+#else
+  s = {0, t.keys, 0, t.keys};
+#if HAS_WINDOW
+  const int first = t.m * ROWS + t.keys - p.Sq, last = min((t.m + 1) * ROWS, p.Sq) - 1 + t.keys - p.Sq;
+  s.lo = max(0, first - p.window_left), s.hi = min(t.keys, last + p.window_right + 1);
+  s.all_lo = max(0, last - p.window_left), s.all_hi = min(t.keys, first + p.window_right + 1);
+#endif
+#endif
+#if HAS_MASK
+  const int2 kept = kept_range<ROWS>(p.by_query, t.b, t.h, t.m * ROWS, p.Sq);
+  s.lo = max(s.lo, kept.x), s.hi = min(s.hi, kept.y);
+#endif
+  if (s.hi <= s.lo) s.lo = s.hi = 0;
+  return s;
+}
+
+// Blocks of keys [first, end).
+struct KeyBlocks {
+  int first, end;
+};
+
+DEVICE KeyBlocks keys_of(const QueryBlockKeys& s) {
+  return {s.lo / QUERY_BLOCK_N, (s.hi + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N};
+}
+
+// From the first to the last block that some consumer visits; `t` is the CTA's first block of queries.
+DEVICE KeyBlocks all_keys_of(const BackwardParams& p, QueryBlock t) {
+  KeyBlocks all = {0, 0};
+  for (int c = 0; c < CONSUMERS; c++, t.m++) {
+    const KeyBlocks n = keys_of(keys_of_block(p, t));
+    if (n.first == n.end) continue;
+    all.first = all.first == all.end ? n.first : min(all.first, n.first), all.end = max(all.end, n.end);
+  }
+  return all;
+}
+
+struct QueryConsumer {
+  const BackwardParams& p;
+  const QueryShared& sm;
+  const QueryBlock t;
+  const QueryBlockKeys span;
+  const int c, tid, lane;
+  PipelineState<QUERY_STAGES> ring;
+  u32 operand_barrier = 0;  // releases the operands of the product in flight
+  float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_DIM / 2];
+  u32 ds[ROW_SCORES / 2];
+  float lse[2], delta[2], slope;
+  int2 range[2];    // of keys, for this thread's two rows
+  int diagonal[2];  // the key at the same position
+#if HAS_MASK
+  u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
+#endif
+#if HAS_DROPOUT
+  u32 row_seeds[2], dropped[ROW_SCORES / 32];  // a bit for each of a thread's scores
+#endif
+#if BIAS_BITS
+  static constexpr bool EARLY_BIAS = HEAD_DIM < 256;
+  BiasPair bias[ROW_SCORES / 2];
+#endif
+
+  DEVICE QueryConsumer(const BackwardParams& p, const QueryShared& sm, const QueryBlock& first, int c)
+      : p(p),
+        sm(sm),
+        t({first.m + c, first.h, first.b, first.keys}),
+        span(keys_of_block(p, t)),
+        c(c),
+        tid(threadIdx.x & 127),
+        lane(threadIdx.x & 31) {}
+
+  // A thread's first query, or its second.
+  DEVICE int row(int r) const { return t.m * ROWS + (tid >> 5) * 16 + (lane >> 2) + 8 * r; }
+
+  // Reads what belongs to a thread's rows. Rows that do not exist have weights of 0.
+  DEVICE void read_rows() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = row(r);
+      const long long at = (long long)(t.b * p.Hq + t.h) * p.m_blocks * ROWS + i;
+      const bool exists = t.m < p.m_blocks;
+      lse[r] = exists ? p.lse[at] : INFINITE;
+      delta[r] = exists ? p.delta[at] : 0.f;
+#if HAS_DROPOUT
+      delta[r] *= p.dropout.kept;
+      row_seeds[r] = exists ? p.dropout.row_seeds[at] : 0;
+#endif
+      diagonal[r] = i + t.keys - p.Sq;
+      range[r] = make_int2(0, t.keys);
+#if HAS_RANGES
+      if (exists) range[r] = p.ranges[range_row(p, t.h, t.b) * p.m_blocks * ROWS + i];
+#elif HAS_WINDOW
+      range[r] = make_int2(diagonal[r] - p.window_left, min(t.keys, diagonal[r] + p.window_right + 1));
+#endif
+    }
+#if HAS_ALIBI
+    slope = p.alibi[t.b * p.alibi_b + t.h] * p.alibi_unit;
+#endif
+  }
+
+  // The product queries x keys of this consumer's rows of Q or dO with a slot.
+  template <int FEATURES> DEVICE void score_product(float (&d)[ROW_SCORES], u32 rows, u32 slot) {
+    const u32 from_rows = descriptor_base(rows, 16), from_keys = descriptor_base(slot, 16);
+    wgmma_fence();
+    if (FEATURES == HEAD_DIM) wgmma_row_scores_start(d, from_rows, from_keys);
+    else wgmma_row_value_scores_start(d, from_rows, from_keys);
+    wgmma_commit();
+  }
+
+  // Reads the mask early: it arrives from the L2 while scores are computed.
+  DEVICE void read_mask(int n0) {
+#if HAS_MASK
+    const unsigned char* from = p.by_query.bits + t.b * p.by_query.b + t.h * p.by_query.h + n0 / 8;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
+        kept[r][w] = *(const u64*)(from + min(row(r), p.Sq - 1) * p.by_query.row + w * 8);
+#endif
+  }
+
+  // Computes hashes under the products of the scores. Returns 0, as `rows` is a multiple of 64, which ptxas
+  // cannot know: if nothing earlier depended on the hashes, it would compute them where they are used, after
+  // the products.
+  DEVICE u32 find_dropped([[maybe_unused]] int n0) {
+    u32 any = 0;
+#if HAS_DROPOUT
+    const u32 column = (n0 + (lane & 3) * 2) * COLUMN_STEP,
+              first[2] = {row_seeds[0] + column, row_seeds[1] + column};
+#pragma unroll
+    for (int w = 0; w < ROW_SCORES / 32; w++) {
+      u32 found[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        note_dropped(found[i & 3], i, first[i >> 1 & 1] + (w * 64 + column_offset(i)) * p.dropout.column_step,
+                     p.dropout.threshold);
+      dropped[w] = found[0] | found[1] | found[2] | found[3];
+      any |= dropped[w];
+    }
+    any &= p.dropout.rows & 1;
+#endif
+    return any;
+  }
+
+  // Reads the bias, early where registers hold it beside the products, for the same reason.
+  DEVICE void read_bias(int n0) {
+#if BIAS_BITS
+    const char* from = p.bias.data + t.b * p.bias.b + t.h * p.bias.h;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const char* at = from + min(row(r), p.Sq - 1) * p.bias.row;
+#pragma unroll
+      for (int i = r; i < ROW_SCORES / 2; i += 2)
+        bias[i] = bias_pair(at, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+    }
+#endif
+  }
+
+  // Computes the gradients of the scores in dp; with OF_PRODUCTS those of the product under a softcap. Under
+  // dropout they lack its scale.
+  template <bool EDGE, bool OF_PRODUCTS = true> DEVICE void score_gradients(int n0) {
+#if BIAS_BITS
+    if (!EARLY_BIAS) read_bias(n0);
+#endif
+#if HAS_MASK
+    u64 rows[2][QUERY_BLOCK_N / 64];
+#pragma unroll
+    for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
+      rows[0][w] = kept[0][w] >> first_bit(), rows[1][w] = kept[1][w] >> first_bit();
+#endif
+#pragma unroll
+    for (int i = 0; i < ROW_SCORES; i++) {
+      const int r = i >> 1 & 1, j = n0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+      float x = s[i];
+#if HAS_SOFTCAP
+      x = softcap_tanh(x * p.tanh_scale);
+      const float tanh_grad = 1.f - x * x;
+#endif
+#if HAS_ALIBI
+      x -= slope * fabsf((float)(diagonal[r] - j));
+#endif
+#if BIAS_BITS
+      const float2 y = to_floats(bias[i / 2]);
+      x = fmaf(x, p.bias.unit, i & 1 ? y.y : y.x);
+#endif
+#if HAS_MASK
+      if (!bit_of(rows[r][i / 32], i)) x = -INFINITE;
+#endif
+      if (EDGE && (j < range[r].x || j >= range[r].y)) x = -INFINITE;
+#if HAS_DROPOUT
+      if (dropped[i / 32] >> i % 32 & 1) dp[i] = 0.f;
+#endif
+      dp[i] = exp2_fast(exponent(p, x, lse[r])) * (dp[i] - delta[r]);
+#if HAS_SOFTCAP
+      if (OF_PRODUCTS) dp[i] *= tanh_grad;
+#endif
+      if (EDGE && x == -INFINITE) dp[i] = 0.f;  // values of keys that are not attended may be NaN
+    }
+  }
+
+  DEVICE u32 wait_for_slot() const {
+    mbar_wait(barrier(sm.full, ring.stage), ring.phase);
+    return slot_at<KEYS_BYTES>(sm.slots, ring.stage);
+  }
+
+  DEVICE void step(int n0) {
+    read_mask(n0);
+#if BIAS_BITS
+    if (EARLY_BIAS) read_bias(n0);
+#endif
+    const u32 values = wait_for_slot(), values_empty = barrier(sm.empty, ring.stage);
+    score_product<VALUE_DIM>(dp, slot_at<CONSUMER_DO_BYTES>(sm.grad_out, c), values);
+    wgmma_wait<1>();
+    if (operand_barrier) mbar_arrive(operand_barrier);
+    ring.next();
+    const u32 keys = wait_for_slot();
+    score_product<HEAD_DIM>(s, slot_at<CONSUMER_Q_BYTES>(sm.q, c), keys);
+    const u32 nothing = find_dropped(n0);
+    wgmma_wait<1>();
+    mbar_arrive(values_empty + nothing);
+    wgmma_wait<0>();
+    fence_operand(dp);
+    fence_operand(s);
+    if (n0 < span.all_lo || n0 + QUERY_BLOCK_N > span.all_hi) score_gradients<true>(n0);
+    else score_gradients<false>(n0);
+#pragma unroll
+    for (int i = 0; i < ROW_SCORES / 2; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
+#if HAS_KV_LENS
+    if (n0 + QUERY_BLOCK_N > t.keys)
+      clear_rows<QUERY_BLOCK_N, HEAD_DIM>(keys, t.keys - n0, QUERY_BLOCK_N, Barrier::WARPGROUP + c);
+#endif
+    wgmma_fence();
+    wgmma_query_grads(dq, ds, descriptor_base(keys, QUERY_BLOCK_N * 128));
+    wgmma_commit();
+    operand_barrier = barrier(sm.empty, ring.stage);
+    ring.next();
+  }
+
+  // Skips blocks of keys that only the other consumer visits.
+  DEVICE void skip_blocks(int blocks) {
+    for (int i = 0; i < 2 * blocks; i++, ring.next())
+      wait_for_slot(), mbar_arrive(barrier(sm.empty, ring.stage));
+  }
+
+  DEVICE void run(const KeyBlocks& all) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) dq[i] = 0.f;
+    read_rows();
+    KeyBlocks n = keys_of(span);
+    if (n.first == n.end) n = {all.end, all.end};
+    if (all.first < all.end) mbar_wait(barrier(sm.queries_full, c), 0);
+    skip_blocks(n.first - all.first);
+#pragma unroll 1
+    for (int j = n.first; j < n.end; j++) step(j * QUERY_BLOCK_N);
+    wgmma_wait<0>();
+    fence_operand(dq);
+    if (operand_barrier) mbar_arrive(operand_barrier);
+    skip_blocks(all.end - n.end);
+    if (t.m >= p.m_blocks) return;
+    named_barrier_sync(Barrier::WARPGROUP + c, 128);  // every warp has read its rows of Q
+    u32* const note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
+    store_gradients(dq, p.scale, slot_at<CONSUMER_Q_BYTES>(sm.q, c), ROWS * 128, Barrier::WARPGROUP + c, p.dq,
+                    t.m * ROWS, t.h, t.b, note);
+    if (tid == 0) tma_store_wait();
+  }
+};

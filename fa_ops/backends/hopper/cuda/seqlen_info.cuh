@@ -1,0 +1,17 @@
+// Key ranges, and how many keys a batch row has.
+#pragma once
+#include "ptx.cuh"
+
+// The half-open range of keys [begin, end).
+struct KeyRange {
+  int begin, end;
+};
+
+// The number of keys of batch row `b`; the kernel's parameters have `kv_lens` and `Sk`.
+template <class Params> DEVICE int keys_of(const Params& p, int b) {
+#if HAS_KV_LENS
+  return max(0, min(p.kv_lens[b], p.Sk));
+#else
+  return p.Sk;
+#endif
+}

@@ -1,0 +1,131 @@
+// How the decoding kernels cut the tiles of all batch rows into work ranges, one for each group of CTAs, as
+// in FlashInfer's and FlashMLA's schedulers but on the device, where lengths can be read. The CTAs of a group
+// attend the same keys at about the same time, for `group_width` blocks of queries, so that memory is read
+// once and the L2 serves the others.
+//
+// A work item is what one CTA could attend alone: the keys of a batch row for one KV head (or, in mla.cu, one
+// block of query heads). A work range may begin and end inside an item; the part of an item in a range is a
+// split.
+//
+// A kernel provides batch_row(p, b); items_per_row(p), whose tiles follow one another; group_width(p); and
+// partition_of(p, total, shortest, longest).
+#pragma once
+#include "seqlen_info.cuh"
+
+// The keys [begin, end) that a batch row attends, in `count` tiles from `first` on. There is at least one
+// tile, so that some CTA writes the result.
+struct BatchRow {
+  int keys, begin, end, first, count;
+};
+
+struct Partition {
+  int groups, steps, grain;  // into `groups` ranges, in steps of `grain` tiles
+};
+
+// The tiles of all items, one item behind the other, cut into ranges as equal as possible. A range is empty
+// only where there are fewer steps than groups. Divisions are unsigned: signed ones take longer, and the
+// first copy waits for them.
+struct WorkRanges {
+  int grain, base, longer;  // `longer` ranges have base + 1 steps
+
+  DEVICE WorkRanges() {}
+  DEVICE WorkRanges(Partition cut)
+      : grain(cut.grain), base((u32)cut.steps / (u32)cut.groups), longer(cut.steps - base * cut.groups) {}
+  DEVICE int start(int cta_group) const { return grain * (cta_group * base + min(cta_group, longer)); }
+  // The group whose range holds a tile, for a grain of one.
+  DEVICE int group_of(int tile) const {
+    const int split = longer * (base + 1);
+    return tile < split ? (u32)tile / (u32)(base + 1) : longer + (u32)(tile - split) / (u32)base;
+  }
+};
+
+// The part of an item in a CTA group's range: `count` tiles from `tile` on.
+struct Split {
+  int b, item, tile, count, keys, flags, first_group, splits;  // splits: how many the item has
+};
+// Which of its CTA's two slots for partial results this split has, and which the item's first split has.
+constexpr int SECOND_SLOT = 1, FIRST_IN_SECOND_SLOT = 2;
+constexpr u32 SPLIT_BYTES = 32;
+
+DEVICE void store_split(u32 at, const Split& t) {
+  store_shared(at, make_int4(t.b, t.item, t.tile, t.count)),
+      store_shared(at + 16, make_int4(t.keys, t.flags, t.first_group, t.splits));
+}
+DEVICE Split load_split(u32 at) {
+  const int4 x = load_shared<int4>(at), y = load_shared<int4>(at + 16);
+  return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+}
+
+// Iterates over the splits of a CTA's work range. Executed by one warp.
+template <class Params> struct WorkIterator {
+  const Params& p;
+  const int cta_group;
+  WorkRanges ranges;
+  int at, stop, item_begin;  // item_begin: the item's first tile
+  int b, item;
+  BatchRow row;
+
+  DEVICE explicit WorkIterator(const Params& p) : p(p), cta_group(blockIdx.x / group_width(p)) {
+    const int lane = threadIdx.x & 31, each = (p.B + 31) / 32, mine = lane * each;  // batch rows of each lane
+    int upto = 0, shortest = 1 << 30, longest = 0;
+#pragma unroll 4
+    for (int i = 0; i < each; i++) {
+      if (mine + i >= p.B) continue;
+      const int count = batch_row(p, mine + i).count;
+      upto += count, shortest = min(shortest, count), longest = max(longest, count);
+    }
+    upto *= items_per_row(p);
+#pragma unroll
+    for (int w = 1; w < 32; w <<= 1) {
+      const int left = __shfl_up_sync(~0u, upto, w);
+      if (lane >= w) upto += left;
+    }
+    const int total = __shfl_sync(~0u, upto, 31);
+    const Partition cut =
+        partition_of(p, total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest));
+    ranges = WorkRanges(cut);
+    at = ranges.start(cta_group), stop = cta_group < cut.groups ? ranges.start(cta_group + 1) : at;
+    if (at >= stop) return;
+    // the batch row that holds tile `at`: the first whose tiles end behind it
+    const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1,
+              before = __shfl_sync(~0u, upto, max(lead - 1, 0));
+    item_begin = lead ? before : 0;
+    for (b = lead * each;; b++) {
+      row = batch_row(p, b);
+      const int tiles = row.count * items_per_row(p);
+      if (item_begin + tiles > at) break;
+      item_begin += tiles;
+    }
+    item = (u32)(at - item_begin) / (u32)row.count, item_begin += item * row.count;
+  }
+
+  // The current split, without what `find_splits` adds.
+  DEVICE Split split() const {
+    const int offset = at - item_begin;
+    return {b, item, row.first + offset, min(row.count - offset, stop - at), row.keys};
+  }
+
+  // Which groups share the item. Called after the first copies, which do not depend on it.
+  DEVICE void find_splits(Split& t) const {
+    const int from = ranges.start(cta_group), last = item_begin + row.count - 1;
+    t.first_group = item_begin >= from ? cta_group : ranges.group_of(item_begin);
+    t.splits = (last < stop ? cta_group : ranges.group_of(last)) - t.first_group + 1;
+    t.flags =
+        (at > from ? SECOND_SLOT : 0) | (item_begin > ranges.start(t.first_group) ? FIRST_IN_SECOND_SLOT : 0);
+  }
+
+  DEVICE void next(int count) {
+    at += count;
+    if (at < stop && at == item_begin + row.count) {
+      item_begin = at;
+      if (++item == items_per_row(p)) item = 0, b++, row = batch_row(p, b);
+    }
+  }
+};
+
+// Zeroes the rows that no copy of queries brings: the running maxima of a warp's rows move together, so
+// anything there would change the last bits of the other rows.
+DEVICE void clear_queries(u32 at, u32 bytes) {
+  for (u32 i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) store_shared(at + i, make_int4(0, 0, 0, 0));
+  fence_async_shared();
+}

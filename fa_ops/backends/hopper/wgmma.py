@@ -1,0 +1,117 @@
+"""Generates `wgmma.cuh`: the warpgroup matrix products of a kernel, for its tile sizes.
+
+Each product is a pair of functions: `NAME_start` overwrites the accumulator, `NAME` adds to it. The
+operands' layouts are those of CUTLASS: a K-major operand has the inner dimension contiguous, an
+MN-major one is transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAJOR_K, _MAJOR_MN = 0, 1
+
+
+def header(source: str, defines: dict[str, int]) -> str:
+    """The products that a source file calls, as C++."""
+    dtype = "bf16" if defines.get("IS_BF16") else "f16"
+    return "".join(
+        wgmma(name, n, dtype, a, b, steps) for name, n, a, b, steps in _products(source, defines)
+    )
+
+
+def wgmma(
+    name: str, n: int, dtype: str, a: str | int, b: int, steps: Sequence[tuple[int, int]]
+) -> str:
+    """Wrappers of `wgmma.mma_async` for a 64 x n accumulator.
+
+    Args:
+        name: of the wrappers.
+        n: columns of the accumulator.
+        dtype: PTX type of both operands.
+        a: "registers", or the major dimension of an operand in shared memory.
+        b: the major dimension of operand b.
+        steps: byte offsets of a and b for each 16 of the inner dimension. All steps are one
+            statement, because NVRTC takes an eighth longer over one statement each.
+    """
+    count, words = n // 2, 4 * len(steps) if a == "registers" else 0
+    accumulator = ", ".join(f"%{i}" for i in range(count))
+    operation = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+    bases = count + words  # the operands after the accumulator and the registers of a
+    base_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
+
+    def descriptor(to: str, base: int, offset: int) -> str:
+        return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {to}, {{x, %{high}}};"
+
+    def step(i: int, starts: bool) -> str:
+        setup = f"setp.ne.b32 p, {int(not (starts and i == 0))}, 0;"
+        if words:
+            operand_a = "{" + ", ".join(f"%{count + 4 * i + k}" for k in range(4)) + "}"
+            majors = f"{b}"
+        else:
+            operand_a, majors = "a", f"{a}, {b}"
+            setup += descriptor("a", bases, steps[i][0])
+        return (
+            f'  "{setup} {descriptor("b", base_b, steps[i][1])} "\n'
+            f'  "{operation} {{{accumulator}}}, {operand_a}, b, p, 1, 1, {majors}; "\n'
+        )
+
+    def function(suffix: str, starts: bool) -> str:
+        text = "".join(step(i, starts) for i in range(len(steps)))
+        outputs = ", ".join(f'"{"=" if starts else "+"}f"(d[{i}])' for i in range(count))
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"r"(a)'
+        first = f"const u32 (&a)[{words}]" if words else "u32 a"
+        return (
+            f"DEVICE void {name}{suffix}(float (&d)[{count}], {first}, u32 b) {{\n"
+            f'  asm volatile("{{ .reg .pred p; .reg .b32 x; .reg .b64 a, b; "\n{text}  "}}"\n'
+            f'  : {outputs} : {inputs}, "r"(b), "n"(DESCRIPTOR_HIGH));\n}}\n'
+        )
+
+    return function("_start", True) + function("", False)
+
+
+def _products(source: str, defines: dict[str, int]) -> list[tuple]:
+    """Arguments of `wgmma`, without the dtype, for each product of a source file."""
+    D, Dv = defines["HEAD_DIM"], defines["VALUE_DIM"]
+    M, N = defines.get("BLOCK_M", 0), defines["BLOCK_N"]
+    scores = _MAJOR_K, _MAJOR_K
+    registers = "registers", _MAJOR_MN
+    if source == "forward.cu":
+        return [
+            ("wgmma_scores", N, *scores, _features(D, 64, N)),
+            ("wgmma_output", Dv, *registers, _rows(N)),
+        ]
+    if source == "mla.cu":  # a column of 64 features; all keys of a tile and half of the values
+        return [
+            ("wgmma_scores", N, *scores, _features(64, 64, N)),
+            ("wgmma_output", Dv // 2, *registers, _rows(N)),
+            ("wgmma_other_output", Dv // 2, _MAJOR_K, _MAJOR_MN, _rows(N, a_step=32)),
+        ]
+    if source in ("backward_queries.cu", "backward_mask.cu"):
+        N = defines["QUERY_BLOCK_N"]
+        return [
+            ("wgmma_row_scores", N, *scores, _features(D, 64, N)),
+            ("wgmma_row_value_scores", N, *scores, _features(Dv, 64, N)),
+            ("wgmma_query_grads", D, *registers, _rows(N)),
+        ]
+    products = [
+        ("wgmma_scores", M, *scores, _features(D, N, M)),
+        ("wgmma_value_scores", M, *scores, _features(Dv, N, M)),
+        ("wgmma_grads", D, *registers, _rows(M)),
+    ]
+    if source == "backward_keys.cu":
+        return [*products, ("wgmma_value_grads", Dv, *registers, _rows(M))]
+    # of 64 queries a consumer has half the columns of dQ, of 128 queries half the rows
+    steps = _rows(N, a_step=2048)
+    return [*products, ("wgmma_queries", D * M // 128, _MAJOR_MN, _MAJOR_MN, steps)]
+
+
+def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:
+    """Steps over features: tiles are columns of 64 features, of `a_rows` and `b_rows` rows."""
+    offsets = [(d // 4 * 64 * 128, d % 4 * 32) for d in range(count // 16)]
+    return [(column * a_rows // 64 + x, column * b_rows // 64 + x) for column, x in offsets]
+
+
+def _rows(count: int, a_step: int = 0) -> list[tuple[int, int]]:
+    """Steps over rows of 64 features, for an MN-major operand b."""
+    return [(a_step * i, 2048 * i) for i in range(count // 16)]
