@@ -1,9 +1,9 @@
 """The sm_90a tier: CUDA C++ compiled by NVRTC on first use, launched through the driver.
 
-A call goes `dense_forward` (or `dense_backward`) -> `launch`; its kernel is `cuda/forward.cu` (or
-`cuda/backward.cu`), tiles are in `configs`. `packed` gives sequences of a packed batch to the same
-kernels, `prefill` those of a cache; `decode` has one of its own for few queries against a long
-cache, `mla` for a latent cache.
+`plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
+`cuda/forward.cu` and `cuda/backward.cu`), `packed` and `prefill`, which run packed sequences and
+many queries of a cache on the same kernels, `decode` for few queries against a long cache, and
+`mla` for a latent cache. Tiles are in `configs`; `launch` loads and launches kernels.
 """
 
 from __future__ import annotations

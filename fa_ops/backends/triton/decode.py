@@ -32,7 +32,7 @@ from fa_ops.types import Cache, Spec
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
 _CHUNKS = (16, 64, 256)  # sequences whose lengths a program reads at once
-_launches: dict[tuple, DecodePlan] = {}
+_launches: dict[tuple, SplitKernels] = {}
 
 
 class Memory(NamedTuple):
@@ -227,13 +227,13 @@ def _parts(work: Tensor | int, sizes: tuple[int, int, int]) -> Sequence[Tensor |
     return work.split(sizes)
 
 
-class DecodePlan(NamedTuple):
+class SplitKernels(NamedTuple):
     """The kernels of one class of calls, or a function that compiles them from sample arguments."""
 
     tile: DecodeTile
     split: Launch | None = None
     merge: Launch | None = None
-    compile: Callable[[tuple], DecodePlan] | None = None
+    compile: Callable[[tuple], SplitKernels] | None = None
 
 
 def _unbounded_right(spec: Spec, Sq: int) -> Spec:
@@ -241,7 +241,7 @@ def _unbounded_right(spec: Spec, Sq: int) -> Spec:
     return spec._replace(is_causal=False, window_right=-1) if Sq == 1 else spec
 
 
-def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> DecodePlan:
+def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> SplitKernels:
     k, v, B, D, Dv = memory.key, memory.value, q.shape[0], q.shape[3], memory.Dv
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
     stride_bits = functools.reduce(operator.or_, memory.strides)
@@ -267,13 +267,13 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Decod
     arch, fp8 = architecture(q.device), k.dtype == torch.int16
     tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
-    def compiled(samples: tuple[tuple, tuple]) -> DecodePlan:
+    def compiled(samples: tuple[tuple, tuple]) -> SplitKernels:
         shape = (D, Dv, memory.page, shared, mode, chunk, parts, page_scales, kind.extreme, apart)
         split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
         layout = {"device": q.device, "divisors": divisors, "wide": wide}
-        plan = _launches[key] = DecodePlan(
+        plan = _launches[key] = SplitKernels(
             tile,
             bind(split_kernel, samples[0], split, tile.options() | early, **layout),
             bind(
@@ -283,7 +283,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Decod
         )  # fmt: skip
         return plan
 
-    return DecodePlan(tile, compile=compiled)
+    return SplitKernels(tile, compile=compiled)
 
 
 def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
