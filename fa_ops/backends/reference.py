@@ -218,16 +218,8 @@ def varlen_backward(
     out: Tensor, lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
     """Gradients by autograd through the packed forward; `out` and `lse` are not used."""
-    return _differentiate(
-        lambda q, k, v, spec: varlen(q, k, v, packing, spec),
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        spec,
-        mask_grad=False,
-    )
+    attend = lambda q, k, v, spec: varlen(q, k, v, packing, spec)  # noqa: E731
+    return _differentiate(attend, grad_out, grad_lse, q, k, v, spec, False)
 
 
 def _differentiate(function, grad_out, grad_lse, q, k, v, spec, mask_grad) -> Gradients:

@@ -90,49 +90,21 @@ def mask_grad_kernel(
             at = (b * Hq + h) * row_capacity(Sq, batch, False) + i
             qt = load_rows(
                 q + b * q_stride_b + h * q_stride_h,
-                m0,
-                q_stride_s,
-                0,
-                Sq,
-                D,
-                BLOCK_M,
-                BLOCK_D,
-                True,
-            )
+                m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True,
+            )  # fmt: skip
             kt = load_rows(
                 k + b * k_stride_b + hk * k_stride_h,
-                n0,
-                k_stride_s,
-                0,
-                limit,
-                D,
-                BLOCK_N,
-                BLOCK_D,
-                True,
-            )
+                n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True,
+            )  # fmt: skip
             qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
             do = load_rows(
                 grad_out + b * grad_out_stride_b + h * grad_out_stride_h,
-                m0,
-                grad_out_stride_s,
-                0,
-                Sq,
-                Dv,
-                BLOCK_M,
-                BLOCK_DV,
-                True,
-            )
+                m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, True,
+            )  # fmt: skip
             vt = load_rows(
                 v + b * v_stride_b + hk * v_stride_h,
-                n0,
-                v_stride_s,
-                0,
-                limit,
-                Dv,
-                BLOCK_N,
-                BLOCK_DV,
-                True,
-            )
+                n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True,
+            )  # fmt: skip
             dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
             w, ds, dx = score_gradients(
                 qk, dp, tl.load(row_lse + at, mask=i < Sq, other=float("inf")),
