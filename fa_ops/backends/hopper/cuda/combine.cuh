@@ -74,10 +74,10 @@ DEVICE bool combine_rows(const Params& p, const Split& t, int first, int step) {
     }
     float inverse;
     const bool writes_lse = own_segment < segments && own_segment % SEGMENTS == 0 && lane % SPLITS == 0;
-    const int place = finish_packed_row(p, t, own, max2, total, writes_lse, inverse);
+    const int out_row = finish_packed_row(p, t, own, max2, total, writes_lse, inverse);
 #pragma unroll
     for (int k = 0; k < ITEMS; k++) {
-      const int segment = i + k * step, to = __shfl_sync(~0u, place, k * SPLITS);
+      const int segment = i + k * step, to = __shfl_sync(~0u, out_row, k * SPLITS);
       const float factor = __shfl_sync(~0u, inverse, k * SPLITS);
       if (segment < segments) write_columns(p, to, segment % SEGMENTS * 64 + lane * 2, x[k], factor);
       is_unusable = is_unusable || (segment < segments && !is_finite(x[k]));

@@ -24,7 +24,7 @@ static_assert(!IS_PAGED || !(HAS_HELPERS || HAS_RANGES),
               "pages may hold anything before the begin of a range");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
-// Offsets in shared memory, in order. Names in the plural of barriers: one for each slot.
+// Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct ForwardShared {
   u32 q, k, v, bias;
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;

@@ -98,15 +98,15 @@ struct KeyConsumerBase {
 #if !HAS_RANGES
       // For each of this thread's keys: the distance of the thread's first query from the first that attends
       // it, and how many attend it.
-      int behind[2] = {0, 0};
-      u32 seen[2];
+      int distance[2] = {0, 0};
+      u32 attending[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int j = t.n0 + key + 8 * r;
-        seen[r] = j < t.keys ? ~0u : 0;
+        attending[r] = j < t.keys ? ~0u : 0;
 #if HAS_WINDOW
-        behind[r] = i0 + t.keys - p.Sq - j + p.window_right,
-        seen[r] = min(seen[r], (u32)p.window_left + (u32)p.window_right + 1);
+        distance[r] = i0 + t.keys - p.Sq - j + p.window_right,
+        attending[r] = min(attending[r], (u32)p.window_left + (u32)p.window_right + 1);
 #endif
       }
 #endif
@@ -118,7 +118,7 @@ struct KeyConsumerBase {
         const bool keep = j >= range.x && j < range.y;
 #else
         const int r = i >> 1 & 1;
-        const bool keep = (u32)(behind[r] + (i >> 2) * 8 + (i & 1)) < seen[r];
+        const bool keep = (u32)(distance[r] + (i >> 2) * 8 + (i & 1)) < attending[r];
 #endif
         if (!keep) s[i] = -INFINITE;
       }

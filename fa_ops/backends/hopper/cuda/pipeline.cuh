@@ -1,5 +1,5 @@
-// Slots of shared memory and the state of a circular pipeline over them. Addresses are 32-bit offsets into
-// the shared window; a struct of slots would be clearer still, but changes the code that ptxas makes.
+// Slots of shared memory, by their addresses in the shared window, and the state of a circular pipeline over
+// them.
 #pragma once
 #include "ptx.cuh"
 

@@ -29,8 +29,10 @@ struct WorkRanges {
   int grain, base, longer;  // `longer` ranges have base + 1 steps
 
   DEVICE WorkRanges() {}
-  DEVICE WorkRanges(Partition cut)
-      : grain(cut.grain), base((u32)cut.steps / (u32)cut.groups), longer(cut.steps - base * cut.groups) {}
+  DEVICE WorkRanges(Partition partition)
+      : grain(partition.grain),
+        base((u32)partition.steps / (u32)partition.groups),
+        longer(partition.steps - base * partition.groups) {}
   DEVICE int start(int cta_group) const { return grain * (cta_group * base + min(cta_group, longer)); }
   // The group whose range holds a tile, for a grain of one.
   DEVICE int group_of(int tile) const {
@@ -81,12 +83,12 @@ template <class Params> struct WorkIterator {
       if (lane >= w) upto += left;
     }
     const int total = __shfl_sync(~0u, upto, 31);
-    const Partition cut =
+    const Partition partition =
         partition_of(p, total, __reduce_min_sync(~0u, shortest), __reduce_max_sync(~0u, longest));
-    ranges = WorkRanges(cut);
-    at = ranges.start(cta_group), stop = cta_group < cut.groups ? ranges.start(cta_group + 1) : at;
+    ranges = WorkRanges(partition);
+    at = ranges.start(cta_group), stop = cta_group < partition.groups ? ranges.start(cta_group + 1) : at;
     if (at >= stop) return;
-    // the batch row that holds tile `at`: the first whose tiles end behind it
+    // the batch row that holds tile `at`: the first whose tiles end after it
     const int lead = __ffs(__ballot_sync(~0u, upto > at)) - 1,
               before = __shfl_sync(~0u, upto, max(lead - 1, 0));
     item_begin = lead ? before : 0;
