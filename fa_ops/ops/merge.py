@@ -47,7 +47,8 @@ class _Merge(library.SingleLevelFunction):
             grad_lses = ((outs.to(lse.dtype) - out.to(lse.dtype)) * wide).sum(-1)
         if grad_lse is not None:
             grad_lses = grad_lses + grad_lse
-        return None, grad_outs, grad_lses * weights
+        # the out of a state without keys may be anything
+        return None, grad_outs, (grad_lses * weights).masked_fill(lses == float("-inf"), 0.0)
 
 
 def _autograd(keyset, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,17 @@ def test_merge_states_gradient():
     assert torch.autograd.gradgradcheck(merge.MERGE, (outs, lses))
 
 
+def test_the_out_of_a_state_without_keys_is_ignored():
+    outs, lses = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5)
+    outs[1, 0], lses[1, 0] = float("nan"), float("-inf")
+    outs, lses = outs.requires_grad_(), lses.requires_grad_()
+    out, lse = merge.MERGE(outs, lses)
+    assert torch.equal(out[0], outs[0, 0]) and torch.equal(lse[0], lses[0, 0])
+    grads = torch.autograd.grad(out.sin().sum() + lse.sum(), (outs, lses))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][1, 0].any() and not grads[1][1, 0].any()
+
+
 def test_deterministic_by_torchs_switch():
     (q, k, v, *_), _ = dense_call(CASES["causal"])
     seen = []
