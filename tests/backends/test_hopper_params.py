@@ -1,0 +1,65 @@
+"""Layouts of kernel parameters read from C declarations, and what a cubin's name depends on."""
+
+import struct
+
+import pytest
+
+from fa_ops.backends.hopper import compiler, kernel_params
+
+TEXT = """
+  TensorMap q;       // a comment; with a semicolon
+  const int *lens, *ends;
+  int B, H;
+  long long wide;
+#if BIAS_BITS
+  float last;
+#endif
+"""
+
+
+def test_fields_are_laid_out_as_c_does():
+    layout = kernel_params.ParamsLayout(TEXT)
+    offsets = {"q": 0, "lens": 128, "ends": 136, "B": 144, "H": 148, "wide": 152, "last": 160}
+    assert {name: field.offset for name, field in layout.fields.items()} == offsets
+    assert (layout.size, layout.alignment) == (192, 64)
+    assert layout.packer("lens", "H").format == "<QQii"
+    assert layout.packer(packed=("B:wide",)).format == "<128sQQ16sf28x"
+    assert "last" not in layout.assertions("Params")
+    assert "static_assert(__builtin_offsetof(Params, wide) == 152);" in layout.assertions("Params")
+
+
+def test_packed_fields_are_unpacked_by_name():
+    layout = kernel_params.ParamsLayout("int a; float b; long long c;")
+    assert layout.unpack(struct.pack("<ifq", 1, 2.0, 3)) == {"a": (1,), "b": (2.0,), "c": (3,)}
+
+
+@pytest.mark.parametrize(
+    "header, name",
+    [
+        ("forward_params.cuh", "ForwardParams"),
+        ("backward_params.cuh", "BackwardParams"),
+        ("decode_params.cuh", "DecodeParams"),
+        ("mla_params.cuh", "MlaParams"),
+    ],
+)
+def test_a_packer_of_all_fields_has_the_size_of_the_struct(header, name):
+    layout = kernel_params.struct_layout(header, name)
+    assert layout.packer().size == layout.size
+
+
+def test_a_program_holds_all_that_it_includes_and_asserts_its_layouts():
+    defines = {"HEAD_DIM": 64, "VALUE_DIM": 64, "BLOCK_N": 64}
+    program = compiler.program("forward", "forward", defines)
+    names = dict(program.headers)
+    assert {"forward.cu", "forward_mainloop.cuh", "ptx.cuh", "wgmma.cuh"} <= names.keys()
+    assert "wgmma_scores_start" in names["wgmma.cuh"]
+    assert "#define ENTRY_forward 1\n" in program.source
+    assert "static_assert(__builtin_offsetof(ForwardParams, out) == 384);" in program.source
+
+
+def test_a_cubins_name_depends_on_headers(monkeypatch):
+    monkeypatch.setattr(compiler, "nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
+    programs = [compiler.Program("source", (("a.cuh", text),)) for text in ("one", "two", "one")]
+    first, second, third = map(compiler._path, programs)
+    assert first == third != second
