@@ -288,8 +288,9 @@ def checked_options(
     backend,
 ) -> dict:  # fmt: skip
     """The operators' keyword arguments that differ from their defaults, types checked."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        need_tensor(name, t)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            need_tensor(name, t)
     if not isinstance(is_causal, _BOOL):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     options: dict = {}

@@ -96,10 +96,11 @@ class Call(NamedTuple):
 
     def without_tensors(self) -> Call:
         """The call's options alone, which may be kept."""
-        tensors = type(self.tensors)
-        return self._replace(query=None, key=None, value=None, saved=None).with_tensors(
-            tensors(*[None] * len(tensors._fields))
-        )
+        tensors = self.tensors
+        options = self._replace(query=None, key=None, value=None, saved=None)
+        if tensors is NO_TENSORS:
+            return options
+        return options.with_tensors(type(tensors)(*[None] * len(tensors)))
 
     def options_with(self, tensors: Tensors) -> tuple[Spec, Packing | None, Cache | None]:
         """spec, packing and cache of this call with other tensors."""

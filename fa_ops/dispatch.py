@@ -75,11 +75,13 @@ def choose(call: Call) -> ModuleType:
     check_name(name)
     reasons = {}
     for candidate in _candidates(name, device.type):
-        reason = reasons[candidate] = refusal(candidate, call)
-        if reason is None:
+        reason = available_error(candidate)
+        backend = load(candidate) if reason is None else None
+        reasons[candidate] = reason or backend.supports(call)
+        if reasons[candidate] is None:
             for preferred in reasons:
                 _warn_if_missing(preferred)
-            return load(candidate)
+            return backend
     if name != "auto":
         raise NotImplementedError(f"backend {name!r} cannot run this call: {reasons[name]}")
     lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())

@@ -91,8 +91,11 @@ def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
         check(call)
         if (rules := _rules_of_values(call)) is not None:
             rules.values(call.query, call.key, call.value, call.tensors)
-        plan = _keep(_plans, family, plan_for(normalised(call)))
-    run = _with_steps_before(plan.prepare(normalised(call)), call)
+    step = _normalising_step(call.tensors)
+    normal = _normalised(call, step)
+    if plan is None:
+        plan = _keep(_plans, family, plan_for(normal))
+    run = _with_steps_before(plan.prepare(normal), call, step)
     return _keep(_prepared, key, Prepared(run, call.without_tensors(), options))
 
 
@@ -248,47 +251,45 @@ def normalised(call: Call) -> Call:
     Small tensors are contiguous, as kernels index them flat. A window that excludes no key is -1.
     New keys without tokens are None.
     """
-    spec, tensors = call.spec, call.tensors
-    if _has_empty_keys(call):
-        tensors = tensors._replace(key=None, value=None)
-    if not _are_contiguous(tensors):
-        tensors = _contiguous(tensors)
-    if tensors is not call.tensors:
-        call = call.with_tensors(tensors)
-    left, right = bounded(spec.window_left), bounded(spec.window_right)
-    return call._replace(
-        spec=call.spec._replace(window_left=left, window_right=right),
-        backend=spec.backend or dispatch.default or "auto",
-    )
+    return _normalised(call, _normalising_step(call.tensors))
 
 
-_ANY_STRIDES = ("attn_mask", "key", "value")
+def _normalised(call: Call, step: Callable[[Tensors], Tensors] | None) -> Call:
+    if step is not None:
+        call = call.with_tensors(step(call.tensors))
+    spec = call.spec
+    if spec.window_left >= 0 or spec.window_right >= 0:
+        left, right = bounded(spec.window_left), bounded(spec.window_right)
+        spec = spec._replace(window_left=left, window_right=right)
+    return call._replace(spec=spec, backend=spec.backend or dispatch.default or "auto")
 
 
-def _are_contiguous(tensors: Tensors) -> bool:
-    pairs = zip(tensors._fields, tensors)
-    return all(t is None or t.is_contiguous() or name in _ANY_STRIDES for name, t in pairs)
+def _normalising_step(tensors: Tensors) -> Callable[[Tensors], Tensors] | None:
+    """What every call of this geometry does to its optional tensors; None where nothing."""
+    if tensors is NO_TENSORS:
+        return None
+    steps = {}
+    for name, t in zip(tensors._fields, tensors):
+        if t is None or name == "attn_mask":
+            continue
+        if name not in ("key", "value"):
+            if not t.is_contiguous():
+                steps[name] = Tensor.contiguous
+        elif not t.numel():
+            steps[name] = _absent
+    if not steps:
+        return None
+    return lambda t: t._replace(**{name: step(getattr(t, name)) for name, step in steps.items()})
 
 
-def _contiguous(tensors: Tensors) -> Tensors:
-    return type(tensors)(
-        *(
-            t if t is None or name in _ANY_STRIDES else t.contiguous()
-            for name, t in zip(tensors._fields, tensors)
-        )
-    )
+def _absent(t: Tensor) -> None:
+    """In place of new keys and values without tokens."""
 
 
-def _has_empty_keys(call: Call) -> bool:
-    return call.cache is not None and call.cache.key is not None and not call.cache.key.numel()
-
-
-def _with_steps_before(run: Run, call: Call) -> Run:
+def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] | None) -> Run:
     """`run` preceded by the steps that every call of this geometry needs."""
-    if not _are_contiguous(call.tensors):
-        run = _after(_contiguous, run, call)
-    if _has_empty_keys(call):
-        run = _after(lambda tensors: tensors._replace(key=None, value=None), run, call)
+    if step is not None:
+        run = _after(step, run, call)
     rules = _rules_of_values(call)
     if rules is None:
         return run

@@ -78,7 +78,8 @@ def prepare_attention(
     """run(q, k, v, tensors, with_lse, table) for calls with this geometry; None where `forward`
     must copy a tensor in each of them, or lay a float mask out."""
     mask = spec.attn_mask
-    if bits_of(mask) or any(copyable(t) is not t for t in (q, k, v)):
+    can_copy = copyable(q) is q and copyable(k) is k and copyable(v) is v
+    if bits_of(mask) or not can_copy:
         return None
     bits = None if mask is None else layout_of_bits(mask, k.shape[2])
     plan = _plan_of(q, k, v, spec, (*_as_read(spec.tensors), bits), table=table)
@@ -194,7 +195,7 @@ class ForwardPlan:
         section = group * key_section(B * Hkv, Sk, D + Dv)
         *self.mask, mask_run = mask or (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
-            *(stride for of_one in strides for stride in of_one[:3]),
+            *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, group, Sq, Sk, D, Dv),
             *(left, right, -(-Sq // config.block_m), tiles, section),
             *(ranges or (0, 0, 0)),
