@@ -228,3 +228,10 @@ def test_the_spare_page_has_a_scale(seed):
     attend = broken_caches.attend_present(present, reference.dense)
     reference.cached(q, k, v, cache, spec, attend)
     assert int(cache.page_table.max()) < len(k) == len(cache.k_scale) == len(cache.v_scale)
+
+
+@pytest.mark.parametrize("operand", ["nan key", "inf value"])
+def test_poison_fits_heads_whose_values_are_wider(operand):
+    for seed in range(6):
+        case = CacheCase(B=1, Hq=1, Hkv=1, S=20, D=8, Dv=32, seed=seed, poison=operand)
+        assert_right(case, "cpu")

@@ -204,7 +204,7 @@ class CachePoison(Poison):
         number = torch.tensor(self.number, device=k.device).to(memory.dtype)
         view, index = reference.slots(memory, cache, b, j, j + 1)
         row = view[index]
-        row[:, h, self._draw(v.shape[3])] = number.view(view.dtype)
+        row[:, h, self._draw(min(k.shape[3], v.shape[3]))] = number.view(view.dtype)
         view[index] = row
         heads = slice(h * q.shape[1] // row.shape[1], (h + 1) * q.shape[1] // row.shape[1])
         self.rows[b, heads] = self.attends[b][heads, :, j]
