@@ -1,4 +1,4 @@
-"""Float masks, which are added to the scores: read in place where the copy engine can, else copied.
+"""Float masks, which are added to the scores: read in place where TMA can read them, else copied.
 
 What a mask shares between batches, heads, queries or keys is read again, never repeated, but for
 one block of the queries or keys that share it.
@@ -20,12 +20,12 @@ _FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor 
 
 
 def bits_of(mask: Tensor | None) -> int:
-    """Of an element of a float mask; 0 without one."""
+    """Bits of an element of a float mask; 0 without a float mask."""
     return 0 if mask is None or mask.dtype == torch.bool else mask.element_size() * 8
 
 
 class Bias(NamedTuple):
-    """A float mask as kernels read it. Plain data but for the address, which `packed` takes."""
+    """The layout of a float mask as kernels read it; its address is an argument of `packed`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # 1 in batches and heads that share it; one block of queries or keys
@@ -35,7 +35,7 @@ class Bias(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> tuple[Bias, Tensor]:
-        """The bias, and the tensor in which it lies."""
+        """The layout, and the tensor that has it."""
         mask = without_repetition(mask)
         steps = tuple(int(size > 1) for size in mask.shape)
         B, H, rows, columns = mask.shape
@@ -59,7 +59,7 @@ class Bias(NamedTuple):
 
 
 def _copyable(t: Tensor) -> bool:
-    """Whether the copy engine reads its rows: contiguous, and at multiples of 16 bytes."""
+    """Whether TMA can read its rows: contiguous, and at multiples of 16 bytes."""
     unit = 16 // t.element_size()
     pairs = zip(t.shape[:3], t.stride())
     return (
@@ -70,7 +70,7 @@ def _copyable(t: Tensor) -> bool:
 
 
 def _copied(t: Tensor) -> Tensor:
-    """In rows of whole multiples of 16 bytes."""
+    """A copy with rows at multiples of 16 bytes."""
     *outer, columns = t.shape
     unit = 16 // t.element_size()
     return t.new_empty((*outer, -(-columns // unit) * unit))[..., :columns].copy_(t)

@@ -47,7 +47,7 @@ MAX_ROWS = 16
 
 
 def rows_of(q: Tensor, k: Tensor, cache: Cache) -> int:
-    """Queries of a kv head."""
+    """Queries that share a kv head."""
     heads = k.shape[1] if cache.page_table is None else k.shape[2]
     return q.shape[1] // heads * q.shape[2]
 
@@ -61,7 +61,7 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 
 
 def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """The part of `cache_error` that does not depend on how many queries there are."""
+    """The part of `cache_error` that does not depend on the number of queries."""
     D, Dv = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
@@ -87,7 +87,7 @@ def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> s
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
-    """Whether a dense call is this kernel's."""
+    """Whether this kernel runs a dense call."""
     return is_decoding(q.shape[2], k.shape[2], spec) and cache_error(q, k, v, Cache(), spec) is None
 
 
@@ -103,7 +103,7 @@ def prepare(call: Call) -> Run:
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
-    """What a plan depends on besides query, key and value."""
+    """What a plan depends on in addition to query, key and value."""
     table, slopes = cache.page_table, spec.alibi_slopes
     return (
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
@@ -121,8 +121,7 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
 
 
 class DecodeFamily:
-    """All of a call that depends neither on the number and the strides of keys and values, nor on
-    where its tensors lie or what they hold."""
+    """The part of a plan that does not depend on the number and strides of keys and values."""
 
     def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options):
         statics, table, has_lens, slopes, has_sinks, ranges = options
@@ -132,7 +131,7 @@ class DecodeFamily:
         causal, scale, left, right, softcap = statics
         left, right, _ = window(causal, left, right)
         if Sq == 1:
-            right = FAR  # one query stands at the last key
+            right = FAR  # a single query is at the position of the last key
         units = ScoreUnits.of(D, scale, softcap)
         config = decode_config(D, Dv, group * Sq, page)
         self.device, self.block_n = device, config.block_n
@@ -151,16 +150,16 @@ class DecodeFamily:
         self.idle = -(B * Hkv) % self.ctas  # as in the kernel
         self.is_varied = has_lens or ranges is not None
         self.of_q = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
-        # from shape and strides; where every byte is read once, fetching 256 bytes at a time costs
-        # bandwidth
+        # made of shape and strides; every byte is read once, so an L2 promotion to 256 bytes would
+        # cost bandwidth
         self.cached = functools.partial(
             TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
             whole_rows=config.whole_rows,
         )  # fmt: skip
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        # of each CTA's first and last unit: sums and statistics; behind them the lse of a call that
-        # gives none (one that does has it apart, as it would keep all of the workspace)
+        # partial sums and statistics of each CTA's first and last work item, then lse if the call
+        # does not return it (a returned lse is a tensor of its own: it would keep the workspace)
         rows = 2 * self.ctas * config.rows
         self.stats_at = rows * config.value_dim * 4
         self.lse_at = self.stats_at + rows * 8
@@ -175,17 +174,17 @@ class DecodeFamily:
         )
 
     def scalars(self, capacity: int) -> bytes:
-        """The end of the struct; `capacity`: keys that a row of the batch has room for."""
+        """The packed scalars; `capacity`: keys that a batch row has room for."""
         return _SCALARS.pack(*self._before, capacity, *self._behind)
 
     def merges(self, capacity: int) -> bool:
-        """Whether CTAs may share a row, as the kernel decides it."""
+        """Whether CTAs may share a row; the kernel uses the same rule."""
         tiles = -(-capacity // self.block_n)
         return tiles > 1 and (self.is_varied or self.idle * tiles > self.ctas)
 
 
 class DecodePlan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+    """The part of a call that depends on its geometry only, not on addresses or values."""
 
     def __init__(self, dtype, device, shapes, strides, options):
         q_shape, key_shape, (*_, Dv) = shapes
@@ -240,7 +239,7 @@ class DecodePlan:
 
 
 def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
-    """Sizes or strides of a cache with the heads before the tokens, which pages have first."""
+    """Sizes or strides of a cache with heads before tokens; in pages the tokens come first."""
     return (x[0], x[2], x[1], x[3]) if paged else x
 
 
@@ -250,7 +249,7 @@ def pages_of_row(table: Tensor | None) -> int | None:
 
 
 def cache_sizes(shape: tuple[int, ...], table_length: int | None) -> tuple[int, int, int]:
-    """Pages, tokens of a page, and of a row of the batch; `table_length`: pages of a row."""
+    """Number of pages, tokens of a page, tokens of a batch row; `table_length`: pages of a row."""
     if table_length is None:
         return 0, 0, shape[2]
     return shape[0], shape[2], shape[2] * table_length
@@ -262,12 +261,12 @@ def kernels(
     device: int,
     defines: dict[str, int],
 ) -> tuple[Kernel, ...]:
-    """What a call launches, one after the other; the second only where CTAs may share a row."""
+    """The kernels that a call launches in order; the second only where CTAs may share a row."""
     return launch.kernels(source, device, entries_of(source, config), tuple(defines.items()))
 
 
 def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
-    """What attends, and what merges."""
+    """The attention kernel and the combine kernel."""
     first = Entry(source, config.threads, config.shared_bytes)
     return first, Entry("combine", config.merge_threads)
 
@@ -276,7 +275,7 @@ def kernel_defines(
     config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
     ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What a kernel is compiled for."""
+    """The macros of a kernel."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "IS_PAGED": int(paged),

@@ -1,6 +1,6 @@
-"""Dense backward on sm_90a: row sums; the products, those of dQ in a kernel of their own for wide
-heads and where bits must repeat; and a last kernel for sums and for rows that are not finite. A
-plan per family of calls."""
+"""Dense backward on sm_90a, in three kernels: row sums (`preprocess`), the matrix products, and
+`postprocess`, which converts the fp32 sums and computes non-finite rows again. Wide heads and
+deterministic gradients compute dQ in a kernel of its own."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "st
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
 
-# parameter lists of the kernels before the products: addresses, then what calls share
+# parameter lists of the kernels before the products: addresses, then what all calls share
 _PREPROCESS = kernel_layout("backward_preprocess.cu", "preprocess")
 _CLIP = kernel_layout("backward_preprocess.cu", "clip_ranges")
 
-_ROWS = 64  # tokens that one copy brings, and a CTA of `prepare`
-# Of Q and dO that CTAs side by side pass over: dQ's fp32 sums take as much again, and additions to
-# them are fast where they stay in the L2.
+_ROWS = 64  # tokens of one TMA box, and of a CTA of `preprocess`
+# Bytes of Q and dO that concurrent CTAs read. The fp32 sums of dQ have the same size, and atomic
+# additions to them are fast while they stay in the L2 cache.
 _SECTION_BYTES = 8 << 20
-_NOTED_ROWS = 16  # that a word of the kernels' notes stands for
+_NOTED_ROWS = 16  # rows for which one word notes whether any is not finite
 
 
 def backward(
@@ -68,7 +68,7 @@ def backward(
     mask_grad: bool = False,
     packing: Packing | None = None,
 ) -> Gradients:
-    """All gradients of a dense call. `packing` matters to dropout alone."""
+    """All gradients of a dense call. Only dropout reads `packing`."""
     like = q, k, v
     of_grads = tuple(map(_written_strides, like))
     q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
@@ -125,8 +125,10 @@ def _plan_of(
     ranges: Tensor | None = None,
     bias: Bias | None = None,
 ) -> BackwardPlan:
-    """`tensors` are q, k, v, grad_out and out; gradients are laid out as tensors with the strides
-    `of_grads` would be by `torch.empty_like`."""
+    """The plan for q, k, v, grad_out and out.
+
+    Gradients are laid out as `torch.empty_like` lays out tensors with the strides `of_grads`.
+    """
     q, k, v, *_ = tensors
     slopes = spec.alibi_slopes
     return _plan(
@@ -146,7 +148,7 @@ def _plan_of(
 
 
 class BackwardPlan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+    """The part of a backward pass that depends on its geometry only, not on addresses or values."""
 
     def __init__(
         self, dtype, device, shapes, strides, statics, deterministic, has_lens, ranges,
@@ -186,7 +188,7 @@ class BackwardPlan:
         out = B, Hq, Sq, Dv
         layouts = (*zip((*shapes, out), of_inputs), *(of[:2] for of in self.grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
-        # the kernels leave out what dropout multiplies weights with
+        # the kernels do not apply dropout's factor to the weights
         gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (group // parts)
         scalars = _SCALARS.pack(
@@ -244,7 +246,7 @@ class BackwardPlan:
         row_keys: Tensor | None = None,
         mask_grad: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, the mask's gradient, and the workspace, which holds the row sums."""
+        """Launch the kernels: dq, dk, dv, the mask's gradient, and the workspace with row sums."""
         config, kernels, dmask = self.config, self.kernels, None
         with on_device(self.device):
             stream = current_stream(self.device)
@@ -299,10 +301,10 @@ class BackwardPlan:
     def _write_features(
         self, params, mask: Tensor | None, bias: Tensor | None, row_keys: Tensor | None, Sk: int
     ) -> tuple[Tensor | None, ...]:
-        """What masks and dropout have in the parameters; the bits that these point to."""
+        """Write the parameters of masks and dropout; returns the mask bits that they point to."""
         by_key = by_query = None
         if mask is not None and bias is None:
-            # for the scores that have a row a key, and for those that have one a query
+            # for scores with a row for each key, and for those with a row for each query
             by_key = bits_by_key(mask)
             by_query = None if self.config.adds_dq else bits_by_query(mask, Sk)
             block = 0 if queries_share(mask) else self.config.block_m // 8
@@ -325,7 +327,7 @@ def _as_read(bits: Tensor | None) -> tuple[int, ...]:
 
 
 def _written_strides(t: Tensor) -> tuple[int, ...]:
-    """Those of `t`, or of a contiguous tensor where the kernels cannot write what is like `t`."""
+    """The strides of `t`, or contiguous ones where TMA cannot write a tensor like `t`."""
     like = torch.empty_like(t, device="meta")
     return t.stride() if copyable(like) is like else like.contiguous().stride()
 
@@ -346,7 +348,7 @@ def _sink_gradient(
         return None
     B, Hq, Sq = lse.shape
     delta = plan.row_sums(workspace).view(B, Hq, -1)[..., :Sq]
-    # a sink of -inf has no weight, in a row without keys either, whose lse is -inf
+    # a sink of -inf has no weight, not even in a row without keys, whose lse is -inf
     least = torch.finfo(torch.float32).min
     weight = torch.exp(sinks.float().view(1, Hq, 1) - lse.clamp(min=least))
     return -(weight * delta).masked_fill(weight == 0, 0).sum((0, 2)).to(sinks.dtype)
@@ -364,7 +366,7 @@ class _Kernels:
 
 
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
-    """What a call launches."""
+    """The kernels that a call launches."""
     entries = [
         Entry("preprocess", 256),
         Entry("backward", config.threads, config.shared_bytes),
@@ -391,8 +393,11 @@ def kernel_defines(
     ranges: bool = False, softcap: int = 0, alibi: bool = False, mask: bool = False,
     dropout: bool = False, split: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What the kernels are compiled for; `ragged` has a window or is causal, `softcap` as
-    `softcap_kind` has it, `split`: a group of query heads has several parts."""
+    """The macros of the kernels.
+
+    `ragged`: causal or with a window; `softcap`: see `softcap_kind`; `split`: each group of query
+    heads is divided into several parts.
+    """
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "HAS_WINDOW": int(ragged),

@@ -1,4 +1,4 @@
-"""Dense forward on sm_90a: a plan per family of calls, one launch per call."""
+"""Dense forward on sm_90a, following FlashAttention-3: one launch for each call."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def forward(
     packing: Packing | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`packing`: where a sequence's queries and keys begin, which matters to dropout alone. With a
-    `table` k and v are pages (pages, Hkv, page, D)."""
+    """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
+
+    Only dropout reads `packing`. With a page `table`, k and v are pages (pages, Hkv, page, D).
+    """
     q, k, v = copyable(q), copyable(k), copyable(v)
     bits = bias = held = None
     if bits_of(spec.attn_mask):
@@ -75,8 +77,10 @@ def prepare(call: Call) -> Run:
 def prepare_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
 ) -> Run | None:
-    """run(q, k, v, tensors, with_lse, table) for calls with this geometry; None where `forward`
-    must copy a tensor in each of them, or lay a float mask out."""
+    """run(q, k, v, tensors, with_lse, table) for calls with this geometry.
+
+    None where `forward` must copy a tensor or a float mask in every call.
+    """
     mask = spec.attn_mask
     can_copy = copyable(q) is q and copyable(k) is k and copyable(v) is v
     if bits_of(mask) or not can_copy:
@@ -105,7 +109,7 @@ def prepare_attention(
 
 
 def _as_read(tensors: DenseTensors) -> tuple[Tensor | None, ...]:
-    """kv_lens, key_ranges, sinks and slopes as the kernel reads them; no copy where they are."""
+    """kv_lens, key_ranges, sinks and slopes as the kernel reads them, copied only if needed."""
     _, slopes, sinks, lens, ranges, _ = tensors
     if lens is not None:
         lens = lens.contiguous()
@@ -127,7 +131,7 @@ def _plan_of(
     bias: Bias | None = None,
     table: Tensor | None = None,
 ) -> ForwardPlan:
-    """`optional`: what `_as_read` gives, and a mask's bits."""
+    """The plan; `optional` are the results of `_as_read` and a mask's bits."""
     lens, ranges, sinks, slopes, bits = optional
     return _plan(
         q.dtype,
@@ -147,7 +151,7 @@ def _plan_of(
 
 
 class ForwardPlan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+    """The part of a forward pass that depends on its geometry only, not on addresses or values."""
 
     def __init__(
         self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
@@ -201,14 +205,14 @@ class ForwardPlan:
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
             units.inside_tanh,
-            LOG2E if bias else units.log2,  # with a bias, scores are in its units
+            LOG2E if bias else units.log2,  # with a bias, scores have its units
             1.0 / units.accumulator,
             mask_run,
         )
         self.dropout_p = dropout_p
 
     def _schedule(self, config: Config, tiles: int, varied: bool, features: dict):
-        """Persistent CTAs; where tiles differ in length, they are handed out on demand."""
+        """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         dynamic = varied and tiles > sms
         found = kernel(
@@ -254,7 +258,7 @@ def kernel_defines(
     ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
     left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What a kernel is compiled for; `ragged` has a window or is causal, `left` bounds its past."""
+    """The macros of a kernel; `ragged`: causal or a window, `left`: the window has a left side."""
     return config.defines() | {
         "SHARED_BYTES": config.shared_bytes(mask),
         "IS_BF16": int(dtype == torch.bfloat16),

@@ -26,7 +26,7 @@ from fa_ops.types import Packing, Spec
 _PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
 _COLUMN_STEP = 0xC2B2AE35
 _THREADS = 256
-_ROWS = 64  # that a head's are padded to
+_ROWS = 64  # the rows of a head are padded to a multiple
 
 
 def row_keys(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | None:
@@ -55,12 +55,12 @@ def padded_rows(Sq: int) -> int:
 
 
 def scale(p: float) -> float:
-    """What kept weights are multiplied with."""
+    """The factor of weights that are kept."""
     return 1.0 / max(1.0 - p, 2.0**-32)
 
 
 def parameters(keys: Tensor | None, p: float) -> bytes:
-    """What a kernel reads of them."""
+    """The kernels' dropout parameters."""
     if keys is None:
         return bytes(_PARAMS.size)
     factor = scale(p)

@@ -1,4 +1,4 @@
-"""Bool masks as bits, packed once a call: every head and every block of a kernel reads them again.
+"""Bool masks as bits, packed once for each call, as many heads and blocks read them again.
 
 A row has 2 bytes for 16 columns, in order, and is zero past its columns, with room for the last
 block that a kernel reads. At its end stand 8 bytes, its run: int32s, the first column that it keeps
@@ -17,9 +17,9 @@ from torch import Tensor
 from fa_ops.backends.hopper.launch import current_stream, kernel, on_device, pointers_to
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
-_QUERIES = 64  # of a block of the backward's; so many stand for all in a mask that all share
+_QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask
 _THREADS = 256
-_MOST_HEADS = 65535  # in the grid's second dimension; a CTA takes the heads beyond in turn
+_MOST_HEADS = 65535  # limit of the grid's second dimension; a CTA loops over further heads
 
 
 def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
@@ -29,7 +29,7 @@ def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
 
 
 def layout_of_bits(mask: Tensor, Sk: int) -> Tensor:
-    """What `bits_by_query` gives, without memory."""
+    """A meta tensor with the layout of the result of `bits_by_query`."""
     shape = without_repetition(mask).shape[:3]
     return torch.empty((*shape, _row_bytes(Sk)), dtype=torch.uint8, device="meta")
 
@@ -83,7 +83,7 @@ class Geometry(NamedTuple):
 
 
 def without_repetition(mask: Tensor) -> Tensor:
-    """Four dimensions, each of one element where all its elements are the same memory."""
+    """The mask with four dimensions; expanded dimensions have one element."""
     mask = mask[(None,) * (4 - mask.dim())]
     for dim, stride in enumerate(mask.stride()):
         mask = mask if stride else mask.narrow(dim, 0, 1)

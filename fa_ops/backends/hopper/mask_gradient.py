@@ -1,4 +1,4 @@
-"""The gradient of a float mask: a pass of its own, which sums what shares an element in order."""
+"""The gradient of a float mask: a separate kernel that sums broadcast elements in fixed order."""
 
 from __future__ import annotations
 

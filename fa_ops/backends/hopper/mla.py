@@ -35,7 +35,7 @@ _PARAMS = _LAYOUT.packer(packed=("B:scale_log2", "q_strides:k_strides"))
 
 
 def has_dims(q: Tensor, v: Tensor) -> bool:
-    """Whether head dims are the kernel's."""
+    """Whether the head dimensions are those of the kernel."""
     return q.shape[-1] == HEAD_DIM and v.shape[-1] == VALUE_DIM
 
 
@@ -84,7 +84,7 @@ def prepare(call: Call) -> Run:
 
 
 def _options(cache: Cache, spec: Spec) -> tuple:
-    """What a plan depends on besides query and keys."""
+    """What a plan depends on in addition to query and keys."""
     table = cache.page_table
     return (
         (spec.is_causal, spec.scale),
@@ -98,8 +98,7 @@ def _plan_of(q: Tensor, k: Tensor, *options) -> MlaPlan:
 
 
 class MlaFamily:
-    """All of a call that depends neither on the number and the strides of keys, nor on where its
-    tensors lie or what they hold."""
+    """The part of a plan that does not depend on the number and strides of keys."""
 
     def __init__(self, dtype, device, q_shape, q_strides, pages, page, options):
         (is_causal, scale), table, has_lens = self.options = options
@@ -125,7 +124,7 @@ class MlaFamily:
             dtype,
         )
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        # as in `decode`: sums, statistics and an lse that is not given
+        # as in `decode`: sums, statistics, and an lse that is not returned
         rows = 2 * self.ctas * config.rows
         self.stats_at = rows * VALUE_DIM * 4
         self.lse_at = self.stats_at + rows * 8
@@ -144,7 +143,7 @@ class MlaFamily:
 
 
 class MlaPlan:
-    """All of a call that does not depend on where its tensors lie or what they hold."""
+    """The part of a call that depends on its geometry only, not on addresses or values."""
 
     def __init__(self, dtype, device, shapes, strides, options):
         q_shape, key_shape = shapes
@@ -191,8 +190,11 @@ class MlaPlan:
 
 
 def _width(blocks: int, ctas: int) -> int:
-    """How many CTAs attend a row's blocks side by side: so that most of them have work, then many,
-    as each tile comes from memory once for all of them."""
+    """The number of CTAs that process the blocks of a row concurrently.
+
+    Most CTAs should have work. Among such widths the largest is best, because each tile of keys is
+    then read from memory once for all of them.
+    """
 
     def busy(width: int) -> float:
         return ctas // width * blocks / -(-blocks // width)
@@ -203,7 +205,7 @@ def _width(blocks: int, ctas: int) -> int:
 def kernel_defines(
     config: MlaConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True
 ) -> dict[str, int]:
-    """What a kernel is compiled for."""
+    """The macros of a kernel."""
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
         "IS_PAGED": int(paged),

@@ -1,4 +1,4 @@
-"""Packed sequences: the dense kernels over one long sequence, given the run of keys of each token.
+"""Packed sequences: the dense kernels over one long sequence, with a key range for each token.
 
 A tile visits the keys between its rows' first and last, so that sequences cost what they hold; one
 that crosses from a sequence to the next visits both and masks.
@@ -29,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tu
     """out (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences."""
     dense = _with_runs(q, k, packing, spec)
     out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense, packing)
-    if spec.sinks is not None:  # a token of no sequence has no sink either
+    if spec.sinks is not None:  # tokens outside every sequence have no sink
         lse.masked_fill_(_of_no_sequence(len(q), packing.cu_seqlens_q), float("-inf"))
     return out[0].transpose(0, 1), lse[0]
 
@@ -40,7 +40,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """All gradients of a packed call."""
     tensors = map(_one_batch, (q, k, v, out))
-    if spec.sinks is not None:  # such that their sinks' weights are 0
+    if spec.sinks is not None:  # so that the weights of their sinks are 0
         lse = lse.masked_fill(_of_no_sequence(len(q), packing.cu_seqlens_q), float("inf"))
     grads = dense_backward.backward(
         _one_batch(grad_out),

@@ -1,4 +1,4 @@
-"""Many queries against a cache: the dense forward, which finds the keys of pages by their table.
+"""Many queries against a cache: the dense forward kernel, which looks pages up in their table.
 
 A tile of queries attends all of its row's keys by itself, so tiles must be many. Fewer go to the
 triton backend, which cuts keys.
@@ -59,5 +59,5 @@ def prepare(call: Call) -> Run:
 
 
 def _by_head(k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A cache with the heads before the tokens, which pages have first."""
+    """The cache with heads before tokens; in pages the tokens come first."""
     return (k, v) if table is None else (k.transpose(1, 2), v.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""What forward and backward read off a call alike."""
+"""Quantities that the forward and the backward pass derive from a call in the same way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
-FAR = 1 << 29  # an unbounded side of a window; no tensor has more queries or keys
+FAR = 1 << 29  # the size of an unbounded window, and the largest number of queries or keys
 _LARGE_SOFTCAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
 _NO_SOFTCAP = 2.0**64  # from here on no score that float32 resolves is capped
 _LARGEST_SCALE = 2.0**24  # times NEVER of cuda/softmax.cuh, a float32
@@ -38,7 +38,7 @@ class ScoreUnits(NamedTuple):
 
 
 def limit_error(scale: float, queries: int, keys: int) -> str | None:
-    """Why numbers that every kernel computes with do not fit its registers, or None."""
+    """Why scale or lengths exceed what the kernels can represent, or None."""
     if scale <= 0:
         return f"needs a positive scale, got {scale}"
     if not scale <= _LARGEST_SCALE:
@@ -49,8 +49,10 @@ def limit_error(scale: float, queries: int, keys: int) -> str | None:
 
 
 def softcap_kind(softcap: float) -> int:
-    """What kernels are compiled for: 0 without a softcap, 2 where it is so large that tanh must be
-    precise relative to its result, else 1."""
+    """The HAS_SOFTCAP macro: 0 without a softcap, 1 with one.
+
+    2 for a softcap so large that tanh must be precise relative to its result.
+    """
     if not 0 < softcap < _NO_SOFTCAP:
         return 0
     return 2 if softcap > _LARGE_SOFTCAP else 1
@@ -64,7 +66,7 @@ def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
 
 
 def section_of(heads: int, bytes_per_head: int, limit: int) -> int:
-    """How many heads are computed side by side: as many in each section, but for rounding."""
+    """The number of heads that are processed concurrently, in sections of about equal size."""
     sections = max(1, -(-heads * bytes_per_head // limit))
     return -(-heads // sections)
 
@@ -80,14 +82,14 @@ def key_section(heads: int, Sk: int, dims: int) -> int:
 
 
 def shared_strides(t: Tensor | None) -> tuple[int, ...] | None:
-    """All strides but the last, 0 for dimensions of one element, which stands for all."""
+    """All strides but the last; 0 for dimensions of one element, which are broadcast."""
     if t is None:
         return None
     return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()))
 
 
 def copyable(t: Tensor) -> Tensor:
-    """As it is where the copy engine reads its rows (aligned to 16 bytes), else a copy."""
+    """The tensor itself where TMA can read its rows (aligned to 16 bytes), else a copy."""
     b, h, s, _ = strides = t.stride()
     if strides[3] == 1 and not ((b | h | s) & 7 or t.data_ptr() & 15) and b and h and s:
         return t
