@@ -89,7 +89,8 @@ def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
     plan = _plans.get(family)
     if plan is None:
         check(call)
-        if (rules := _rules_of_values(call)) is not None:
+        rules = _rules_of_values(call)
+        if rules is not None and _can_read_values(call.query):
             rules.values(call.query, call.key, call.value, call.tensors)
     step = _normalising_step(call.tensors)
     normal = _normalised(call, step)
@@ -309,9 +310,14 @@ def _after(step: Callable[[Tensors], Tensors], run: Run, call: Call) -> Run:
     return lambda q, k, v, tensors, with_lse=True: run(q, k, v, step(tensors), with_lse)
 
 
+def _can_read_values(q: Tensor) -> bool:
+    """Whether the host may read tensors now, which a CUDA graph under capture forbids."""
+    return q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+
+
 def _checking_values(run: Run, rules: ModuleType) -> Run:
     def checked(q, k, v, tensors, with_lse=True):
-        if q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+        if _can_read_values(q):
             rules.values(q, k, v, tensors)
         return run(q, k, v, tensors, with_lse)
 
