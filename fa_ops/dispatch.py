@@ -154,7 +154,7 @@ class CallExplanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, **options) -> CallExplanation:
+def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> CallExplanation:
     """The former name of :func:`fa_ops.explain`.
 
     Example:

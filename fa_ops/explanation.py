@@ -12,7 +12,7 @@ from fa_ops.ops import library
 from fa_ops.types import Cache, Packing, Spec
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, **options) -> CallExplanation:
+def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> CallExplanation:
     """Explain which backend and which kernel would run a call, and why other backends would not.
 
     Nothing is computed or compiled.
@@ -21,7 +21,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options) -> CallExplana
         query: as the call takes it, here and below.
         key: ``key_cache`` of :func:`attention_with_kv_cache`.
         value: ``value_cache`` likewise.
-        options: the other arguments of :func:`attention`, :func:`attention_varlen` (which has
+        **options: the other arguments of :func:`attention`, :func:`attention_varlen` (which has
             ``cu_seqlens_q``) or :func:`attention_with_kv_cache` (any of whose own arguments makes
             it that; ``page_table=None`` does too), by name. ``window_left`` and ``window_right``
             are accepted instead of ``window``, as the operators have them.
