@@ -104,19 +104,16 @@ def attention(
     tensors = NO_TENSORS
     if not (attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(attn_mask, alibi_slopes, sinks, kv_lens, key_ranges, seed)
-    route, geometry = Route.DISPATCH, None
-    if not torch.compiler.is_compiling():
-        route = library.route_of(query, key, value, *tensors)
+    route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
         left, right = (-1, -1) if window is None else sides(window)
-        plain = (
+        scalars = (
             is_causal, dropout_p, scale, left, right, softcap, deterministic,
-            backend or dispatch.default, is_causal.__class__, dropout_p.__class__, scale.__class__,
-            softcap.__class__, deterministic.__class__,
+            backend or dispatch.default,
         )  # fmt: skip
-        geometry = planning.key_of(DENSE, query, key, value, tensors, plain)
+        geometry = planning.key_of(DENSE, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
@@ -124,11 +121,12 @@ def attention(
         query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
         backend,
     )  # fmt: skip
-    args = query, key, value, attn_mask, dropout_p, is_causal
     if geometry is not None and library.is_strided(query, key, value, *tensors):
-        plan = planning.prepare(geometry, Call(DENSE, *args[:3], Spec(*args[3:], **options)), plain)
+        call = Call(DENSE, query, key, value, Spec(attn_mask, dropout_p, is_causal, **options))
+        plan = planning.prepare(geometry, call, scalars)
         return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
-    return (dense.WITH_LSE if return_lse else dense.ATTENTION)(*args, **options)
+    operator = dense.WITH_LSE if return_lse else dense.ATTENTION
+    return operator(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 def attention_varlen(
@@ -202,20 +200,16 @@ def attention_varlen(
     """
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
-    route, geometry = Route.DISPATCH, None
-    if not torch.compiler.is_compiling():
-        route = library.route_of(query, key, value, *tensors)
+    route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
         left, right = (-1, -1) if window is None else sides(window)
-        plain = (
+        scalars = (
             is_causal, dropout_p, scale, left, right, softcap, deterministic,
-            backend or dispatch.default, max_seqlen_q, max_seqlen_k, is_causal.__class__,
-            dropout_p.__class__, scale.__class__, softcap.__class__, deterministic.__class__,
-            max_seqlen_q.__class__, max_seqlen_k.__class__,
+            backend or dispatch.default, max_seqlen_q, max_seqlen_k,
         )  # fmt: skip
-        geometry = planning.key_of(PACKED, query, key, value, tensors, plain)
+        geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
@@ -223,15 +217,11 @@ def attention_varlen(
         query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
         backend,
     )  # fmt: skip
-    if max_seqlen_q is not None:
-        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
-    if max_seqlen_k is not None:
-        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = checked_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         spec = Spec(None, dropout_p, is_causal, **options)
         call = Call(PACKED, query, key, value, spec, packing)
-        plan = planning.prepare(geometry, call, plain)
+        plan = planning.prepare(geometry, call, scalars)
         return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
     out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)
     return (out, lse) if return_lse else out
@@ -315,6 +305,22 @@ def checked_options(
         dispatch.check_name(backend)
         options["backend"] = backend
     return options
+
+
+def checked_packing(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Packing:
+    """The packing of a call, types checked."""
+    need_tensor("cu_seqlens_q", cu_seqlens_q)
+    need_tensor("cu_seqlens_k", cu_seqlens_k)
+    if max_seqlen_q is not None:
+        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    if max_seqlen_k is not None:
+        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def sides(window: Window) -> tuple[int, int]:

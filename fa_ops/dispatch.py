@@ -12,7 +12,7 @@ import importlib
 import os
 import warnings
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -154,7 +154,7 @@ class CallExplanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> CallExplanation:
+def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
     """The former name of :func:`fa_ops.explain`.
 
     Example:

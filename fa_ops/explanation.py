@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch, planning
-from fa_ops.call import CACHED, DENSE, PACKED, Call
+from fa_ops import api, dispatch, kv_cache, planning
+from fa_ops.call import CACHED, DENSE, PACKED, CacheTensors, Call, PackedTensors
 from fa_ops.dispatch import CallExplanation
 from fa_ops.ops import library
-from fa_ops.types import Cache, Packing, Spec
+from fa_ops.types import Cache, DenseTensors, Spec
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> CallExplanation:
+def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
     """Explain which backend and which kernel would run a call, and why other backends would not.
 
     Nothing is computed or compiled.
@@ -21,20 +24,19 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Cal
         query: as the call takes it, here and below.
         key: ``key_cache`` of :func:`attention_with_kv_cache`.
         value: ``value_cache`` likewise.
-        **options: the other arguments of :func:`attention`, :func:`attention_varlen` (which has
-            ``cu_seqlens_q``) or :func:`attention_with_kv_cache` (any of whose own arguments makes
-            it that; ``page_table=None`` does too), by name. ``window_left`` and ``window_right``
-            are accepted instead of ``window``, as the operators have them.
+        **options: the other arguments, by name. Those with ``cu_seqlens_q`` are of
+            :func:`attention_varlen`, those with an argument that only
+            :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, and all
+            others are of :func:`attention`.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
         where the call's plan is run at once, "record" where autograd records it, "dispatch" where
-        PyTorch's dispatcher takes part; ``reasons``: a string for each backend that refuses the
-        call, None for those that could run it. Printed, all of it in lines.
+        PyTorch's dispatcher takes part; ``reasons``: for each backend why it refuses the call, or
+        None. Printing the result shows all of it.
 
     Raises:
-        ValueError: arguments that make no legal call, or the name of an unknown backend.
-        TypeError: a dtype that is not accepted, or an argument that no call has.
+        ValueError, TypeError: what the call itself would raise.
 
     Example:
         >>> print(fa_ops.explain(q, k, v, is_causal=True))
@@ -47,7 +49,6 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Cal
           reference: can run this
     """
     call = _described(query, key, value, options)
-    dispatch.check_name(call.spec.backend or "auto")
     planning.check(call)
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
@@ -59,22 +60,34 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Cal
     return CallExplanation(backend, planning.plan_for(call).kernel, route, reasons)
 
 
-_OF_CACHES = frozenset(Cache._fields)
-_OF_PACKING = frozenset(Packing._fields)
-
-
-def _described(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
-    options.pop("return_lse", None)
-    if (window := options.pop("window", None)) is not None:
-        left, right = (-1 if side is None else side for side in window)
-        options |= {"window_left": left, "window_right": right}
-    cache = {name: options.pop(name) for name in _OF_CACHES & options.keys()}
-    packing = {name: options.pop(name) for name in _OF_PACKING & options.keys()}
-    if options.get("dropout_p", 0.0) > 0.0:
-        options["dropout_seed"] = query.new_zeros(1, dtype=torch.int64)
-    spec = Spec(**options)
-    if packing:
-        return Call(PACKED, query, key, value, spec, Packing(**packing))
-    if cache:
-        return Call(CACHED, query, key, value, spec, cache=Cache(**cache))
+def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
+    """The call that the public function with these options would plan."""
+    function, kind, named = api.attention, DENSE, DenseTensors
+    if "cu_seqlens_q" in options:
+        function, kind, named = api.attention_varlen, PACKED, PackedTensors
+    elif options.keys() & set(Cache._fields):
+        function, kind, named = kv_cache.attention_with_kv_cache, CACHED, CacheTensors
+    try:
+        bound = inspect.signature(function).bind(query, key, value, **options)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    seed, dropout_p = None, given.get("dropout_p", 0.0)
+    if dropout_p != 0.0 and isinstance(query, Tensor):
+        seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number
+    tensors = named(*(seed if name == "dropout_seed" else given[name] for name in named._fields))
+    checked = api.checked_options(
+        query, key, value, dropout_p, given["is_causal"], given["scale"], given["window"],
+        given["softcap"], tensors, given.get("deterministic", False), given["backend"],
+    )  # fmt: skip
+    spec = Spec(given.get("attn_mask"), dropout_p, given["is_causal"], **checked)
+    if kind == PACKED:
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        packing = api.checked_packing(*(given[name] for name in names))
+        return Call(PACKED, query, key, value, spec, packing)
+    if kind == CACHED:
+        names = "rotary_interleaved", "num_splits", "batch_invariant"
+        cache = kv_cache.checked_cache(tensors, *(given[name] for name in names))
+        return Call(CACHED, query, key, value, spec, cache=cache)
     return Call(DENSE, query, key, value, spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fa_ops import api, dispatch, planning
@@ -124,17 +123,13 @@ def attention_with_kv_cache(
         rotary_cos, rotary_sin, unified_max,
     )  # fmt: skip
     geometry = None
-    if not torch.compiler.is_compiling() and (
-        library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT
-    ):
+    if library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT:
         left, right = (-1, -1) if window is None else api.sides(window)
-        plain = (
+        scalars = (
             is_causal, 0.0, scale, left, right, softcap, False, backend or dispatch.default,
-            rotary_interleaved, num_splits, batch_invariant, is_causal.__class__, float,
-            scale.__class__, softcap.__class__, bool, rotary_interleaved.__class__,
-            num_splits.__class__, batch_invariant.__class__,
+            rotary_interleaved, num_splits, batch_invariant,
         )  # fmt: skip
-        geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, plain)
+        geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return _run(plan, query, key_cache, value_cache, tensors, return_lse)
@@ -145,25 +140,36 @@ def attention_with_kv_cache(
         query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, tensors, False,
         backend,
     )  # fmt: skip
+    cache = checked_cache(tensors, rotary_interleaved, num_splits, batch_invariant)
+    if geometry is not None and library.is_strided(query, key_cache, value_cache, *tensors):
+        spec = Spec(None, 0.0, is_causal, **options)
+        call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
+        plan = planning.prepare(geometry, call, scalars)
+        return _run(plan, query, key_cache, value_cache, tensors, return_lse)
+    out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
+    return (out, lse) if return_lse else out
+
+
+def checked_cache(
+    tensors: CacheTensors,
+    rotary_interleaved: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> Cache:
+    """The cache of a call, types checked but for those of tensors."""
     flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
     if num_splits:
         num_splits = api.need_int("num_splits", num_splits)
-    if (key is None) != (value is None):
+    t = tensors
+    if (t.key is None) != (t.value is None):
         raise ValueError("key and value must be given together")
-    cache = Cache(
-        page_table, key, value, k_scale, v_scale, rotary_cos, rotary_sin, rotary_interleaved,
-        num_splits, batch_invariant, unified_max,
+    return Cache(
+        t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
+        rotary_interleaved, num_splits, batch_invariant, t.unified_max,
     )  # fmt: skip
-    if geometry is not None and library.is_strided(query, key_cache, value_cache, *tensors):
-        spec = Spec(None, 0.0, is_causal, **options)
-        call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
-        plan = planning.prepare(geometry, call, plain)
-        return _run(plan, query, key_cache, value_cache, tensors, return_lse)
-    out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
-    return (out, lse) if return_lse else out
 
 
 def _run(plan: planning.Prepared, query, key_cache, value_cache, tensors: CacheTensors, with_lse):

@@ -48,14 +48,15 @@ def key_of(
 ) -> tuple | None:
     """The geometry of a call; None where an argument is no tensor or has no strides.
 
-    `options` are the scalars, and the types of those that may equal a scalar of another type: the
-    checks refuse 1 for a bool, but it equals True.
+    `options` are the scalars. Their types are part of the geometry: the checks refuse 1 for a bool,
+    but it equals True.
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
         key = (
             kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
-            dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default, options,
+            dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default,
+            options, tuple(map(type, options)),
         )  # fmt: skip
         if k_shape != v_shape:  # values may be part of the keys
             key += (k.data_ptr() == v.data_ptr(),)
@@ -159,17 +160,11 @@ def options_of(call: Call) -> tuple:
         spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
         spec.softcap, spec.deterministic, spec.backend,
     )  # fmt: skip
-    types = (
-        spec.is_causal.__class__, spec.dropout_p.__class__, spec.scale.__class__,
-        spec.softcap.__class__, spec.deterministic.__class__,
-    )  # fmt: skip
     if packing is not None:
-        longest = packing.max_seqlen_q, packing.max_seqlen_k
-        return *dense, *longest, *types, longest[0].__class__, longest[1].__class__
+        return *dense, packing.max_seqlen_q, packing.max_seqlen_k
     if cache is not None:
-        own = cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
-        return *dense, *own, *types, *(option.__class__ for option in own)
-    return *dense, *types
+        return *dense, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+    return dense
 
 
 def plan_for(call: Call) -> Plan:

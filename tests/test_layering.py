@@ -42,7 +42,7 @@ TOP = {
     "fa_ops.ops": ("fa_ops.ops", *PLANS),
     "fa_ops.api": ("fa_ops.ops", *PLANS),
     "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", *PLANS),
-    "fa_ops.explanation": ("fa_ops.ops", *PLANS),
+    "fa_ops.explanation": ("fa_ops.api", "fa_ops.kv_cache", "fa_ops.ops", *PLANS),
     "fa_ops.distributed": (
         "fa_ops.distributed",
         "fa_ops.api",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import weakref
 from fractions import Fraction
 from types import SimpleNamespace
@@ -122,6 +123,15 @@ def test_packed_calls_run_plans(log):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"cu_seqlens_k\[2\] is 7, but there are 6 tokens"):
             fa_ops.attention_varlen(q, q, q, ends, ends + (ends == 6).int())
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_packed_calls_without_borders_name_them(name):
+    q, ends = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    borders = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} | {name: None}
+    for x in (q, q.clone().requires_grad_()):
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
+            fa_ops.attention_varlen(x, q, q, **borders)
 
 
 def test_what_differs_is_another_call():
@@ -510,6 +520,33 @@ def test_explain_plans_without_running(log):
     tokens = [t[0].transpose(0, 1) for t in (q, q, q)]
     assert fa_ops.explain(*tokens, cu_seqlens_q=ends, cu_seqlens_k=ends).backend == "cpu"
     assert not log.ran and not planning._prepared
-    with pytest.raises(ValueError, match="head dimension"):
-        fa_ops.explain(q, k[..., :4], v)
-    assert "nothing" not in str(fa_ops.explain(q, k, v, backend="triton"))
+    new = q[:, :, :1]
+    assert fa_ops.explain(q, k, v, kv_lens=LENS, key=new, value=new).kernel == "cache"
+    assert fa_ops.explain(q, k, v, backend="triton").backend is None
+    assert fa_ops.explain(q[:, :, :0], k, v).kernel == "empty"
+    state = torch.get_rng_state()
+    fa_ops.explain(q, k, v, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"query": None}, TypeError, "query must be a Tensor, got NoneType"),
+        ({"key": torch.zeros(1, 2, 5, 4)}, ValueError, "key has head dimension 4"),
+        ({"window": 5}, TypeError, "window must be a pair (left, right), got 5"),
+        ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+        ({"page": 1}, TypeError, "attention: got an unexpected keyword argument 'page'"),
+        ({"cu_seqlens_q": LENS}, TypeError, "attention_varlen: missing a required argument"),
+        ({"page_table": None}, TypeError, "attention_with_kv_cache: missing a required argument"),
+        ({"kv_lens": LENS, "num_splits": 0.5}, TypeError, "num_splits must be an int, got 0.5"),
+        ({"backend": "cuda"}, ValueError, "backend must be 'auto' or one of"),
+    ],
+    ids=str,
+)
+def test_explain_raises_what_the_call_would_raise(options, error, message):
+    q, k, v = qkv()
+    q, k = options.get("query", q), options.get("key", k)
+    options = {name: x for name, x in options.items() if name not in ("query", "key")}
+    with pytest.raises(error, match=re.escape(message)):
+        fa_ops.explain(q, k, v, **options)

@@ -147,7 +147,7 @@ def run_vmap_rule(rule, operator, *operands):
 
 
 class Route(enum.Enum):
-    """How an eager call is run."""
+    """How a call is run."""
 
     DIRECT = "direct"  # its plan is run, and the dispatcher left out
     RECORD = "record"  # its plan is run inside a node of autograd
@@ -155,11 +155,14 @@ class Route(enum.Enum):
 
 
 def route_of(*tensors: Tensor | None) -> Route:
-    """The route of an eager call with these arguments, whatever their types.
+    """The route of a call with these arguments, whatever their types.
 
+    A call that is compiled is dispatched: its sizes may be symbolic, and plans are for eager calls.
     The dispatcher may be left out where it would have nothing to do but call the kernel of a CPU or
     of a CUDA device. It computes the negative of tensors that are lazily negated.
     """
+    if torch.compiler.is_compiling():
+        return Route.DISPATCH
     recording, needs_grad = _is_grad_enabled(), False
     for t in tensors:
         if t is None:
@@ -194,11 +197,7 @@ _is_traced = torch._C._is_tracing
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether the kernel for CPU and CUDA is what such a call would end in."""
-    return (
-        not torch.compiler.is_compiling()
-        and is_strided(*tensors)
-        and route_of(*tensors) is Route.DIRECT
-    )
+    return route_of(*tensors) is Route.DIRECT and is_strided(*tensors)
 
 
 def is_strided(*tensors: Tensor | None) -> bool:
