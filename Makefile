@@ -11,7 +11,8 @@ CASES   ?= 20000
 TORCH     ?= torch==2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TRITON    ?= triton==3.7.1
-NVRTC     ?= nvidia-cuda-nvrtc>=13,<14
+# The NVRTC of the CUDA builds of torch 2.11 to 2.13; newer ones accept more.
+NVRTC     ?= nvidia-cuda-nvrtc==13.0.88
 NUMPY     ?= numpy<2.4
 
 SHELL := /bin/bash

@@ -85,9 +85,13 @@ class ParamsLayout:
         return {f.name: struct.unpack_from("<" + f.format, data, f.offset) for f in fields}
 
     def assertions(self, name: str) -> str:
-        """C++ that asserts that a struct has this layout."""
+        """C++ that asserts that a struct has this layout.
+
+        NVRTC before 13.5 knows neither `offsetof` nor `__builtin_offsetof`; all versions know the
+        `__INTADDR__` that its front end implements `offsetof` with.
+        """
         return "".join(
-            f"static_assert(__builtin_offsetof({name}, {field.name}) == {field.offset});\n"
+            f"static_assert(__INTADDR__(&(({name}*)0)->{field.name}) == {field.offset});\n"
             for field in self.fields.values()
             if not field.is_optional
         )
