@@ -114,11 +114,16 @@ def forget() -> None:
     _plans.clear()
 
 
-def prepared_for(call: Call) -> Prepared:
-    """Find or make what runs this call."""
-    options = options_of(call)
-    key = key_of(call.kind, call.query, call.key, call.value, call.tensors, options)
-    return prepared(key) or prepare(key, call, options)
+def run(call: Call, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Run a forward call by its plan: out and lse, which may be None if not `with_lse`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `prepare` does.
+    """
+    q, k, v, tensors, options = call.query, call.key, call.value, call.tensors, options_of(call)
+    key = key_of(call.kind, q, k, v, tensors, options)
+    found = prepared(key) or prepare(key, call, options)
+    return found.run(q, k, v, tensors, with_lse)
 
 
 def prepared_backward(
@@ -186,13 +191,12 @@ def _append_then_attend(writer: Plan, reader: ModuleType) -> Plan:
     def prepare(call: Call) -> Run:
         write, options = writer.prepare(call), call.without_tensors()
 
-        def run(q, k, v, tensors, with_lse=True):
+        def write_and_attend(q, k, v, tensors, with_lse=True):
             q = write(q, k, v, tensors)
             full = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
-            rest = full.without_new()
-            return prepared_for(rest).run(q, k, v, rest.tensors, with_lse)
+            return run(full.without_new(), with_lse)
 
-        return run
+        return write_and_attend
 
     name = reader.__name__.rpartition(".")[2]
     return Plan(f"{writer.kernel}, then those of {name}", prepare)

@@ -29,7 +29,7 @@ class Log:
 
     def __init__(self, monkeypatch):
         self.planned, self.ran, self.by_operator = [], [], 0
-        plan, prepared_for = cpu.plan, planning.prepared_for
+        plan, run = cpu.plan, planning.run
 
         def spy_plan(call):
             self.planned.append(call)
@@ -41,12 +41,12 @@ class Log:
 
             return Plan(planned.kernel, prepare)
 
-        def spy_operator(call):
+        def spy_operator(call, with_lse=True):
             self.by_operator += 1
-            return prepared_for(call)
+            return run(call, with_lse)
 
         monkeypatch.setattr(cpu, "plan", spy_plan)
-        monkeypatch.setattr(planning, "prepared_for", spy_operator)
+        monkeypatch.setattr(planning, "run", spy_operator)
 
 
 @pytest.fixture(autouse=True)

@@ -40,11 +40,20 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
     def run(call: Callable[[], object], kernel: SDPBackend | None = None) -> Run:
         return Run(lambda _: call(), context=lambda: _context(False, kernel))
 
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    key_of, options = planning.key_of, planning.options_of(call)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    ends = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[2]
     sdpa = lambda: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
     return {
         "fa_ops.attention": run(lambda: fa_ops.attention(q, k, v)),
+        "fa_ops.attention, lse": run(lambda: fa_ops.attention(q, k, v, return_lse=True)),
+        "fa_ops.attention, bool mask": run(lambda: fa_ops.attention(q, k, v, mask)),
+        "fa_ops.attention_varlen": run(lambda: fa_ops.attention_varlen(*packed, ends, ends)),
         "  inside: torch.ops.fa.attention": run(lambda: operator(q, k, v)),
-        "  inside: planning": run(lambda: planning.prepared_for(call)),
+        "  inside: planning": run(
+            lambda: planning.prepared(key_of(DENSE, q, k, v, call.tensors, options))
+        ),
         f"  inside: backend {_name(module)}": run(lambda: module.forward(q, k, v, spec)),
         **{name: run(sdpa, kernel) for name, kernel in peers.items()},
         "torch.empty_like": run(lambda: torch.empty_like(q)),

@@ -70,7 +70,7 @@ def attention_calls(step: Callable[[], object]) -> int:
     Compiled code calls the operator; the function may call a backend without the operator.
     """
     calls, within = 0, False
-    attention, prepared_for = fa_ops.attention, planning.prepared_for
+    attention, run = fa_ops.attention, planning.run
 
     def function(*args, **options):
         nonlocal calls, within
@@ -83,13 +83,13 @@ def attention_calls(step: Callable[[], object]) -> int:
     def operator(*args, **options):
         nonlocal calls
         calls += not within
-        return prepared_for(*args, **options)
+        return run(*args, **options)
 
-    fa_ops.attention, planning.prepared_for = function, operator
+    fa_ops.attention, planning.run = function, operator
     try:
         step()
     finally:
-        fa_ops.attention, planning.prepared_for = attention, prepared_for
+        fa_ops.attention, planning.run = attention, run
     return calls
 
 

@@ -81,7 +81,7 @@ def _run_or_redispatch(operator, keyset, options: Call, q, k, v, tensors, with_l
     call = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
     if library.can_bypass_dispatcher(q, k, v, *tensors):
         with library.below_autograd():
-            return planning.prepared_for(call).run(q, k, v, tensors, True)
+            return planning.run(call)
     args, keyword_args = arguments(call)
     with library.recording():
         return library.redispatch(operator, keyset, q, k, v, *args, **keyword_args)

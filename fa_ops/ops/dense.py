@@ -18,12 +18,12 @@ BACKWARD = torch.ops.fa.attention_backward.default
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     call = Call(DENSE, q, k, v, Spec(*args, **options))
-    return planning.prepared_for(call).run(q, k, v, call.tensors, True)
+    return planning.run(call)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> Tensor:
     call = Call(DENSE, q, k, v, Spec(*args, **options))
-    return planning.prepared_for(call).run(q, k, v, call.tensors, False)[0]
+    return planning.run(call, with_lse=False)[0]
 
 
 def _fake(q, k, v, *args, **options):

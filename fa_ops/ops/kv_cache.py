@@ -46,8 +46,7 @@ def bind(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     cache, spec = bind(*args, **options)
-    call = Call(CACHED, q, k, v, spec, cache=cache)
-    return planning.prepared_for(call).run(q, k, v, call.tensors, True)
+    return planning.run(Call(CACHED, q, k, v, spec, cache=cache))
 
 
 def _append(q, k, v, key, value, *args, **options):

@@ -31,7 +31,7 @@ def bind(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
     call = _call(q, k, v, args, options)
-    return planning.prepared_for(call).run(q, k, v, call.tensors, True)
+    return planning.run(call)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, args: tuple, options: dict) -> Call:

@@ -4,7 +4,9 @@
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize triton
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper broken
     compute-sanitizer --tool initcheck python -m tests.gpu.sanitize hopper forward
+    compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize triton broken 3/8
 
+The last runs every eighth call from number 3 on: eight processes compile Triton's kernels faster.
 `broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
 of a cache. Prints the number of calls; results are checked by other tests.
@@ -29,11 +31,11 @@ CASES = 24
 HALF = (torch.bfloat16, torch.float16)
 
 
-def run(backend: str) -> int:
+def run(backend: str, first: int, step: int) -> int:
     """Random dense calls, calls with large scores, packed calls and calls over caches."""
     module, calls = importlib.import_module(f"fa_ops.backends.{backend}"), 0
-    for seed in range(1000):
-        if calls >= CASES:
+    for seed in range(first, 1000, step):
+        if calls * step >= CASES:
             break
         D = (64, 128, 32, 256)[seed % 4]
         case = random_case(seed, D=D, Dv=D, dtype=torch.bfloat16, device="cuda")
@@ -46,11 +48,9 @@ def run(backend: str) -> int:
             grads = torch.randn_like(out), torch.randn_like(lse)
             module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
         calls += 1
-    calls += run_jumps(module)
-    if hasattr(module, "varlen_forward"):
-        calls += run_packed(module)
-    torch.cuda.synchronize()
-    return calls
+    if not first:
+        calls += run_jumps(module) + run_packed(module)
+    return calls + run_cached(module, first, step)
 
 
 def run_jumps(module) -> int:
@@ -74,15 +74,14 @@ def run_packed(module) -> int:
         out, lse = module.varlen_forward(q, k, v, packing, spec)
         grads = torch.randn_like(out), torch.randn_like(lse)
         module.varlen_backward(*grads, q, k, v, out, lse, packing, spec)
-    if hasattr(module, "cache_forward"):
-        run_cached(module)
     if hasattr(module, "merge_states"):
         outs, lses = torch.randn(3, 64, 4, 64, device="cuda"), torch.randn(3, 64, 4, device="cuda")
         module.merge_states(outs, lses)
     return 2
 
 
-def run_cached(module) -> None:
+def run_cached(module, first: int, step: int) -> int:
+    calls = 0
     mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
     cases = [CacheCase(device="cuda", dtype=torch.bfloat16, **mla)]
     for seed in range(24):
@@ -101,16 +100,18 @@ def run_cached(module) -> None:
     for page_size, D in itertools.product((0, 16, 64), (64, 128)):
         shape = {"B": 1, "Hq": 96, "Hkv": 4, "Sq": 70, "S": 300, "page_size": page_size}
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, **shape))
-    for case in cases:
+    for case in cases[first::step]:
         inputs = case.fresh()
         if not module.cache_error(*inputs):
             module.cache_forward(*inputs)
+            calls += 1
+    return calls
 
 
-def run_broken(backend: str) -> int:
+def run_broken(backend: str, first: int, step: int) -> int:
     """Borders, lengths, pages and ranges outside the tensors, forward and backward."""
     calls = 0
-    for number in range(400):
+    for number in range(first, 400, step):
         pick = random.Random(number).choice
         kind = ("packed", "cached", "dense")[number % 3]
         family = draws.family(pick, kind, HALF, edges=True)
@@ -121,10 +122,10 @@ def run_broken(backend: str) -> int:
     return calls
 
 
-def run_forward(backend: str) -> int:
+def run_forward(backend: str, first: int, step: int) -> int:
     """Forward and decoding kernels on initialised memory."""
     calls = 0
-    for number in range(150):
+    for number in range(first, 150, step):
         pick = random.Random(number).choice
         family = draws.family(pick, ("dense", "cached", "packed")[number % 3], HALF, False)
         case = family.case(pick, "cuda")
@@ -156,7 +157,9 @@ MODES = {"": run, "broken": run_broken, "forward": run_forward}
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("the kernels of GPU backends need a CUDA device, but torch finds none")
-    _, backend, *mode = sys.argv
-    calls = MODES["".join(mode)](backend)
+    _, backend, *words = sys.argv
+    mode = next((word for word in words if "/" not in word), "")
+    part = next((word for word in words if "/" in word), "0/1")
+    calls = MODES[mode](backend, *map(int, part.split("/")))
     torch.cuda.synchronize()
     print(f"{calls} calls of the {backend} backend")

@@ -187,6 +187,18 @@ def test_extreme_numbers(name, Sq, Sk):
     assert all(bool(x.isfinite().all()) for x in grads[:3])
 
 
+@pytest.mark.parametrize("softcap", [1e-320, 1e-40, 1e-38, 1e-30])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e6])
+def test_a_score_of_0_has_a_gradient_under_every_softcap(softcap, scale):
+    q, k, v, spec = make_case(Sq=20, Sk=40, Hq=2, Hkv=1, softcap=softcap, scale=scale).fresh()
+    q = torch.zeros_like(q)
+    out, lse = backend.forward(q, k, v, spec)
+    given = torch.randn_like(out), None, q, k, v, out, lse, spec
+    expected, found = reference.backward(*given)[0], backend.backward(*given)[0]
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": "bool"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_huge_scores(dtype, options):

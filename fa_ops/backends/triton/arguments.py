@@ -15,6 +15,7 @@ LOG2E = 1.4426950408889634
 _MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
 _MAX_WINDOW = 2 * _MAX_LENGTH  # longer than every sequence, and small enough to add to a position
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal numbers of float32
+_NEGLIGIBLE = 1e-15  # scores no larger than this do not change a float32 result
 
 # The kernels' parameters whose values `arguments` returns, in this order. An absent option is None
 # and its strides are 0. scale and cap are those of `primitives.scores`; slopes and sinks are the
@@ -77,6 +78,9 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         return (scale * LOG2E, *(_CAUSAL if causal else _FULL)), _CLASSES[causal]
 
     capped = 0.0 < softcap <= 1e30  # a larger one changes no float32 score
+    if capped:
+        # Smaller softcaps would make `factor` infinite or `cap` 0; their product is a derivative.
+        softcap = max(softcap, _SMALLEST, min(abs(scale) / _LARGEST, _NEGLIGIBLE))
     factor = scale / softcap if capped else scale * LOG2E
     values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
