@@ -8,6 +8,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Limits of the GPU kernels, on which backends, compile_passes and hf_integration decide.
+MAX_HEAD_DIM = 256  # of all kernels but those that decode over a latent cache
+MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
+ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
+MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs
+MIN_DECODING_KEYS = 512
+
+
 class Spec(NamedTuple):
     """The options of an attention call: every argument besides query, key and value.
 
@@ -120,20 +128,15 @@ def is_decoding(Sq: int, Sk: int, spec: Spec) -> bool:
     With `key_ranges`, all queries of a row must share one range.
     """
     return (
-        Sq <= 16
-        and Sk >= 512
+        Sq <= MAX_DECODING_QUERIES
+        and Sk >= MIN_DECODING_KEYS
         and spec.attn_mask is None
         and (spec.key_ranges is None or spec.key_ranges.shape[1:3] == (1, 1))
         and spec.dropout_p == 0.0
     )
 
 
-def is_long(queries: int, keys: int) -> bool:
-    """Whether distances between queries and keys may exceed 32 bits."""
-    return queries > 2**29 or keys > 2**29
-
-
-def longer(spec: Spec, cache: Cache) -> Spec:
+def with_appended_lens(spec: Spec, cache: Cache) -> Spec:
     """The spec with kv_lens that count the appended keys too."""
     return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
 
@@ -154,9 +157,9 @@ def rows_are_aligned(*tensors: Tensor) -> bool:
     """
     for t in tensors:
         *strides, last = t.stride()
-        if last != 1 or t.data_ptr() % 16:
+        if last != 1 or t.data_ptr() % ALIGNMENT:
             return False
-        bits, unit = 0, 16 // t.element_size()
+        bits, unit = 0, ALIGNMENT // t.element_size()
         for stride in strides:
             bits |= stride
         if bits % unit or 0 in strides:

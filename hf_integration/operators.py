@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
+from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM
 from hf_integration import encodings
 from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.packing import Documents
 
 _logger = logging.get_logger(__name__)
-MAX_STEP_QUERIES = 16  # of a decoding step
-MAX_HEAD_DIM = 256  # of the GPU kernels other than the decoding kernel
 
 
 class Extras(NamedTuple):
@@ -72,7 +71,7 @@ def is_step(call: LayerCall) -> bool:
     if mask.attn_mask is not None or options["dropout_p"]:
         return False
     # In this order, so that torch.compile traces one graph for prefills of all lengths.
-    if key.shape[2] <= query.shape[2] or query.shape[2] > MAX_STEP_QUERIES:
+    if key.shape[2] <= query.shape[2] or query.shape[2] > MAX_DECODING_QUERIES:
         return False
     if mask.key_ranges is not None and tuple(mask.key_ranges.shape[1:3]) != (1, 1):
         return False

@@ -71,6 +71,7 @@ TOP = {
         "compile_passes.match",
         "compile_passes.graph",
         "compile_passes.report",
+        "fa_ops.types",
     ),
     "compile_passes.masks": (
         "compile_passes.masks",

@@ -14,6 +14,7 @@ from compile_passes.graph.axes import Axis, Dims, Group, all_axes, resolve, size
 from compile_passes.graph.vocabulary import raw_name, read_elsewhere
 from compile_passes.match.match_state import Core, Leaf, MatchedScores, RowStatistic
 from compile_passes.report import Refused
+from fa_ops.types import MAX_HEAD_DIM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +192,6 @@ def _check_modes(core: Core) -> None:
         raise Refused("a part of it runs under another gradient mode than the rest")
     if core.out.writes:
         raise Refused("the value product writes into another tensor")
-
-
-MAX_HEAD_DIM = 256  # of the GPU kernels
 
 
 def _check_supported(site: AttentionSite) -> None:

@@ -23,7 +23,7 @@ from fa_ops.testing.inputs import (
     with_invalid_values,
 )
 from fa_ops.testing.isolation import CachePoison
-from fa_ops.types import Cache, Spec, default_scale, longer
+from fa_ops.types import Cache, Spec, default_scale, with_appended_lens
 
 FP8 = torch.float8_e4m3fn
 
@@ -247,7 +247,7 @@ def assert_cache_close(
         near = (x - y).abs() <= rounding * (y.abs() + 0.5) if case.rotary else x == y
         assert bool((near | (x.isnan() & y.isnan())).all()), f"{case}: {name} after the call"
     baseline = reference.cached(
-        q2, k2, v2, cache2._replace(key=None), longer(spec2, cache2), attend_naive
+        q2, k2, v2, cache2._replace(key=None), with_appended_lens(spec2, cache2), attend_naive
     )
     noise = max(rounding * 2 if case.rotary else 0.0, _noise_of_scales(case, spec2, cache2))
     for name, x, y, z in zip(("out", "lse"), results[0], expected, baseline):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_ops.backends import reference
 from fa_ops.testing.inputs import Case, PackedCase
-from fa_ops.types import Cache, Packing, Spec, longer
+from fa_ops.types import Cache, Packing, Spec, with_appended_lens
 
 NUMBERS = ("nan", "inf", "-inf")
 OPERANDS = ("query", "key", "value", "grad_out", "attn_mask", "sinks", "alibi_slopes")
@@ -183,7 +183,7 @@ class CachePoison(Poison):
             self.visible.append(reference.weights(scores, spec.sinks)[0][0] > MIN_VISIBLE_WEIGHT)
             return q, q[..., 0]
 
-        reference.cached(q, k, v, cache._replace(key=None), longer(spec, cache), attend)
+        reference.cached(q, k, v, cache._replace(key=None), with_appended_lens(spec, cache), attend)
         self.rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
         self.must_show = torch.zeros_like(self.rows)
 

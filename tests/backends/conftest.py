@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, launch, mla
+from fa_ops.backends.hopper import (
+    compiler,
+    decode,
+    dense_backward,
+    dense_forward,
+    launch,
+    mask,
+    mla,
+    split_kv,
+)
 
-HOSTS = (launch, decode, mla, dense_forward, dense_backward)
+HOSTS = (launch, decode, mla, dense_forward, dense_backward, mask, split_kv)
 
 
 class Launched(NamedTuple):

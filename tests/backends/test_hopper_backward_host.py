@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dense_backward
+from fa_ops.backends.hopper import dense_backward, mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
@@ -161,14 +161,12 @@ def test_key_ranges_and_lengths(driver):
 
 def test_a_later_call_has_its_own_mask(driver, monkeypatch):
     g, q, k, v, out, lse = tensors(1, 2, 2, 64, 64, 64)
-    monkeypatch.setattr(
-        dense_backward, "bits_by_key", lambda mask: mask.view(torch.uint8)[None, None]
-    )
+    monkeypatch.setattr(mask.MaskPacker, "pack", lambda self, mask, stream: mask.view(torch.uint8))
     masks = [torch.ones(64, 64, dtype=torch.bool) for _ in range(2)]
-    for mask in masks:
-        dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=mask))
+    for one in masks:
+        dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=one))
         _, products = driver.last("backward")
-        assert of_params(products)["by_key"][0] == mask.data_ptr()
+        assert of_params(products)["by_key"][0] == one.data_ptr()
 
 
 def sink_gradient(sinks, lse, delta):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, launch, mla
+from fa_ops.backends.hopper import decode, launch, mla, split_kv
 from fa_ops.call import CACHED, CacheTensors, Call
 from fa_ops.types import Cache, Spec
 
@@ -103,7 +103,7 @@ def test_another_current_device_gives_way_to_the_calls(driver, monkeypatch):
             current[0] = 1
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(decode, "current_device", lambda: current[0])
+    monkeypatch.setattr(split_kv, "current_device", lambda: current[0])
     plan.run(q, k, v, PLAIN, False)
     assert entered == [None] and len(driver.launched) == 1
 

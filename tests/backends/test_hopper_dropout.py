@@ -89,7 +89,7 @@ def dropped(source, keys, columns, p):
 def test_the_rule(seed, p, launched):
     B, Hq, Sq, Sk = 3, 4, 70, 130
     spec = spec_of(seed, p)
-    keys = rows.row_keys(torch.empty(B, Hq, Sq, 8), spec)
+    keys = rows.row_seeds(torch.empty(B, Hq, Sq, 8), spec)
     assert keys.shape == (B * Hq, 128)
     heads, i, j = (
         torch.arange(B * Hq).view(-1, 1, 1),
@@ -108,7 +108,7 @@ def test_packed_sequences(margin, launched):
         (torch.tensor([0, *lengths]).cumsum(0) + margin).int() for lengths in (lengths_q, lengths_k)
     ]
     Tq, Tk = (int(x[-1]) + margin for x in ends)
-    keys = rows.row_keys(torch.empty(1, Hq, Tq, 8), spec, Packing(*ends))
+    keys = rows.row_seeds(torch.empty(1, Hq, Tq, 8), spec, Packing(*ends))
     found = ~dropped(launched, keys[:, :Tq], Tk, p)
     for b, (nq, nk) in enumerate(zip(lengths_q, lengths_k)):
         q0, k0 = (int(x[b]) for x in ends)
@@ -142,7 +142,7 @@ def test_on_either_side_of_the_threshold(threshold, source):
 def test_parameters(source):
     keys = torch.zeros(2, 64, dtype=torch.int32)
     packed = rows.parameters(keys, 0.5)
-    assert len(packed) == len(rows.parameters(None, 0.0)) == source.parameter_bytes()
+    assert len(packed) == len(rows.NO_PARAMETERS) == source.parameter_bytes()
     address, count, threshold, scale, kept, column = rows._PARAMS.unpack(packed)
     assert (address, count, threshold) == (keys.data_ptr(), 64, 2**31)
     assert (scale, kept, column) == (2.0, 0.5, source.column_step())

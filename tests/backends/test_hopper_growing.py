@@ -276,8 +276,8 @@ def test_more_keys_than_can_be_counted_are_refused_whatever_came_before(module, 
             return mla._plan(
                 BF16, None, shapes[:2], tuple(strides[:2]), ((False, None), None, False)
             )
-        statics = False, None, -1, -1, 0.0
-        options = statics, None, False, None, False, None
+        scalar_options = False, None, -1, -1, 0.0
+        options = scalar_options, None, False, None, False, None
         return decode._plan(BF16, None, shapes, tuple(strides), options)
 
     for S in (1 << 20, (1 << 30) - 1):

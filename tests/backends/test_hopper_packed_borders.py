@@ -27,7 +27,7 @@ extern "C" void run(const int* q, const int* k, const int* lens, int2* runs, int
   for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_ranges(q, k, lens, runs, B, Tq, Tk, left, right);
 }
 """  # noqa: E501
-FAR = 1 << 29
+UNBOUNDED = 1 << 29
 EXTREMES = (-(2**31), -5, 2**31 - 1, 1 << 30)
 
 
@@ -67,7 +67,7 @@ def test_runs_of_broken_borders(kernel, seed):
 
     ends_q, ends_k = borders(Tq), borders(Tk)
     lens = [g.choice((*EXTREMES, g.randint(0, 20))) for _ in range(B)] if seed % 3 == 0 else None
-    left, right = g.choice((FAR, 0, 5)), g.choice((FAR, 0, 3))
+    left, right = g.choice((UNBOUNDED, 0, 5)), g.choice((UNBOUNDED, 0, 3))
     given = [None if x is None else np.array(x, np.int32) for x in (ends_q, ends_k, lens)]
     runs = np.full((Tq + 2, 2), 77, np.int32)
     pointers = [x if x is None else x.ctypes.data_as(ctypes.c_void_p) for x in given]

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from fa_ops.backends.hopper import compiler, kernel_params
+from fa_ops.backends.hopper import compiler, kernel_params, problem
 
 TEXT = """
   TensorMap q;       // a comment; with a semicolon
@@ -63,3 +63,8 @@ def test_a_cubins_name_depends_on_headers(monkeypatch):
     programs = [compiler.Program("source", (("a.cuh", text),)) for text in ("one", "two", "one")]
     first, second, third = map(compiler._path, programs)
     assert first == third != second
+
+
+def test_an_unbounded_window_is_that_of_the_kernels():
+    text = (kernel_params.SOURCES / "ptx.cuh").read_text()
+    assert f"UNBOUNDED = 1 << {problem.UNBOUNDED.bit_length() - 1};" in text

@@ -116,9 +116,9 @@ def test_blocks_are_whole_copies_of_whole_pages(dims, page):
 
 def test_which_kernel_a_cache_is_for():
     q, k, v, cache, spec = paged()
-    assert hopper._of_cache(q, k, v, cache) is prefill
+    assert hopper._cache_module(q, k, v, cache) is prefill
     few = q[:, :16, :4]  # 4 queries of each of 4 heads
-    assert hopper._of_cache(few, k, v, cache) is decode
+    assert hopper._cache_module(few, k, v, cache) is decode
     assert prefill.cache_error(q, k, v, cache, spec) is None
 
 
@@ -143,11 +143,11 @@ def test_what_it_does_not_take(change, message):
 def test_dispatch_refuses_too_few_queries_after_it_took_many(monkeypatch):
     """The choice of one call must not stand for another that another kernel attends."""
     monkeypatch.setattr(dispatch, "available_error", lambda name: None)
-    monkeypatch.setattr(hopper, "_foreign", lambda q: None)
+    monkeypatch.setattr(hopper, "_device_error", lambda q: None)
     monkeypatch.setattr(
         hopper,
         "cache_error",
-        lambda q, k, v, cache, spec: hopper._of_cache(q, k, v, cache).cache_error(
+        lambda q, k, v, cache, spec: hopper._cache_module(q, k, v, cache).cache_error(
             q, k, v, cache, spec
         ),
     )

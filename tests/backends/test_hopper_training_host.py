@@ -11,6 +11,8 @@ import fa_ops
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.backends.hopper import mask as masks
+from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.call import general
 from fa_ops.testing.allocators import poisoned_memory
 from fa_ops.types import NO_TENSORS, Spec
@@ -25,7 +27,7 @@ def noted(driver, monkeypatch):
     read = driver.read
 
     def params(name, at):
-        if name != "forward":
+        if name not in ("forward", "pack_rows", "pack_columns"):
             return read(name, at)
         return ctypes.string_at(ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0], 640)
 
@@ -145,14 +147,49 @@ def test_tensor_options_of_each_call_reach_the_kernels(noted):
         assert_hopper_runs_both()
 
 
-def test_masks_reach_the_kernels(noted, monkeypatch):
-    bits = lambda mask, *rest: mask.view(torch.uint8)[None, None]  # noqa: E731
-    monkeypatch.setattr(dense_forward, "bits_by_query", bits)
-    monkeypatch.setattr(dense_backward, "bits_by_key", bits)
+def test_masks_reach_the_kernels(noted):
     for _ in range(2):
         mask = torch.ones(96, 96, dtype=torch.bool)
+        noted.launched.clear()
         _, products = train(noted, *inputs(), attn_mask=mask)
-        assert host.of_params(products)["by_key"][0] == mask.data_ptr()
+        by_query = packed_mask(noted.last("pack_rows")[1])
+        by_key = packed_mask(noted.last("pack_columns")[1])
+        assert by_query["mask"] == by_key["mask"] == (mask.data_ptr(),)
+        forward = dense_forward._PARAMS.unpack(noted.last("forward")[1])
+        assert forward["mask"] == by_query["bits"]
+        assert host.of_params(products)["by_key"][0] == by_key["bits"][0]
+        names = [one.name for one in noted.launched]
+        assert names[:3] == ["pack_rows", "forward", "pack_columns"]  # one launch for each
+        assert_hopper_runs_both()
+
+
+def test_float_masks_are_read_in_place_where_rows_are_aligned(noted):
+    layout = struct_layout("bias.cuh", "Bias")
+    at = dense_forward._PARAMS.fields["bias"].offset
+    noted.read = lambda name, pointers: ctypes.string_at(
+        ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0], at + layout.size
+    )
+
+    def address(mask):
+        out = fa_ops.attention(*(t.detach() for t in inputs()), mask)
+        assert out.shape == (2, 4, 96, 64)
+        params = noted.last("forward")[1]
+        return layout.unpack(params[at : at + layout.size])["data"][0]
+
+    memory = torch.zeros(96 * 96 + 8)
+    for offset in (0, 4, 8, 0):
+        mask = memory[offset : offset + 96 * 96].view(96, 96)
+        assert address(mask) == mask.data_ptr()
+    (forward,) = planning._prepared.values()
+    assert forward.run.__module__ == dense_forward.__name__
+    mask = memory[1 : 1 + 96 * 96].view(96, 96)  # of the same geometry, but for its alignment
+    assert address(mask) != mask.data_ptr() and len(planning._prepared) == 1
+    odd = torch.zeros(96, 97)[:, :96]
+    assert address(odd) != odd.data_ptr()
+
+
+def packed_mask(params):
+    return masks._LAYOUT.unpack(params)
 
 
 def test_results_that_no_kernel_writes_are_nan_under_test(noted, monkeypatch):

@@ -36,7 +36,7 @@ def test_calls_use_the_kernels_that_were_compiled(folder, nvrtc, monkeypatch):
     assert len(list(folder.iterdir())) == 39
     monkeypatch.setattr(compiler, "compile_source", lambda *_: pytest.fail("compiled again"))
     config = forward_config(64, 64)
-    defines = dense_forward.kernel_defines(config, torch.float16, ragged=True)
+    defines = dense_forward.kernel_defines(config, torch.float16, window=True)
     assert compiler.cubins("forward", ["forward"], defines)[0].startswith(b"\x7fELF")
     assert (
         "0 kernels compiled, 39 were there"

@@ -16,12 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import compiler, configs, decode, dense_backward, dense_forward, mla
+from fa_ops.backends.hopper import (
+    compiler,
+    configs,
+    decode,
+    dense_backward,
+    dense_forward,
+    mla,
+    split_kv,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
-CAUSAL = {"ragged": True}
+CAUSAL = {"window": True}
 # Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.
 FEATURES = {
     "full": {},
@@ -40,13 +48,12 @@ CACHED = {
     "ranges": {"ranges": True},
     "options": {"softcap": True, "alibi": True, "sinks": True},
 }
-BEFORE = {"mask": ("pack_rows", "pack_words", "find_ranges"), "dropout": ("row_seeds",)}
+BEFORE = {"mask": ("pack_rows", "pack_columns"), "dropout": ("row_seeds",)}
 BEFORE["packed"] = ("packed_ranges",)
 # Entry points that were renamed; files keep the older names, so that checkouts compare.
 FILE_NAMES = {
     "clip_ranges": "keep_runs",
     "combine": "merge_parts",
-    "find_ranges": "find_runs",
     "packed_ranges": "packed_runs",
     "postprocess": "finish",
     "preprocess": "prepare",
@@ -76,7 +83,7 @@ def configurations() -> Iterator[Configuration]:
             config = configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
             yield Configuration(
-                f"mla page{page} {word}", "mla", _names(decode.entries_of("mla", config)), defines
+                f"mla page{page} {word}", "mla", _names(split_kv.entries_of("mla", config)), defines
             )
 
 
@@ -121,7 +128,7 @@ def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Config
     for rows, (word, features) in itertools.product((8, 16), CACHED.items()):
         config = configs.decode_config(D, D, rows, page)
         defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
-        entries = _names(decode.entries_of("decode", config))
+        entries = _names(split_kv.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
 
 

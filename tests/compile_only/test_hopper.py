@@ -21,6 +21,7 @@ from fa_ops.backends.hopper import (  # noqa: E402
     dense_forward,
     launch,
     mla,
+    split_kv,
 )
 from tests.compile_only.configurations import BEFORE  # noqa: E402
 from tests.compile_only.sass import disassembled, unwritten_uniform_registers  # noqa: E402
@@ -216,7 +217,7 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
-    entries = decode.entries_of("decode", config)
+    entries = split_kv.entries_of("decode", config)
     sass, log = compiled_entries(tmp_path, "decode", entries, defines)
     # at 256 output and queries take 192 registers; what spills is outside the loop
     assert_clean(log, spilled_bytes=64 if head_dim == 256 else 0)
@@ -238,7 +239,7 @@ def test_mla(page, tmp_path):
     config = configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
-    sass, log = compiled_entries(tmp_path, "mla", decode.entries_of("mla", config), defines)
+    sass, log = compiled_entries(tmp_path, "mla", split_kv.entries_of("mla", config), defines)
     assert_clean(log, spilled_bytes=32 if page == 16 else 0)  # the copying warp has 40 registers
     # one product per 16 features, and one per 16 keys of a warpgroup's own tiles and of the
     # other's, under scores and without
@@ -309,12 +310,12 @@ class TestCache:
         assert calls and entry.read_bytes().startswith(code)
 
     def test_entries_are_programs_of_their_own(self, folder, tmp_path, monkeypatch):
-        names = ["pack_rows", "pack_words", "find_ranges"]
+        names = ["pack_rows", "pack_columns"]
         codes = compiler.cubins("mask", names, {})
         for name, code in zip(names, codes):
             sass = disassembled(code, tmp_path)
             assert re.findall(r"Function : (\w+)", sass) == [name]
-        assert len(list(folder.iterdir())) == 3 and not compiler.uncached("mask", names, {})
+        assert len(list(folder.iterdir())) == 2 and not compiler.uncached("mask", names, {})
         # in any order, and what one of them lacks alone
         (folder / compiler._path(compiler.program("mask", names[1], {}))).unlink()
         calls = self.count_compilations(monkeypatch)
@@ -323,24 +324,24 @@ class TestCache:
         assert len(calls) == 1
 
     def test_entries_compile_at_the_same_time(self, monkeypatch):
-        together = threading.Barrier(3, timeout=30)
+        together = threading.Barrier(2, timeout=30)
 
         def compile_source(program):
             together.wait()
             return program.source.encode(), ""
 
         monkeypatch.setattr(compiler, "compile_source", compile_source)
-        codes = compiler.cubins("mask", ["pack_rows", "pack_words", "find_ranges"], {})
-        assert len(set(codes)) == 3
+        codes = compiler.cubins("mask", ["pack_rows", "pack_columns"], {})
+        assert len(set(codes)) == 2
 
     def test_an_error_in_a_thread_is_the_callers(self, folder, monkeypatch):
         broken = compiler.Program('extern "C" __global__ void k() { not_declared(); }')
         whole = compiler.program
         monkeypatch.setattr(
-            compiler, "program", lambda *of: broken if of[1] == "find_ranges" else whole(*of)
+            compiler, "program", lambda *of: broken if of[1] == "pack_columns" else whole(*of)
         )
         with pytest.raises(compiler.CompileError, match="not_declared"):
-            compiler.cubins("mask", ["pack_rows", "find_ranges"], {})
+            compiler.cubins("mask", ["pack_rows", "pack_columns"], {})
 
     def test_a_source_error_shows_the_compiler_log(self):
         with pytest.raises(compiler.CompileError, match="not_declared"):

@@ -181,8 +181,8 @@ def measure(
     memory = {variant: peak(step, device) for variant, step in steps.items()}
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     order = list(steps)
-    for turn in range(rounds):
-        random.Random(turn).shuffle(order)
+    for index in range(rounds):
+        random.Random(index).shuffle(order)
         for variant in order:
             times[variant].append(milliseconds(steps[variant], device, repeats))
     reference = outputs["inductor" if "inductor" in outputs else variants[0]]

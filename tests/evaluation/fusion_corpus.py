@@ -1,9 +1,9 @@
-"""`python -m tests.evaluation.fusion_corpus FILE ...`: what the pass fuses in files of spellings.
+"""`python -m tests.evaluation.fusion_corpus FILE ...`: what the pass fuses in files of code.
 
 A file is a Python module with `CASES`, a dict of objects with `make_inputs`, `fn`, `expected`
-("fuse", "partial", "no_fuse"), `tags` and `cores`. Every case runs in eval and training mode, with
-static and dynamic shapes; outputs and gradients are compared with an eager run in fp64. The fusions
-of Inductor's pass are counted for comparison.
+("fuse", "partial", "no_fuse"), `tags` and `cores`, its number of attentions. Every case runs in
+eval and training mode, with static and dynamic shapes; outputs and gradients are compared with an
+eager run in fp64. The fusions of Inductor's pass are counted for comparison.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(case: Any, train: bool, dynamic: bool, peer: bool, whole: bool = True) -
         actual = _evaluate(compiled, inputs, train, module=case.fn)
         fused = counters["fa_ops"]["fused"]
         by_inductor = 0 if fused else counters["inductor"]["fuse_attention"]
-        compare = compare and not by_inductor  # then the difference is Inductor's
+        compare = compare and not by_inductor  # a difference would be Inductor's
         wrong = _difference(case, inputs, train, actual, baseline) if compare else ""
     except Exception as error:
         fused, wrong = (
@@ -149,14 +149,14 @@ def _difference(case: Any, inputs: tuple, train: bool, actual: list, baseline: l
         if isinstance(function, torch.nn.Module):
             function = function.double()
         oracle = _evaluate(function, double, train)
-    except RuntimeError:  # a spelling with a hard-coded dtype
+    except RuntimeError:  # code with a fixed dtype
         oracle = baseline
     for i, (a, o, b) in enumerate(zip(actual, oracle, baseline, strict=True)):
         if a.dtype != b.dtype or _strides(a) != _strides(b):
             return f"result {i} is {a.dtype} {a.stride()}, eager's {b.dtype} {b.stride()}"
-        known = torch.isfinite(b)  # the operator returns 0 where eager returns NaN
+        is_defined = torch.isfinite(b)  # the operator returns 0 where eager returns NaN
         if "nan" in case.tags:
-            a, o, b = (torch.where(known, t, 0) for t in (a, o, b))
+            a, o, b = (torch.where(is_defined, t, 0) for t in (a, o, b))
         try:
             assert_within_budget(f"result {i}", a, o, b)
         except AssertionError as error:
@@ -174,8 +174,8 @@ def _verdict(case: Any, outcome: Outcome) -> str:
         return "[red]wrong"
     if case.expected == "no_fuse":
         return "[red]fused" if outcome.fused else "-"
-    whole = outcome.fused >= case.cores
-    return f"{outcome.fused}" if whole or case.expected == "partial" else f"[yellow]{outcome.fused}"
+    is_expected = outcome.fused >= case.cores or case.expected == "partial"
+    return f"{outcome.fused}" if is_expected else f"[yellow]{outcome.fused}"
 
 
 def main(
@@ -184,7 +184,7 @@ def main(
     peer: Annotated[bool, typer.Option(help="count what Inductor's own pass fuses")] = True,
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
 ) -> None:
-    """Run the pass over files of attention spellings; exit with 1 if a result is wrong."""
+    """Run the pass over files of attention code; exit with 1 if a result is wrong."""
     chosen = options.one_of("--modes", options.words(modes), MODES)
     cases = {}
     for file in files:
@@ -220,15 +220,15 @@ def show(cases: dict, results: dict[str, dict[str, Outcome]], modes: list[str], 
                 totals[mode][0] += outcome.fused >= case.cores
                 totals[mode][1] += outcome.inductor >= case.cores
         problem = next((f"{m}: {o.wrong}" for m, o in outcomes.items() if o.wrong), "")
-        ours = [_verdict(case, o) for o in outcomes.values()]
+        verdicts = [_verdict(case, o) for o in outcomes.values()]
         by_inductor = ["raises" if o.inductor < 0 else str(o.inductor) for o in outcomes.values()]
-        table.add_row(name, case.expected, *ours, *(by_inductor if peer else []), problem)
+        table.add_row(name, case.expected, *verdicts, *(by_inductor if peer else []), problem)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     fusable = sum(c.expected == "fuse" for c in cases.values())
-    for mode, (ours, by_inductor) in totals.items():
-        beside = f", Inductor alone {by_inductor}" if peer else ""
-        console.print(f"{mode}: {ours} of {fusable} fused{beside}")
+    for mode, (fused, by_inductor) in totals.items():
+        comparison = f", Inductor alone {by_inductor}" if peer else ""
+        console.print(f"{mode}: {fused} of {fusable} fused{comparison}")
     console.print(f"{wrong} wrong")
     return wrong
 

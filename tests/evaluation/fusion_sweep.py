@@ -2,9 +2,9 @@
 
 A tiny model of every architecture, with random weights and eager attention, is compiled up to
 Inductor's code generation, in eval and in training mode (without dropout). The command prints the
-numbers of softmaxes, of those that are attention, and of those fused by this pass and by
-Inductor's, and the differences of outputs and gradients from an eager run. Results are written to a
-JSON file after every architecture, and a second run continues from it.
+numbers of softmaxes, of attentions, and of attentions that this pass and Inductor's own fuse,
+and the differences of outputs and gradients from an eager run. Results are written to a JSON
+file after every architecture, and a second run continues from it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from tests.evaluation.hf_sweep.run import Base, time_limit
 
 # A softmax without these two products belongs to a router, a pooling or a loss.
 NOT_ATTENTION = (NO_SCORES, NO_VALUE)
-NOTHING = {
-    **dict.fromkeys(("softmaxes", "cores", "fused", "inductor", "seconds"), 0),
+NO_RESULTS = {
+    **dict.fromkeys(("softmaxes", "attentions", "fused", "inductor", "seconds"), 0),
     **{"output": None, "gradient": None, "wrong": "", "misses": [], "calls": []},
 }
 _DROPOUTS = "dropout pdrop drop_rate drop_path layerdrop mask_time_prob mask_feature_prob".split()
-CLOSE = 1e-4  # relative; larger differences are judged by a run in fp64
+TOLERANCE = 1e-4  # relative; larger differences are judged by a run in fp64
 
 
 def architectures() -> list[str]:
@@ -111,10 +111,10 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             run = compile_fx(copy.deepcopy(gm), example_inputs, inner_compile=inner)
             del run
-        alone = counters["inductor"]["fuse_attention"]
+        count = counters["inductor"]["fuse_attention"]
         found = fuse_module(gm)
         compiled = compile_fx(gm, example_inputs, inner_compile=inner)
-        by_inductor += alone  # not if compiling raises, since Dynamo then tries smaller graphs
+        by_inductor += count  # after compiling: where that raises, Dynamo tries smaller graphs
         findings.extend(found)
         return compiled
 
@@ -123,7 +123,7 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     try:
         expected = _results(model, model, given, train)
     except (RuntimeError, ValueError, TypeError) as error:  # for instance, without labels
-        return NOTHING | {"cannot run": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
+        return NO_RESULTS | {"cannot run": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
     try:
         actual = _results(torch.compile(model, backend=backend), model, given, train)
         output, gradient, wrong = None, None, ""
@@ -136,12 +136,12 @@ def _mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
             raise TimeoutError("too slow to compile") from error
         output = gradient = None
         wrong = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    cores = [f for f in findings if f.fused or f.reason not in NOT_ATTENTION]
+    attentions = [f for f in findings if f.fused or f.reason not in NOT_ATTENTION]
     return {
         "softmaxes": len(findings),
-        "cores": len(cores),
+        "attentions": len(attentions),
         "fused": sum(f.fused for f in findings),
-        "inductor": min(by_inductor, len(cores)),
+        "inductor": min(by_inductor, len(attentions)),
         "output": output,
         "gradient": gradient,
         "wrong": wrong,
@@ -168,7 +168,7 @@ def _results(run: Callable, model: nn.Module, given: dict, train: bool) -> tuple
 
 def _compare(model, given, train, actual, expected) -> tuple[float, float | None, str]:
     """The relative differences of outputs and gradients, and what exceeds the budget."""
-    worst, over = [0.0, 0.0], []
+    worst, exceeding = [0.0, 0.0], []
     for kind, (found, eager) in enumerate(zip(actual, expected, strict=True)):
         assert len(found) == len(eager)
         scale = max((e.abs().max().item() for e in eager if e is not None and e.numel()), default=0)
@@ -176,26 +176,28 @@ def _compare(model, given, train, actual, expected) -> tuple[float, float | None
             if a is None and e is None:
                 continue
             if a is None or e is None:
-                over.append((kind, i))
+                exceeding.append((kind, i))
                 continue
             difference = (a - e).abs().max().item() / max(scale, 1e-30) if a.numel() else 0.0
             worst[kind] = max(worst[kind], difference)
-            if not difference <= CLOSE:
-                over.append((kind, i))
-    wrong = _judge(model, given, train, actual, expected, over) if over else ""
+            if not difference <= TOLERANCE:
+                exceeding.append((kind, i))
+    wrong = (
+        _compare_with_fp64(model, given, train, actual, expected, exceeding) if exceeding else ""
+    )
     return worst[0], worst[1] if train else None, wrong
 
 
-def _judge(model, given, train, actual, expected, over) -> str:
+def _compare_with_fp64(model, given, train, actual, expected, exceeding) -> str:
     """Compare results that differ with those in fp64; returns what exceeds the budget."""
     double = copy.deepcopy(model).double()
     given = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     try:
-        with _Double():
+        with _Float64Mode():
             oracle = _results(double, double, given, train)
     except Exception as error:
         return f"differs, and fp64 does not run: {type(error).__name__}"
-    for kind, i in over:
+    for kind, i in exceeding:
         name = f"{('output', 'gradient')[kind]} {i}"
         a, o, e = (x[kind][i] for x in (actual, oracle, expected))
         if a is None or e is None:
@@ -207,46 +209,48 @@ def _judge(model, given, train, actual, expected, over) -> str:
     return ""
 
 
-class _Double(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     """Replaces float32 in a model's code by float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = Tensor.double if func is Tensor.float else func
-        swapped = tree_map(
+        replaced = tree_map(
             lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
         )
-        return func(*swapped[0], **swapped[1])
+        return func(*replaced[0], **replaced[1])
 
 
 def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
     """Print the tables; return the number of wrong results."""
     ran = {name: r for name, r in results.items() if "skipped" not in r}
     if rows:
-        columns = ("cores", "fused", "Inductor", "output", "gradient", "problem")
+        columns = ("attentions", "fused", "Inductor", "output", "gradient", "problem")
         table = Table("architecture", "mode", "softmaxes", *columns)
         for name, result in ran.items():
             for mode, r in result.items():
-                figures = (r["softmaxes"], r["cores"], r["fused"], r["inductor"])
+                figures = (r["softmaxes"], r["attentions"], r["fused"], r["inductor"])
                 diffs = ("-" if r[x] is None else f"{r[x]:.0e}" for x in ("output", "gradient"))
                 table.add_row(name, mode, *map(str, figures), *diffs, r["wrong"])
         console.print(table)
     wrong = 0
-    with_attention = [r for r in ran.values() if r["eval"]["cores"] or r["train"]["cores"]]
+    with_attention = [
+        r for r in ran.values() if r["eval"]["attentions"] or r["train"]["attentions"]
+    ]
     console.print(
         f"{len(ran)} architectures ran, {len(with_attention)} with attention; "
         f"{len(results) - len(ran)} could not be built or run"
     )
     for mode in ("eval", "train"):
         modes = [r[mode] for r in ran.values()]
-        cores, fused, by_inductor = (
-            sum(r[x] for r in modes) for x in ("cores", "fused", "inductor")
+        attentions, fused, by_inductor = (
+            sum(r[x] for r in modes) for x in ("attentions", "fused", "inductor")
         )
-        bad = sum(bool(r["wrong"]) for r in modes)
-        wrong += bad
-        share = fused / max(cores, 1)
+        different = sum(bool(r["wrong"]) for r in modes)
+        wrong += different
+        share = fused / max(attentions, 1)
         console.print(
-            f"{mode}: {fused} of {cores} cores fused ({share:.1%}), Inductor alone {by_inductor}; "
-            f"{bad} architectures differ beyond the budget"
+            f"{mode}: {fused} of {attentions} attentions fused ({share:.1%}), "
+            f"Inductor alone {by_inductor}; {different} architectures differ beyond the budget"
         )
     reasons: dict[str, list[str]] = collections.defaultdict(list)
     for name, result in ran.items():
@@ -306,7 +310,7 @@ def main(
 def _line(result: dict) -> str:
     if "skipped" in result:
         return f"skipped: {result['skipped']}"
-    parts = (f"{m} {r['fused']}/{r['cores']} {r['wrong']}" for m, r in result.items())
+    parts = (f"{m} {r['fused']}/{r['attentions']} {r['wrong']}" for m, r in result.items())
     return ", ".join(parts)
 
 

@@ -184,16 +184,16 @@ def main(
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     logging.set_verbosity_error()
     sizes = TINY if tiny else replace(Sizes(), layers=layers)
-    place = torch.device(device)
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    bench = Bench(sizes, build(sizes, place, dtype), place, repeats, [])
+    torch_device = torch.device(device)
+    dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
+    bench = Bench(sizes, build(sizes, torch_device, dtype), torch_device, repeats, [])
     bench.deadline = math.inf if budget is None else start + budget
     bench.only = case
     names = _names(implementations.split(","))
     about = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if place.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if torch_device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "layers": sizes.layers,
         "repeats": repeats,

@@ -94,15 +94,15 @@ def alone(model, rows: list[list[int]], new: int, cache: str | None, pad: int) -
     return Answers(*(torch.cat(parts) for parts in zip(*each, strict=True)))
 
 
-def differing(eager: Answers, ours: Answers, margin: float) -> tuple[int, int]:
-    """The numbers of prompts with a difference, and of those with a clear margin there.
+def differing(eager: Answers, actual: Answers, margin: float) -> tuple[int, int]:
+    """The numbers of prompts with a difference, and of those with one beyond the margin.
 
     Tokens behind the first difference follow different texts, and are not compared.
     """
-    wrong = eager.tokens != ours.tokens
+    wrong = eager.tokens != actual.tokens
     first = wrong.long().argmax(1)
-    clear = eager.margins.gather(1, first[:, None])[:, 0] > margin
-    return int(wrong.any(1).sum()), int((wrong.any(1) & clear).sum())
+    beyond = eager.margins.gather(1, first[:, None])[:, 0] > margin
+    return int(wrong.any(1).sum()), int((wrong.any(1) & beyond).sum())
 
 
 def noise(model, rows: list[list[int]], pad: int) -> float:
@@ -137,25 +137,25 @@ def main(
     model, tokenizer = smollm.load(device, getattr(torch, dtype))
     rows, pad, result = prompts(tokenizer, count), padding(tokenizer), []
     margin = 0.0 if model.dtype == torch.float32 else 2 * noise(model, rows, pad)
-    for how, run in (("one padded batch", answers), ("each alone", alone)):
+    for batching, run in (("one padded batch", answers), ("each alone", alone)):
         model.set_attn_implementation("eager")
         eager = run(model, rows, new, None, pad)
         model.set_attn_implementation(hf_integration.NAME)
         for cache in (None, "static"):
             torch._dynamo.reset()
             start = time.perf_counter()
-            ours = run(model, rows, new, cache, pad)
+            actual = run(model, rows, new, cache, pad)
             seconds = time.perf_counter() - start
-            other, clear = differing(eager, ours, margin)
-            row = {"prompts": how, "cache": cache or "dynamic", "seconds": round(seconds, 1)}
-            row |= {"differ": other, "differ where eager is sure": clear, "of": len(rows)}
+            differs, beyond = differing(eager, actual, margin)
+            row = {"prompts": batching, "cache": cache or "dynamic", "seconds": round(seconds, 1)}
+            row |= {"differ": differs, "differ beyond the margin": beyond, "of": len(rows)}
             result.append(row)
             print(json.dumps(row), flush=True)
     about = {"device": device, "dtype": dtype, "new tokens": new, "margin": margin}
     if json_file is not None:
         json_file.write_text(json.dumps(about | {"rows": result}, indent=1))
-    must = "differ" if model.dtype == torch.float32 else "differ where eager is sure"
-    if any(row[must] for row in result):
+    failing = "differ" if model.dtype == torch.float32 else "differ beyond the margin"
+    if any(row[failing] for row in result):
         raise SystemExit("tokens differ from eager attention's")
 
 

@@ -36,9 +36,11 @@ def main(
         counts = count(checkout)
         typer.echo(f"{checkout}")
         typer.echo(f"  {'':16}" + "".join(f"{name:>8}" for name in (*SUFFIXES, "all")))
-        totals = {suffix: sum(of[suffix] for of in counts.values()) for suffix in SUFFIXES}
-        for package, of in {**counts, "all": totals}.items():
-            cells = "".join(f"{n:8}" for n in (*of.values(), sum(of.values())))
+        totals = {
+            suffix: sum(by_suffix[suffix] for by_suffix in counts.values()) for suffix in SUFFIXES
+        }
+        for package, by_suffix in {**counts, "all": totals}.items():
+            cells = "".join(f"{n:8}" for n in (*by_suffix.values(), sum(by_suffix.values())))
             typer.echo(f"  {package:16}{cells}")
 
 

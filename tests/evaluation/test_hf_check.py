@@ -35,7 +35,7 @@ def test_bad_arguments_are_refused(monkeypatch):
 
 def test_differences_are_counted_by_margin():
     eager = check.Answers(tensor([[1, 2], [3, 4], [5, 6]]), tensor([[9.0, 0.1], [1.0, 9], [9, 9]]))
-    ours = check.Answers(tensor([[1, 7], [8, 4], [5, 6]]), eager.margins)
-    assert check.differing(eager, ours, 0.0) == (2, 2)
-    assert check.differing(eager, ours, 0.5) == (2, 1)
-    assert check.differing(eager, ours, 2.0) == (2, 0)
+    actual = check.Answers(tensor([[1, 7], [8, 4], [5, 6]]), eager.margins)
+    assert check.differing(eager, actual, 0.0) == (2, 2)
+    assert check.differing(eager, actual, 0.5) == (2, 1)
+    assert check.differing(eager, actual, 2.0) == (2, 0)

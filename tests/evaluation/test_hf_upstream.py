@@ -112,8 +112,8 @@ def test_bad_arguments_are_refused(folder, tmp_path):
 
 def test_a_test_that_did_not_run_is_a_regression():
     base = {"test_a": ["passed", 2, ""], "test_b": ["failed", 1, "x"]}
-    ours = {"test_a": ["skipped", 0, "why"], "test_b": ["passed", 1, ""]}
-    assert report.regressions(base, ours) == ["test_a"]
+    replaced = {"test_a": ["skipped", 0, "why"], "test_b": ["passed", 1, ""]}
+    assert report.regressions(base, replaced) == ["test_a"]
     assert report.regressions(base, {}) == ["test_a"]
     runs = {report.key(*names): base for names in report.RUNS} | {"fa_ops for sdpa": "not done"}
     assert not report.is_good({"llama": runs})

@@ -10,7 +10,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.testing import make_case
 from fa_ops.testing.caches import CacheCase
-from fa_ops.types import Cache, Packing, Spec
+from fa_ops.types import MAX_LENGTH, Cache, Packing, Spec
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -250,11 +250,12 @@ def test_rows_of_the_lowest_number(dtype):
 
 
 def test_more_than_2_to_the_29_keys_are_refused():
-    few, many = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 16).expand(1, 1, 2**29 + 1, 16)
+    few, many = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 16).expand(1, 1, MAX_LENGTH + 1, 16)
     packed = many[0].transpose(0, 1)
     for args in ((many, few, few), (few, many, many), (packed, few[0], few[0])):
-        assert "up to 2**29 queries and keys" in backend.support_error(*args, Spec())
+        assert f"up to {MAX_LENGTH} queries and keys" in backend.support_error(*args, Spec())
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**23)
     pages = torch.zeros(4, 128, 1, 16)
-    assert "2**29" in backend.cache_error(few, pages, pages, Cache(page_table=table), Spec())
-    assert "2**29" in backend.cache_error(few, many, many, Cache(), Spec())
+    too_long = backend.cache_error(few, pages, pages, Cache(page_table=table), Spec())
+    assert str(MAX_LENGTH) in too_long
+    assert str(MAX_LENGTH) in backend.cache_error(few, many, many, Cache(), Spec())

@@ -3,7 +3,8 @@
 `plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
 `cuda/forward.cu` and `cuda/backward.cu`), `packed` and `prefill`, which run packed sequences and
 many queries of a cache on the same kernels, `decode` for few queries against a long cache, and
-`mla` for a latent cache. Tiles are in `configs`; `launch` loads and launches kernels.
+`mla` for a latent cache, which share `split_kv`. Tiles are in `configs`; `launch` loads and
+launches kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.problem import limit_error
+from fa_ops.backends.hopper.problem import head_dim_error, limit_error
 from fa_ops.call import (
     APPEND,
     CACHED,
@@ -26,9 +27,17 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale, is_decoding
+from fa_ops.types import (
+    MAX_HEAD_DIM,
+    Cache,
+    Gradients,
+    Packing,
+    Spec,
+    default_scale,
+    is_decoding,
+)
 
-_ELSEWHERE = "the triton backend can run it"
+_ALTERNATIVE = "the triton backend can run it"
 
 
 def is_for_this_gpu() -> bool:
@@ -63,12 +72,12 @@ def supports(call: Call) -> str | None:
     """Why the tier cannot run the call, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == APPEND:
-        return f"does not write to caches; {_ELSEWHERE}"
+        return f"does not write to caches; {_ALTERNATIVE}"
     if call.kind == CACHED:
         return cache_error(q, k, v, call.cache, spec)
     if call.kind == MERGE:
         q = k = v = q.reshape(-1, 1, q.shape[-1])
-        return support_error(q, k, v, spec) or f"has no kernel that merges; {_ELSEWHERE}"
+        return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"
     is_forward = call.kind == DENSE and call.saved is None
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a tier that splits keys is faster than `forward`
@@ -78,7 +87,7 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the tier runs the call."""
-    from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, packed
+    from fa_ops.backends.hopper import dense_backward, dense_forward, packed
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == PACKED:
@@ -90,27 +99,36 @@ def plan(call: Call) -> Plan:
     if call.saved is not None:
         return Plan("backward", dense_backward.prepare)
     if call.kind == CACHED:
-        module = _of_cache(q, k, v, call.cache)
-        return Plan(module.__name__.rpartition(".")[2], module.prepare)
-    if mla.has_dims(q, v):
-        return decoding(Plan("mla", mla.prepare))
-    if decode.decodes(q, k, v, spec):
-        return decoding(Plan("decode", decode.prepare))
+        return _plan_of(_cache_module(q, k, v, call.cache))
+    module = _decoding_module(q, k, v, spec)
+    if module is not None:
+        return decoding(_plan_of(module))
     return Plan("forward", dense_forward.prepare)
+
+
+def _plan_of(module: ModuleType) -> Plan:
+    return Plan(module.__name__.rpartition(".")[2], module.prepare)
+
+
+def _decoding_module(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType | None:
+    """The module that runs a dense call with few queries as one over a cache, or None."""
+    if not is_decoding(q.shape[2], k.shape[2], spec):
+        return None
+    module = _cache_module(q, k, v, Cache())
+    return module if module.cache_error(q, k, v, Cache(), spec) is None else None
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why the tier cannot run this call, or None."""
     if q.device.type != "cuda":
-        return _foreign(q)
+        return _device_error(q)
     reason = _unsupported(q, v, spec)
-    where = (
-        _ELSEWHERE if max(q.shape[-1], v.shape[-1]) <= 256 else "the reference backend takes any"
-    )
-    return reason and f"{reason}; {where}"
+    is_wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM
+    alternative = "the reference backend takes any" if is_wide else _ALTERNATIVE
+    return reason and f"{reason}; {alternative}"
 
 
-def _foreign(q: Tensor) -> str:
+def _device_error(q: Tensor) -> str:
     return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
 
 
@@ -120,8 +138,8 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
         return "has no ALiBi for packed sequences"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {q.dtype}"
-    if D % 8 or Dv % 8 or max(D, Dv) > 256:
-        return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
+    if reason := head_dim_error(D, Dv):
+        return reason
     if -(-Dv // 64) > -(-D // 64):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     tokens = 0 if q.dim() == 3 else -2
@@ -130,12 +148,11 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """Dense attention: out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
-    from fa_ops.backends.hopper import decode, dense_forward, mla
+    from fa_ops.backends.hopper import dense_forward
 
-    if mla.has_dims(q, v):
-        return mla.forward(q, k, v, Cache(), spec)
-    if decode.decodes(q, k, v, spec):
-        return decode.forward(q, k, v, Cache(), spec)
+    module = _decoding_module(q, k, v, spec)
+    if module is not None:
+        return module.forward(q, k, v, Cache(), spec)
     return dense_forward.forward(q, k, v, spec)
 
 
@@ -185,21 +202,21 @@ def varlen_backward(
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the tier cannot attend such a cache, or None."""
     if q.device.type != "cuda":
-        return _foreign(q)
-    reason = _of_cache(q, k, v, cache).cache_error(q, k, v, cache, spec)
-    return reason and f"{reason}; {_ELSEWHERE}"
+        return _device_error(q)
+    reason = _cache_module(q, k, v, cache).cache_error(q, k, v, cache, spec)
+    return reason and f"{reason}; {_ALTERNATIVE}"
 
 
 def cache_forward(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Attention over a key-value cache: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
-    return _of_cache(q, k, v, cache).forward(q, k, v, cache, spec)
+    return _cache_module(q, k, v, cache).forward(q, k, v, cache, spec)
 
 
-def _of_cache(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
+def _cache_module(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> ModuleType:
     from fa_ops.backends.hopper import decode, mla, prefill
 
     if mla.has_dims(q, v):
         return mla
-    return prefill if prefill.takes(q, k, cache) else decode
+    return prefill if prefill.has_many_rows(q, k, cache) else decode

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
-from fa_ops.backends.hopper.mask import without_repetition
+from fa_ops.types import ALIGNMENT, rows_are_aligned
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
 _FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map
@@ -36,11 +36,11 @@ class Bias(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor) -> tuple[Bias, Tensor]:
         """The layout, and the tensor that has it."""
-        mask = without_repetition(mask)
+        mask = _without_repetition(mask)
         steps = tuple(int(size > 1) for size in mask.shape)
         B, H, rows, columns = mask.shape
         held = mask.expand(B, H, ROWS if rows == 1 else rows, _COLUMNS if columns == 1 else columns)
-        if not _copyable(held):
+        if not rows_are_aligned(held):
             held = _copied(held)
         return cls(
             held.dtype, tuple(held.shape), held.stride(), steps, (held.shape[3] - 1) // 2 * 2
@@ -58,19 +58,16 @@ class Bias(NamedTuple):
         return tensor_map.at(address) + fields
 
 
-def _copyable(t: Tensor) -> bool:
-    """Whether TMA can read its rows: contiguous, and at multiples of 16 bytes."""
-    unit = 16 // t.element_size()
-    pairs = zip(t.shape[:3], t.stride())
-    return (
-        t.stride(3) == 1
-        and t.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % unit == 0 for size, stride in pairs if size > 1)
-    )
+def _without_repetition(mask: Tensor) -> Tensor:
+    """The mask with four dimensions; expanded dimensions have one element."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim, stride in enumerate(mask.stride()):
+        mask = mask if stride else mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _copied(t: Tensor) -> Tensor:
-    """A copy with rows at multiples of 16 bytes."""
+    """A copy with aligned rows."""
     *outer, columns = t.shape
-    unit = 16 // t.element_size()
+    unit = ALIGNMENT // t.element_size()
     return t.new_empty((*outer, -(-columns // unit) * unit))[..., :columns].copy_(t)

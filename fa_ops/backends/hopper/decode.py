@@ -1,10 +1,5 @@
 """Decoding on sm_90a: few queries against a long cache. One kernel reads each key once, another
-merges what several CTAs found of one row.
-
-Everything here depends on shapes alone: lengths and pages are read on the device, so a captured
-CUDA graph serves every length. A cache that grows has another shape in every step: a family of
-calls shares all that does not depend on how many keys there are.
-"""
+merges the splits of a row that several CTAs share, as in Flash-Decoding."""
 
 from __future__ import annotations
 
@@ -13,37 +8,33 @@ import functools
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper import launch
-from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig, decode_config
+from fa_ops.backends.hopper.configs import DecodeConfig, decode_config
 from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import (
-    PROMOTE_128B,
-    Entry,
-    Kernel,
-    Params,
-    TensorMap,
-    address,
-    current_device,
-    current_stream,
-    empty,
-    launch_early,
-)
+from fa_ops.backends.hopper.launch import TensorMap
 from fa_ops.backends.hopper.problem import (
-    FAR,
+    UNBOUNDED,
     ScoreUnits,
-    copyable,
-    limit_error,
+    head_dim_error,
     softcap_kind,
-    window,
+    window_sides,
 )
+from fa_ops.backends.hopper.split_kv import (
+    SplitKvFamily,
+    SplitKvPlan,
+    by_head,
+    cache_sizes,
+    check_tiles,
+    table_layout,
+)
+from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
 from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.types import Cache, Spec, default_scale, is_decoding, rows_are_aligned
+from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec
 
 _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "D"), _LAYOUT.packer("q_strides", "v_strides")
 # maps and addresses, the scalars, addresses, the strides
 _PARAMS = _LAYOUT.packer(packed=("B:D", "q_strides:v_strides"))
-MAX_ROWS = 16
+MAX_ROWS = MAX_DECODING_QUERIES  # of a KV head, of all its query heads
 
 
 def rows_of(q: Tensor, k: Tensor, cache: Cache) -> int:
@@ -63,32 +54,13 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
 def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """The part of `cache_error` that does not depend on the number of queries."""
     D, Dv = q.shape[-1], v.shape[-1]
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
-    if D % 8 or Dv % 8 or max(D, Dv) > 256:
-        return f"needs head dims that are multiples of 8 and at most 256, got {D} and {Dv}"
-    if cache.key is not None or cache.rotary_cos is not None:
-        return "does not write to caches"
+    if reason := head_dim_error(D, Dv):
+        return reason
     if cache.num_splits or cache.batch_invariant:
         return "cuts keys as the device is filled best, without num_splits and batch_invariant"
     if cache.unified_max is not None:
         return "has no unified maximum"
-    if cache.page_table is not None and (k.shape[1] % 16 or (k.shape[1] % 64 and 64 % k.shape[1])):
-        return f"needs pages of 16, 32 or a multiple of 64 keys, got {k.shape[1]}"
-    table = cache.page_table
-    *_, keys = cache_sizes(by_head(k.shape, table is not None), pages_of_row(table))
-    reason = limit_error(default_scale(spec, D), q.shape[2], keys)
-    if reason:
-        return reason
-    for name, t in (("query", q), ("key_cache", k), ("value_cache", v)):
-        if not rows_are_aligned(t):
-            return f"needs rows at multiples of 16 bytes, {name} has strides {t.stride()}"
-    return None
-
-
-def decodes(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
-    """Whether this kernel runs a dense call."""
-    return is_decoding(q.shape[2], k.shape[2], spec) and cache_error(q, k, v, Cache(), spec) is None
+    return split_kv_error(q, k, cache, spec, {"query": q, "key_cache": k, "value_cache": v})
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -104,10 +76,10 @@ def prepare(call: Call) -> Run:
 
 def _options(cache: Cache, spec: Spec) -> tuple:
     """What a plan depends on in addition to query, key and value."""
-    table, slopes = cache.page_table, spec.alibi_slopes
+    slopes = spec.alibi_slopes
     return (
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
-        None if table is None else (table.shape[1], table.stride(0)),
+        table_layout(cache.page_table),
         spec.kv_lens is not None,
         None if slopes is None else slopes.dim(),
         spec.sinks is not None,
@@ -120,22 +92,19 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
     return _plan(q.dtype, q.device.index, shapes, strides, options)
 
 
-class DecodeFamily:
+class DecodeFamily(SplitKvFamily):
     """The part of a plan that does not depend on the number and strides of keys and values."""
 
     def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options):
-        statics, table, has_lens, slopes, has_sinks, ranges = options
-        self.options = options
+        scalar_options, table, has_lens, slopes, has_sinks, ranges = options
         B, Hq, Sq, D = q_shape
         group = Hq // Hkv
-        causal, scale, left, right, softcap = statics
-        left, right, _ = window(causal, left, right)
+        causal, scale, left, right, softcap = scalar_options
+        left, right, _ = window_sides(causal, left, right)
         if Sq == 1:
-            right = FAR  # a single query is at the position of the last key
+            right = UNBOUNDED  # a single query is at the position of the last key
         units = ScoreUnits.of(D, scale, softcap)
         config = decode_config(D, Dv, group * Sq, page)
-        self.device, self.block_n = device, config.block_n
-        self.ctas = torch.cuda.get_device_properties(device).multi_processor_count
         defines = kernel_defines(
             config,
             dtype,
@@ -146,27 +115,15 @@ class DecodeFamily:
             alibi=slopes is not None,
             sinks=has_sinks,
         )
-        self.kernels = kernels("decode", config, device, defines)
+        q_map = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
+        super().__init__(
+            "decode", config, defines, q_map, (B, Hq, Sq, Dv), dtype, device, _PARAMS, options
+        )
+        self.cache_map = functools.partial(self.cache_map, whole_rows=config.whole_rows)
         self.idle = -(B * Hkv) % self.ctas  # as in the kernel
-        self.is_varied = has_lens or ranges is not None
-        self.of_q = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
-        # made of shape and strides; every byte is read once, so an L2 promotion to 256 bytes would
-        # cost bandwidth
-        self.cached = functools.partial(
-            TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B,
-            whole_rows=config.whole_rows,
-        )  # fmt: skip
-        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
-        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        # partial sums and statistics of each CTA's first and last work item, then lse if the call
-        # does not return it (a returned lse is a tensor of its own: it would keep the workspace)
-        rows = 2 * self.ctas * config.rows
-        self.stats_at = rows * config.value_dim * 4
-        self.lse_at = self.stats_at + rows * 8
-        self.workspace = (self.lse_at + B * Hq * Sq * 4,), (1,), torch.uint8
-        self.params = Params(_PARAMS)
-        self._before = B, Hq, Hkv, group, Sq
-        self._behind = (
+        self.has_uneven_items = has_lens or ranges is not None
+        self._before_capacity = B, Hq, Hkv, group, Sq
+        self._after_capacity = (
             *(Dv, self.idle, left, right, page, pages, 0 if table is None else table[1]),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
@@ -175,48 +132,44 @@ class DecodeFamily:
 
     def scalars(self, capacity: int) -> bytes:
         """The packed scalars; `capacity`: keys that a batch row has room for."""
-        return _SCALARS.pack(*self._before, capacity, *self._behind)
+        return _SCALARS.pack(*self._before_capacity, capacity, *self._after_capacity)
 
-    def merges(self, capacity: int) -> bool:
+    def shares_rows(self, capacity: int) -> bool:
         """Whether CTAs may share a row; the kernel uses the same rule."""
         tiles = -(-capacity // self.block_n)
-        return tiles > 1 and (self.is_varied or self.idle * tiles > self.ctas)
+        return tiles > 1 and (self.has_uneven_items or self.idle * tiles > self.ctas)
 
 
-class DecodePlan:
+class DecodePlan(SplitKvPlan):
     """The part of a call that depends on its geometry only, not on addresses or values."""
 
     def __init__(self, dtype, device, shapes, strides, options):
         q_shape, key_shape, (*_, Dv) = shapes
+        table = options[1]
+        paged = table is not None
         q_strides, k_strides, v_strides = strides
-        paged = options[1] is not None
-        k_shape, k_strides = by_head(key_shape, paged), by_head(k_strides, paged)
-        pages, page, capacity = cache_sizes(k_shape, options[1] and options[1][0])
+        k_strides, v_strides = by_head(k_strides, paged), by_head(v_strides, paged)
+        k_shape = by_head(key_shape, paged)
+        pages, page, capacity = cache_sizes(k_shape, table and table[0])
         B, Hkv = q_shape[0], k_shape[1]
-        if B * Hkv * capacity >= 2**37:
-            raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {Hkv} x {capacity} keys")
+        check_tiles(B, Hkv, capacity)
         self.family = family = _family(
             dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options
         )
-        self.kernels = family.kernels[: 1 + family.merges(capacity)]
-        self.of_k = family.cached(k_shape, k_strides)
-        self.of_v = family.cached((*k_shape[:3], Dv), by_head(v_strides, paged))
+        self.kernels = family.kernels[: 1 + family.shares_rows(capacity)]
+        self.k_map = family.cache_map(k_shape, k_strides)
+        self.v_map = family.cache_map((*k_shape[:3], Dv), v_strides)
         self.scalars = family.scalars(capacity)
-        steps = q_strides, k_strides, by_head(v_strides, paged)
-        self.steps = _STRIDES.pack(*(stride for of_one in steps for stride in of_one[:3]))
+        self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3], *v_strides[:3])
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """out and lse, which is None unless asked for."""
-        family = self.family
-        if current_device() != family.device:
-            with torch.cuda.device(family.device):
-                return self.run(q, k, v, tensors, with_lse)
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (q_at | k_at | v_at) & 15:
-            q, k, v = map(copyable, (q, k, v))
-            return _plan_of(q, k, v, *family.options).run(q, k, v, tensors, with_lse)
+    def plan_of(self, q: Tensor, k: Tensor, v: Tensor) -> DecodePlan:
+        """The plan of the same call with other tensors."""
+        return _plan_of(q, k, v, *self.family.options)
+
+    def take_params(
+        self, inputs: tuple[int, int, int], outputs: tuple[int, ...], tensors: CacheTensors
+    ) -> tuple[tuple, object]:
+        """The filled in parameters of a call, and what must live until the launch."""
         kv_lens, table, ranges, slopes, sinks, *_ = tensors
         if ranges is not None:
             ranges = ranges.contiguous()
@@ -224,51 +177,13 @@ class DecodePlan:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
-        out, workspace = empty(*family.out), empty(*family.workspace)
-        lse = empty(*family.lse) if with_lse else None
-        at = workspace.data_ptr()
+        family, (q, k, v) = self.family, inputs
+        kept = kv_lens, ranges, table, sinks, slopes
         params = family.params.take(
-            family.of_q.at(q_at), self.of_k.at(k_at), self.of_v.at(v_at), out.data_ptr(),
-            at + family.lse_at if lse is None else lse.data_ptr(), at, at + family.stats_at,
-            address(kv_lens), address(ranges), address(table), address(sinks), address(slopes),
-            self.scalars, q_at, k_at, v_at, self.steps,
+            family.q_map.at(q), self.k_map.at(k), self.v_map.at(v), *outputs,
+            *[0 if t is None else t.data_ptr() for t in kept], self.scalars, *inputs, self.strides,
         )  # fmt: skip
-        launch_early(self.kernels, family.ctas, current_stream(family.device), params[1])
-        family.params.give_back(params)
-        return out, lse
-
-
-def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:
-    """Sizes or strides of a cache with heads before tokens; in pages the tokens come first."""
-    return (x[0], x[2], x[1], x[3]) if paged else x
-
-
-def pages_of_row(table: Tensor | None) -> int | None:
-    """Pages of a batch row, or None without a page table."""
-    return None if table is None else table.shape[1]
-
-
-def cache_sizes(shape: tuple[int, ...], table_length: int | None) -> tuple[int, int, int]:
-    """Number of pages, tokens of a page, tokens of a batch row; `table_length`: pages of a row."""
-    if table_length is None:
-        return 0, 0, shape[2]
-    return shape[0], shape[2], shape[2] * table_length
-
-
-def kernels(
-    source: str,
-    config: DecodeConfig | MlaConfig,
-    device: int,
-    defines: dict[str, int],
-) -> tuple[Kernel, ...]:
-    """The kernels that a call launches in order; the second only where CTAs may share a row."""
-    return launch.kernels(source, device, entries_of(source, config), tuple(defines.items()))
-
-
-def entries_of(source: str, config: DecodeConfig | MlaConfig) -> tuple[Entry, Entry]:
-    """The attention kernel and the combine kernel."""
-    first = Entry(source, config.threads, config.shared_bytes)
-    return first, Entry("combine", config.merge_threads)
+        return params, kept
 
 
 def kernel_defines(

@@ -4,6 +4,7 @@ deterministic gradients compute dQ in a kernel of its own."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -21,20 +22,21 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernels,
-    launch_early,
+    launch_dependent,
     on_device,
 )
-from fa_ops.backends.hopper.mask import bits_by_key, bits_by_query, queries_share, run_at
+from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from fa_ops.backends.hopper.mask_gradient import mask_gradient
 from fa_ops.backends.hopper.problem import (
     LOG2E,
+    MISALIGNED,
     ScoreUnits,
-    copyable,
     key_section,
     section_of,
     shared_strides,
     softcap_kind,
-    window,
+    tma_aligned,
+    window_sides,
 )
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Packing, Spec
@@ -43,6 +45,7 @@ from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Packing, Spec
 _PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "strides")
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
+_NO_BITS = (0,) * 5
 _DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
 
 # parameter lists of the kernels before the products: addresses, then what all calls share
@@ -53,7 +56,7 @@ _ROWS = 64  # tokens of one TMA box, and of a CTA of `preprocess`
 # Bytes of Q and dO that concurrent CTAs read. The fp32 sums of dQ have the same size, and atomic
 # additions to them are fast while they stay in the L2 cache.
 _SECTION_BYTES = 8 << 20
-_NOTED_ROWS = 16  # rows for which one word notes whether any is not finite
+_FLAG_ROWS = 16  # rows for which one word flags whether any is not finite
 
 
 def backward(
@@ -70,19 +73,22 @@ def backward(
 ) -> Gradients:
     """All gradients of a dense call. Only dropout reads `packing`."""
     like = q, k, v
-    of_grads = tuple(map(_written_strides, like))
-    q, k, v, grad_out, out = (copyable(t) for t in (q, k, v, grad_out, out))
+    grad_strides = tuple(map(_written_strides, like))
+    q, k, v, grad_out, out = (tma_aligned(t) for t in (q, k, v, grad_out, out))
     ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
     bias, held = Bias.of(mask) if bits_of(mask) else (None, None)
-    plan = _plan_of((q, k, v, grad_out, out), of_grads, spec, ranges, bias)
-    lens, slopes = (None if t is None else t.contiguous() for t in (spec.kv_lens, spec[7]))
-    row_keys = dropout.row_keys(q, spec, packing)
-    *grads, dmask, workspace = plan.run(
-        grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_keys, mask_grad
+    plan = _plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
+    lens, slopes = (
+        None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
     )
-    pairs = zip(like, of_grads, grads)
+    row_seeds = dropout.row_seeds(q, spec, packing)
+    *grads, dmask, workspace = plan.run(
+        grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_seeds,
+        mask_grad,
+    )  # fmt: skip
+    pairs = zip(like, grad_strides, grads)
     grads = [g if t.stride() == s else torch.empty_like(t).copy_(g) for t, s, g in pairs]
     return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
 
@@ -92,11 +98,11 @@ def prepare(call: Call) -> Run:
     q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
     read = q, k, v, saved.grad_out, saved.out
     if (
-        spec.attn_mask is not None
+        bits_of(spec.attn_mask)
         or spec.dropout_p > 0
         or saved.grad_lse is not None
         or not saved.lse.is_contiguous()
-        or any(copyable(t) is not t for t in read)
+        or any(tma_aligned(t) is not t for t in read)
         or any(_written_strides(t) != t.stride() for t in (q, k, v))
     ):
         return general("backward", backward).prepare(call)
@@ -105,13 +111,13 @@ def prepare(call: Call) -> Run:
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: DenseTensors) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
-        if (addresses | out.data_ptr()) & 15:
+        if (addresses | out.data_ptr()) & MISALIGNED:
             return backward(grad_out, None, q, k, v, out, lse, options.with_tensors(tensors))
         if tensors is NO_TENSORS:
             return plan.run(grad_out, q, k, v, out, lse)[:3]
         t = tensors
         *grads, dmask, workspace = plan.run(
-            grad_out, q, k, v, out, lse, None, t.kv_lens, t.alibi_slopes, t.key_ranges
+            grad_out, q, k, v, out, lse, None, t.kv_lens, t.alibi_slopes, t.key_ranges, t.attn_mask
         )
         return Gradients(*grads, dmask, _sink_gradient(t.sinks, lse, plan, workspace))
 
@@ -120,28 +126,28 @@ def prepare(call: Call) -> Run:
 
 def _plan_of(
     tensors: tuple[Tensor, ...],
-    of_grads: tuple[tuple[int, ...], ...],
+    grad_strides: tuple[tuple[int, ...], ...],
     spec: Spec,
     ranges: Tensor | None = None,
     bias: Bias | None = None,
 ) -> BackwardPlan:
     """The plan for q, k, v, grad_out and out.
 
-    Gradients are laid out as `torch.empty_like` lays out tensors with the strides `of_grads`.
+    Gradients are laid out as `torch.empty_like` lays out tensors with the strides `grad_strides`.
     """
     q, k, v, *_ = tensors
-    slopes = spec.alibi_slopes
+    slopes, mask = spec.alibi_slopes, spec.attn_mask
     return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
-        (*(t.stride() for t in tensors), *of_grads),
+        (*(t.stride() for t in tensors), *grad_strides),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         spec.deterministic,
         spec.kv_lens is not None,
         None if ranges is None else (ranges.shape[1], *shared_strides(ranges)),
         None if slopes is None else slopes.dim(),
-        spec.attn_mask is not None and bias is None,
+        None if mask is None or bias is not None else MaskLayout.of(mask),
         bias,
         spec.dropout_p,
     )
@@ -151,31 +157,29 @@ class BackwardPlan:
     """The part of a backward pass that depends on its geometry only, not on addresses or values."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, deterministic, has_lens, ranges,
-        slopes_dim, has_mask, bias, dropout_p,
+        self, dtype, device, shapes, strides, scalar_options, deterministic, has_lens, ranges,
+        slopes_dim, mask, bias, dropout_p,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
-        *of_inputs, of_out = strides[:5]
+        *input_strides, out_strides = strides[:5]
         self.grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
-        causal, scale, left, right, cap = statics
-        left, right, ragged = window(causal, left, right)
+        causal, scale, left, right, cap = scalar_options
+        left, right, has_window = window_sides(causal, left, right)
         softcap = softcap_kind(cap)
-        crowded = has_mask or dropout_p > 0 or softcap > 0
-        bits = bias.dtype.itemsize * 8 if bias else 0
-        self.config = config = backward_config(D, Dv, deterministic, bits, crowded)
+        is_crowded = mask is not None or dropout_p > 0 or softcap > 0
+        bias_bits = bias.dtype.itemsize * 8 if bias else 0
+        self.config = config = backward_config(D, Dv, deterministic, bias_bits, is_crowded)
         self.device, self.dropout_p = device, dropout_p
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = group_parts(group, n_blocks * B * Hkv, processors)
         self.kernels = _kernels_for(
-            config, dtype, device, ragged=ragged, kv_lens=has_lens, ranges=ranges is not None,
-            softcap=softcap, alibi=slopes_dim is not None, mask=has_mask, dropout=dropout_p > 0,
-            split=parts > 1,
+            config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
+            softcap=softcap, alibi=slopes_dim is not None, mask=mask is not None,
+            dropout=dropout_p > 0, split=parts > 1,
         )  # fmt: skip
         units = ScoreUnits.of(D, scale, cap)
-        self.bias = None
-        if bias is not None:
-            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
+        self._prepare_masks(mask, bias, units, Sk)
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
         self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
@@ -184,13 +188,14 @@ class BackwardPlan:
             self.ctas = min(self.ctas, processors)
         self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
         finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
-        self.finish_ctas = finished or processors
+        self.postprocess_ctas = finished or processors
         out = B, Hq, Sq, Dv
-        layouts = (*zip((*shapes, out), of_inputs), *(of[:2] for of in self.grads))
+        layouts = (*zip((*shapes, out), input_strides), *(of[:2] for of in self.grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
         # the kernels do not apply dropout's factor to the weights
         gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (group // parts)
+        all_strides = *input_strides, *(strides for _, strides, _ in self.grads)
         scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
             section_of(B * Hkv * parts, per_query, _SECTION_BYTES),
@@ -201,30 +206,45 @@ class BackwardPlan:
             *(gradient, units.inside_tanh),
             LOG2E if bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
-            *(stride for of in (*of_inputs, *(of[1] for of in self.grads)) for stride in of[:3]),
+            *(n for of in all_strides for n in of[:3]),
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        rows = *of_out[:3], *of_inputs[3][:3], Hq, Sq, Dv, self.rows, self.zeros
+        rows = *out_strides[:3], *input_strides[3][:3], Hq, Sq, Dv, self.rows, self.zeros
         self.preprocess = Params.of(_PREPROCESS, "out_strides", rows)
         if ranges is not None:
             sizes = *ranges[1:], ranges[0], Sq, Sk, left, right
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
 
+    def _prepare_masks(
+        self, mask: MaskLayout | None, bias: Bias | None, units: ScoreUnits, Sk: int
+    ) -> None:
+        """What writes the parameters of a bool mask or a bias."""
+        self.bias = self.by_key = self.by_query = None
+        if bias is not None:
+            self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
+        if mask is None:
+            return
+        # for scores with a row for each key, and for those with a row for each query
+        self.by_key = MaskPacker.by_key(mask, self.device)
+        if not self.config.adds_dq:
+            self.by_query = MaskPacker.by_query(mask, Sk, self.device)
+        self.mask_block = 0 if mask.queries_share else self.config.block_m // 8
+
     def _allocate(self, key_blocks: int, parts: int, range_heads: int) -> None:
         """Shapes, strides and dtypes of the workspace, whose parts follow one another:
         log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
-        dV, the counter of tiles, and the notes."""
+        dV, the counter of tiles, and the flags."""
         config, rows = self.config, self.heads * self.rows
         sums = rows * config.head_dim if config.adds_dq else 0
         keys, dims = key_blocks * config.block_n, config.head_dim + config.value_dim
         key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
         # those that are added to, by 16 bytes
         self.zeros = (sums + key_sums) // 4 if config.adds_dq else 0
-        notes = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
+        flags = (2 * keys if parts == 1 else 0) + (0 if config.adds_dq else rows)
         self.row_bytes = 4 * rows
         self.key_sums_at = 2 * self.row_bytes + 4 * sums
         self.counter_at = self.key_sums_at + 4 * key_sums
-        self.workspace = (self.counter_at // 4 + 1 + notes // _NOTED_ROWS,), (1,), torch.float32
+        self.workspace = (self.counter_at // 4 + 1 + flags // _FLAG_ROWS,), (1,), torch.float32
         self.range_bytes = 8 * range_heads * self.rows
         self.clipped = (range_heads * (2 * self.rows + 4 * self.m_blocks),), (1,), torch.int32
         self.clip_grid = range_heads, self.m_blocks
@@ -243,7 +263,7 @@ class BackwardPlan:
         ranges: Tensor | None = None,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
-        row_keys: Tensor | None = None,
+        row_seeds: Tensor | None = None,
         mask_grad: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Launch the kernels: dq, dk, dv, the mask's gradient, and the workspace with row sums."""
@@ -255,26 +275,26 @@ class BackwardPlan:
             at = lse_log2 = workspace.data_ptr()
             delta, sums = at + self.row_bytes, at + 2 * self.row_bytes
             counter = at + self.counter_at
-            places = [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
+            addresses = [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
             params = self.params.take(
-                *map(TensorMap.at, self.maps, places),
-                *places,
+                *map(TensorMap.at, self.maps, addresses),
+                *addresses,
                 *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(clipped)),
                 0 if clipped is None else clipped.data_ptr() + self.range_bytes,
                 *(at + self.key_sums_at, counter + 4),
             )
-            bits = self._write_features(params[0], mask, bias, row_keys, k.shape[2])
+            bits = self._write_features(params[0], mask, bias, row_seeds, stream)
             rows = self.preprocess.take(
-                out.data_ptr(), places[3], lse.data_ptr(), address(grad_lse),
+                out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
                 lse_log2, delta, sums, counter,
             )  # fmt: skip
             kernels.preprocess.launch((self.heads, self.row_blocks), stream, rows[1])
             self.preprocess.give_back(rows)
-            launch_early((kernels.products,), self.ctas, stream, params[1])
+            launch_dependent((kernels.products,), self.ctas, stream, params[1])
             if kernels.queries is not None:
                 ctas = -(-self.m_blocks // 2) * self.heads
                 kernels.queries.launch((ctas, 1), stream, params[1])
-            launch_early((kernels.postprocess,), self.finish_ctas, stream, params[1])
+            launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params[1])
             if mask_grad:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
@@ -299,18 +319,17 @@ class BackwardPlan:
         return clipped
 
     def _write_features(
-        self, params, mask: Tensor | None, bias: Tensor | None, row_keys: Tensor | None, Sk: int
-    ) -> tuple[Tensor | None, ...]:
+        self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None,
+        row_seeds: Tensor | None, stream: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Write the parameters of masks and dropout; returns the mask bits that they point to."""
         by_key = by_query = None
-        if mask is not None and bias is None:
-            # for scores with a row for each key, and for those with a row for each query
-            by_key = bits_by_key(mask)
-            by_query = None if self.config.adds_dq else bits_by_query(mask, Sk)
-            block = 0 if queries_share(mask) else self.config.block_m // 8
-            _BITS.pack_into(params, _BITS_AT, *_as_read(by_key), *_as_read(by_query), block)
-        if row_keys is not None:
-            packed = dropout.parameters(row_keys, self.dropout_p)
+        if self.by_key is not None:
+            by_key, key_bits = _packed(self.by_key, mask, stream)
+            by_query, query_bits = _packed(self.by_query, mask, stream)
+            _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
+        if row_seeds is not None:
+            packed = dropout.parameters(row_seeds, self.dropout_p)
             params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
         if bias is not None:
             packed = self.bias(address(bias))
@@ -321,15 +340,20 @@ class BackwardPlan:
 _plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
 
 
-def _as_read(bits: Tensor | None) -> tuple[int, ...]:
-    """struct MaskBits of cuda/backward_params.cuh."""
-    return (0,) * 5 if bits is None else (address(bits), *shared_strides(bits), run_at(bits))
+def _packed(
+    packer: MaskPacker | None, mask: Tensor, stream: int
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The bits of a mask, and struct MaskBits of cuda/backward_params.cuh."""
+    if packer is None:
+        return None, _NO_BITS
+    bits = packer.pack(mask, stream)
+    return bits, (bits.data_ptr(), *packer.bits_layout)
 
 
 def _written_strides(t: Tensor) -> tuple[int, ...]:
     """The strides of `t`, or contiguous ones where TMA cannot write a tensor like `t`."""
     like = torch.empty_like(t, device="meta")
-    return t.stride() if copyable(like) is like else like.contiguous().stride()
+    return t.stride() if tma_aligned(like) is like else like.contiguous().stride()
 
 
 def _like(
@@ -389,18 +413,18 @@ def _kernels_for(
 
 
 def kernel_defines(
-    config: BackwardConfig, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
+    config: BackwardConfig, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: int = 0, alibi: bool = False, mask: bool = False,
     dropout: bool = False, split: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of the kernels.
 
-    `ragged`: causal or with a window; `softcap`: see `softcap_kind`; `split`: each group of query
+    `window`: causal or with a window; `softcap`: see `softcap_kind`; `split`: each group of query
     heads is divided into several parts.
     """
     return config.defines() | {
         "IS_BF16": int(dtype == torch.bfloat16),
-        "HAS_WINDOW": int(ragged),
+        "HAS_WINDOW": int(window),
         "HAS_KV_LENS": int(kv_lens),
         "HAS_RANGES": int(ranges),
         "HAS_SOFTCAP": int(softcap),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from fa_ops.backends.hopper.configs import Config, forward_config
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
-    address,
     current_stream,
     empty,
     kernel,
@@ -21,26 +21,27 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
     set_zero,
 )
-from fa_ops.backends.hopper.mask import bits_by_query, layout_of_bits, run_at
+from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from fa_ops.backends.hopper.problem import (
-    FAR,
     LOG2E,
+    MISALIGNED,
+    UNBOUNDED,
     ScoreUnits,
-    copyable,
     key_section,
     shared_strides,
     softcap_kind,
-    window,
+    tma_aligned,
+    window_sides,
 )
 from fa_ops.call import Call, Run, general
-from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec
+from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, rows_are_aligned
 
 # behind the tensor maps: addresses, strides and scalars, dropout, pages, and a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
 _PAGES = struct_layout("paged_kv.cuh", "PageTable").packer()
 _NO_PAGES = bytes(_PAGES.size)
-_NONE = (None,) * 5
+_NO_ADDRESSES = 0, 0, 0, 0
 _COUNTER = (1,), (1,), torch.int32
 
 
@@ -56,16 +57,12 @@ def forward(
 
     Only dropout reads `packing`. With a page `table`, k and v are pages (pages, Hkv, page, D).
     """
-    q, k, v = copyable(q), copyable(k), copyable(v)
-    bits = bias = held = None
-    if bits_of(spec.attn_mask):
-        bias, held = Bias.of(spec.attn_mask)
-    elif spec.attn_mask is not None:
-        bits = bits_by_query(spec.attn_mask, k.shape[2])
-    optional = *_as_read(spec.tensors), bits
-    plan = _plan_of(q, k, v, spec, optional, bias, table)
-    row_keys = dropout.row_keys(q, spec, packing)
-    return plan.run(q, k, v, True, optional, held, row_keys, table)
+    q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
+    spec = spec.with_tensors(_as_kernel_inputs(spec.tensors))
+    bias, held = Bias.of(spec.attn_mask) if bits_of(spec.attn_mask) else (None, None)
+    row_seeds = dropout.row_seeds(q, spec, packing)
+    plan = _plan_of(q, k, v, spec, bias, table)
+    return plan.run(q, k, v, True, spec.tensors, held, row_seeds, table)
 
 
 def prepare(call: Call) -> Run:
@@ -81,45 +78,54 @@ def prepare_attention(
 
     None where `forward` must copy a tensor or a float mask in every call.
     """
-    mask = spec.attn_mask
-    can_copy = copyable(q) is q and copyable(k) is k and copyable(v) is v
-    if bits_of(mask) or not can_copy:
+    mask, bias = spec.attn_mask, None
+    if not rows_are_aligned(q, k, v):
         return None
-    bits = None if mask is None else layout_of_bits(mask, k.shape[2])
-    plan = _plan_of(q, k, v, spec, (*_as_read(spec.tensors), bits), table=table)
-    options = spec.with_tensors(NO_TENSORS)
+    if mask is not None and mask.dtype != torch.bool:
+        bias, held = Bias.of(mask)
+        if held.data_ptr() != mask.data_ptr():
+            return None
+    options, is_converted, tensors = spec, False, spec.tensors
+    if tensors is not NO_TENSORS:
+        inputs = _as_kernel_inputs(tensors)
+        is_converted = inputs is not tensors
+        spec, options = spec.with_tensors(inputs), spec.with_tensors(NO_TENSORS)
+    plan = _plan_of(q, k, v, spec, bias, table)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: DenseTensors, with_lse: bool = True,
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return forward(q, k, v, options.with_tensors(tensors), table=table)
         if tensors is NO_TENSORS:
             return plan.run(q, k, v, with_lse, table=table)
-        mask, seed = tensors.attn_mask, tensors.dropout_seed
-        bits = None if mask is None else bits_by_query(mask, k.shape[2])
-        row_keys = None
-        if seed is not None:
-            row_keys = dropout.row_keys(q, options.with_tensors(tensors), None)
-        optional = (*_as_read(tensors), bits)
-        return plan.run(q, k, v, with_lse, optional, None, row_keys, table)
+        held = None if bias is None else tensors.attn_mask
+        if held is not None and held.data_ptr() & MISALIGNED:
+            return forward(q, k, v, options.with_tensors(tensors), table=table)
+        row_seeds = None
+        if tensors.dropout_seed is not None:
+            row_seeds = dropout.row_seeds(q, options.with_tensors(tensors), None)
+        if is_converted:
+            tensors = _as_kernel_inputs(tensors)
+        return plan.run(q, k, v, with_lse, tensors, held, row_seeds, table)
 
     return run
 
 
-def _as_read(tensors: DenseTensors) -> tuple[Tensor | None, ...]:
-    """kv_lens, key_ranges, sinks and slopes as the kernel reads them, copied only if needed."""
+def _as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
+    """The tensors as the kernel reads them, copied only if needed; `tensors` itself if none is."""
     _, slopes, sinks, lens, ranges, _ = tensors
-    if lens is not None:
-        lens = lens.contiguous()
+    changed = {}
+    if lens is not None and not lens.is_contiguous():
+        changed["kv_lens"] = lens.contiguous()
     if ranges is not None and ranges.stride(3) != 1:
-        ranges = ranges.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
+        changed["key_ranges"] = ranges.contiguous()
+    if sinks is not None and not (sinks.dtype == torch.float32 and sinks.is_contiguous()):
+        changed["sinks"] = sinks.float().contiguous()
     if slopes is not None and slopes.stride(-1) != 1:
-        slopes = slopes.contiguous()
-    return lens, ranges, sinks, slopes
+        changed["alibi_slopes"] = slopes.contiguous()
+    return tensors._replace(**changed) if changed else tensors
 
 
 def _plan_of(
@@ -127,23 +133,22 @@ def _plan_of(
     k: Tensor,
     v: Tensor,
     spec: Spec,
-    optional: tuple[Tensor | None, ...] = _NONE,
     bias: Bias | None = None,
     table: Tensor | None = None,
 ) -> ForwardPlan:
-    """The plan; `optional` are the results of `_as_read` and a mask's bits."""
-    lens, ranges, sinks, slopes, bits = optional
+    """The plan of a call whose optional tensors are those of `_as_kernel_inputs`."""
+    mask, ranges, slopes = spec.attn_mask, spec.key_ranges, spec.alibi_slopes
     return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
-        lens is not None,
-        shared_strides(ranges),
-        sinks is not None,
-        shared_strides(slopes),
-        None if bits is None else (*shared_strides(bits), run_at(bits)),
+        spec.kv_lens is not None,
+        None if ranges is None else shared_strides(ranges),
+        spec.sinks is not None,
+        None if slopes is None else shared_strides(slopes),
+        None if mask is None or bias is not None else MaskLayout.of(mask),
         bias,
         spec.dropout_p,
         None if table is None else (table.shape[1], table.stride(0)),
@@ -154,32 +159,32 @@ class ForwardPlan:
     """The part of a forward pass that depends on its geometry only, not on addresses or values."""
 
     def __init__(
-        self, dtype, device, shapes, strides, statics, has_lens, ranges, has_sinks, slopes, mask,
-        bias=None, dropout_p=0.0, table=None,
+        self, dtype, device, shapes, strides, scalar_options, has_lens, ranges, has_sinks, slopes,
+        mask, bias=None, dropout_p=0.0, table=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
         page = Sk if table else 0
         self.pages = (table[1], page, count) if table else (0, 0, 0)
         Sk = page * table[0] if table else Sk
-        causal, scale, left, right, softcap = statics
-        left, right, ragged = window(causal, left, right)
+        causal, scale, left, right, softcap = scalar_options
+        left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         is_crowded = mask is not None or dropout_p > 0
         config = forward_config(D, Dv, bias_bits, is_crowded, page)
-        has_short_tiles = Sq % config.block_m > 0
+        is_uneven = Sq % config.block_m > 0 or has_window or has_lens or bool(ranges or mask)
         self.device = device
-        self.kernel, self.grid, self.dynamic, tiles = self._schedule(
+        self.kernel, self.grid, self.is_dynamic, tiles = self._schedule(
             config,
             B * Hq * -(-Sq // config.block_m),
-            varied=has_short_tiles or ragged or has_lens or bool(ranges) or bool(mask),
+            is_uneven,
             features=dict(
                 dtype=dtype,
-                ragged=ragged,
-                left=left < FAR,
+                window=has_window,
+                left=left < UNBOUNDED,
                 kv_lens=has_lens,
                 ranges=ranges is not None,
-                softcap=softcap_kind(softcap),
+                softcap=softcap and softcap_kind(softcap),
                 alibi=slopes is not None,
                 sinks=has_sinks,
                 mask=mask is not None,
@@ -190,14 +195,15 @@ class ForwardPlan:
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
         keys = config.copy_keys or config.block_n
         boxes = (64, keys, keys)
-        families = zip(shapes, strides, boxes)
+        layouts = zip(shapes, strides, boxes)
         self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
-        self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in families]
+        self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in layouts]
         group = Hq // Hkv
         section = group * key_section(B * Hkv, Sk, D + Dv)
-        *self.mask, mask_run = mask or (0, 0, 0, 0)
+        self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None
+        *self.mask_strides, mask_range = self.packer.bits_layout if mask else (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, group, Sq, Sk, D, Dv),
@@ -207,20 +213,21 @@ class ForwardPlan:
             units.inside_tanh,
             LOG2E if bias else units.log2,  # with a bias, scores have its units
             1.0 / units.accumulator,
-            mask_run,
+            mask_range,
         )
         self.dropout_p = dropout_p
+        self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
 
-    def _schedule(self, config: Config, tiles: int, varied: bool, features: dict):
+    def _schedule(self, config: Config, tiles: int, is_uneven: bool, features: dict):
         """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        dynamic = varied and tiles > sms
+        is_dynamic = is_uneven and tiles > sms
+        defines = kernel_defines(config, **features)
         found = kernel(
-            "forward", "forward", self.device, config.threads,
-            config.shared_bytes(features["mask"]),
-            tuple(kernel_defines(config, **features).items()),
+            "forward", "forward", self.device, config.threads, defines["SHARED_BYTES"],
+            tuple(defines.items()),
         )  # fmt: skip
-        return found, min(tiles, sms), dynamic, tiles
+        return found, min(tiles, sms), is_dynamic, tiles
 
     def run(
         self,
@@ -228,24 +235,30 @@ class ForwardPlan:
         k: Tensor,
         v: Tensor,
         with_lse: bool = False,
-        optional: tuple[Tensor | None, ...] = _NONE,
+        tensors: DenseTensors = NO_TENSORS,
         bias: Tensor | None = None,
-        row_keys: Tensor | None = None,
+        row_seeds: Tensor | None = None,
         table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse, which is None unless asked for."""
-        of_q, of_k, of_v = self.maps
+        q_map, k_map, v_map = self.maps
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)
             lse = empty(*self.lse) if with_lse else None
-            counter = empty(*_COUNTER) if self.dynamic else None
+            counter = empty(*_COUNTER) if self.is_dynamic else None
+            bits = None if self.packer is None else self.packer.pack(tensors.attn_mask, stream)
             rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            words = *map(address, (out, lse, *optional)), *self.mask, address(counter), *rows
+            words = (
+                out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+                *(_NO_ADDRESSES if tensors is NO_TENSORS else _addresses(tensors)),
+                0 if bits is None else bits.data_ptr(), *self.mask_strides,
+                0 if counter is None else counter.data_ptr(), *rows,
+            )  # fmt: skip
             params = (
-                of_q.at(rows[0]), of_k.at(rows[1]), of_v.at(rows[2]), _ADDRESSES.pack(*words),
-                self.scalars, dropout.parameters(row_keys, self.dropout_p),
-                _NO_PAGES if table is None else _PAGES.pack(address(table), *self.pages),
-                b"" if bias is None else self.bias(address(bias)),
+                q_map.at(rows[0]), k_map.at(rows[1]), v_map.at(rows[2]), _ADDRESSES.pack(*words),
+                self.scalars, self.no_dropout or dropout.parameters(row_seeds, self.dropout_p),
+                _NO_PAGES if table is None else _PAGES.pack(table.data_ptr(), *self.pages),
+                b"" if bias is None else self.bias(bias.data_ptr()),
             )  # fmt: skip
             if counter is not None:
                 set_zero(counter, stream)
@@ -253,16 +266,22 @@ class ForwardPlan:
         return out, lse
 
 
+def _addresses(tensors: DenseTensors) -> Sequence[int]:
+    """Those of kv_lens, key_ranges, sinks and slopes."""
+    _, slopes, sinks, lens, ranges, _ = tensors
+    return [0 if t is None else t.data_ptr() for t in (lens, ranges, sinks, slopes)]
+
+
 def kernel_defines(
-    config: Config, dtype: torch.dtype, *, ragged: bool = False, kv_lens: bool = False,
+    config: Config, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
     left: bool = False, mask: bool = False, dropout: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros of a kernel; `ragged`: causal or a window, `left`: the window has a left side."""
+    """The macros of a kernel; `window`: causal or a window, `left`: the window has a left side."""
     return config.defines() | {
         "SHARED_BYTES": config.shared_bytes(mask),
         "IS_BF16": int(dtype == torch.bfloat16),
-        "HAS_WINDOW": int(ragged),
+        "HAS_WINDOW": int(window),
         "HAS_LEFT": int(left or ranges),
         "HAS_KV_LENS": int(kv_lens),
         "HAS_RANGES": int(ranges),

@@ -24,29 +24,30 @@ from fa_ops.backends.hopper.launch import (
 from fa_ops.types import Packing, Spec
 
 _PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
+NO_PARAMETERS = bytes(_PARAMS.size)  # of calls without dropout
 _COLUMN_STEP = 0xC2B2AE35
 _THREADS = 256
 _ROWS = 64  # the rows of a head are padded to a multiple
 
 
-def row_keys(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | None:
+def row_seeds(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | None:
     """int32 (B * Hq, rows) of queries (B, Hq, Sq, D), rows from Sq on undefined; None without
     dropout. With a packing q is (1, Hq, Tq, D)."""
     if spec.dropout_p == 0.0:
         return None
     B, Hq, Sq, _ = q.shape
-    keys = torch.empty((B * Hq, padded_rows(Sq)), dtype=torch.int32, device=q.device)
+    seeds = torch.empty((B * Hq, padded_rows(Sq)), dtype=torch.int32, device=q.device)
     ends = (None, None) if packing is None else packing[:2]
     ends_q, ends_k = (None if t is None else t.contiguous() for t in ends)
     _launch(
         q.device,
-        -(-keys.numel() // _THREADS),
-        *(ctypes.c_uint64(address(t)) for t in (spec.dropout_seed, ends_q, ends_k, keys)),
+        -(-seeds.numel() // _THREADS),
+        *(ctypes.c_uint64(address(t)) for t in (spec.dropout_seed, ends_q, ends_k, seeds)),
         ctypes.c_int(0 if ends_q is None else len(ends_q) - 1),
         ctypes.c_int(Hq),
-        *map(ctypes.c_uint32, (keys.shape[1], keys.numel())),
+        *map(ctypes.c_uint32, (seeds.shape[1], seeds.numel())),
     )
-    return keys
+    return seeds
 
 
 def padded_rows(Sq: int) -> int:
@@ -59,13 +60,11 @@ def scale(p: float) -> float:
     return 1.0 / max(1.0 - p, 2.0**-32)
 
 
-def parameters(keys: Tensor | None, p: float) -> bytes:
+def parameters(seeds: Tensor, p: float) -> bytes:
     """The kernels' dropout parameters."""
-    if keys is None:
-        return bytes(_PARAMS.size)
     factor = scale(p)
     return _PARAMS.pack(
-        address(keys), keys.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_STEP
+        seeds.data_ptr(), seeds.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_STEP
     )
 
 

@@ -19,7 +19,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 PROMOTE_128B, PROMOTE_256B = 2, 3  # bytes that the L2 fetches at once
-_REMEMBERED_MAPS = 256
+_MAX_CACHED_MAPS = 256
 
 
 # The raw handle costs a tenth of a torch.cuda.Stream; Triton uses it too.
@@ -187,7 +187,7 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 
 # CUlaunchAttribute: PROGRAMMATIC_STREAM_SERIALIZATION, allowed; 72 bytes
-_EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
+_PROGRAMMATIC = (ctypes.c_uint32 * 18)(6, 0, 1)
 
 
 class Kernel:
@@ -196,22 +196,24 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, threads: int, shared: int):
         self._function, self._threads, self._shared = function, threads, shared
 
-    def early(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
+    def dependent(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
         """The first arguments of cuLaunchKernelEx, for a programmatic dependent launch."""
         config = _Config((ctas, 1, 1), (self._threads, 1, 1), self._shared, stream)
-        config.attributes, config.count = ctypes.addressof(_EARLY), 1
+        config.attributes, config.count = ctypes.addressof(_PROGRAMMATIC), 1
         return ctypes.byref(config), self._function
 
     def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
         """`pointers` to the kernel's parameters; the driver copies them before this returns."""
-        x, y = grid
-        call(
-            "cuLaunchKernel", self._function, x, y, 1, self._threads, 1, 1, self._shared,
+        arguments = (
+            self._function, *grid, 1, self._threads, 1, 1, self._shared,
             ctypes.c_void_p(stream), pointers, None,
         )  # fmt: skip
+        status = driver().cuLaunchKernel(*arguments)
+        if status:
+            _after_failure(status, "cuLaunchKernel", *arguments)
 
 
-def launch_early(
+def launch_dependent(
     kernels: tuple[Kernel, ...], ctas: int, stream: int, pointers: ctypes.Array
 ) -> None:
     """Launch kernels with the same parameters, by programmatic dependent launch.
@@ -220,16 +222,16 @@ def launch_early(
     itself before it accesses memory.
     """
     start = driver().cuLaunchKernelEx
-    for one in _early(kernels, ctas, stream):
+    for one in _dependent_launches(kernels, ctas, stream):
         status = start(*one, pointers, None)
         if status:
             _after_failure(status, "cuLaunchKernelEx", *one, pointers, None)
 
 
 @functools.lru_cache(maxsize=256)
-def _early(kernels: tuple[Kernel, ...], ctas: int, stream: int) -> list[tuple]:
+def _dependent_launches(kernels: tuple[Kernel, ...], ctas: int, stream: int) -> list[tuple]:
     """Launch configurations, cached because each takes 2 us to make."""
-    return [one.early(ctas, stream) for one in kernels]
+    return [one.dependent(ctas, stream) for one in kernels]
 
 
 def pointers_to(*params: ctypes._CData) -> ctypes.Array:
@@ -322,15 +324,15 @@ class TensorMap:
         self._shape, self._strides = shape, strides
         self._dtype = _MAP_DTYPE[dtype]
         self._rest = *packed, box, _ONES, 0, _SWIZZLE_128B, promotion, 0
-        self._known: dict[int, bytes] = {}
+        self._encoded: dict[int, bytes] = {}
 
     def at(self, where: int) -> bytes:
         """The map of a tensor at this address."""
-        found = self._known.get(where)
+        found = self._encoded.get(where)
         if found is None:
-            if len(self._known) >= _REMEMBERED_MAPS:
-                self._known.clear()
-            found = self._known[where] = self._encode(where)
+            if len(self._encoded) >= _MAX_CACHED_MAPS:
+                self._encoded.clear()
+            found = self._encoded[where] = self._encode(where)
         return found
 
     def _encode(self, where: int) -> bytes:

@@ -1,109 +1,101 @@
 """Bool masks as bits, packed once for each call, as many heads and blocks read them again.
 
 A row has 2 bytes for 16 columns, in order, and is zero past its columns, with room for the last
-block that a kernel reads. At its end stand 8 bytes, its run: int32s, the first column that it keeps
-and the one after the last, so that kernels pass over blocks before and behind. What a mask shares
+block that a kernel reads. Its last 8 bytes are its key range: int32s, the first column that it
+keeps and the one after the last, so that kernels skip blocks before and behind. What a mask shares
 between batches, heads or rows its bits share.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.launch import current_stream, kernel, on_device, pointers_to
+from fa_ops.backends.hopper.kernel_params import struct_layout
+from fa_ops.backends.hopper.launch import Params, empty, kernel
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask
-_THREADS = 256
-_MOST_HEADS = 65535  # limit of the grid's second dimension; a CTA loops over further heads
+_THREADS = 512  # those of cuda/mask.cu, as are the columns of a warp's step and rows of a CTA
+_STEP_COLUMNS = 1024
+_CTA_ROWS = 32
+_MAX_GRID_HEADS = 65535  # limit of the grid's second dimension; a CTA loops over further heads
+
+_LAYOUT = struct_layout("mask.cu", "MaskParams")
+_ADDRESSES, _SIZES = _LAYOUT.packer("mask", "bits"), _LAYOUT.packer("b")
 
 
-def bits_by_query(mask: Tensor, Sk: int) -> Tensor:
-    """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sq|1, bytes): the keys of each query."""
-    mask = without_repetition(mask)
-    return _packed(mask.expand(*mask.shape[:3], Sk))
+class MaskLayout(NamedTuple):
+    """Shape and strides of a mask (B, H, Sq, Sk); dimensions that are shared have 1 and 0."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mask: Tensor) -> MaskLayout:
+        """The layout of a mask of up to four dimensions."""
+        pairs = [
+            (size, stride) if size > 1 and stride else (1, 0)
+            for size, stride in zip(mask.shape, mask.stride())
+        ]
+        return cls(*zip(*[(1, 0)] * (4 - len(pairs)), *pairs))
+
+    @property
+    def queries_share(self) -> bool:
+        """Whether all queries have the same keys."""
+        return self.shape[2] == 1
 
 
-def layout_of_bits(mask: Tensor, Sk: int) -> Tensor:
-    """A meta tensor with the layout of the result of `bits_by_query`."""
-    shape = without_repetition(mask).shape[:3]
-    return torch.empty((*shape, _row_bytes(Sk)), dtype=torch.uint8, device="meta")
+class MaskPacker:
+    """Packs the masks of one layout to bits, by one launch of cuda/mask.cu.
 
-
-def bits_by_key(mask: Tensor) -> Tensor:
-    """A mask (..., Sq|1, Sk|1) as uint8 (B|1, Hq|1, Sk|1, bytes): the queries of each key.
-
-    Where queries share the mask, its one block of 64 queries is every block.
+    `bits_layout` is what kernels need to read them: byte strides of batches, heads and rows, 0
+    where they are shared, and the offset of the key range in a row.
     """
-    mask = without_repetition(mask).mT
-    return _packed(mask.expand(*mask.shape[:3], _QUERIES) if mask.shape[3] == 1 else mask)
 
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], device: int) -> None:
+        B, H, rows, columns = shape
+        pitch = _row_bytes(columns)
+        warps = 1
+        if 0 < strides[2] < strides[3]:
+            name, cta_rows = "pack_columns", _CTA_ROWS
+        else:
+            steps = -(-(pitch - 8) * 8 // _STEP_COLUMNS)
+            warps = min(1 << (steps - 1).bit_length(), _THREADS // 32)
+            name, cta_rows = "pack_rows", _THREADS // 32 // warps
+        self._kernel = kernel("mask", name, device, _THREADS)
+        self._grid = -(-rows // cta_rows), min(B * H, _MAX_GRID_HEADS)
+        sizes = _SIZES.pack(*strides, H, B * H, rows, columns, pitch, warps)
+        self._params = Params(_ADDRESSES, sizes)
+        self._bits = (B * H * rows * pitch,), (1,), torch.uint8
+        self.bits_layout = (
+            H * rows * pitch * (B > 1), rows * pitch * (H > 1), pitch * (rows > 1), pitch - 8,
+        )  # fmt: skip
 
-def run_at(bits: Tensor) -> int:
-    """Bytes from the start of a row to its run."""
-    return bits.shape[-1] - 8
+    @classmethod
+    def by_query(cls, layout: MaskLayout, Sk: int, device: int) -> MaskPacker:
+        """Bits (B|1, H|1, Sq|1, Sk): the keys of each query."""
+        return cls((*layout.shape[:3], Sk), layout.strides, device)
 
+    @classmethod
+    def by_key(cls, layout: MaskLayout, device: int) -> MaskPacker:
+        """Bits (B|1, H|1, Sk|1, Sq): the queries of each key.
 
-def queries_share(mask: Tensor) -> bool:
-    """Whether `bits_by_key` has one block of queries."""
-    return without_repetition(mask).shape[2] == 1
+        Where queries share the mask, its one block of 64 queries is every block.
+        """
+        (B, H, Sq, Sk), (b, h, query, key) = layout
+        return cls((B, H, Sk, _QUERIES if layout.queries_share else Sq), (b, h, key, query), device)
+
+    def pack(self, mask: Tensor, stream: int) -> Tensor:
+        """The bits of a mask, uint8 in one dimension."""
+        bits = empty(*self._bits)
+        params = self._params.take(mask.data_ptr(), bits.data_ptr())
+        self._kernel.launch(self._grid, stream, params[1])
+        self._params.give_back(params)
+        return bits
 
 
 def _row_bytes(columns: int) -> int:
     return (columns + _WIDEST_BLOCK - 1 + 127) // 128 * 16 + 16
-
-
-class Geometry(NamedTuple):
-    """A launch of cuda/mask.cu: the kernel, its grid, and its arguments past the addresses.
-
-    `sizes`: heads of a batch, heads of all batches, rows, columns, bytes of a row of bits.
-    """
-
-    kernel: str
-    grid: tuple[int, int]
-    steps: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mask: Tensor) -> Geometry:
-        """The launch that packs a mask."""
-        B, H, rows, columns = mask.shape
-        strides, pitch = mask.stride(), _row_bytes(columns)
-        used = (stride for size, stride in zip(mask.shape[:3], strides) if size > 1)
-        if strides[3] == 1 and not any(x % 16 for x in (mask.data_ptr(), *used)):
-            kernel, ctas = "pack_rows", -(-rows * (pitch // 2) // _THREADS)
-        else:
-            kernel, ctas = "pack_words", pitch // 8 * -(-rows // 128)
-        sizes = H, B * H, rows, columns, pitch
-        return cls(kernel, (ctas, min(B * H, _MOST_HEADS)), strides, sizes)
-
-
-def without_repetition(mask: Tensor) -> Tensor:
-    """The mask with four dimensions; expanded dimensions have one element."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    for dim, stride in enumerate(mask.stride()):
-        mask = mask if stride else mask.narrow(dim, 0, 1)
-    return mask
-
-
-def _packed(mask: Tensor) -> Tensor:
-    name, grid, steps, sizes = Geometry.of(mask)
-    *_, all_heads, rows, _, pitch = sizes
-    bits = mask.new_empty((*mask.shape[:3], pitch), dtype=torch.uint8)
-    where, to = (ctypes.c_uint64(t.data_ptr()) for t in (mask, bits))
-    numbers = map(ctypes.c_int, sizes)
-    _launch(mask.device, name, grid, where, to, (ctypes.c_int64 * 4)(*steps), *numbers)
-    numbers = ctypes.c_int(rows * all_heads), ctypes.c_int(pitch)
-    _launch(mask.device, "find_ranges", (-(-rows * all_heads // 8), 1), to, *numbers)
-    return bits
-
-
-def _launch(device: torch.device, name: str, grid: tuple[int, int], *params: ctypes._CData) -> None:
-    with on_device(device.index):
-        stream = current_stream(device.index)
-        entry = kernel("mask", name, device.index, _THREADS)
-        entry.launch(grid, stream, pointers_to(*params))

@@ -14,7 +14,7 @@ from fa_ops.call import CacheTensors, Call, Run, general
 from fa_ops.types import Cache, DenseTensors, Spec, is_prefill
 
 
-def takes(q: Tensor, k: Tensor, cache: Cache) -> bool:
+def has_many_rows(q: Tensor, k: Tensor, cache: Cache) -> bool:
     """Whether there are more queries of a kv head than `decode` attends."""
     return decode.rows_of(q, k, cache) > decode.MAX_ROWS
 

@@ -7,8 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, MAX_LENGTH, rows_are_aligned
+
 LOG2E = 1.4426950408889634
-FAR = 1 << 29  # the size of an unbounded window, and the largest number of queries or keys
+UNBOUNDED = MAX_LENGTH  # the size of an unbounded window, as in cuda/ptx.cuh
+MISALIGNED = ALIGNMENT - 1  # bits of an address that TMA cannot read
+_HEAD_DIM_MULTIPLE = ALIGNMENT // 2  # of 2 bytes: rows are aligned
 _LARGE_SOFTCAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
 _NO_SOFTCAP = 2.0**64  # from here on no score that float32 resolves is capped
 _LARGEST_SCALE = 2.0**24  # times NEVER of cuda/softmax.cuh, a float32
@@ -21,20 +25,16 @@ class ScoreUnits(NamedTuple):
     gradient: float  # of a score by the product q.k, but for the tanh's derivative
     inside_tanh: float  # factor of the product q.k under the tanh
     accumulator: float
+    log2: float  # factor from accumulator units to powers of two
 
     @classmethod
     def of(cls, head_dim: int, scale: float | None, softcap: float) -> ScoreUnits:
         """The units of a call's scores."""
         scale = max(head_dim**-0.5 if scale is None else scale, _LEAST)
-        if softcap_kind(softcap):
+        if softcap and softcap_kind(softcap):
             softcap = max(softcap, _LEAST)
-            return cls(scale, min(scale / softcap, _MOST), softcap)
-        return cls(scale, 1.0, scale)
-
-    @property
-    def log2(self) -> float:
-        """From accumulator units to powers of two."""
-        return self.accumulator * LOG2E
+            return cls(scale, min(scale / softcap, _MOST), softcap, softcap * LOG2E)
+        return cls(scale, 1.0, scale, scale * LOG2E)
 
 
 def limit_error(scale: float, queries: int, keys: int) -> str | None:
@@ -43,8 +43,19 @@ def limit_error(scale: float, queries: int, keys: int) -> str | None:
         return f"needs a positive scale, got {scale}"
     if not scale <= _LARGEST_SCALE:
         return f"needs a scale of at most {_LARGEST_SCALE:.0f}, got {scale}"
-    if max(queries, keys) > FAR:
-        return f"attends {FAR} queries and keys at most, got {queries} and {keys}"
+    if max(queries, keys) > MAX_LENGTH:
+        return f"attends {MAX_LENGTH} queries and keys at most, got {queries} and {keys}"
+    return None
+
+
+def head_dim_error(D: int, Dv: int) -> str | None:
+    """Why the kernels do not have these head dimensions, or None."""
+    unit = _HEAD_DIM_MULTIPLE
+    if D % unit or Dv % unit or max(D, Dv) > MAX_HEAD_DIM:
+        return (
+            f"needs head dims that are multiples of {unit} and at most {MAX_HEAD_DIM}, "
+            f"got {D} and {Dv}"
+        )
     return None
 
 
@@ -58,11 +69,11 @@ def softcap_kind(softcap: float) -> int:
     return 2 if softcap > _LARGE_SOFTCAP else 1
 
 
-def window(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
+def window_sides(is_causal: bool, left: int, right: int) -> tuple[int, int, bool]:
     """Keys visible on either side of the diagonal, and whether any side is bounded."""
-    right = min(0 if is_causal else FAR, right if right >= 0 else FAR)
-    left = min(left, FAR) if left >= 0 else FAR
-    return left, right, min(left, right) < FAR
+    right = min(0 if is_causal else UNBOUNDED, right if right >= 0 else UNBOUNDED)
+    left = min(left, UNBOUNDED) if left >= 0 else UNBOUNDED
+    return left, right, min(left, right) < UNBOUNDED
 
 
 def section_of(heads: int, bytes_per_head: int, limit: int) -> int:
@@ -88,13 +99,6 @@ def shared_strides(t: Tensor | None) -> tuple[int, ...] | None:
     return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()))
 
 
-def copyable(t: Tensor) -> Tensor:
-    """The tensor itself where TMA can read its rows (aligned to 16 bytes), else a copy."""
-    b, h, s, _ = strides = t.stride()
-    if strides[3] == 1 and not ((b | h | s) & 7 or t.data_ptr() & 15) and b and h and s:
-        return t
-    if t.stride(3) == 1 and t.data_ptr() % 16 == 0:
-        pairs = zip(t.shape[:3], strides)
-        if all(stride > 0 and stride % 8 == 0 for size, stride in pairs if size > 1):
-            return t
-    return t.clone(memory_format=torch.contiguous_format)
+def tma_aligned(t: Tensor) -> Tensor:
+    """The tensor itself where TMA can read its rows, else a copy."""
+    return t if rows_are_aligned(t) else t.clone(memory_format=torch.contiguous_format)

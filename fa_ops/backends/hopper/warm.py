@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, mla
+from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, mla, split_kv
 from fa_ops.backends.hopper.configs import (
     backward_config,
     decode_config,
@@ -20,12 +20,12 @@ from fa_ops.backends.hopper.launch import Entry
 HEAD_DIMS = (64, 128, 192, 256)  # others use the kernels of the next larger one
 DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
-_FORWARDS = ({}, {"ragged": True}, {"ragged": True, "left": True}, {"ranges": True})
+_FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 # with groups of query heads that are whole, or cut into parts
 _BACKWARDS = tuple(
     features | {"split": split}
-    for features in ({}, {"ragged": True}, {"ranges": True})
+    for features in ({}, {"window": True}, {"ranges": True})
     for split in (False, True)
 )
 
@@ -50,11 +50,11 @@ def variants(
         yield from _forwards(D, dtype)
         for page in _PAGES:
             config = forward_config(D, D, page=page)
-            defines = dense_forward.kernel_defines(config, dtype, ragged=True, kv_lens=True)
+            defines = dense_forward.kernel_defines(config, dtype, window=True, kv_lens=True)
             yield Variant("forward", ("forward",), defines)
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
-            yield Variant("decode", _names(decode.entries_of("decode", config)), defines)
+            yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
         config = backward_config(D, D)
         for features in _BACKWARDS:
             defines = dense_backward.kernel_defines(config, dtype, **features)
@@ -63,7 +63,7 @@ def variants(
     for dtype, page in itertools.product(dtypes, _PAGES):
         config = mla_config(page)
         defines = mla.kernel_defines(config, dtype, paged=page > 0)
-        yield Variant("mla", _names(decode.entries_of("mla", config)), defines)
+        yield Variant("mla", _names(split_kv.entries_of("mla", config)), defines)
 
 
 def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:

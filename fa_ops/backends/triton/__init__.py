@@ -28,7 +28,7 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.types import Spec, is_decoding, is_prefill
+from fa_ops.types import MAX_HEAD_DIM, Spec, is_decoding, is_prefill
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -82,7 +82,10 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     if q.dtype not in _DTYPES:
         return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > 256:
-        return f"takes head dimensions up to 256, got {widest}; the reference backend takes any"
+    if widest > MAX_HEAD_DIM:
+        return (
+            f"takes head dimensions up to {MAX_HEAD_DIM}, got {widest}; "
+            "the reference backend takes any"
+        )
     axis = 2 if q.dim() == 4 else 0
     return size_error(q.shape[axis], k.shape[axis])

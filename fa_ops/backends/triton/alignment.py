@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_ops.backends.triton.arguments import Layout
-from fa_ops.types import Spec
+from fa_ops.types import ALIGNMENT, Spec
 
-UNITS = 8  # numbers in 16 bytes
+UNITS = ALIGNMENT // 2  # numbers of 2 bytes
 
 
 def needs_copies(layout: Layout, dtype: torch.dtype, D: int, Dv: int) -> bool:
@@ -32,7 +32,7 @@ def _aligned(x: Tensor) -> Tensor:
     extra = -x.shape[-1] % UNITS
     if extra:
         return F.pad(x, (0, extra))
-    if x.data_ptr() % 16 == 0 and all(s % UNITS == 0 for s in x.stride()[:-1]):
+    if x.data_ptr() % ALIGNMENT == 0 and all(s % UNITS == 0 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.types import Spec
+from fa_ops.types import ALIGNMENT, MAX_LENGTH, Spec
 
 LOG2E = 1.4426950408889634
-_MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
-_MAX_WINDOW = 2 * _MAX_LENGTH  # longer than every sequence, and small enough to add to a position
+_MAX_WINDOW = 2 * MAX_LENGTH  # longer than every sequence, and small enough to add to a position
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # normal numbers of float32
 _NEGLIGIBLE = 1e-15  # scores no larger than this do not change a float32 result
 
@@ -47,8 +46,8 @@ class Class(NamedTuple):
         """Divisors of the mask's address and strides, for `bind`."""
         if self.mask is None or not self.mask[1]:
             return {}
-        units = 16 // self.mask[0].itemsize
-        return {"mask": 16, **{f"mask_stride_{d}": units for d in "bhq"}}
+        units = ALIGNMENT // self.mask[0].itemsize
+        return {"mask": ALIGNMENT, **{f"mask_stride_{d}": units for d in "bhq"}}
 
     def fixed(self) -> tuple[str, ...]:
         """Arguments that are the same in every call of the class, for `bind`."""
@@ -117,9 +116,9 @@ def _single(x: float) -> float:
 
 def size_error(queries: int, keys: int) -> str | None:
     """Return why the kernels cannot index so many queries (or tokens) and keys, or None."""
-    if queries <= _MAX_LENGTH and keys <= _MAX_LENGTH:
+    if queries <= MAX_LENGTH and keys <= MAX_LENGTH:
         return None
-    return f"takes up to 2**29 queries and keys, got {queries} and {keys}"
+    return f"takes up to {MAX_LENGTH} queries and keys, got {queries} and {keys}"
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -135,8 +134,8 @@ def _mask(mask: Tensor | None, B: int, Hq: int, Sq: int, Sk: int) -> tuple:
 
 def _mask_class(mask: Tensor, strides: tuple) -> tuple[torch.dtype, bool, bool]:
     b, h, q, k = strides
-    units = 16 // mask.dtype.itemsize
-    aligned = (b | h | q) % units == 0 and mask.data_ptr() % 16 == 0
+    units = ALIGNMENT // mask.dtype.itemsize
+    aligned = (b | h | q) % units == 0 and mask.data_ptr() % ALIGNMENT == 0
     return mask.dtype, aligned, k == 1
 
 
@@ -161,15 +160,15 @@ class Layout(NamedTuple):
         qb, qh, qs, kb, kh, ks, vb, vh, vs = strides
         elements = qb | qh | qs | kb | kh | ks | vb | vh | vs
         bits = elements * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()
-        return _LAYOUTS[bits % 16 == 0][(qs | ks | vs) >= 1 << 23]
+        return _LAYOUTS[bits % ALIGNMENT == 0][(qs | ks | vs) >= 1 << 23]
 
     def divisors(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, int]:
         """For `bind`, of parameters x, x_stride_b, x_stride_h, x_stride_s for x in names."""
         if not self.aligned:
             return {}
-        units = 16 // dtype.itemsize
+        units = ALIGNMENT // dtype.itemsize
         strides = {f"{name}_stride_{d}": units for name in names for d in "bhs"}
-        return strides | dict.fromkeys(names, 16)
+        return strides | dict.fromkeys(names, ALIGNMENT)
 
 
 _LAYOUTS = [[Layout(aligned, wide) for wide in (False, True)] for aligned in (False, True)]

@@ -17,7 +17,7 @@ from fa_ops.backends.triton.configs import Tile
 from fa_ops.backends.triton.configs_backward import backward_tiles, mask_tile
 from fa_ops.backends.triton.launch import Launch, architecture, bind
 from fa_ops.backends.triton.mask_backward_kernel import mask_grad_kernel
-from fa_ops.types import Gradients, Packing, Spec
+from fa_ops.types import ALIGNMENT, Gradients, Packing, Spec
 
 _SPLIT_PROGRAMS = 512  # of the mask's gradient: a few for each multiprocessor
 
@@ -292,7 +292,7 @@ def _layout(named: Mapping[str, Tensor], strides: tuple[int, ...], rows: int) ->
     for x in named.values():
         addresses |= x.data_ptr()
     bits = elements * next(iter(named.values())).element_size() | addresses
-    return Layout(bits % 16 == 0, (rows + ROW_UNIT.value) * max(strides[2::3]) >= 1 << 31)
+    return Layout(bits % ALIGNMENT == 0, (rows + ROW_UNIT.value) * max(strides[2::3]) >= 1 << 31)
 
 
 def constants(

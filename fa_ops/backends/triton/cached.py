@@ -9,7 +9,7 @@ from fa_ops.backends.triton import decode
 from fa_ops.backends.triton.decode_append import prepare_cache
 from fa_ops.backends.triton.forward import forward
 from fa_ops.call import CACHED, Call, Run
-from fa_ops.types import Cache, Spec, is_prefill
+from fa_ops.types import MAX_HEAD_DIM, Cache, Spec, is_prefill
 
 
 def cache_forward(
@@ -31,7 +31,7 @@ def attends_whole_rows(call: Call) -> bool:
         return False
     if cache.page_table is not None or k.dtype != q.dtype or call.spec.key_ranges is not None:
         return False
-    return is_prefill(q) and max(q.shape[3], v.shape[3]) <= 256
+    return is_prefill(q) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
 
 
 def prepare_append(call: Call) -> Run:

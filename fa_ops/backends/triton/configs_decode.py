@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from fa_ops.backends.triton.arguments import padded
+from fa_ops.types import MAX_HEAD_DIM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def decode_tile(
 ) -> DecodeTile:
     """The tile for `rows` query rows per kv head. More than 32 go to several programs: with 64,
     Triton takes wgmma on Hopper, and there its accumulators spill from D = 256 on."""
-    width = max(64, padded(D) if D <= 256 else 512, padded(Dv))
+    width = max(64, padded(D) if D <= MAX_HEAD_DIM else 512, padded(Dv))
     roomy = arch in (80, 87, 90) or 100 <= arch < 120
     if dtype == torch.float32:
         return _FP32[width]

@@ -27,7 +27,7 @@ from fa_ops.backends.triton.decode_append import bind_cache, has_page_scales, pr
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.call import Call, Run
-from fa_ops.types import Cache, Spec
+from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
@@ -92,9 +92,9 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"has fp8 caches from compute capability 8.9 on, got {arch / 10}"
     if k.dtype == _FP8 and (D % 2 or Dv % 2):
         return f"has fp8 caches for even head dimensions, got {D} and {Dv}"
-    if D > 640 or Dv > 512 or (D > 256 and D - _main(D) > 128):
+    if D > 640 or Dv > 512 or (D > MAX_HEAD_DIM and D - _main(D) > 128):
         return (
-            "takes head dimensions up to 256, and 512 plus up to 128 for keys, got "
+            f"takes head dimensions up to {MAX_HEAD_DIM}, and 512 plus up to 128 for keys, got "
             f"{D} and {Dv}; the reference backend takes any"
         )
     table = cache.page_table
@@ -133,7 +133,8 @@ def prepare_cached(call: Call) -> Run:
                 q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale,
                 t.rotary_cos, t.rotary_sin,
             )  # fmt: skip
-        kind = (q.data_ptr() | k_at | v_at) % 16 == 0, k_at == v_at, exact and precision(q.dtype)
+        is_aligned = (q.data_ptr() | k_at | v_at) % ALIGNMENT == 0
+        kind = is_aligned, k_at == v_at, exact and precision(q.dtype)
         launch = known.get(kind)
         if launch is None:
             cache, spec = options.arguments_with(t)
@@ -246,7 +247,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Split
     bits = (q.stride(0) | q.stride(1) | q.stride(2)) * q.element_size() | q.data_ptr()
     stride_bits = functools.reduce(operator.or_, memory.strides)
     bits |= stride_bits * k.element_size() | k.data_ptr() | v.data_ptr()
-    aligned, wide = bits % 16 == 0, max(memory.strides) >= 1 << 31
+    aligned, wide = bits % ALIGNMENT == 0, max(memory.strides) >= 1 << 31
     shared = k.data_ptr() == v.data_ptr() and memory.strides[:3] == memory.strides[3:]
     shared = shared and Dv <= min(D, _main(D))
     sms = _multiprocessors(q.get_device())
@@ -288,9 +289,10 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Split
 
 def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
     """The divisors for `bind` if every row starts at a multiple of 16 bytes."""
-    units = {"q": 16 // dtype.itemsize, "k": 16 // cached.itemsize, "v": 16 // cached.itemsize}
+    dtypes = {"q": dtype, "k": cached, "v": cached}
+    units = {name: ALIGNMENT // dtype.itemsize for name, dtype in dtypes.items()}
     strides = {f"{name}_stride_{d}": units[name] for name in "qkv" for d in "bhs"}
-    return strides | dict.fromkeys("qkv", 16)
+    return strides | dict.fromkeys("qkv", ALIGNMENT)
 
 
 def constants(
@@ -322,8 +324,8 @@ def constants(
 
 
 def _main(D: int) -> int:
-    """Columns of the first product q.k; a second one adds the others if D > 256."""
-    return padded(D) if D <= 256 else 1 << (D.bit_length() - 1)
+    """Columns of the first product q.k; a second one adds the others if D > MAX_HEAD_DIM."""
+    return padded(D) if D <= MAX_HEAD_DIM else 1 << (D.bit_length() - 1)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import Launch, bind
+from fa_ops.types import ALIGNMENT
 
 _ROWS = 16
 _launches: dict[tuple, Launch] = {}
@@ -54,12 +55,12 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)
     rows = prod(lse.shape)
     args = (outs, lses, out, lse, outs.shape[0], rows)
-    aligned = D * outs.element_size() % 16 == 0 and outs.data_ptr() % 16 == 0
+    aligned = D * outs.element_size() % ALIGNMENT == 0 and outs.data_ptr() % ALIGNMENT == 0
     key = (outs.dtype, D, aligned, outs.get_device())
     launch = _launches.get(key)
     if launch is None:
         constants = {"D": D, "BLOCK_D": padded(D), "BLOCK": _ROWS}
-        divisors = dict.fromkeys(("outs", "out"), 16) if aligned else None
+        divisors = dict.fromkeys(("outs", "out"), ALIGNMENT) if aligned else None
         options = {"num_warps": 4}
         launch = bind(merge_kernel, args, constants, options, device=outs.device, divisors=divisors)
         _launches[key] = launch

@@ -71,7 +71,7 @@ def static_leftpad(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
 
 
 def chunked(model: PreTrainedModel, inputs: dict) -> dict[str, Tensor]:
-    """A prefill in two pieces, the second of which attends the cache of the first."""
+    """A prefill in two chunks, the second of which attends the cache of the first."""
     _need(model, "past_key_values")
     if getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():
         raise Skip("not a decoder")
@@ -146,14 +146,14 @@ def changes(config, wanted: dict) -> dict:
     return {name: wanted[name] for name in wanted} if sizes - {"use_sliding_window"} else {}
 
 
-def difference(eager: dict[str, Tensor], ours: dict[str, Tensor], scenario: str) -> str | None:
+def difference(eager: dict[str, Tensor], results: dict[str, Tensor], scenario: str) -> str | None:
     """Where two results differ by more than rounding, or None."""
-    if eager.keys() != ours.keys():
-        return f"other outputs: {sorted(eager.keys() ^ ours.keys())[:3]}"
+    if eager.keys() != results.keys():
+        return f"other outputs: {sorted(eager.keys() ^ results.keys())[:3]}"
     tolerance = GRADIENT_TOLERANCE if scenario == "grad" else TOLERANCE
     largest = max((t.abs().max().item() for t in eager.values() if t.numel()), default=0.0)
     for name, expected in eager.items():
-        actual = ours[name]
+        actual = results[name]
         if actual.shape != expected.shape:
             return f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         if not expected.is_floating_point():

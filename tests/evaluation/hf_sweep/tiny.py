@@ -211,13 +211,13 @@ def build(config: PreTrainedConfig, implementation: str, seed: int = 0) -> PreTr
 
     Raises MemoryError for a model of more than `MAX_PARAMETERS`.
     """
-    made = model_class(config)
+    chosen = model_class(config)
     with torch.device("meta"):
-        size = sum(p.numel() for p in made._from_config(_copy(config)).parameters())
+        size = sum(p.numel() for p in chosen._from_config(_copy(config)).parameters())
     if size > MAX_PARAMETERS:
         raise MemoryError(f"{size} parameters, even from a tiny config")
     torch.manual_seed(seed)
-    model = made._from_config(_copy(config), attn_implementation=implementation)
+    model = chosen._from_config(_copy(config), attn_implementation=implementation)
     fill(model, seed)
     return model.float().eval()
 

@@ -7,7 +7,7 @@ from collections import Counter
 # The runs of a family: the implementation that the tests name, and the one that replaces it.
 RUNS = (("sdpa", "sdpa"), ("sdpa", "fa_ops"), ("flash_attention_2", "fa_ops"))
 
-Found = dict[str, list]  # test -> [outcome, attention calls, why]
+Found = dict[str, list]  # test -> [outcome, attention calls, reason]
 
 
 def key(scope: str, implementation: str) -> str:
@@ -27,23 +27,23 @@ def lines(results: dict[str, dict[str, Found | str]]) -> list[str]:
     ]
     notes = []
     for family, runs in results.items():
-        base, ours, flash = (runs[name] for name in columns)
-        worse = regressions(base, ours)
-        made = "-" if isinstance(ours, str) else sum(test[1] for test in ours.values())
-        cells = [family, *map(_counts, (base, ours, flash)), str(len(worse)), str(made)]
+        base, replaced, flash = (runs[name] for name in columns)
+        worse = regressions(base, replaced)
+        calls = "-" if isinstance(replaced, str) else sum(test[1] for test in replaced.values())
+        cells = [family, *map(_counts, (base, replaced, flash)), str(len(worse)), str(calls)]
         table.append(f"| {' | '.join(cells)} |")
-        notes += [f"{family}: {name}: {ours[name][2]}" for name in worse]
+        notes += [f"{family}: {name}: {replaced[name][2]}" for name in worse]
         notes += [f"{family}: {name}: {test[2]}" for name, test in _failed(flash)]
         notes += [f"{family}, {n}: {runs[n]}" for n in columns if isinstance(runs[n], str)]
     return [*table, "passed / failed / skipped", *notes]
 
 
-def regressions(base: Found | str, ours: Found | str) -> list[str]:
+def regressions(base: Found | str, replaced: Found | str) -> list[str]:
     """The tests that pass with sdpa, but not with fa_ops."""
-    if isinstance(base, str) or isinstance(ours, str):
+    if isinstance(base, str) or isinstance(replaced, str):
         return []
     passed = (name for name, test in base.items() if test[0] == "passed")
-    return [name for name in passed if ours.get(name, ["missing", 0, ""])[0] != "passed"]
+    return [name for name in passed if replaced.get(name, ["missing", 0, ""])[0] != "passed"]
 
 
 def _counts(found: Found | str) -> str:
@@ -62,9 +62,9 @@ def _failed(found: Found | str) -> list[tuple[str, list]]:
 def is_good(results: dict[str, dict[str, Found | str]]) -> bool:
     """Whether all runs finished, no test passes only with sdpa, and no flash test fails."""
     for runs in results.values():
-        base, ours, flash = (runs[key(*names)] for names in RUNS)
+        base, replaced, flash = (runs[key(*names)] for names in RUNS)
         if any(isinstance(found, str) for found in runs.values()):
             return False
-        if regressions(base, ours) or _failed(flash):
+        if regressions(base, replaced) or _failed(flash):
             return False
     return True

@@ -24,7 +24,7 @@ _EXCLUDED = {"test_generation_tester_mixin_inheritance"}
 
 
 class Result(unittest.TestResult):
-    """Test -> [outcome, attention calls, why]."""
+    """Test -> [outcome, attention calls, reason]."""
 
     def __init__(self, calls: Counter) -> None:
         super().__init__()
@@ -35,29 +35,29 @@ class Result(unittest.TestResult):
         super().startTest(test)
         self.calls.clear()
 
-    def _note(self, test, outcome: str, why: str = "") -> None:
+    def _record(self, test, outcome: str, reason: str = "") -> None:
         name = test.id().rpartition(".")[2]
         if self.found.get(name, ["passed"])[0] == "passed":
-            self.found[name] = [outcome, self.calls.total(), why[:300]]
+            self.found[name] = [outcome, self.calls.total(), reason[:300]]
 
     def addSuccess(self, test) -> None:
         """Record a passed test."""
-        self._note(test, "passed")
+        self._record(test, "passed")
 
     def addSkip(self, test, reason: str) -> None:
         """Record a skipped test."""
-        self._note(test, "skipped", reason)
+        self._record(test, "skipped", reason)
 
     def addFailure(self, test, error) -> None:
         """Record a failed test."""
-        self._note(test, "failed", _line(error))
+        self._record(test, "failed", _line(error))
 
     addError = addFailure
 
     def addSubTest(self, test, subtest, error) -> None:
         """Record a test with a failed subtest."""
         if error is not None:
-            self._note(test, "failed", _line(error))
+            self._record(test, "failed", _line(error))
 
 
 def _line(error: tuple) -> str:

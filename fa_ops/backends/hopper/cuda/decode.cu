@@ -8,6 +8,7 @@
 // HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
 #include "combine.cuh"
 #include "decode_params.cuh"
+#include "exact_cache_row.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 
@@ -160,16 +161,14 @@ DEVICE void write_columns(const DecodeParams& p, int out_row, int column, float2
 }
 
 // A row of an item that is attended exactly.
-struct DecodeExactRow {
-  const DecodeParams& p;
-  const int b, item, head, s, diagonal;
+struct DecodeExactRow : ExactCacheRow<DecodeParams> {
+  const int item, head, s, diagonal;
   int begin, end;
   float scale_log2;
   const Element* query;
 
   DEVICE DecodeExactRow(const DecodeParams& p, const Split& t, int row)
-      : p(p),
-        b(t.b),
+      : ExactCacheRow{p, t.b},
         item(t.item),
         head(t.item * p.group + (u32)row / (u32)p.Sq),
         s((u32)row % (u32)p.Sq),
@@ -181,21 +180,10 @@ struct DecodeExactRow {
     end = warp_uniform(min(own.end, diagonal + p.window_right + 1));
   }
 
-  // The row of a key in `x`; of a key whose page does not exist, some other row.
   DEVICE const Element* key_row(const Element* x, const Strides& strides, int key) const {
-    int from = b;
-#if IS_PAGED
-    from = min(max(page_of(key), 0), p.page_count - 1), key %= p.page;
-#endif
+    const int from = find(key);
     return row_at(x, strides, from, item, key);
   }
-
-#if IS_PAGED
-  DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
-  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.page_count; }
-#else
-  DEVICE bool attends(int) const { return true; }
-#endif
 
   DEVICE float score(int key) const {
     float y = dot(query, key_row(p.k_rows, p.k_strides, key), p.D);
@@ -208,7 +196,6 @@ struct DecodeExactRow {
     return y;
   }
 
-  DEVICE float weight(int, float x) const { return x; }
   DEVICE const Element* value(int key) const { return key_row(p.v_rows, p.v_strides, key); }
 };
 

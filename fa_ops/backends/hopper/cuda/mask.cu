@@ -1,16 +1,63 @@
-// Packs a bool mask to bits. A row's bits are in the order of its columns and 0 from `columns` on; a row of
-// bits has `pitch` bytes, a multiple of 16, of which the last 8 are the row's key range: the first column
-// that is kept and the one after the last. Each of the mask's `all_heads` heads, `heads` in a batch, has a
-// row of CTAs.
+// Packs a bool mask to bits and finds each row's key range, in one launch. A row's bits are in the order of
+// its columns and 0 from `columns` on. A row has `pitch` bytes, a multiple of 16, of which the last 8 are its
+// key range: the first column that is kept and the one after the last. Where nothing is kept the range is
+// empty and begins at UNBOUNDED. Each head has a row of CTAs, whose warps share rows.
 #include "ptx.cuh"
 
-struct MaskStrides {
-  long long b, h, row, column;  // in bytes
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+
+// fa_ops/backends/hopper/kernel_params.py reads this declaration.
+struct MaskParams {
+  const unsigned char* mask;
+  unsigned char* bits;          // (all_heads, rows, pitch)
+  long long b, h, row, column;  // strides of the mask in bytes, 0 for dimensions of one element
+  int heads, all_heads;         // of a batch, of all batches
+  int rows, columns, pitch;
+  int row_warps;  // `pack_rows`: warps that share a row, a power of two
 };
 
-DEVICE const unsigned char* head_of(const unsigned char* mask, const MaskStrides& s, int heads, int i) {
-  return mask + i / heads * s.b + i % heads * s.h;
+DEVICE const unsigned char* head_of(const MaskParams& p, int head) {
+  return p.mask + head / p.heads * p.b + head % p.heads * p.h;
 }
+
+DEVICE unsigned char* bits_of_row(const MaskParams& p, int head, int row) {
+  return p.bits + ((long long)head * p.rows + row) * p.pitch;
+}
+
+// Words of a row in front of its key range.
+DEVICE int words_of_row(const MaskParams& p) { return p.pitch / 4 - 2; }
+
+// Columns [begin, end) that are kept.
+struct KeptRange {
+  int begin = UNBOUNDED, end = 0;
+
+  DEVICE void add_word(u32 bits, int column) {
+    if (!bits) return;
+    begin = min(begin, column + __ffs(bits) - 1), end = max(end, column + 32 - __clz(bits));
+  }
+};
+
+// The key ranges of a CTA's rows, in shared memory, of which each warp sees some columns.
+struct SharedRanges {
+  int begin[32], end[32];
+
+  DEVICE void clear() {
+    if (threadIdx.x < 32) begin[threadIdx.x] = UNBOUNDED, end[threadIdx.x] = 0;
+    __syncthreads();
+  }
+  DEVICE void add(int slot, const KeptRange& range) {
+    atomicMin(&begin[slot], range.begin), atomicMax(&end[slot], range.end);
+  }
+  DEVICE void store(const MaskParams& p, int head, int first_row, int count) {
+    __syncthreads();
+    const int slot = threadIdx.x;
+    if (slot < count && first_row + slot < p.rows)
+      *(int2*)(bits_of_row(p, head, first_row + slot) + p.pitch - 8) = make_int2(begin[slot], end[slot]);
+  }
+};
+
+#if ENTRY_pack_rows
+constexpr int STEP = 1024;  // columns that a warp packs at once, a word in each lane
 
 // A bit for each of 16 bytes that is not 0.
 DEVICE u32 bits_of(uint4 x) {
@@ -20,75 +67,78 @@ DEVICE u32 bits_of(uint4 x) {
   return four(x.x) | four(x.y) << 4 | four(x.z) << 8 | four(x.w) << 12;
 }
 
-#if ENTRY_pack_rows
-// For contiguous columns and rows at multiples of 16 bytes: a thread reads 16 columns at once.
-extern "C" __global__ void __launch_bounds__(256)
-    pack_rows(const unsigned char* mask, unsigned char* bits, MaskStrides s, int heads, int all_heads,
-              int rows, int columns, int pitch) {
-  const u32 groups = pitch / 2, i = blockIdx.x * 256 + threadIdx.x, row = i / groups,
-            group = i - row * groups;
-  if (row >= rows) return;
-  const int left = columns - (int)group * 16;
-  for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
-    const unsigned char* from = head_of(mask, s, heads, head) + row * s.row + group * 16;
-    u32 found = 0;
-    if (left >= 16) found = bits_of(*(const uint4*)from);
-    else
-      for (int j = 0; j < left; j++) found |= (u32)(from[j] != 0) << j;
-    *(unsigned short*)(bits + ((long long)head * rows + row) * pitch + group * 2) = found;
+// This lane's 32 of the STEP columns at `from`, of which `left` are in the row. Executed by one warp.
+DEVICE u32 pack_columns_of_row(const unsigned char* from, long long stride, int left) {
+  const int lane = threadIdx.x & 31;
+  unsigned char x[32];
+  u32 word = 0;
+#pragma unroll
+  for (int j = 0; j < 32; j++) x[j] = j * 32 + lane < left ? from[(j * 32 + lane) * stride] : 0;
+#pragma unroll
+  for (int j = 0; j < 32; j++) {
+    const u32 found = __ballot_sync(~0u, x[j] != 0);
+    if (j == lane) word = found;
+  }
+  return word;
+}
+
+// For columns that are not further apart than rows: the lanes of a warp are along the columns of one row.
+extern "C" __global__ void __launch_bounds__(THREADS) pack_rows(const __grid_constant__ MaskParams p) {
+  __shared__ SharedRanges ranges;
+  const int lane = threadIdx.x & 31, warp = warp_uniform(threadIdx.x / 32);
+  const int count = WARPS / p.row_warps, first_row = blockIdx.x * count;
+  const int slot = warp / p.row_warps, row = first_row + slot;
+  const bool is_aligned = p.column == 1 && (((u64)p.mask | p.b | p.h | p.row) & 15) == 0;
+  for (int head = blockIdx.y; head < p.all_heads; head += gridDim.y) {
+    ranges.clear();
+    if (row < p.rows) {
+      const unsigned char* from = head_of(p, head) + row * p.row;
+      u32* to = (u32*)bits_of_row(p, head, row);
+      KeptRange range;
+      for (int i = warp % p.row_warps * 32; i < words_of_row(p); i += p.row_warps * 32) {
+        const int first = i * 32, left = p.columns - first;
+        u32 word = 0;
+        if (is_aligned && left >= STEP) {
+          const uint4* x = (const uint4*)(from + first) + lane * 2;
+          word = bits_of(x[0]) | bits_of(x[1]) << 16;
+        } else if (left > 0) {
+          word = pack_columns_of_row(from + first * p.column, p.column, left);
+        }
+        if (i + lane < words_of_row(p)) to[i + lane] = word;
+        range.add_word(word, (i + lane) * 32);
+      }
+      range.begin = __reduce_min_sync(~0u, range.begin), range.end = __reduce_max_sync(~0u, range.end);
+      if (lane == 0) ranges.add(slot, range);
+    }
+    ranges.store(p, head, first_row, count);
   }
 }
 #endif
 
-#if ENTRY_pack_words
-// For any strides: a warp packs 32 rows of 32 columns, its lanes along the smaller stride, and each lane ends
-// with the word of one row. A CTA is four warps by two.
-extern "C" __global__ void __launch_bounds__(256)
-    pack_words(const unsigned char* mask, unsigned char* bits, MaskStrides s, int heads, int all_heads,
-               int rows, int columns, int pitch) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, across = pitch / 8;
-  const int column = (blockIdx.x % across * 2 + warp % 2) * 32,
-            row = (blockIdx.x / across * 4 + warp / 2) * 32;
-  if (row >= rows) return;
-  const bool lanes_are_columns = s.column <= s.row || rows == 1;
-  for (int head = blockIdx.y; head < all_heads; head += gridDim.y) {
-    const unsigned char* from = head_of(mask, s, heads, head) + row * s.row + column * s.column;
-    unsigned char x[32];
-    u32 word = 0;
-    if (lanes_are_columns) {
-      const int there = column + lane < columns ? rows - row : 0;
+#if ENTRY_pack_columns
+// For rows that are closer than columns: each lane of a warp packs 32 columns of a row of its own.
+extern "C" __global__ void __launch_bounds__(THREADS) pack_columns(const __grid_constant__ MaskParams p) {
+  __shared__ SharedRanges ranges;
+  const int lane = threadIdx.x & 31, warp = warp_uniform(threadIdx.x / 32);
+  const int first_row = blockIdx.x * 32, row = first_row + lane;
+  for (int head = blockIdx.y; head < p.all_heads; head += gridDim.y) {
+    ranges.clear();
+    const unsigned char* from = head_of(p, head) + row * p.row;
+    u32* to = (u32*)bits_of_row(p, head, row);
+    KeptRange range;
+    for (int i = warp; i < words_of_row(p); i += WARPS) {
+      const int left = row < p.rows ? p.columns - i * 32 : 0;
+      unsigned char x[32];
+      u32 word = 0;
 #pragma unroll
-      for (int j = 0; j < 32; j++) x[j] = j < there ? from[j * s.row + lane * s.column] : 0;
-#pragma unroll
-      for (int j = 0; j < 32; j++) {
-        const u32 found = __ballot_sync(~0u, x[j] != 0);
-        if (j == lane) word = found;
-      }
-    } else {
-      const int there = row + lane < rows ? columns - column : 0;
-#pragma unroll
-      for (int j = 0; j < 32; j++) x[j] = j < there ? from[lane * s.row + j * s.column] : 0;
+      for (int j = 0; j < 32; j++) x[j] = j < left ? from[(i * 32 + j) * p.column] : 0;
 #pragma unroll
       for (int j = 0; j < 32; j++) word |= (u32)(x[j] != 0) << j;
+      if (row < p.rows) to[i] = word;
+      range.add_word(word, i * 32);
     }
-    if (row + lane < rows) *(u32*)(bits + ((long long)head * rows + row + lane) * pitch + column / 8) = word;
+    if (row < p.rows) ranges.add(lane, range);
+    ranges.store(p, head, first_row, 32);
   }
-}
-#endif
-
-#if ENTRY_find_ranges
-// After the bits: a warp finds the key range of a row. It is empty, with its begin at UNBOUNDED, where
-// nothing is kept.
-extern "C" __global__ void __launch_bounds__(256) find_ranges(unsigned char* bits, int rows, int pitch) {
-  const int lane = threadIdx.x & 31, row = blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  unsigned char* at = bits + (long long)row * pitch;
-  int first = UNBOUNDED, end = 0;
-  for (int i = lane; i < pitch / 4 - 2; i += 32) {
-    const u32 x = ((const u32*)at)[i];
-    if (x) first = min(first, i * 32 + __ffs(x) - 1), end = max(end, i * 32 + 32 - __clz(x));
-  }
-  first = __reduce_min_sync(~0u, first), end = __reduce_max_sync(~0u, end);
-  if (lane == 0) *(int2*)(at + pitch - 8) = make_int2(first, end);
 }
 #endif

@@ -10,6 +10,7 @@
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM BLOCK_N ROWS SHARED_BYTES RESCALE_THRESHOLD SCALES_DIFFERENCES
 // IS_PAGED COPY_KEYS HAS_KV_LENS
 #include "combine.cuh"
+#include "exact_cache_row.cuh"
 #include "mla_params.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
@@ -91,38 +92,25 @@ DEVICE void write_columns(const MlaParams& p, int out_row, int column, float2 x,
 }
 
 // A row of an item that is attended exactly.
-struct MlaExactRow {
-  const MlaParams& p;
-  const int b, begin = 0;
+struct MlaExactRow : ExactCacheRow<MlaParams> {
+  const int begin = 0;
   int end;
   float scale_log2;
   const Element* query;
 
-  DEVICE MlaExactRow(const MlaParams& p, const Split& t, int row) : p(p), b(t.b), scale_log2(p.scale_log2) {
+  DEVICE MlaExactRow(const MlaParams& p, const Split& t, int row)
+      : ExactCacheRow{p, t.b}, scale_log2(p.scale_log2) {
     const QueryBlock block = query_block_of(p, t);
     const int head = block.head + (u32)row / (u32)p.tokens, token = block.token + (u32)row % (u32)p.tokens;
     query = row_at(p.q_rows, p.q_strides, b, min(head, p.Hq - 1), min(token, p.Sq - 1));
     end = warp_uniform(min(t.keys, t.keys - p.Sq + token + p.window_right + 1));
   }
 
-  // The row of a key; of a key whose page does not exist, some other row.
   DEVICE const Element* value(int key) const {
-    int from = b;
-#if IS_PAGED
-    from = min(max(page_of(key), 0), p.page_count - 1), key %= p.page;
-#endif
+    const int from = find(key);
     return row_at(p.k_rows, p.k_strides, from, 0, key);
   }
-
-#if IS_PAGED
-  DEVICE int page_of(int key) const { return p.table[(long long)b * p.table_stride + key / p.page]; }
-  DEVICE bool attends(int key) const { return (u32)page_of(key) < (u32)p.page_count; }
-#else
-  DEVICE bool attends(int) const { return true; }
-#endif
-
   DEVICE float score(int key) const { return dot(query, value(key), HEAD_DIM); }
-  DEVICE float weight(int, float x) const { return x; }
 };
 
 // Executed by one warp: replaces two columns of a row for each lane, computed exactly.
