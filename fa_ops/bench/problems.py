@@ -100,8 +100,11 @@ _MODELS = (
     (1, 64, 8, 8192, 64, True),
     (1, 8, 4, 8192, 256, True),
     (1, 24, 24, 4608, 128, False),
-    (32, 16, 16, 729, 72, False),
-    (8, 8, 8, 4096, 40, False),
+    (32, 16, 16, 729, 72, False),  # SigLIP so400m
+    (8, 8, 8, 4096, 40, False),  # Stable Diffusion 1.5, the widest feature map
+    (8, 8, 8, 256, 160, False),  # the same, the deepest one
+    (1, 16, 16, 4096, 80, False),  # ViT-H
+    (2, 32, 32, 4096, 96, True),  # Phi-3 mini
 )
 
 

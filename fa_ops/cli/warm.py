@@ -14,7 +14,8 @@ from fa_ops.cli import options
 
 def run(
     head_dim: Annotated[
-        list[int] | None, typer.Option(help="64, 128, 192 or 256; repeatable; default: all")
+        list[int] | None,
+        typer.Option(help="a multiple of 8; repeatable; default: 64, 128, 192, 256"),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
@@ -22,7 +23,8 @@ def run(
 ) -> None:
     """Compile the Hopper kernels of common calls into the cache, with or without a GPU."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
-    head_dims = options.one_of("--head-dim", head_dim, warm.HEAD_DIMS)
+    chosen = head_dim or warm.COMMON_HEAD_DIMS
+    head_dims = options.one_of("--head-dim", chosen, warm.HEAD_DIMS)
     dtypes = options.one_of("--dtype", dtype, tuple(known))
     console = Console(highlight=False)
     variants = list(warm.variants(head_dims, [known[name] for name in dtypes]))

@@ -28,6 +28,7 @@ from fa_ops.backends.hopper import (
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+DIMS += ((40, 40), (96, 96), (112, 112), (160, 160))
 PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 CAUSAL = {"window": True}
 # Features of dense calls, as `kernel_defines` has them; a backward pass has no sinks.

@@ -84,6 +84,23 @@ def assert_clean(log, spilled_bytes=0):
     [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)],
 )
 def test_forward(dims, features, tmp_path):
+    assert_forward(dims, features, tmp_path)
+
+
+ODD_DIMS = ((40, 40), (80, 80), (96, 72), (112, 112), (160, 160))
+
+
+@pytest.mark.parametrize("number, dims", list(enumerate(ODD_DIMS)), ids=str)
+def test_forward_of_other_dims(number, dims, tmp_path):
+    assert_forward(dims, FEATURES[number], tmp_path)
+
+
+def steps(features):
+    """Of a product over features."""
+    return -(-features // 16)
+
+
+def assert_forward(dims, features, tmp_path):
     is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT"})
     config = configs.forward_config(*dims, is_crowded=is_crowded)
     sass, log = compiled(tmp_path, "forward", config, **features)
@@ -93,7 +110,7 @@ def test_forward(dims, features, tmp_path):
     assert_clean(log, spilled_bytes=200 if len(features) > 2 else aside)
     # scores: one product per 16 features, first block and loop; output: one per 16 keys, loop and
     # last block
-    assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
+    assert sass.count("HGMMA") == 2 * steps(config.head_features) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4
     # one thread copies, and the compiler knows it: no loop over lanes around a copy
     assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
@@ -122,6 +139,47 @@ BACKWARD_FEATURES = pytest.mark.parametrize(
 @BACKWARD_FEATURES
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_backward_in_one_pass(head_dim, features, tmp_path):
+    assert_one_pass(head_dim, features, tmp_path)
+
+
+# dQ by rows; by whole blocks in turn, with 64 columns and more; by halves of which one is not full
+@pytest.mark.parametrize(
+    "head_dim, features",
+    [
+        (40, {}),
+        (40, {"HAS_WINDOW": 1, "HAS_MASK": 1}),
+        (80, {}),
+        (96, {"HAS_WINDOW": 1, "HAS_DROPOUT": 1}),
+        (96, {"HAS_WINDOW": 1, "SPLITS_GROUP": 1}),
+        (112, {"HAS_WINDOW": 1}),
+    ],
+    ids=str,
+)
+def test_backward_of_other_dims_in_one_pass(head_dim, features, tmp_path):
+    assert_one_pass(head_dim, features, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "head_dim, crowded, block_m, alternates, columns",
+    [
+        (40, False, 128, False, 40),
+        (40, True, 64, True, 40),
+        (64, True, 64, False, 64),
+        (72, False, 64, True, 72),
+        (96, True, 64, True, 96),
+        (104, False, 64, False, 128),
+        (128, False, 64, False, 128),
+    ],
+)
+def test_consumers_share_the_gradients_of_queries(head_dim, crowded, block_m, alternates, columns):
+    """By queries, by halves of the columns, or by blocks where a half would cross 64 features."""
+    config = configs.backward_config(head_dim, head_dim, is_crowded=crowded)
+    assert (config.block_m, config.alternates) == (block_m, alternates)
+    assert config.sum_features == columns
+    assert not configs.backward_config(head_dim, head_dim, deterministic=True).alternates
+
+
+def assert_one_pass(head_dim, features, tmp_path):
     is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
     config = configs.backward_config(head_dim, head_dim, is_crowded=is_crowded)
     assert config.shared_bytes <= configs.SHARED_LIMIT
@@ -133,7 +191,8 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     assert_notes(sass, config, features)
     # S and dP: one product per 16 features; dV and dK: one per 16 queries; dQ: one per 16 keys. It
     # comes a step later: the first step has none and a dK of its own, and the last dQ comes alone
-    scores, grads, queries = head_dim // 16, config.block_m // 16, config.block_n // 16
+    scores, grads = steps(config.head_features), config.block_m // 16
+    queries = config.block_n // 16
     assert sass.count("HGMMA") == 2 * scores + 3 * grads + 2 * queries
     assert sass.count("WARPGROUP.DEPBAR") == 5
 
@@ -143,13 +202,22 @@ def test_backward_in_one_pass(head_dim, features, tmp_path):
     "dims", [(64, 64), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256)]
 )
 def test_backward_in_two_passes(dims, features, tmp_path):
+    assert_two_passes(dims, features, tmp_path)
+
+
+@pytest.mark.parametrize("number, dims", list(enumerate(ODD_DIMS)), ids=str)
+def test_backward_of_other_dims_in_two_passes(number, dims, tmp_path):
+    assert_two_passes(dims, FEATURES[number], tmp_path)
+
+
+def assert_two_passes(dims, features, tmp_path):
     config = configs.backward_config(*dims, deterministic=True)
     sass, log = compiled(tmp_path, "backward", config, **features)
     assert_clean(log, spilled_bytes=160 if features.get("HAS_SOFTCAP") and dims[0] == 128 else 24)
     assert not unwritten_uniform_registers(sass)
     assert_notes(sass, config, features)
     products = kernel_counts(sass, "HGMMA")
-    scores = sum(dims) // 16  # S and dP
+    scores = steps(config.head_features) + steps(config.value_features)  # S and dP
     assert products["backward"] == scores + 2 * (config.block_m // 16)
     assert products["backward_queries"] == scores + config.query_block_n // 16
     # of the consumers that own one gradient each, three; of those that own both
@@ -164,9 +232,9 @@ def assert_notes(sass, config, features):
         name: len(re.findall(r"FFMA\S* R\d+, RZ, R\d+, R", body))
         for name, _, body in (part.partition("\n") for part in sass.split("Function : ")[1:])
     }
-    gradients = (config.head_dim + config.value_dim) // 2
+    gradients = (config.head_features + config.value_features) // 2
     assert found["backward"] == (0 if features.get("SPLITS_GROUP") else gradients)
-    assert found.get("backward_queries", config.head_dim // 2) == config.head_dim // 2
+    assert found.get("backward_queries", config.head_features // 2) == config.head_features // 2
 
 
 BIAS_BITS = pytest.mark.parametrize("bits", [16, 32])

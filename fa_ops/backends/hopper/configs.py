@@ -14,8 +14,8 @@ SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 class Config:
     """The forward's tile: `block_m / 64` consumer warpgroups share the keys one producer brings."""
 
-    head_dim: int  # of q and k, padded to columns of 64
-    value_dim: int
+    head_features: int  # of q and k in products
+    value_features: int
     block_m: int
     block_n: int
     stages: int = 2
@@ -27,6 +27,16 @@ class Config:
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
         assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
+
+    @property
+    def head_dim(self) -> int:
+        """Features of q and k in shared memory, where the copies fill whole columns with zeros."""
+        return padded(self.head_features)
+
+    @property
+    def value_dim(self) -> int:
+        """Those of v."""
+        return padded(self.value_features)
 
     @property
     def threads(self) -> int:
@@ -48,6 +58,7 @@ class Config:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
+            "HEAD_FEATURES": self.head_features, "VALUE_FEATURES": self.value_features,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
@@ -64,8 +75,8 @@ class BackwardConfig:
     `query_block_n` keys at a time, each block of K or V in one of `query_stages` slots.
     """
 
-    head_dim: int
-    value_dim: int
+    head_features: int  # as the forward's; one consumer with dK and dV has the same of both
+    value_features: int
     is_wide: bool = False
     adds_dq: bool = True
     block_m: int = 64
@@ -77,6 +88,30 @@ class BackwardConfig:
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
 
     threads = 384  # a warpgroup copies, two compute
+
+    @property
+    def head_dim(self) -> int:
+        """Features of q and k in shared memory, as the forward's."""
+        return padded(self.head_features)
+
+    @property
+    def value_dim(self) -> int:
+        """Those of v."""
+        return padded(self.value_features)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the consumers compute dQ of blocks of queries in turn.
+
+        Else each has half the queries of a block of 128, or half the columns of dQ, which can begin
+        inside a column of 64 features but not cross into the next one.
+        """
+        return self.adds_dq and self.block_m == 64 and self.sum_features % 64 != 0
+
+    @property
+    def sum_features(self) -> int:
+        """Columns of the sums of dQ. Registers do not hold 104, but they hold half of 128."""
+        return 128 if 96 < self.head_features < 128 else self.head_features
 
     @property
     def shared_bytes(self) -> int:
@@ -105,6 +140,8 @@ class BackwardConfig:
         """The macros of this configuration."""
         return {
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim,
+            "HEAD_FEATURES": self.head_features, "VALUE_FEATURES": self.value_features,
+            "SUM_FEATURES": self.sum_features, "ALTERNATES": int(self.alternates),
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
             "SHARED_BYTES": self.shared_bytes, "QUERY_SHARED_BYTES": self.query_shared_bytes,
@@ -234,12 +271,17 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
+def features(dim: int) -> int:
+    """Round a head dimension up to what a product can write, a multiple of 8 features."""
+    return -(-dim // 8) * 8
+
+
 def forward_config(
     D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False, page: int = 0
 ) -> Config:
     """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps. `page`:
     keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous."""
-    config = _forward_config(padded(D), padded(Dv), is_crowded or bias_bits > 0)
+    config = _forward_config(features(D), features(Dv), is_crowded or bias_bits > 0)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
         return dataclasses.replace(config, block_n=block_n, copy_keys=min(page, 64))
@@ -254,32 +296,33 @@ def forward_config(
     )
 
 
-def _forward_config(head_dim: int, value_dim: int, is_crowded: bool) -> Config:
+def _forward_config(D: int, Dv: int, is_crowded: bool) -> Config:
+    head_dim = padded(D)
     if head_dim == 64 and is_crowded:
         # slower with two stages, and with two consumers of more keys
-        return Config(64, 64, 192, 128, stages=3)
+        return Config(D, Dv, 192, 128, stages=3)
     if head_dim == 64:
         # what registers hold: exponentials and products overlap best with four consumers; slower
         # with three of 96 to 128 keys, but for 2 % in full attention of 16k. The second slot for
         # queries matters where tiles are short
-        return Config(64, 64, 256, 64, stages=4, query_stages=2)
+        return Config(D, Dv, 256, 64, stages=4, query_stages=2)
     if head_dim == 128:
         # slower with a threshold of 0, with two stages, as keys are held to the end of a step, and
         # with 144 to 176 keys but for full attention from 8k on
-        return Config(128, value_dim, 128, 128, stages=3)
+        return Config(D, Dv, 128, 128, stages=3)
     if head_dim == 192:
         # what shared memory holds
-        return Config(192, value_dim, 128, 128 if value_dim <= 128 else 112)
+        return Config(D, Dv, 128, 128 if Dv <= 128 else 112)
     # as fast as 64 keys; slower with a threshold of 0, as rescaling 256 columns is expensive
-    return Config(256, value_dim, 128, 80)
+    return Config(D, Dv, 128, 80)
 
 
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, is_crowded: bool = False
 ) -> BackwardConfig:
     """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
-    head_dim, value_dim = padded(D), padded(Dv)
-    config = _backward_config(head_dim, value_dim, deterministic)
+    config = _backward_config(features(D), features(Dv), deterministic)
+    head_dim = config.head_dim
     if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
         config = dataclasses.replace(config, block_m=128)
@@ -287,18 +330,16 @@ def backward_config(
     return dataclasses.replace(config, bias_bits=bias_bits, buffers=buffers)
 
 
-def _backward_config(head_dim: int, value_dim: int, deterministic: bool) -> BackwardConfig:
-    if head_dim == value_dim <= 128:
+def _backward_config(D: int, Dv: int, deterministic: bool) -> BackwardConfig:
+    if padded(D) == padded(Dv) <= 128:
         # registers hold dK and dV of 64 keys, and dQ
-        config = BackwardConfig(head_dim, value_dim, adds_dq=not deterministic)
-        if head_dim == 64:
+        config = BackwardConfig(max(D, Dv), max(D, Dv), adds_dq=not deterministic)
+        if config.head_dim == 64:
             return dataclasses.replace(config, query_block_n=128, query_stages=4)
         return dataclasses.replace(config, query_block_n=64, query_stages=6)
     # what shared memory holds
-    slots = 3 if head_dim == 256 else 5
-    return BackwardConfig(
-        head_dim, value_dim, is_wide=True, adds_dq=False, block_n=64, query_stages=slots
-    )
+    slots = 3 if padded(D) == 256 else 5
+    return BackwardConfig(D, Dv, is_wide=True, adds_dq=False, block_n=64, query_stages=slots)
 
 
 # Work items that a processor should have, so that the longest of a causal call end evenly.

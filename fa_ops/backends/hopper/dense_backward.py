@@ -235,8 +235,8 @@ class BackwardPlan:
         log-sum-exps, row sums, in one pass the sums of dQ, where groups are split those of dK and
         dV, the counter of tiles, and the flags."""
         config, rows = self.config, self.heads * self.rows
-        sums = rows * config.head_dim if config.adds_dq else 0
-        keys, dims = key_blocks * config.block_n, config.head_dim + config.value_dim
+        sums = rows * config.sum_features if config.adds_dq else 0
+        keys, dims = key_blocks * config.block_n, config.head_features + config.value_features
         key_sums = keys * dims * (1 if config.adds_dq else parts) if parts > 1 else 0
         # those that are added to, by 16 bytes
         self.zeros = (sums + key_sums) // 4 if config.adds_dq else 0

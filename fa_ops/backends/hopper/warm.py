@@ -17,7 +17,8 @@ from fa_ops.backends.hopper.configs import (
 )
 from fa_ops.backends.hopper.launch import Entry
 
-HEAD_DIMS = (64, 128, 192, 256)  # others use the kernels of the next larger one
+HEAD_DIMS = tuple(range(8, 257, 8))
+COMMON_HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
@@ -39,7 +40,7 @@ class Variant(NamedTuple):
 
 
 def variants(
-    head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
+    head_dims: Sequence[int] = COMMON_HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Variant]:
     """The kernels of calls without dense masks, dropout, softcap, ALiBi and sinks.
 

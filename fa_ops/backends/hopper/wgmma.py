@@ -72,7 +72,8 @@ def wgmma(
 
 def _products(source: str, defines: dict[str, int]) -> list[tuple]:
     """Arguments of `wgmma`, without the dtype, for each product of a source file."""
-    D, Dv = defines["HEAD_DIM"], defines["VALUE_DIM"]
+    D = defines.get("HEAD_FEATURES", defines["HEAD_DIM"])
+    Dv = defines.get("VALUE_FEATURES", defines["VALUE_DIM"])
     M, N = defines.get("BLOCK_M", 0), defines["BLOCK_N"]
     scores = _MAJOR_K, _MAJOR_K
     registers = "registers", _MAJOR_MN
@@ -101,14 +102,20 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
     ]
     if source == "backward_keys.cu":
         return [*products, ("wgmma_value_grads", Dv, *registers, _rows(M))]
-    # of 64 queries a consumer has half the columns of dQ, of 128 queries half the rows
+    # of 128 queries a consumer has half the rows of dQ; of 64 queries half the columns, or every
+    # second block
+    columns = defines["SUM_FEATURES"]
+    columns = columns if defines["ALTERNATES"] else columns * M // 128
     steps = _rows(N, a_step=2048)
-    return [*products, ("wgmma_queries", D * M // 128, _MAJOR_MN, _MAJOR_MN, steps)]
+    return [*products, ("wgmma_queries", columns, _MAJOR_MN, _MAJOR_MN, steps)]
 
 
 def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:
-    """Steps over features: tiles are columns of 64 features, of `a_rows` and `b_rows` rows."""
-    offsets = [(d // 4 * 64 * 128, d % 4 * 32) for d in range(count // 16)]
+    """Steps over features: tiles are columns of 64 features, of `a_rows` and `b_rows` rows.
+
+    The last step may read zeros beyond the features.
+    """
+    offsets = [(d // 4 * 64 * 128, d % 4 * 32) for d in range(-(-count // 16))]
     return [(column * a_rows // 64 + x, column * b_rows // 64 + x) for column, x in offsets]
 
 

@@ -6,15 +6,19 @@
 //
 // dQ needs all keys of the block: dS of both consumers meets in shared memory, each multiplies it with its
 // half of K's columns and adds the result to global memory in fp32, from registers, as shared memory has no
-// time to spare. That product is one step late, so that a consumer does not wait for the other while they are
-// less than a step apart. The additions have no fixed order: without ADDS_DQ, backward_queries.cu computes
-// dQ.
+// time to spare. A half must not cross from one column of 64 features into the next: where it would, with
+// ALTERNATES, the consumers compute whole blocks of dQ in turn. That product is one step late, so that a
+// consumer does not wait for the other while they are less than a step apart. The additions have no fixed
+// order: without ADDS_DQ, backward_queries.cu computes dQ.
 #include "key_consumer.cuh"
 
-constexpr int GRADS = HEAD_DIM / 2, QUERY_GRADS = BLOCK_M * HEAD_DIM / 256;
+constexpr int GRADS = HEAD_FEATURES / 2, QUERY_GRADS = ALTERNATES ? GRADS : BLOCK_M * SUM_FEATURES / 256;
 constexpr u32 DS_BYTES = BLOCK_N * BLOCK_M * 2;
-constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries, else half the columns
-static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_DIM == HEAD_DIM, "halves of the head dim");
+constexpr bool SPLITS_ROWS = BLOCK_M == 128;  // of dQ a consumer has 64 queries
+constexpr bool SPLITS_COLUMNS = !(SPLITS_ROWS || ALTERNATES);  // it has half the columns
+// of those the second half ends with as many that do not exist
+constexpr int UNUSED_GRADS = SPLITS_COLUMNS ? (SUM_FEATURES - HEAD_FEATURES) / 2 : 0;
+static_assert(BLOCK_N == 64 * CONSUMERS && VALUE_FEATURES == HEAD_FEATURES, "halves of the head dim");
 static_assert(HEAD_DIM <= 2 * BLOCK_M, "dK leaves by two buffers of gradients of scores");
 
 DEVICE u32 kv_empty(const BackwardShared& sm) { return sm.extra; }
@@ -36,7 +40,9 @@ DEVICE KeyTile load_key_tile(const BackwardShared& sm) {
 struct BackwardConsumer : KeyConsumerBase {
   const int c;
   u32 buffer = 0;
-  int previous = -1;  // block of queries of the last step, counted over all heads
+  // The block of queries of the last step, counted over all heads, if this consumer computes dQ of it. With
+  // ALTERNATES these are the blocks whose dS is in buffer `c`.
+  int previous = -1;
   float s[SCORES], dp[SCORES], dk[GRADS], dv[GRADS], dq[QUERY_GRADS];
   u32 w[SCORES / 2], ds[SCORES / 2];
 
@@ -50,8 +56,8 @@ struct BackwardConsumer : KeyConsumerBase {
   }
 
   DEVICE void query_product(u32 ds_at) {
-    const u32 columns =
-        SPLITS_ROWS ? sm.k : sm.k + (c * HEAD_DIM / 2 / 64) * BLOCK_N * 128 + (c * HEAD_DIM / 2 % 64) * 2;
+    constexpr int HALF = SUM_FEATURES / 2;
+    const u32 columns = SPLITS_COLUMNS ? sm.k + (c * HALF / 64) * BLOCK_N * 128 + (c * HALF % 64) * 2 : sm.k;
     if (SPLITS_ROWS) ds_at += c * BLOCK_N * 128;
     wgmma_fence();
     wgmma_queries_start(dq, descriptor_base(ds_at, BLOCK_N * 128), descriptor_base(columns, BLOCK_N * 128));
@@ -72,7 +78,10 @@ struct BackwardConsumer : KeyConsumerBase {
 
   // Adds dQ to the sums of a block of queries.
   DEVICE void add_query_gradients(long long block) {
-    add_fragments(p.sums + block * (BLOCK_M * HEAD_DIM) + opaque(c * 128 * QUERY_GRADS + tid * 4), dq);
+    const int half = ALTERNATES ? 0 : c;
+    float* const to = p.sums + block * (BLOCK_M * SUM_FEATURES) + opaque(half * 128 * QUERY_GRADS + tid * 4);
+    add_fragments<0, QUERY_GRADS - UNUSED_GRADS>(to, dq);
+    if (UNUSED_GRADS > 0 && c == 0) add_fragments<QUERY_GRADS - UNUSED_GRADS, QUERY_GRADS>(to, dq);
   }
 
   // Issues the product for dQ of the last step, once the other consumer has stored its dS.
@@ -81,10 +90,11 @@ struct BackwardConsumer : KeyConsumerBase {
     query_product(slot_at<DS_BYTES>(sm.exchange, from));
   }
 
-  // Signals that this consumer's dS is stored. Its products from the other buffer must have ended.
+  // Signals that this consumer's dS is stored. Its products from the other buffer must have ended. With
+  // ALTERNATES nobody waits for what this consumer alone reads.
   DEVICE void signal_stored(u32 to) {
     fence_async_shared();
-    named_barrier_arrive(Barrier::DS_STORED + c * 2 + to, 128 * CONSUMERS);
+    if (!ALTERNATES || to != c) named_barrier_arrive(Barrier::DS_STORED + c * 2 + to, 128 * CONSUMERS);
   }
 
   // After a wait for dK and dV: until then their operands keep their registers.
@@ -104,9 +114,9 @@ struct BackwardConsumer : KeyConsumerBase {
     const u32 i = ring.stage, queries = slot_at<Q_BYTES>(sm.q, i), grads = slot_at<DO_BYTES>(sm.grad_out, i);
     read_mask(h, m);
     mbar_wait(barrier(sm.q_full, i), ring.phase);
-    score_product<HEAD_DIM>(s, sm.k, queries);
+    score_product<HEAD_FEATURES>(s, sm.k, queries);
     mbar_wait(barrier(sm.do_full, i), ring.phase);
-    score_product<VALUE_DIM>(dp, sm.v, grads);
+    score_product<VALUE_FEATURES>(dp, sm.v, grads);
     find_dropped(slot_at<SEED_BYTES>(sm.row_seeds, i), barrier(sm.do_full, i));
     wgmma_wait<1>();
     fence_operand(s);
@@ -148,7 +158,7 @@ struct BackwardConsumer : KeyConsumerBase {
       gradient_product(dk, ds, queries);
       signal_stored(extra);
     }
-    previous = block;
+    previous = !ALTERNATES || extra == c ? block : -1;
 #else
     gradient_product(dk, ds, queries);
 #endif
@@ -180,7 +190,7 @@ struct BackwardConsumer : KeyConsumerBase {
 #if SPLITS_GROUP
     float* const sums = key_sums_of(p, t) + opaque(c * 128 * GRADS + tid * 4);
     write_key_sums(sums, dk);
-    write_key_sums(sums + BLOCK_N * HEAD_DIM, dv);
+    write_key_sums(sums + BLOCK_N * HEAD_FEATURES, dv);
 #elif ADDS_DQ
     named_barrier_sync(Barrier::CONSUMER_SYNC, 128 * CONSUMERS);  // both consumers have read all of dS
     store(dv, value_factor(), sm.exchange + 2 * DS_BYTES + first * 128, BLOCK_N * 128, DV, p.dv);

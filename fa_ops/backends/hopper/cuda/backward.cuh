@@ -5,8 +5,9 @@
 // further, as a weight of 0 does not hide it. So kernels note which 16 rows of a gradient hold any, and
 // backward_postprocess.cu computes those rows again. Keys past a batch row's length are zeroed at once.
 //
-// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM STAGES EXCHANGE_BYTES SHARED_BYTES IS_WIDE ADDS_DQ
-// SPLITS_GROUP HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
+// Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES SUM_FEATURES STAGES
+// EXCHANGE_BYTES SHARED_BYTES IS_WIDE ADDS_DQ ALTERNATES SPLITS_GROUP HAS_WINDOW HAS_KV_LENS HAS_RANGES
+// HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 #pragma once
 #include "backward_params.cuh"
 #include "named_barriers.cuh"
@@ -262,8 +263,9 @@ template <int COUNT> DEVICE void store_fragments(u32 at, const u32 (&x)[COUNT], 
 #pragma unroll
   for (int i = 0; i < COUNT; i += 4) {
     const int col = i * 4 + ((lane >> 4) & 1) * 8;
-    stmatrix_x4(at + (col >> 6) * column_bytes + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4), x[i],
-                x[i + 1], x[i + 2], x[i + 3]);
+    const u32 to = at + (col >> 6) * column_bytes + r * 128 + ((((col & 63) >> 3) ^ (r & 7)) << 4);
+    if (i + 4 <= COUNT) stmatrix_x4(to, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    else stmatrix_x2(to, x[i], x[i + 1]);  // eight columns, at the addresses of lanes 0 to 15
   }
 }
 
@@ -301,12 +303,12 @@ DEVICE void store_gradients(const float (&grads)[COUNT], float factor, u32 at, u
   fence_async_shared();
   named_barrier_sync(barrier, 128);
   if ((threadIdx.x & 127) == 0) {
-    for (int x = 0; x < COUNT / 32; x++) tma_store(map, at + x * column_bytes, x * 64, row, h, b);
+    for (int x = 0; x < (COUNT + 31) / 32; x++) tma_store(map, at + x * column_bytes, x * 64, row, h, b);
     tma_store_commit();
   }
 }
 
-constexpr int KEY_SUMS = BLOCK_N * (HEAD_DIM + VALUE_DIM);
+constexpr int KEY_SUMS = BLOCK_N * (HEAD_FEATURES + VALUE_FEATURES);
 
 // The sums of a block of keys, dK and behind it dV, each consumer's in accumulator order. With ADDS_DQ all
 // parts of a group add to the same sums, in no fixed order; else each part has its own.
@@ -315,16 +317,16 @@ DEVICE float* key_sums_of(const BackwardParams& p, const KeyTile& t) {
   return p.key_sums + ((long long)of * p.n_blocks + t.n0 / BLOCK_N) * KEY_SUMS;
 }
 
-// Adds a thread's accumulator to sums, of which `to` is the thread's first.
-template <int COUNT> DEVICE void add_fragments(float* to, const float (&x)[COUNT]) {
+// Adds elements [BEGIN, END) of a thread's accumulator to sums, of which `to` is the thread's first.
+template <int BEGIN, int END, int COUNT> DEVICE void add_fragments(float* to, const float (&x)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i += 4) atomic_add(to + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
+  for (int i = BEGIN; i < END; i += 4) atomic_add(to + i * 128, x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
 // Adds to the group's sums, or writes those of a part.
 template <int COUNT> DEVICE void write_key_sums(float* to, const float (&x)[COUNT]) {
   if (ADDS_DQ) {
-    add_fragments(to, x);
+    add_fragments<0, COUNT>(to, x);
   } else {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4)

@@ -22,7 +22,7 @@ DEVICE u32 weights_address(const BackwardShared& sm, int buffer, int i) {
 struct ValueConsumer : KeyConsumerBase {
   PipelineState<BUFFERS> exchange;
   u32 operand_barrier = 0;  // releases the operands of the product in flight
-  float s[SCORES], dv[VALUE_DIM / 2];
+  float s[SCORES], dv[VALUE_FEATURES / 2];
   u32 w[SCORES / 2];
 
   DEVICE ValueConsumer(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t)
@@ -32,7 +32,7 @@ struct ValueConsumer : KeyConsumerBase {
     const u32 i = ring.stage;
     read_mask(h, m);
     mbar_wait(barrier(sm.q_full, i), ring.phase);
-    score_product<HEAD_DIM>(s, sm.k, slot_at<Q_BYTES>(sm.q, i));
+    score_product<HEAD_FEATURES>(s, sm.k, slot_at<Q_BYTES>(sm.q, i));
     find_dropped(slot_at<SEED_BYTES>(sm.row_seeds, i), barrier(sm.q_full, i));
     wgmma_wait<1>();
     if (operand_barrier) mbar_arrive(operand_barrier);
@@ -73,13 +73,13 @@ struct ValueConsumer : KeyConsumerBase {
 
   DEVICE void run() {
 #pragma unroll
-    for (int i = 0; i < VALUE_DIM / 2; i++) dv[i] = 0.f;
+    for (int i = 0; i < VALUE_FEATURES / 2; i++) dv[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
     for_each_query_block(*this);
     wgmma_wait<0>();
     fence_operand(dv);
 #if SPLITS_GROUP
-    write_key_sums(key_sums_of(p, t) + BLOCK_N * HEAD_DIM + tid * 4, dv);
+    write_key_sums(key_sums_of(p, t) + BLOCK_N * HEAD_FEATURES + tid * 4, dv);
 #else
     named_barrier_arrive(Barrier::K_READ, 128 * CONSUMERS);
     named_barrier_sync(Barrier::V_READ, 128 * CONSUMERS);
@@ -94,7 +94,7 @@ struct ValueConsumer : KeyConsumerBase {
 struct KeyConsumer : KeyConsumerBase {
   PipelineState<BUFFERS> exchange;
   u32 operand_barrier = 0;
-  float dp[SCORES], dk[HEAD_DIM / 2];
+  float dp[SCORES], dk[HEAD_FEATURES / 2];
   u32 ds[SCORES / 2];
 
   DEVICE KeyConsumer(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t)
@@ -103,7 +103,7 @@ struct KeyConsumer : KeyConsumerBase {
   DEVICE void step(int h, int m, bool edge) {
     const u32 i = ring.stage, delta = slot_at<ROW_BYTES>(sm.delta, i);
     mbar_wait(barrier(sm.do_full, i), ring.phase);
-    score_product<VALUE_DIM>(dp, sm.v, slot_at<DO_BYTES>(sm.grad_out, i));
+    score_product<VALUE_FEATURES>(dp, sm.v, slot_at<DO_BYTES>(sm.grad_out, i));
     wgmma_wait<1>();
     if (operand_barrier) mbar_arrive(operand_barrier);
     wgmma_wait<0>();
@@ -131,7 +131,7 @@ struct KeyConsumer : KeyConsumerBase {
 
   DEVICE void run() {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = 0.f;
+    for (int i = 0; i < HEAD_FEATURES / 2; i++) dk[i] = 0.f;
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
 #if HAS_KV_LENS  // K is read by the scores alone, which are masked for such keys
     if (t.keys < t.n0 + BLOCK_N)

@@ -108,8 +108,8 @@ DEVICE void add_scores(const BackwardParams& p, const MaskGradientShared& sm, co
   rows.read_mask(n0);
   if (QueryConsumer::EARLY_BIAS) rows.read_bias(n0);
   mbar_wait(barrier(sm.full, i), ring.phase);
-  rows.score_product<VALUE_DIM>(rows.dp, sm.grads(i) + c * CONSUMER_DO_BYTES, sm.values(i));
-  rows.score_product<HEAD_DIM>(rows.s, sm.queries(i) + c * CONSUMER_Q_BYTES, sm.keys(i));
+  rows.score_product<VALUE_FEATURES>(rows.dp, sm.grads(i) + c * CONSUMER_DO_BYTES, sm.values(i));
+  rows.score_product<HEAD_FEATURES>(rows.s, sm.queries(i) + c * CONSUMER_Q_BYTES, sm.keys(i));
   rows.find_dropped(n0);
   wgmma_wait<0>();
   fence_operand(rows.dp);

@@ -22,7 +22,7 @@ struct BackwardParams {
   Element* tensors[TENSORS];  // the tensors of the maps, for reads and writes of single rows
   const float* lse;    // (B * Hq, padded Sq), in log2 units (natural with a bias), +inf for rows without keys
   const float* delta;  // the same shape
-  float* sums;         // of dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * HEAD_DIM), in accumulator order
+  float* sums;         // of dQ with ADDS_DQ: (B * Hq, m_blocks, BLOCK_M * SUM_FEATURES), in accumulator order
   int* counter;        // tiles taken beyond the first of each CTA, where CTAs are persistent
   const int* kv_lens;  // (B,) or null
   const float* alibi;  // (B|1, Hq) or null

@@ -129,9 +129,9 @@ DEVICE void recompute_noted_rows(const BackwardParams& p, int note) {
   recompute_rows(p, tensor, at - head * rows, ROWS_PER_NOTE, head % heads, head / heads);
 }
 
-// Converts ROWS x COLUMNS sums in accumulator order, of which each consumer has 64 rows or, unless BY_ROWS,
-// half the columns. Those of `parts` are added in order. A thread has eight columns of two rows, which four
-// lanes of the consumer held. Returns whether a sum is not finite.
+// Converts ROWS x COLUMNS sums in accumulator order, of which each consumer has 64 rows, or all columns, or
+// unless BY_ROWS half of them. Those of `parts` are added in order. A thread has eight columns of two rows,
+// which four lanes of the consumer held. Returns whether a sum is not finite.
 template <int ROWS, int COLUMNS, bool BY_ROWS>
 DEVICE bool convert_sums(const float* sums, int parts, long long step, Element* to, long long row_step,
                          int rows, int columns, float scale) {
@@ -139,8 +139,10 @@ DEVICE bool convert_sums(const float* sums, int parts, long long step, Element* 
   constexpr int UNROLLED = ADDS_DQ ? 2 : 1;                     // enough loads in flight, little code
   const float4* const block = (const float4*)sums;
   float found = 0.f;
+  constexpr int ALL = ROWS * COLUMNS / 16;
 #pragma unroll UNROLLED
-  for (int first = 0; first < ROWS * COLUMNS / 16; first += 256) {
+  for (int first = 0; first < ALL; first += 256) {
+    if (ALL % 256 && first + (int)threadIdx.x >= ALL) break;
     const int e = first + threadIdx.x, c = e / (EIGHTS * 32), i = e % EIGHTS, four = e / EIGHTS % 32;
     const float4* const from = block + (c * EIGHTS + i) * 128 + four * 4;
     float4 x[4];
@@ -188,9 +190,10 @@ extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_const
   const int query_blocks = p.m_blocks * p.B * p.Hq;
   if (block < query_blocks) {
     Element* const to = begin(p.m_blocks, p.Hq, BLOCK_M);
-    const float* const sums = p.sums + (long long)block * (BLOCK_M * HEAD_DIM);
-    is_nonfinite = convert_sums<BLOCK_M, HEAD_DIM, BLOCK_M == 128>(sums, 1, 0, to, p.strides[DQ].s,
-                                                                   p.Sq - first, p.D, p.scale);
+    const float* const sums = p.sums + (long long)block * (BLOCK_M * SUM_FEATURES);
+    constexpr bool BY_ROWS = ALTERNATES || BLOCK_M == 128;
+    is_nonfinite = convert_sums<BLOCK_M, SUM_FEATURES, BY_ROWS>(sums, 1, 0, to, p.strides[DQ].s,
+                                                                p.Sq - first, p.D, p.scale);
   }
   block -= query_blocks;
 #endif
@@ -203,12 +206,12 @@ extern "C" __global__ void __launch_bounds__(256) postprocess(const __grid_const
     const float* const sums =
         p.key_sums + (b * p.Hkv + h) * parts * step + (long long)(first / BLOCK_N) * KEY_SUMS;
     if (tensor == DK)
-      is_nonfinite = convert_sums<BLOCK_N, HEAD_DIM, true>(sums, parts, step, to, p.strides[DK].s,
-                                                           p.Sk - first, p.D, p.scale);
+      is_nonfinite = convert_sums<BLOCK_N, HEAD_FEATURES, true>(sums, parts, step, to, p.strides[DK].s,
+                                                                p.Sk - first, p.D, p.scale);
     else
-      is_nonfinite =
-          convert_sums<BLOCK_N, VALUE_DIM, true>(sums + BLOCK_N * HEAD_DIM, parts, step, to, p.strides[DV].s,
-                                                 p.Sk - first, p.Dv, HAS_DROPOUT ? p.dropout.scale : 1.f);
+      is_nonfinite = convert_sums<BLOCK_N, VALUE_FEATURES, true>(sums + BLOCK_N * HEAD_FEATURES, parts, step,
+                                                                 to, p.strides[DV].s, p.Sk - first, p.Dv,
+                                                                 HAS_DROPOUT ? p.dropout.scale : 1.f);
   }
 #endif
   if (!__syncthreads_or(is_nonfinite || is_noted || note + 256 < end)) return;

@@ -161,6 +161,8 @@ struct EpilogueConsumer : ScoreConsumer {
         u32 x[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+          x[j] = 0;
+          if (i + 4 * j >= OUTPUTS) continue;
           x[j] = pack(o[i + 4 * j] * inverse, o[i + 4 * j + 1] * inverse);
           add_times_zero(probes[r], x[j]);
         }

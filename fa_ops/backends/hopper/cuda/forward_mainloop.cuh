@@ -112,7 +112,7 @@ struct ForwardConsumer : EpilogueConsumer {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) s[i] = i + 8 < SCORES ? s[(i + 8) % SCORES] : 0.f;
 #pragma unroll 1
-      for (int chunk = 0; chunk < HEAD_DIM / 8; chunk += 2) {
+      for (int chunk = 0; chunk < HEAD_FEATURES / 8; chunk += 2) {
         u32 a[4], b[4];
         ldmatrix_x4<false>(a, swizzled(rows, 64, lane & 15, chunk + (lane >> 4)));
         ldmatrix_x4<false>(

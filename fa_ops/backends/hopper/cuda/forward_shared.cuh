@@ -5,9 +5,11 @@
 #include "pipeline.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
-// A tile in shared memory is columns of 64 features, each one swizzle atom of 128 bytes wide.
+// A tile in shared memory is columns of 64 features, each one swizzle atom of 128 bytes wide. Copies fill
+// columns with zeros behind the features that exist, HEAD_FEATURES and VALUE_FEATURES, and products read no
+// more of them than a step of 16 features takes.
 constexpr int QK_COLUMNS = HEAD_DIM / 64, V_COLUMNS = VALUE_DIM / 64;
-constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_DIM / 2;  // accumulator registers of a thread
+constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulator registers of a thread
 constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2,
               V_BYTES = BLOCK_N * VALUE_DIM * 2;
 constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // of a consumer: a bit for each row and key of a block

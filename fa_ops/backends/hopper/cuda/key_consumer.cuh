@@ -33,7 +33,7 @@ struct KeyConsumerBase {
     const u32 from_rows = descriptor_base(rows + first * 128, 16),
               from_queries = descriptor_base(queries, 16);
     wgmma_fence();
-    if (FEATURES == HEAD_DIM) wgmma_scores_start(d, from_rows, from_queries);
+    if (FEATURES == HEAD_FEATURES) wgmma_scores_start(d, from_rows, from_queries);
     else wgmma_value_scores_start(d, from_rows, from_queries);
     wgmma_commit();
   }

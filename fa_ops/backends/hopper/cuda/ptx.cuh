@@ -272,6 +272,11 @@ DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+DEVICE void stmatrix_x2(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
+}
+
 template <bool TRANSPOSED> DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
   if (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -85,7 +85,7 @@ struct QueryConsumer {
   const int c, tid, lane;
   PipelineState<QUERY_STAGES> ring;
   u32 operand_barrier = 0;  // releases the operands of the product in flight
-  float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_DIM / 2];
+  float s[ROW_SCORES], dp[ROW_SCORES], dq[HEAD_FEATURES / 2];
   u32 ds[ROW_SCORES / 2];
   float lse[2], delta[2], slope;
   int2 range[2];    // of keys, for this thread's two rows
@@ -143,7 +143,7 @@ struct QueryConsumer {
   template <int FEATURES> DEVICE void score_product(float (&d)[ROW_SCORES], u32 rows, u32 slot) {
     const u32 from_rows = descriptor_base(rows, 16), from_keys = descriptor_base(slot, 16);
     wgmma_fence();
-    if (FEATURES == HEAD_DIM) wgmma_row_scores_start(d, from_rows, from_keys);
+    if (FEATURES == HEAD_FEATURES) wgmma_row_scores_start(d, from_rows, from_keys);
     else wgmma_row_value_scores_start(d, from_rows, from_keys);
     wgmma_commit();
   }
@@ -250,12 +250,12 @@ struct QueryConsumer {
     if (EARLY_BIAS) read_bias(n0);
 #endif
     const u32 values = wait_for_slot(), values_empty = barrier(sm.empty, ring.stage);
-    score_product<VALUE_DIM>(dp, slot_at<CONSUMER_DO_BYTES>(sm.grad_out, c), values);
+    score_product<VALUE_FEATURES>(dp, slot_at<CONSUMER_DO_BYTES>(sm.grad_out, c), values);
     wgmma_wait<1>();
     if (operand_barrier) mbar_arrive(operand_barrier);
     ring.next();
     const u32 keys = wait_for_slot();
-    score_product<HEAD_DIM>(s, slot_at<CONSUMER_Q_BYTES>(sm.q, c), keys);
+    score_product<HEAD_FEATURES>(s, slot_at<CONSUMER_Q_BYTES>(sm.q, c), keys);
     const u32 nothing = find_dropped(n0);
     wgmma_wait<1>();
     mbar_arrive(values_empty + nothing);
@@ -285,7 +285,7 @@ struct QueryConsumer {
 
   DEVICE void run(const KeyBlocks& all) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) dq[i] = 0.f;
+    for (int i = 0; i < HEAD_FEATURES / 2; i++) dq[i] = 0.f;
     read_rows();
     KeyBlocks n = keys_of(span);
     if (n.first == n.end) n = {all.end, all.end};
