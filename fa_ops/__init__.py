@@ -1,5 +1,6 @@
 """Fused attention for PyTorch: operators, backends, and the typed functions in front of them."""
 
+from fa_ops import hint
 from fa_ops.api import attention, attention_varlen, merge_states
 from fa_ops.dispatch import use_backend
 from fa_ops.explanation import explain
@@ -16,3 +17,5 @@ __all__ = [
     "merge_states",
     "use_backend",
 ]
+
+hint.install()

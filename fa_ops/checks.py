@@ -111,11 +111,12 @@ def packed(
 
 def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors) -> None:
     """Raise ValueError unless every sequence lies among the tokens. Reads them on the host."""
-    _borders("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
-    _borders("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
+    borders("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+    borders("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
 
 
-def _borders(name: str, ends: Tensor, tokens: int) -> None:
+def borders(name: str, ends: Tensor, tokens: int) -> None:
+    """Raise ValueError unless the borders of sequences rise within the tokens."""
     before = 0
     for b, end in enumerate(ends.tolist()):
         need(end >= before, "{}[{}] is {}, but must not be less than {}", name, b, end, before)

@@ -3,7 +3,8 @@
     import hf_integration
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
 
-Without the import, transformers raises a ValueError for an unknown implementation.
+Without the import, transformers raises a ValueError for an unknown implementation, which names this
+import if fa_ops has been imported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ except ImportError as error:
         "hf_integration needs transformers 5.17 or later: pip install 'fa-ops[hf]'"
     ) from error
 
-from hf_integration import decoding, gate, hooks
+from hf_integration import decoding, flash_name, gate, hooks
 from hf_integration.attention import fa_ops_attention_forward
 from hf_integration.encodings import counts as mask_counts
 from hf_integration.explaining import Explanation, explain
@@ -34,14 +35,27 @@ __all__ = [
 ]
 
 
-def register() -> None:
-    """Register "fa_ops" and "paged|fa_ops" with transformers; called on import. Idempotent."""
-    gate.install((NAME, PAGED))
+def register(as_flash_attention_2: bool = False) -> None:
+    """Register "fa_ops" and "paged|fa_ops" with transformers; called on import. Idempotent.
+
+    Args:
+        as_flash_attention_2: also answer for "flash_attention_2", for code that asks for this name:
+            `transformers serve`, sentence-transformers and trl unpad for no other. Models then run
+            on fa_ops, without flash-attn and on the CPU too. False gives the name back.
+
+    Raises:
+        RuntimeError: this transformers release lacks a method that must be wrapped.
+    """
+    gate.install()
     hooks.install_batching()
     hooks.states["padding in decoding"] = decoding.install()
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)
+    if as_flash_attention_2:
+        flash_name.take()
+    else:
+        flash_name.give_back()
 
 
 register()

@@ -14,12 +14,12 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
-from hf_integration import architectures, hooks, latent
+from hf_integration import architectures, flash_name, hooks, latent
 
 _METHOD = "get_correct_attn_implementation"
 
 
-def install(names: tuple[str, ...]) -> None:
+def install() -> None:
     """Wrap the method with which every model chooses its attention implementation. Idempotent.
 
     Raises RuntimeError if this transformers release has no such method.
@@ -35,7 +35,7 @@ def install(names: tuple[str, ...]) -> None:
 
     @functools.wraps(original)
     def choose(self, requested_attention, *args, **kwargs):
-        if requested_attention in names:
+        if requested_attention in hooks.names:
             architectures.mask_needs(self.config)  # read now, because Dynamo cannot read them
             module = sys.modules.get(type(self).__module__)
             if module is not None and architectures.bypasses_interface(module):
@@ -43,7 +43,7 @@ def install(names: tuple[str, ...]) -> None:
                 warnings.warn(
                     f"{type(self).__name__} has its own attention code, which never calls "
                     f"transformers' attention interface: {chosen!r} is used instead of "
-                    f"{names[0]!r}",
+                    f"{requested_attention!r}",
                     stacklevel=2,
                 )
                 return chosen
@@ -51,6 +51,8 @@ def install(names: tuple[str, ...]) -> None:
                 _complete_class_tables(module, requested_attention)
                 hooks.install_cu_seqlens(module)
                 latent.install(module, hooks.is_ours)
+            if requested_attention in flash_name.NAMES:
+                return requested_attention  # transformers would ask for the package flash_attn
         return original(self, requested_attention, *args, **kwargs)
 
     choose._fa_ops = True

@@ -16,6 +16,7 @@ from types import ModuleType
 
 NAME = "fa_ops"
 PAGED = "paged|" + NAME
+names = {NAME, PAGED}  # all names under which our function is registered
 _IS_FLASH = "is_flash_attention_requested"
 _BATCHING = "transformers.generation.continuous_batching"
 
@@ -25,7 +26,7 @@ states: dict[str, str] = {"continuous batching": "not installed yet"}
 
 def is_ours(config: object) -> bool:
     """Whether the attention implementation of a config is fa_ops, paged or not."""
-    return getattr(config, "_attn_implementation", None) in (NAME, PAGED)
+    return getattr(config, "_attn_implementation", None) in names
 
 
 def install_cu_seqlens(module: ModuleType) -> bool:
@@ -78,7 +79,7 @@ def _accepting_ours(is_flash: Callable) -> Callable:
     @functools.wraps(is_flash)
     def wrapper(config=None, requested_attention_implementation=None, *args, **kwargs):
         name = requested_attention_implementation
-        if name in (NAME, PAGED) or (name is None and is_ours(config)):
+        if name in names or (name is None and is_ours(config)):
             return True
         return is_flash(config, requested_attention_implementation, *args, **kwargs)
 
@@ -91,7 +92,7 @@ def _with_cache(imports: Callable, name: str) -> Callable:
 
     @functools.wraps(imports)
     def wrapper(implementation, *args, **kwargs):
-        if implementation in (NAME, PAGED):
+        if implementation in names:
             if name == "lazy_import_paged_flash_attention":
                 return None, is_ours
             return (None, None, is_ours, None, None), (dict, dict)

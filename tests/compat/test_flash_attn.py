@@ -88,7 +88,7 @@ def test_dense_results_and_gradients(name, Sk):
     options = options_of(name, 4)
     out, lse, weights = compat.flash_attn_func(q, k, v, **options, return_attn_probs=True)
     rows = [naive(*row, **options) for row in zip(q, k, v)]
-    assert weights is None and out.is_contiguous()
+    assert weights.shape == (0,) and out.is_contiguous()
     torch.testing.assert_close(lse, torch.stack([row[1] for row in rows]), check_dtype=False)
     assert_same(out, torch.stack([row[0] for row in rows]), (q, k, v))
     assert torch.equal(compat.flash_attn_func(q, k, v, **options), out)
@@ -354,13 +354,25 @@ long = torch.randn(1, 12, 2, 8)
          lambda: compat.flash_attn_func(q, q, q, causal=2)),
         (TypeError, "a side of window_size must be an int, got 2.5",
          lambda: compat.flash_attn_func(q, q, q, window_size=(2.5, 0))),
-        (NotImplementedError, "return_attn_probs must be False with dropout, got dropout_p 0.5",
-         lambda: compat.flash_attn_func(q, q, q, 0.5, return_attn_probs=True)),
-        (NotImplementedError, "block_table must be None for packed sequences",
+        (ValueError, r"k must have shape \(pages, page_size, H, D\), got \(4, 2, 8\)",
          lambda: compat.flash_attn_varlen_func(packed, packed, packed, ends, ends, 4, 4,
-                                               block_table=ends)),
-        (NotImplementedError, "cache_batch_idx must be None",
+                                               block_table=ends[None])),
+        (ValueError, r"cu_seqlens_q must have shape \(3,\), got \(2,\)",
+         lambda: compat.flash_attn_varlen_func(packed, long, long, ends, ends, 4, 4,
+                                               block_table=torch.zeros(2, 1).int())),
+        (ValueError, r"cu_seqlens_q\[1\] is 4, but there are 3 tokens",
+         lambda: compat.flash_attn_varlen_func(packed[:3], long, long, ends, ends, 4, 4,
+                                               block_table=ends[None])),
+        (NotImplementedError, "dropout_p must be 0 with block_table, got 0.5",
+         lambda: compat.flash_attn_varlen_func(packed, long, long, ends, ends, 4, 4, 0.5,
+                                               block_table=ends[None])),
+        (ValueError, r"cache_batch_idx must have shape \(1,\), got \(2,\)",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=ends)),
+        (ValueError, "cache_batch_idx has 4, but k_cache has 1 rows",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=ends[1:])),
+        (ValueError, "cache_batch_idx must be None with block_table",
+         lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=ends[:1],
+                                                block_table=ends[None])),
         (ValueError, "rotary_cos and rotary_sin must be given together",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, rotary_cos=angles)),
         (ValueError, "k must be given with rotary_cos, which rotates",

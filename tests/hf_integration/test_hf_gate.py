@@ -43,6 +43,29 @@ print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_i
     assert name == "fa_ops"
 
 
+@pytest.mark.parametrize("first", ["fa_ops", "transformers.modeling_utils"])
+def test_the_error_names_the_import_if_fa_ops_is_imported(first):
+    code = f"""
+import {first}
+import fa_ops
+from transformers import AutoModel, LlamaConfig
+sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8)
+config = LlamaConfig(vocab_size=9, **sizes)
+for name in ("fa_ops", "unknown"):
+    try:
+        AutoModel.from_config(config, attn_implementation=name)
+    except ValueError as error:
+        print(error)
+import hf_integration
+print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_implementation)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    error, other, name = run.stdout.strip().splitlines()
+    assert "is not supported" in error and "`import hf_integration` registers 'fa_ops'" in error
+    assert "is not supported" in other and "hf_integration" not in other
+    assert name == "fa_ops"
+
+
 @pytest.mark.parametrize("model_type", ["bloom", "mpt", "codegen", "xglm"])
 def test_a_model_with_its_own_attention_code_keeps_its_default_with_a_warning(model_type):
     config = tiny_models.config(model_type)

@@ -1,0 +1,71 @@
+"""New keys and values of packed sequences, written behind those that a cache holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops import checks
+from fa_ops.compat.flash.arguments import PACKED, shape
+from fa_ops.compat.flash.cache import Caches
+
+
+def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+    """Write tokens into pages.
+
+    Args:
+        caches: in pages.
+        k: ``(T, Hkv, D)``.
+        v: ``(T, Hkv, Dv)``.
+        ends: int32 ``(B + 1,)``, the cumulative numbers of new tokens.
+        lens: int32 ``(B,)``, the number of keys of each row before.
+
+    Tokens outside every sequence or beyond the cache are not written; on the CPU the latter raise
+    ValueError. Nothing is waited for.
+    """
+    _check(caches, k, v, ends, lens)
+    if not k.shape[0]:
+        return
+    (pages, size), rows = caches.k.shape[:2], len(lens)
+    token = torch.arange(k.shape[0], device=k.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+    row = sequence.clamp(max=rows - 1)
+    position = lens[row] + token - ends[row]
+    column = (position // size).clamp(0, caches.table.shape[1] - 1)
+    page = caches.table[row, column].long()
+    valid = (sequence < rows) & (token >= ends[0]) & (position >= 0) & (position < caches.room)
+    valid &= (page >= 0) & (page < pages)
+    # A token that is not written repeats the write of the first one that is, or what is there.
+    first = valid.int().argmax(0, keepdim=True)  # a tensor without dimensions would be read
+    page = page.where(valid, page[first]).clamp(0, pages - 1)
+    slot = (position % size).where(valid, (position % size)[first])
+    for cache, new in ((caches.k, k), (caches.v, v)):
+        kept = torch.where(
+            valid[first], new[first].to(cache.dtype), cache[page[first], slot[first]]
+        )
+        cache[page, slot] = torch.where(valid[:, None, None], new.to(cache.dtype), kept)
+
+
+def _check(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+    shape(PACKED, k=k, v=v)
+    for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        checks.has_shape(name, x, (k.shape[0], *cache.shape[2:]))
+    checks.integers(k, "cu_seqlens_k_new", ends)
+    checks.has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
+    checks.integers(k, "cache_seqlens", lens)
+    checks.has_shape("cache_seqlens", lens, (len(caches.table),))
+    if k.is_cuda or torch.compiler.is_compiling():
+        return
+    checks.borders("cu_seqlens_k_new", ends, k.shape[0])
+    size = caches.k.shape[1]
+    for b, (held, new) in enumerate(zip(lens.tolist(), ends.diff().tolist())):
+        if held < 0 or held + new > caches.room:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {held}, which with {new} new keys is not within the "
+                f"cache's {caches.room}"
+            )
+        used = caches.table[b, : -(-(held + new) // size)]
+        if ((used < 0) | (used >= len(caches.k))).any():
+            raise ValueError(
+                f"page_table[{b}] has pages {used.tolist()}, but there are {len(caches.k)}"
+            )

@@ -1,0 +1,84 @@
+"""Arguments as flash-attn takes them: numbers of any kind, layouts, strides, windows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.api import need_int, need_tensor
+
+DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
+Window = tuple[int | None, int | None]
+
+
+def scalar(value: object) -> object:
+    """A Python number in place of a 0-d tensor or a NumPy number."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def flag(name: str, value: object) -> bool:
+    """A bool in place of 0, 1 or one of their kinds. Raises TypeError for anything else."""
+    value = scalar(value)
+    if value not in (0, 1):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return bool(value)
+
+
+def sides(window: object) -> Window | None:
+    """The sides of a window, -1 for unbounded ones; None if both are unbounded."""
+    if isinstance(window, Tensor):
+        window = window.tolist()
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+    left, right = (
+        -1 if side is None else max(need_int("a side of window_size", scalar(side)), -1)
+        for side in window
+    )
+    return None if left == right == -1 else (left, right)
+
+
+def shape(layout: str, **tensors: Tensor) -> None:
+    """Raise TypeError or ValueError unless the tensors have as many dimensions as the layout."""
+    for name, t in tensors.items():
+        if need_tensor(name, t).dim() != layout.count(",") + 1:
+            raise ValueError(f"{name} must have shape {layout}, got {tuple(t.shape)}")
+
+
+def parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, ...]:
+    """The tensors that are stacked along the third dimension from the end."""
+    shape(layout, **{name: packed})
+    if packed.shape[-3] != count:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def heads_first(x: Tensor | None) -> Tensor | None:
+    """``(B, H, S, D)`` for ``(B, S, H, D)``, copied if the last dimension is not contiguous."""
+    return None if x is None else unit_stride(x).transpose(1, 2)
+
+
+def lengths(name: str, lens: object, rows: int, room: int, device: torch.device) -> Tensor:
+    """Lengths (B,) from a tensor, from one number for all rows, or from None for the capacity."""
+    lens = room if lens is None else lens
+    if isinstance(lens, Tensor):
+        lens = lens.int() if lens.dtype == torch.int64 and lens.dim() == 0 else lens
+        return lens.expand(rows) if lens.dim() < 2 and lens.numel() == 1 else lens
+    lens = need_int(name, scalar(lens), "a Tensor or an int")
+    if not 0 <= lens <= room:
+        raise ValueError(f"{name} must lie within the cache's {room} keys, got {lens}")
+    return torch.full((rows,), lens, dtype=torch.int32, device=device)
+
+
+def infinite_where_empty(lse: Tensor) -> Tensor:
+    """The lse of FlashAttention 2, which is +inf in rows that attend no key, for ours."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def finite_or_empty(lse: Tensor) -> Tensor:
+    """Our lse, which is -inf in rows that attend no key, for that of FlashAttention 2."""
+    return lse.masked_fill(lse == float("inf"), float("-inf"))

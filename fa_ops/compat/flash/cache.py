@@ -1,0 +1,147 @@
+"""Caches of keys and values in flash-attn's layouts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops import checks
+from fa_ops.api import need_tensor
+from fa_ops.compat.flash.arguments import DENSE, PAGES, Window, flag, shape, unit_stride
+from fa_ops.compat.flash.rotation import Rotation
+from fa_ops.kv_cache import attention_with_kv_cache
+
+
+class Caches(NamedTuple):
+    """Caches ``(B, Hkv, S, D)``, or pages with their table, and the keys that a row can hold."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    room: int
+
+    def in_pages(self) -> Caches:
+        """The same with a table. A contiguous cache is one page for each row."""
+        if self.table is not None:
+            return self
+        rows = torch.arange(self.k.shape[0], dtype=torch.int32, device=self.k.device)
+        return Caches(self.k.transpose(1, 2), self.v.transpose(1, 2), rows[:, None], self.room)
+
+
+def caches_of(
+    rows: int, k: Tensor, v: Tensor, name: str, table: Tensor | None, batch_idx: Tensor | None
+) -> Caches:
+    """The caches of a call with this number of rows, without gradients.
+
+    `name` is that of the table. A cache whose rows are chosen by index, or which has more rows than
+    the call, is read as pages of which each row has one: nothing is copied.
+    """
+    shape(PAGES if table is not None else DENSE, k_cache=k, v_cache=v)
+    k, v = without_gradient(k), without_gradient(v)
+    if batch_idx is not None:
+        checks.integers(k, "cache_batch_idx", need_tensor("cache_batch_idx", batch_idx))
+        checks.has_shape("cache_batch_idx", batch_idx, (rows,))
+    if table is not None:
+        shape("(B, max_pages)", **{name: table})
+        table = table if batch_idx is None else table[batch_idx.long()]
+        return Caches(k, v, table, table.shape[1] * k.shape[1])
+    if batch_idx is None and k.shape[0] > rows and v.shape[0] == k.shape[0]:
+        batch_idx = torch.arange(rows, dtype=torch.int32, device=k.device)
+    if batch_idx is None:
+        return Caches(k.transpose(1, 2), v.transpose(1, 2), None, k.shape[1])
+    if not (k.is_cuda or torch.compiler.is_compiling()) and len(batch_idx):
+        low, high = int(batch_idx.min()), int(batch_idx.max())
+        if low < 0 or high >= k.shape[0]:
+            wrong = low if low < 0 else high
+            raise ValueError(f"cache_batch_idx has {wrong}, but k_cache has {k.shape[0]} rows")
+    return Caches(k, v, batch_idx[:, None], k.shape[1])
+
+
+def attend_rows(
+    q: Tensor, caches: Caches, new: tuple[Tensor, Tensor] | None, lens: Tensor,
+    leftpad: Tensor | None, rotation: Rotation | None, offsets: Tensor | None, options: dict,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention of q ``(B, Sq, Hq, D)`` over caches, to which new keys are appended.
+
+    Args:
+        new: keys ``(B, Sn, Hkv, D)`` and values ``(B, Sn, Hkv, Dv)``.
+        lens: int32 ``(B,)``, the number of keys of each row before the call.
+        leftpad: int32 ``(B,)``, the index of the first key of each row.
+        offsets: ``(B,)``, the positions of the first new keys; ``None``: ``lens``.
+        options: those of :func:`fa_ops.attention_with_kv_cache`.
+
+    Returns:
+        out ``(B, Sq, Hq, Dv)`` and lse ``(B, Hq, Sq)``, or None in its place.
+    """
+    k, v = new or (None, None)
+    if rotation is not None:
+        alike = q.shape[1] == k.shape[1] and (q.shape[1] == 1 or rotation.queries_differ)
+        if alike and offsets is None:
+            cos, sin, interleaved, _ = rotation
+            options = options | {"rotary_cos": cos, "rotary_sin": sin,
+                                 "rotary_interleaved": interleaved}  # fmt: skip
+        else:
+            q, k = rotation.of_rows(q, k, lens if offsets is None else offsets)
+    if leftpad is not None:
+        options = options | {"key_ranges": ranges_from(leftpad)}
+    if k is not None:
+        options = options | {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
+    result = attention_with_kv_cache(
+        q.transpose(1, 2), caches.k, caches.v, lens, caches.table, return_lse=with_lse, **options
+    )
+    out, lse = result if with_lse else (result, None)
+    return out.transpose(1, 2), lse
+
+
+def new_keys(k: Tensor | None, v: Tensor | None, layout: str) -> tuple[Tensor, Tensor] | None:
+    """The new keys and values in this layout, without gradients."""
+    if k is None:
+        return None
+    shape(layout, k=k, v=v)
+    return unit_stride(without_gradient(k)), unit_stride(without_gradient(v))
+
+
+def rotation_of(
+    cos: Tensor | None, sin: Tensor | None, interleaved: object, options: dict, room: int
+) -> Rotation | None:
+    """The rotary embedding of a call with these options over a cache with this room."""
+    interleaved = flag("rotary_interleaved", interleaved)
+    if cos is None:
+        return None
+    return Rotation(
+        cos, sin, interleaved, options["is_causal"] or _is_local(options["window"], room)
+    )
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    """The tensor, detached if it requires grad, which attention over a cache refuses."""
+    return x.detach() if x.requires_grad else x
+
+
+def ranges_from(leftpad: Tensor) -> Tensor:
+    """Key ranges from the end of the padding to the end of each row."""
+    shape("(B)", cache_leftpad=leftpad)
+    if leftpad.dtype != torch.int32:
+        raise TypeError(f"cache_leftpad must be int32, got {leftpad.dtype}")
+    ends = torch.full_like(leftpad, torch.iinfo(torch.int32).max)
+    return torch.stack([leftpad, ends], -1)[:, None, None]
+
+
+def check_new(k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
+    """Raise ValueError for arguments that lack another."""
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together")
+    if rotary_cos is not None and k is None:
+        raise ValueError("k must be given with rotary_cos, which rotates both queries and new keys")
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k, which is written behind them")
+
+
+def _is_local(window: Window | None, room: int) -> bool:
+    """Whether a window is bounded for a cache with this room."""
+    return window is not None and any(0 <= side < room for side in window)

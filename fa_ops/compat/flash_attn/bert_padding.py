@@ -1,0 +1,93 @@
+"""flash_attn.bert_padding: padded batches as packed tokens and back."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows ``indices`` of x ``(rows, ...)``. Differentiable."""
+    return x.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """``(first_axis_dim, ...)``, values in rows ``indices`` and 0 elsewhere. Differentiable."""
+    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return zeros.index_copy(0, indices.long(), values)
+
+
+def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``indices`` of x, and x."""
+    return x.index_select(0, indices), x
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of a padded batch that a mask selects, one sequence after another.
+
+    Args:
+        hidden_states: ``(B, S, ...)``.
+        attention_mask: ``(B, S)``, bool or integers: 1 selects.
+        unused_mask: the same for tokens that are packed too, but not counted in the last result.
+
+    Returns:
+        tokens ``(T, ...)``, their indices in the flattened batch, the cumulative lengths int32
+        ``(B + 1,)``, the longest length, and how many tokens of each sequence the first mask
+        selects ``(B,)``.
+    """
+    packed = attention_mask if unused_mask is None else attention_mask + unused_mask
+    tokens, indices, lens = _selected(hidden_states, packed)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    return tokens, indices, _ends(lens), _longest(lens), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tokens of a batch whose rows hold several sequences.
+
+    Args:
+        hidden_states: ``(B, S, ...)``.
+        attention_mask_in_length: integers ``(B, S)``: the lengths of the sequences of a row, one
+            after another, then zeros.
+
+    Returns:
+        tokens ``(T, ...)``, their indices in the flattened batch, the cumulative lengths of all
+        sequences int32, and the longest length.
+    """
+    lens = attention_mask_in_length
+    columns = torch.arange(lens.shape[1], device=lens.device)
+    tokens, indices, _ = _selected(hidden_states, columns < lens.sum(-1, keepdim=True))
+    lens = lens[lens > 0]
+    return tokens, indices, _ends(lens), _longest(lens)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Packed tokens ``(T, ...)`` as a padded batch ``(batch, seqlen, ...)``; padding is 0."""
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.unflatten(0, (batch, seqlen))
+
+
+def _selected(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The selected tokens, their indices in the flattened batch, and their number in each row."""
+    indices = mask.flatten().nonzero().flatten()
+    return index_first_axis(x.flatten(0, 1), indices), indices, mask.sum(-1, dtype=torch.int32)
+
+
+def _ends(lens: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _longest(lens: Tensor) -> int:
+    return int(lens.max()) if len(lens) else 0
+
+
+def __getattr__(name: str):
+    """einops' functions, which flash-attn's module has too, and which verl imports from it."""
+    if name in ("rearrange", "repeat"):
+        return getattr(importlib.import_module("einops"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""flash_attn.ops: what libraries import of it."""

@@ -1,0 +1,80 @@
+"""flash_attn.ops.triton.rotary: rotary embedding without autograd, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.rotary import turned
+
+
+@torch.no_grad()
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Rotate the first R features of each head, computed in float32.
+
+    Args:
+        x: ``(B, S, H, D)``, or ``(T, H, D)`` with ``cu_seqlens``.
+        cos: ``(positions, R / 2)``. Tokens at positions behind the last one are not rotated.
+        sin: ``(positions, R / 2)``.
+        seqlen_offsets: position of the first token, of all sequences or of each ``(B,)``.
+        cu_seqlens: int32 ``(B + 1,)``, the cumulative lengths of packed sequences.
+        max_seqlen: upper bound on a packed sequence's length, needed with ``cu_seqlens``.
+        interleaved: features pair up as (0, 1), (2, 3), ...; else as (0, R / 2), ....
+        inplace: write the result into x.
+        conjugate: rotate the other way.
+
+    Returns:
+        x, or a new tensor of its shape.
+
+    Raises:
+        ValueError: the tables do not fit each other, x, or its tokens.
+    """
+    _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    cos = torch.nn.functional.pad(cos, (0, 0, 0, 1), value=1.0)
+    sin = torch.nn.functional.pad(-sin if conjugate else sin, (0, 0, 0, 1))
+    positions = _positions(x, seqlen_offsets, cu_seqlens).clamp(0, len(cos) - 1)
+    rows = x if cu_seqlens is None else x[None]
+    found = turned(rows.transpose(1, 2), cos, sin, interleaved, positions).transpose(1, 2)
+    found = found if cu_seqlens is None else found[0]
+    return x.copy_(found) if inplace else found.contiguous()
+
+
+def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
+    """The positions (B, S) of tokens, or (1, T) of packed ones."""
+    if ends is None:
+        offsets = offsets.view(-1, 1) if isinstance(offsets, Tensor) else offsets
+        positions = torch.arange(x.shape[1], device=x.device) + offsets
+        return positions.expand(x.shape[0], -1)
+    token = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+    sequence = sequence.clamp(max=len(ends) - 2)
+    offsets = offsets[sequence] if isinstance(offsets, Tensor) else offsets
+    return (token - ends[sequence] + offsets)[None]
+
+
+def _check(x, cos, sin, offsets, ends, longest) -> None:
+    if ends is not None and longest is None:
+        raise ValueError("max_seqlen must be given with cu_seqlens")
+    dims = 4 if ends is None else 3
+    if x.dim() != dims:
+        layout = "(B, S, H, D)" if ends is None else "(T, H, D)"
+        raise ValueError(f"x must have shape {layout}, got {tuple(x.shape)}")
+    if cos.dim() != 2 or sin.shape != cos.shape:
+        shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        raise ValueError(f"cos and sin must both have shape (positions, R / 2), got {shapes}")
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"cos is for {2 * cos.shape[1]} features, but x has {x.shape[-1]}")
+    needed = x.shape[1] if ends is None else longest
+    needed += 0 if isinstance(offsets, Tensor) else offsets
+    if needed > cos.shape[0]:
+        raise ValueError(f"cos has {cos.shape[0]} positions, but {needed} are needed")

@@ -1,0 +1,109 @@
+"""flash_attn_func and flash_attn_qkvpacked_func of FlashAttention 3."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops.api import attention
+from fa_ops.compat.flash.arguments import DENSE, Window, flag, heads_first, shape
+from fa_ops.compat.flash.segments import chunk_ranges
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q ``(B, Sq, Hq, D)`` over k ``(B, Sk, Hkv, D)`` and v ``(B, Sk, Hkv, Dv)``.
+
+    Args:
+        softmax_scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        causal: causal mask, aligned at the bottom right.
+        qv: must be ``None``, as the three scales of fp8 inputs.
+        window_size: number of visible keys on either side of a query's own position; negative:
+            unbounded.
+        attention_chunk: a query at position p attends only keys of its chunk, those from
+            ``p // attention_chunk * attention_chunk`` on; 0: all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
+        num_splits: no result depends on it, as on ``pack_gqa`` and ``sm_margin``; all are ignored.
+        deterministic: whether the backward pass is bitwise repeatable.
+        return_attn_probs: also return the lse, float32 ``(B, Hq, Sq)``, -inf in rows that attend
+            no key.
+
+    Returns:
+        out ``(B, Sq, Hq, Dv)``, or ``(out, lse)``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`fa_ops.attention`.
+
+    Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
+    """
+    shape(DENSE, q=q, k=k, v=v)
+    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options, chunk = (
+        options_of(softmax_scale, causal, window_size, softcap),
+        chunk_of(attention_chunk),
+    )
+    if chunk:
+        options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
+    options["deterministic"] = flag("deterministic", deterministic)
+    with_lse = flag("return_attn_probs", return_attn_probs)
+    result = attention(*map(heads_first, (q, k, v)), **options, return_lse=with_lse)
+    return (result[0].transpose(1, 2), result[1]) if with_lse else result.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of one tensor.
+
+    Args:
+        qkv: ``(B, S, 3, H, D)``, or ``(B, S, Hq + 2 Hkv, D)`` with ``num_heads_q``.
+        num_heads_q: ``Hq``.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads, heads], 2)
+    else:
+        raise ValueError(
+            "qkv must have shape (B, S, 3, H, D), or (B, S, Hq + 2 Hkv, D) with num_heads_q, got "
+            f"{tuple(qkv.shape)} and {num_heads_q}"
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""flash_attn_with_kvcache of FlashAttention 3: rows or packed queries over a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.api import need_int, need_tensor
+from fa_ops.compat.flash.arguments import (
+    DENSE,
+    PACKED,
+    Window,
+    flag,
+    lengths,
+    scalar,
+    shape,
+    unit_stride,
+)
+from fa_ops.compat.flash.cache import (
+    attend_rows,
+    caches_of,
+    check_new,
+    new_keys,
+    rotation_of,
+    without_gradient,
+)
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+from fa_ops.compat.flash_attn_3.packed_cache import Packed
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention over a cache, to which new keys and values are appended first. Not differentiable.
+
+    Args:
+        q: ``(B, Sq, Hq, D)``, or ``(Tq, Hq, D)`` with ``cu_seqlens_q``.
+        k_cache: ``(rows, S, Hkv, D)``, with B rows or more; with ``page_table``
+            ``(pages, page_size, Hkv, D)``.
+        v_cache: the same with ``Dv``.
+        k: ``(B, Sn, Hkv, D)``, or ``(Tn, Hkv, D)`` with ``cu_seqlens_k_new``, appended in place.
+        v: the same with ``Dv``.
+        qv: must be ``None``, as the three scales of fp8 inputs.
+        rotary_cos: ``(positions, R / 2)``; rotates the queries and ``k``, which must be given. New
+            key ``j`` is at position ``rotary_seqlens + j``. Query ``i`` is at
+            ``rotary_seqlens + i`` if the call is causal or has a window, else at
+            ``rotary_seqlens``.
+        rotary_sin: ``(positions, R / 2)``.
+        cache_seqlens: int32 ``(B,)`` or one number, the number of keys in each row before the call;
+            ``None``: the capacity of the cache.
+        cache_batch_idx: int32 ``(B,)``, the row of the cache, or of ``page_table``, that belongs to
+            each row of q; ``None``: the first B, in order.
+        cache_leftpad: int32 ``(B,)``, the index of the first key of each row.
+        page_table: int32 ``(rows, max_pages)``.
+        cu_seqlens_q: int32 ``(B + 1,)``, the cumulative lengths of packed queries.
+        cu_seqlens_k_new: the same for new keys.
+        max_seqlen_q: upper bound on the number of queries of a packed sequence.
+        rotary_seqlens: ``(B,)``, see ``rotary_cos``; ``None``: ``cache_seqlens``.
+        attention_chunk: as in :func:`flash_attn_func`; positions begin behind the padding. Several
+            queries of a row are then attended as if each were a row.
+        scheduler_metadata: ignored, as ``pack_gqa`` and ``sm_margin``: no result depends on it.
+        num_splits: number of splits of the keys of each row; 0: chosen from shapes.
+        return_softmax_lse: also return the lse, float32 ``(B, Hq, Sq)`` or ``(Hq, Tq)``, and two
+            tensors without elements, the results of the splits.
+
+    Returns:
+        out, q's shape with ``Dv`` features, or ``(out, lse, _, _)``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`fa_ops.attention_with_kv_cache`.
+
+    Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
+    """
+    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    shape(DENSE if cu_seqlens_q is None else PACKED, q=q)
+    ends = cu_seqlens_q if cu_seqlens_q is None else need_tensor("cu_seqlens_q", cu_seqlens_q)
+    rows = q.shape[0] if ends is None else ends.numel() - 1
+    caches = caches_of(rows, k_cache, v_cache, "page_table", page_table, cache_batch_idx)
+    lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
+    options = options_of(softmax_scale, causal, window_size, softcap)
+    options["num_splits"] = scalar(num_splits)
+    rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
+    new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
+    q = unit_stride(without_gradient(q))
+    chunk = chunk_of(attention_chunk)
+    if cu_seqlens_q is cu_seqlens_k_new is None and not chunk:
+        out, lse = attend_rows(
+            q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
+        )
+    else:
+        packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
+        longest = None if max_seqlen_q is None else need_int("max_seqlen_q", scalar(max_seqlen_q))
+        out, lse = packed.attend(q, new, caches, longest, cache_leftpad, chunk, options)
+    nothing = q.new_empty(0, dtype=torch.float32)
+    with_lse = flag("return_softmax_lse", return_softmax_lse)
+    return (out, lse, nothing, nothing.clone()) if with_lse else out

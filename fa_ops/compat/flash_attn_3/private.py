@@ -1,0 +1,134 @@
+"""The private functions of FlashAttention 3, which ring attention is built of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops.api import checked_packing
+from fa_ops.compat.flash.arguments import heads_first, scalar, unit_stride
+from fa_ops.compat.flash_attn.dense import keywords_of
+from fa_ops.compat.flash_attn_3 import dense, kvcache, varlen
+from fa_ops.compat.flash_attn_3.arguments import options_of
+from fa_ops.ops import dense as dense_operators
+from fa_ops.ops import varlen as varlen_operators
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, and the results of splits, which are empty) of the function that the call is of.
+
+    Packed keys make it flash_attn_varlen_func; rows of queries, keys and values of equal length
+    without anything of a cache flash_attn_func; everything else is flash_attn_with_kvcache.
+    """
+    descales = q_descale, k_descale, v_descale
+    window = window_size_left, window_size_right
+    if cu_seqlens_k is not None:
+        result = varlen.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
+            return_attn_probs=True,
+        )  # fmt: skip
+    elif seqused_k is k_new is page_table is kv_batch_idx is leftpad_k is cu_seqlens_q is None:
+        result = dense.flash_attn_func(
+            q, k, v, softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
+            return_attn_probs=True,
+        )  # fmt: skip
+    else:
+        result = kvcache.flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k,
+            page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, *descales,
+            softmax_scale, causal, window, attention_chunk, softcap, rotary_interleaved,
+            num_splits=num_splits, return_softmax_lse=True,
+        )  # fmt: skip
+    out, lse, nothing = *result[:2], q.new_empty(0, dtype=torch.float32)
+    out = out if out_ is None else out_.copy_(out)
+    return out, lse, nothing, nothing.clone()
+
+
+@torch.no_grad()
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Write the gradients into dq, dk and dv; returns the row sums of ``dout * out``."""
+    window = window_size_left, window_size_right
+    options = options_of(softmax_scale, is_causal, window, softcap)
+    causal = options["is_causal"]
+    options = options | {"alibi_slopes": None, "deterministic": bool(scalar(deterministic))}
+    inputs, sums = (dout, q, k, v, out), (dout.float() * out.float()).sum(-1)
+    if cu_seqlens_q is None:
+        grad_out, *saved = map(heads_first, inputs)
+        grads = dense_operators.BACKWARD(
+            grad_out, None, *saved, softmax_lse, None, 0.0, causal, kv_lens=sequed_k,
+            **keywords_of(options, None),
+        )  # fmt: skip
+        grads, sums = [grad.transpose(1, 2) for grad in grads[:3]], sums.transpose(1, 2)
+    else:
+        given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
+        packing, kv_lens = varlen.packed(given, sequed_q, sequed_k, 0, q.shape[0])
+        grad_out, *saved = map(unit_stride, inputs)
+        grads = varlen_operators.BACKWARD(
+            grad_out, None, *saved, softmax_lse, *checked_packing(*packing), 0.0, causal,
+            kv_lens=kv_lens, **keywords_of(options, None),
+        )  # fmt: skip
+        sums = sums.T
+    for buffer, grad in zip((dq, dk, dv), grads):
+        if buffer is not None:
+            buffer.copy_(grad)
+    return sums.contiguous()

@@ -1,0 +1,88 @@
+"""flash_attn_varlen_func of FlashAttention 3."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops.api import attention_varlen, checked_packing
+from fa_ops.compat.flash import segments
+from fa_ops.compat.flash.arguments import PACKED, Window, flag, scalar, shape, unit_stride
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+from fa_ops.compat.flash_attn_3.dense import Result
+from fa_ops.types import Packing
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention within packed sequences.
+
+    Args:
+        q: ``(Tq, Hq, D)``.
+        k: ``(Tk, Hkv, D)``.
+        v: ``(Tk, Hkv, Dv)``.
+        cu_seqlens_q: int32 ``(B + 1,)``, the cumulative lengths of the sequences of queries.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: upper bound on the number of queries of a sequence.
+        max_seqlen_k: the same for keys.
+        seqused_q: int32 ``(B,)``: only the first queries of a sequence are used, and the others
+            give 0; ``None``: all.
+        seqused_k: the same for keys.
+        softmax_scale: as in :func:`flash_attn_func`, as all arguments that are not here.
+        return_attn_probs: also return the lse, float32 ``(Hq, Tq)``, -inf in rows that attend no
+            key.
+
+    Returns:
+        out ``(Tq, Hq, Dv)``, or ``(out, lse)``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`fa_ops.attention_varlen`.
+
+    Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
+    """
+    shape(PACKED, q=q, k=k, v=v)
+    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
+    packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), q.shape[0])
+    with_lse = flag("return_attn_probs", return_attn_probs)
+    return attention_varlen(
+        *map(unit_stride, (q, k, v)), *packing, kv_lens=kv_lens, return_lse=with_lse,
+        deterministic=flag("deterministic", deterministic),
+        **options_of(softmax_scale, causal, window_size, softcap),
+    )  # fmt: skip
+
+
+def packed(
+    given: tuple, seqused_q: Tensor | None, seqused_k: Tensor | None, chunk: int, tokens: int
+) -> tuple[Packing, Tensor | None]:
+    """The packing of the used parts and chunks of sequences, and their numbers of keys."""
+    packing = checked_packing(*given)
+    if seqused_q is None and not chunk:
+        return packing, seqused_k
+    ends_q, ends_k, longest_q, longest_k = packing
+    parts = segments.used(ends_q, ends_k, seqused_q, seqused_k)
+    if chunk:
+        parts = segments.chunks(parts, chunk, tokens if longest_q is None else longest_q)
+    return segments.packing_of(parts, longest_q, longest_k)

@@ -1,0 +1,162 @@
+"""Put the packages of this folder where `import flash_attn` finds them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import NamedTuple
+
+_FLASH = "fa_ops.compat.flash_attn"
+_FLASH_3 = "fa_ops.compat.flash_attn_interface"
+
+
+class Package(NamedTuple):
+    """A package of other code: its distribution, and where its modules are taken from."""
+
+    distribution: str
+    modules: dict[str, str | None]  # name -> module of fa_ops; None: empty
+
+
+PACKAGES = {
+    "flash_attn": Package(
+        "flash_attn",
+        {
+            "flash_attn": _FLASH,
+            "flash_attn.bert_padding": f"{_FLASH}.bert_padding",
+            "flash_attn.flash_attn_interface": f"{_FLASH}.flash_attn_interface",
+            "flash_attn.layers": f"{_FLASH}.layers",
+            "flash_attn.layers.rotary": f"{_FLASH}.layers.rotary",
+            "flash_attn.ops": f"{_FLASH}.ops",
+            "flash_attn.ops.triton": f"{_FLASH}.ops.triton",
+            "flash_attn.ops.triton.rotary": f"{_FLASH}.ops.triton.rotary",
+            "flash_attn_2_cuda": f"{_FLASH}.raw",
+        },
+    ),
+    "flash_attn_interface": Package(
+        "flash_attn_3",
+        {
+            "flash_attn_interface": _FLASH_3,
+            "flash_attn_3": None,
+            "flash_attn_3.flash_attn_interface": _FLASH_3,
+        },
+    ),
+}
+
+
+def install(name: str) -> None:
+    """Let code that imports flash-attn run on fa_ops, unmodified.
+
+    After the call, `import flash_attn` and its submodules, `importlib.util.find_spec`, and
+    `importlib.metadata.version` find the modules of `fa_ops.compat`. Call it before other libraries
+    are imported: many look for flash-attn only once. Nothing is written to disk.
+
+    Args:
+        name: "flash_attn" (FlashAttention 2) or "flash_attn_interface" (FlashAttention 3).
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: the real package has been imported in this process.
+
+    Example:
+        >>> fa_ops.compat.install("flash_attn")
+        >>> from flash_attn import flash_attn_func
+    """
+    package = _package(name)
+    for module in package.modules:
+        found = sys.modules.get(module)
+        if found is not None and not _is_ours(found):
+            raise RuntimeError(f"{module} has been imported from {getattr(found, '__file__', '?')}")
+    for module, source in package.modules.items():
+        if module not in sys.modules:
+            sys.modules[module] = _copy(module, source, package.modules)
+            parent, _, child = module.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, sys.modules[module])
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    version = importlib.import_module(package.modules[name]).__version__
+    _finder.installed[package.distribution] = _Installed(package, version)
+
+
+def uninstall(name: str) -> None:
+    """Undo :func:`install`. Modules that have been imported keep what they imported.
+
+    Raises:
+        ValueError: another name than those of install.
+    """
+    package = _package(name)
+    for module in package.modules:
+        if _is_ours(sys.modules.get(module)):
+            del sys.modules[module]
+    _finder.installed.pop(package.distribution, None)
+    if not _finder.installed and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+def _package(name: str) -> Package:
+    if name not in PACKAGES:
+        raise ValueError(f"name must be one of {', '.join(PACKAGES)}, got {name!r}")
+    return PACKAGES[name]
+
+
+def _is_ours(module: ModuleType | None) -> bool:
+    return getattr(getattr(module, "__spec__", None), "loader_state", None) is PACKAGES
+
+
+def _copy(name: str, source: str | None, modules: dict) -> ModuleType:
+    """A module with this name and the contents of one of fa_ops."""
+    is_package = any(other.startswith(f"{name}.") for other in modules)
+    module = ModuleType(name)
+    if source is not None:
+        real = importlib.import_module(source)
+        kept = {k: v for k, v in vars(real).items() if not _is_special(k)}
+        vars(module).update(kept, __doc__=real.__doc__, __file__=real.__file__)
+    spec = ModuleSpec(name, None, loader_state=PACKAGES, is_package=is_package)
+    module.__spec__, module.__package__ = spec, name if is_package else name.rpartition(".")[0]
+    if is_package:
+        module.__path__ = []  # no other submodule is found
+    return module
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name not in ("__version__", "__all__", "__getattr__")
+
+
+class _Installed(Distribution):
+    """What importlib.metadata knows of an installed package."""
+
+    def __init__(self, package: Package, version: str) -> None:
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package.distribution}\n"
+            f"Version: {version}\nSummary: The functions of fa_ops under this name.\n",
+            "top_level.txt": "\n".join(m for m in package.modules if "." not in m),
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._texts.get(filename)
+
+    def locate_file(self, path):
+        raise FileNotFoundError(f"{path} is not on disk: fa_ops.compat.install made the package")
+
+
+class _Finder(DistributionFinder):
+    """Finds the distributions that are installed."""
+
+    def __init__(self) -> None:
+        self.installed: dict[str, _Installed] = {}
+
+    def find_spec(self, fullname, path=None, target=None) -> None:
+        """Find no modules: those of the packages are in sys.modules."""
+
+    def find_distributions(self, context=None):
+        """The distribution of the name that is asked for, or all."""
+        if context is None or context.name is None:
+            return list(self.installed.values())
+        name = context.name.lower().replace("-", "_").replace(".", "_")
+        return [self.installed[name]] if name in self.installed else []
+
+
+_finder = _Finder()

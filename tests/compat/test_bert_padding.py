@@ -1,0 +1,43 @@
+"""flash_attn.bert_padding: padded batches, packed and back."""
+
+import torch
+
+from fa_ops.compat.flash_attn import bert_padding
+
+MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]])
+
+
+def test_unpadding_and_padding_are_inverse():
+    x = torch.randn(3, 4, 2, 5, requires_grad=True)
+    tokens, indices, ends, longest, used = bert_padding.unpad_input(x, MASK)
+    assert torch.equal(tokens, x[MASK.bool()]) and ends.tolist() == [0, 2, 5, 5]
+    assert (longest, used.tolist(), ends.dtype) == (3, [2, 3, 0], torch.int32)
+    padded = bert_padding.pad_input(tokens, indices, 3, 4)
+    assert torch.equal(padded, x * MASK[..., None, None])
+    (grad,) = torch.autograd.grad(padded.sum(), x)
+    assert torch.equal(grad, torch.ones_like(x) * MASK[..., None, None])
+
+
+def test_unused_tokens_are_packed_but_not_counted():
+    x, unused = torch.randn(3, 4, 2), torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    tokens, _, ends, longest, used = bert_padding.unpad_input(x, MASK, unused)
+    assert torch.equal(tokens, x[(MASK + unused).bool()])
+    assert (ends.tolist(), longest, used.tolist()) == ([0, 3, 7, 7], 4, [2, 3, 0])
+
+
+def test_rows_of_several_sequences():
+    x = torch.randn(2, 6, 3)
+    lens = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    tokens, indices, ends, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lens)
+    assert torch.equal(tokens, torch.cat([x[0, :5], x[1]]))
+    assert (ends.tolist(), longest) == ([0, 2, 5, 11], 6)
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def test_rows_by_index():
+    x, rows = torch.randn(5, 2), torch.tensor([3, 0])
+    assert torch.equal(bert_padding.index_first_axis(x, rows), x[[3, 0]])
+    put = bert_padding.index_put_first_axis(x[:2], rows, 5)
+    assert torch.equal(put[[3, 0]], x[:2]) and not put[[1, 2, 4]].any()
+    found, kept = bert_padding.index_first_axis_residual(x, rows)
+    assert torch.equal(found, x[[3, 0]]) and torch.equal(kept, x)

@@ -1,0 +1,274 @@
+"""flash_attn_interface of FlashAttention 3 against masks that are written out."""
+
+import inspect
+
+import pytest
+import torch
+
+from fa_ops.compat import flash_attn_interface as compat
+from tests.compat.test_flash_attn import caches, draw, rows_of
+
+# of the module at the end of 2025
+SIGNATURES = {
+    "flash_attn_func": "q k v softmax_scale causal qv q_descale k_descale v_descale window_size "
+    "attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q "
+    "seqused_k softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk "
+    "softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens "
+    "cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q "
+    "rotary_seqlens q_descale k_descale v_descale softmax_scale causal window_size attention_chunk "
+    "softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+    "return_softmax_lse",
+    "flash_attn_combine": "out_partial lse_partial out out_dtype",
+}
+MASKS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 2)},
+    "chunk": {"attention_chunk": 4},
+    "causal chunk": {"attention_chunk": 3, "causal": True},
+    "window in a chunk": {"attention_chunk": 5, "window_size": (3, 1)},
+    "softcap": {"softcap": 2.0, "causal": True},
+}
+EACH_MASK = pytest.mark.parametrize("name", MASKS)
+
+
+def naive(q, k, v, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0):
+    """The out and lse of one sequence (S, H, D)."""
+    group, (Sq, Sk) = q.shape[1] // k.shape[1], (q.shape[0], k.shape[0])
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(group, 0) for t in (k, v))
+    s = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    position, j = torch.arange(Sq)[:, None] + Sk - Sq, torch.arange(Sk)
+    left, right = (side if side >= 0 else 10**6 for side in window_size)
+    keep = (j - position >= -left) & (j - position <= (0 if causal else right))
+    if attention_chunk:
+        first = position - position % attention_chunk
+        keep &= (j >= first) & (j < first + attention_chunk)
+    s = s.masked_fill(~keep, float("-inf"))
+    lse = s.logsumexp(-1)
+    return ((s - lse[..., None]).exp().nan_to_num() @ v).transpose(0, 1), lse
+
+
+def assert_same(found, expected, inputs):
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    grads = (torch.autograd.grad(x, inputs, grad) for x in (found, expected))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_flash_attention_3(name):
+    assert list(inspect.signature(getattr(compat, name)).parameters) == SIGNATURES[name].split()
+
+
+@EACH_MASK
+@pytest.mark.parametrize("Sk", [6, 13])
+def test_batches(name, Sk):
+    q, k, v = draw(2, 9, 4, 8), draw(2, Sk, 2, 8), draw(2, Sk, 2, 8)
+    out, lse = compat.flash_attn_func(q, k, v, **MASKS[name], return_attn_probs=True)
+    rows = [naive(*row, **MASKS[name]) for row in zip(q, k, v)]
+    torch.testing.assert_close(lse, torch.stack([row[1] for row in rows]), check_dtype=False)
+    assert_same(out, torch.stack([row[0] for row in rows]), (q, k, v))
+
+
+@EACH_MASK
+@pytest.mark.parametrize("used", [False, True])
+def test_packed_sequences(name, used):
+    ends_q, ends_k = [0, 4, 4, 11], [0, 6, 8, 17]
+    q, k, v = draw(11, 4, 8), draw(17, 2, 8), draw(17, 2, 8)
+    used_q, used_k = ([3, 0, 5], [4, 2, 9]) if used else ([4, 0, 7], [6, 2, 9])
+    options = dict(MASKS[name])
+    if used:
+        options |= {
+            "seqused_q": torch.tensor(used_q).int(),
+            "seqused_k": torch.tensor(used_k).int(),
+        }
+    ends = (torch.tensor(e, dtype=torch.int32) for e in (ends_q, ends_k))
+    out, lse = compat.flash_attn_varlen_func(
+        q, k, v, *ends, 7, 9, **options, return_attn_probs=True
+    )
+    expected, expected_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    for a, n, c, m in zip(ends_q, used_q, ends_k, used_k):
+        row, row_lse = naive(q[a : a + n], k[c : c + m], v[c : c + m], **MASKS[name])
+        expected[a : a + n], expected_lse[:, a : a + n] = row, row_lse.float()
+    torch.testing.assert_close(lse, expected_lse)
+    assert_same(out, expected, (q, k, v))
+
+
+def test_one_tensor():
+    q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8)
+    out = compat.flash_attn_func(q, k, v, causal=True)
+    found = compat.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, num_heads_q=4)
+    assert torch.equal(found, out)
+    found = compat.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2))
+    assert torch.equal(found, compat.flash_attn_func(q, q, q))
+
+
+@EACH_MASK
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("rotated", [False, True])
+@torch.no_grad()
+def test_caches(name, packed, page_size, rotated):
+    """Rows and packed queries, new keys, left padding and positions of their own."""
+    k_cache, v_cache, table = caches(page_size)
+    held = [rows_of(cache, table).clone() for cache in (k_cache, v_cache)]
+    before = [cache.clone() for cache in (k_cache, v_cache)]
+    lens, pad = torch.tensor([5, 17], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    (Sq, Sn), mask = (([2, 3], [1, 3]) if packed else ([3, 3], [2, 2])), MASKS[name]
+    q, k, v = draw(sum(Sq), 4, 8), draw(sum(Sn), 2, 8), draw(sum(Sn), 2, 8)
+    ends_q, ends_n = (torch.tensor([0, n[0], sum(n)], dtype=torch.int32) for n in (Sq, Sn))
+    angle, first = torch.rand(24, 4) * 6, torch.tensor([1, 12], dtype=torch.int32)
+    options = {"cu_seqlens_q": ends_q, "cu_seqlens_k_new": ends_n, "max_seqlen_q": 3}
+    inputs = (q, k, v) if packed else (q.view(2, 3, 4, 8), k.view(2, 2, 2, 8), v.view(2, 2, 2, 8))
+    if rotated:
+        tables = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "rotary_seqlens": first}
+    out, lse, *_ = compat.flash_attn_with_kvcache(
+        inputs[0], k_cache, v_cache, *inputs[1:], cache_seqlens=lens, cache_leftpad=pad,
+        page_table=table, rotary_interleaved=False, return_softmax_lse=True, **mask,
+        **(options if packed else {}), **(tables if rotated else {}),
+    )  # fmt: skip
+    out = out if packed else out.flatten(0, 1)
+    lse = lse if packed else lse.transpose(0, 1).flatten(1)
+    differ = mask.get("causal") or mask.get("window_size", (-1, -1)) != (-1, -1)
+    for b in range(2):
+        rows, new = (slice(int(e[b]), int(e[b + 1])) for e in (ends_q, ends_n))
+        queries, keys, total = q[rows], k[new], int(lens[b]) + Sn[b]
+        if rotated:
+            steps = torch.arange(Sq[b]) if differ else torch.zeros(Sq[b]).long()
+            queries = turned(queries, angle, first[b] + steps)
+            keys = turned(keys, angle, first[b] + torch.arange(Sn[b]))
+        held[0][b, lens[b] : total], held[1][b, lens[b] : total] = keys, v[new]
+        expected = naive(queries, *(x[b, pad[b] : total] for x in held), **mask)
+        torch.testing.assert_close(out[rows], expected[0])
+        torch.testing.assert_close(lse[:, rows], expected[1], check_dtype=False)
+    for cache, wanted, old in zip((k_cache, v_cache), held, before):
+        torch.testing.assert_close(rows_of(cache, table), wanted)
+        assert not torch.equal(cache, old)
+
+
+def turned(x, angle, positions):
+    """x (S, H, 8), its halves rotated."""
+    a, b = x.chunk(2, -1)
+    cos, sin = (t[positions, None].double() for t in (angle.cos(), angle.sin()))
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+@torch.no_grad()
+def test_rows_of_a_page_table_by_index():
+    k_cache, v_cache, table = caches(4)
+    q, rows = draw(1, 1, 4, 8), torch.tensor([1], dtype=torch.int32)
+    out = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=9, page_table=table, cache_batch_idx=rows
+    )
+    held = (rows_of(cache, table)[1, :9] for cache in (k_cache, v_cache))
+    torch.testing.assert_close(out[0], naive(q[0], *held)[0])
+
+
+@pytest.mark.parametrize("D", [64, 512])
+def test_combine(D):
+    q, k, v = draw(2, 5, 4, 8), draw(2, 12, 4, 8), draw(2, 12, 4, D)
+    parts = [
+        compat.flash_attn_func(q, k[:, i : i + 4], v[:, i : i + 4], return_attn_probs=True)
+        for i in range(0, 12, 4)
+    ]
+    outs = torch.stack([part[0] for part in parts]).float()
+    lses = torch.stack([part[1] for part in parts]).float().transpose(2, 3)
+    whole, lse = compat.flash_attn_func(q, k, v, return_attn_probs=True)
+    out, found_lse = compat.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), whole.float(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found_lse.transpose(1, 2), lse.float())
+    buffer = torch.empty_like(whole, dtype=torch.float32)
+    assert compat.flash_attn_combine(outs, lses, buffer)[0] is buffer
+    torch.testing.assert_close(buffer, whole.float())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_private_functions(packed):
+    q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8)
+    mask = {"window_size": (4, 1)}
+    keywords = {"softmax_scale": 8**-0.5, "window_size_left": 4, "window_size_right": 1}
+    ends = {}
+    if packed:
+        q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v))
+        border = torch.tensor([0, 11, 18], dtype=torch.int32)
+        ends = {"cu_seqlens_q": border, "cu_seqlens_k": border, "max_seqlen_q": 11,
+                "max_seqlen_k": 11}  # fmt: skip
+        out = compat.flash_attn_varlen_func(q, k, v, **ends, **mask)
+    else:
+        out = compat.flash_attn_func(q, k, v, **mask)
+    found, lse, *_ = compat._flash_attn_forward(q, k, v, **ends, **keywords)
+    assert torch.equal(found, out) and not found.requires_grad
+    grad, buffers = torch.randn_like(out), [torch.empty_like(x) for x in (q, k, v)]
+    dq, dk, dv = buffers
+    sums = compat._flash_attn_backward(
+        grad, q, k, v, found, lse, **ends, dq=dq, dk=dk, dv=dv, **keywords
+    )
+    for one, two in zip(buffers, torch.autograd.grad(out, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(sums.transpose(-1, -2), (grad * out).sum(-1).float())
+
+
+def test_the_private_function_reads_caches():
+    k_cache, v_cache, table = caches(4)
+    q, lens = draw(2, 1, 4, 8, grad=False), torch.tensor([3, 9], dtype=torch.int32)
+    out, *_ = compat._flash_attn_forward(q, k_cache, v_cache, seqused_k=lens, page_table=table)
+    expected = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lens, page_table=table
+    )
+    assert torch.equal(out, expected)
+
+
+q, k_cache = torch.randn(1, 2, 2, 8), torch.randn(1, 4, 2, 8)
+new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (NotImplementedError, "qv must be None, got Tensor",
+         lambda: compat.flash_attn_func(q, q, q, qv=q)),
+        (NotImplementedError, "q must be in 16 bits or more, got torch.float8_e4m3fn",
+         lambda: compat.flash_attn_func(*[q.to(torch.float8_e4m3fn)] * 3)),
+        (ValueError, "attention_chunk must not be negative, got -3",
+         lambda: compat.flash_attn_func(q, q, q, attention_chunk=-3)),
+        (ValueError, r"q must have shape \(T, H, D\), got \(1, 2, 2, 8\)",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, cu_seqlens_q=ends)),
+        (ValueError, r"cache_seqlens\[0\] is 3, which with 2 new keys is not within the cache's 4",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=3,
+                                                cu_seqlens_k_new=ends)),
+        (ValueError, r"page_table\[0\] has pages \[1\], but there are 1",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
+                                                cu_seqlens_k_new=ends,
+                                                page_table=ends[None, 1:] - 1)),
+        (ValueError, r"cu_seqlens_k_new must have shape \(2,\), got \(1,\)",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
+                                                cu_seqlens_k_new=ends[:1])),
+    ],
+)  # fmt: skip
+def test_errors(error, message, call):
+    kept = k_cache.clone()
+    with pytest.raises(error, match=message):
+        call()
+    assert torch.equal(k_cache, kept)
+
+
+def test_tokens_that_have_no_place_are_not_written(monkeypatch):
+    """On a GPU nothing is read by the host; a token beyond the cache must not overwrite others."""
+    from fa_ops.compat.flash import append
+
+    monkeypatch.setattr(append, "_check", lambda *_: None)
+    pages, table = torch.zeros(2, 4, 1, 2), torch.tensor([[1], [7]], dtype=torch.int32)
+    caches = append.Caches(pages, pages.clone(), table, 4)
+    tokens = torch.arange(1.0, 7).view(6, 1, 1).expand(6, 1, 2).contiguous()
+    ends, lens = torch.tensor([1, 4, 5], dtype=torch.int32), torch.tensor([2, 0]).int()
+    append.append(caches, tokens, -tokens, ends, lens)
+    for cache, sign in ((caches.k, 1), (caches.v, -1)):
+        assert cache[..., 0].flatten().tolist() == [0, 0, 0, 0, 0, 0, 2 * sign, 3 * sign]
+    append.append(caches, tokens[:1], tokens[:1], ends.clamp(max=1), lens)
+    assert caches.k.sum() == 10

@@ -1,0 +1,121 @@
+"""`import flash_attn` finds fa_ops after install, and nothing after uninstall."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from fa_ops import compat
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed"
+)
+
+
+@pytest.fixture
+def installed():
+    for name in ("flash_attn", "flash_attn_interface"):
+        compat.install(name)
+    yield
+    for name in ("flash_attn", "flash_attn_interface"):
+        compat.uninstall(name)
+
+
+# What transformers, verl, InternLM, ring-flash-attention, TransformerEngine and diffusers import.
+NAMES = {
+    "flash_attn": "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache "
+    "flash_attn_qkvpacked_func flash_attn_kvpacked_func flash_attn_varlen_qkvpacked_func "
+    "flash_attn_varlen_kvpacked_func __version__",
+    "flash_attn.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
+    "unpad_input_for_concatenated_sequences",
+    "flash_attn.flash_attn_interface": "flash_attn_func _flash_attn_forward _flash_attn_backward "
+    "_flash_attn_varlen_forward _flash_attn_varlen_backward _wrapped_flash_attn_forward "
+    "_wrapped_flash_attn_backward _wrapped_flash_attn_varlen_forward "
+    "_wrapped_flash_attn_varlen_backward _get_block_size_n flash_attn_gpu",
+    "flash_attn.layers.rotary": "RotaryEmbedding apply_rotary_emb apply_rotary_emb_func "
+    "apply_rotary_emb_qkv_ apply_rotary_emb_kv_ ApplyRotaryEmb",
+    "flash_attn.ops.triton.rotary": "apply_rotary",
+    "flash_attn_2_cuda": "fwd bwd varlen_fwd varlen_bwd fwd_kvcache",
+    "flash_attn_interface": "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache "
+    "flash_attn_qkvpacked_func flash_attn_combine get_scheduler_metadata _flash_attn_forward "
+    "_flash_attn_backward __version__",
+    "flash_attn_3.flash_attn_interface": "flash_attn_func _flash_attn_forward",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_that_libraries_import(module, installed):
+    found = importlib.import_module(module)
+    assert found.__name__ == found.__spec__.name == module
+    assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+def test_code_runs_unmodified(installed):
+    import flash_attn
+    from flash_attn import flash_attn_func
+
+    assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn_func
+    q = torch.randn(1, 5, 2, 8)
+    assert flash_attn_func(q, q, q, causal=True).shape == q.shape
+
+
+def test_functions_of_einops_are_those_of_einops(installed, monkeypatch):
+    from flash_attn import bert_padding
+
+    assert not hasattr(bert_padding, "reduce")
+    monkeypatch.setitem(sys.modules, "einops", ModuleType("einops"))
+    sys.modules["einops"].rearrange = len
+    from flash_attn.bert_padding import rearrange
+
+    assert rearrange is len
+
+
+def test_other_modules_are_not_found(installed):
+    with pytest.raises(ModuleNotFoundError, match="flash_attn.losses"):
+        import flash_attn.losses  # noqa: F401
+    assert importlib.util.find_spec("flash_attn.cute") is None
+    assert importlib.util.find_spec("flash_attn").name == "flash_attn"
+
+
+def test_metadata(installed):
+    version = importlib.metadata.version
+    assert version("flash-attn") == version("flash_attn") == "2.8.3"
+    assert version("flash-attn-3") == "3.0.0"
+    found = importlib.metadata.packages_distributions()
+    assert found["flash_attn"] == ["flash_attn"]
+    assert found["flash_attn_interface"] == ["flash_attn_3"]
+    assert version("torch") == torch.__version__
+
+
+def test_uninstall_removes_everything():
+    before = set(sys.modules), list(sys.meta_path)
+    compat.install("flash_attn")
+    compat.install("flash_attn")
+    assert "flash_attn.layers.rotary" in sys.modules
+    compat.uninstall("flash_attn")
+    compat.uninstall("flash_attn")
+    assert not [name for name in set(sys.modules) - before[0] if name.startswith("flash_attn")]
+    assert sys.meta_path == before[1] and importlib.util.find_spec("flash_attn") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+
+
+def test_the_real_package_is_not_replaced(monkeypatch):
+    real = ModuleType("flash_attn.flash_attn_interface")
+    real.__file__ = "/somewhere.py"
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", real)
+    with pytest.raises(RuntimeError, match="has been imported from /somewhere.py"):
+        compat.install("flash_attn")
+    assert "flash_attn" not in sys.modules
+    compat.uninstall("flash_attn")
+    assert sys.modules["flash_attn.flash_attn_interface"] is real
+
+
+def test_unknown_names_raise():
+    for function in (compat.install, compat.uninstall):
+        with pytest.raises(ValueError, match="flash_attn, flash_attn_interface, got 'xformers'"):
+            function("xformers")

@@ -1,0 +1,109 @@
+"""The functions of flash-attn on a GPU: pages, appended tokens and chunks, without waiting."""
+
+import pytest
+import torch
+
+from fa_ops.compat import flash_attn, flash_attn_interface
+from tests.compat.test_flash_attn_3 import naive
+from tests.kernels import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+QUERIES, KEYS = [1, 300, 0, 77, 129], [513, 300, 64, 1000, 130]
+
+
+def randn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def borders(counts):
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device="cuda")
+
+
+@pytest.fixture
+def pages():
+    """Caches for sequences of up to 1024 keys, in pages of 64, and their table."""
+    table = torch.randperm(5 * 16, device="cuda").view(5, 16).int()
+    return randn(80, 64, 2, 128), randn(80, 64, 2, 128), table
+
+
+def rows(cache, table, b, n):
+    return cache[table[b].long()].flatten(0, 1)[:n].float()
+
+
+@pytest.fixture
+def not_waiting():
+    """A function after which waiting for the GPU is an error."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "window_size": (99, 0)}], ids=str
+)
+def test_packed_queries_over_pages(options, pages, not_waiting):
+    k, v, table = pages
+    q, ends_q, ends_k = randn(sum(QUERIES), 8, 128), borders(QUERIES), borders(KEYS)
+    attend = flash_attn.flash_attn_varlen_func
+    attend(q, k, v, ends_q, ends_k, 300, 1000, **options, block_table=table)
+    not_waiting()
+    out = attend(q, k, v, ends_q, ends_k, 300, 1000, **options, block_table=table)
+    torch.cuda.set_sync_debug_mode("default")
+    for b, (part, n) in enumerate(zip(out.split(QUERIES), KEYS, strict=True)):
+        queries = q.split(QUERIES)[b].float().cpu()
+        held = (rows(x, table, b, n).cpu() for x in (k, v))
+        if len(part):
+            assert relative_error(part.cpu(), naive(queries, *held, **options)[0]) < 1e-2
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"attention_chunk": 100}], ids=str)
+def test_packed_queries_and_new_keys(options, pages, not_waiting):
+    k, v, table = pages
+    new = [3, 0, 40, 1, 24]
+    q, new_k, new_v = randn(sum(QUERIES), 8, 128), randn(sum(new), 2, 128), randn(sum(new), 2, 128)
+    lens = torch.tensor(KEYS, device="cuda", dtype=torch.int32)
+    arguments = {
+        "cache_seqlens": lens, "page_table": table, "cu_seqlens_q": borders(QUERIES),
+        "cu_seqlens_k_new": borders(new), "max_seqlen_q": 300, **options,
+    }  # fmt: skip
+    attend = flash_attn_interface.flash_attn_with_kvcache
+    attend(q, k.clone(), v.clone(), new_k, new_v, **arguments)
+    not_waiting()
+    out = attend(q, k, v, new_k, new_v, **arguments)
+    torch.cuda.set_sync_debug_mode("default")
+    for b, (part, n, m) in enumerate(zip(out.split(QUERIES), KEYS, new, strict=True)):
+        held = [rows(x, table, b, n + m) for x in (k, v)]
+        assert torch.equal(held[0][n:], new_k.split(new)[b].float())
+        queries = q.split(QUERIES)[b].float().cpu()
+        if len(part):
+            expected = naive(queries, *(x.cpu() for x in held), **options)[0]
+            assert relative_error(part.cpu(), expected) < 1e-2
+
+
+@pytest.mark.parametrize("Sq", [1, 100])
+def test_rows_of_a_cache_by_index(Sq, not_waiting):
+    k, v, q = randn(6, 500, 2, 128), randn(6, 500, 2, 128), randn(3, Sq, 8, 128)
+    index = torch.tensor([4, 0, 3], device="cuda", dtype=torch.int32)
+    lens = torch.tensor([500, 101, 256], device="cuda", dtype=torch.int32)
+    arguments = {"cache_seqlens": lens, "cache_batch_idx": index, "causal": True}
+    flash_attn.flash_attn_with_kvcache(q, k, v, **arguments)
+    not_waiting()
+    out = flash_attn.flash_attn_with_kvcache(q, k, v, **arguments)
+    torch.cuda.set_sync_debug_mode("default")
+    expected = flash_attn.flash_attn_with_kvcache(
+        q, k[index.long()], v[index.long()], cache_seqlens=lens, causal=True
+    )
+    assert relative_error(out, expected) < 1e-2
+
+
+def test_dropped_weights(not_waiting):
+    q, k, v = randn(2, 200, 8, 64), randn(2, 300, 2, 64), randn(2, 300, 2, 64)
+    not_waiting()
+    out, lse, weights = flash_attn.flash_attn_func(q, k, v, 0.2, return_attn_probs=True)
+    torch.cuda.set_sync_debug_mode("default")
+    weights = weights[:, :, :200, :300].float()
+    kept = weights.clamp(min=0) / weights.abs().sum(-1, keepdim=True) / 0.8
+    expected = kept @ v.float().repeat_interleave(4, 2).transpose(1, 2)
+    assert relative_error(out, expected.transpose(1, 2)) < 1e-2
