@@ -6,6 +6,7 @@ from fa_ops.dispatch import use_backend
 from fa_ops.explanation import explain
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops.rules import SAC_OPS
+from fa_ops.quantized import quantized_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "attention_with_kv_cache",
     "explain",
     "merge_states",
+    "quantized_attention",
     "use_backend",
 ]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import dispatch, planning
-from fa_ops.call import DENSE, PACKED, Call, PackedTensors, Tensors
+from fa_ops.call import DENSE, PACKED, Call, PackedTensors, QuantizedTensors, Tensors
 from fa_ops.ops import autograd, dense, library, merge, varlen
 from fa_ops.ops.library import Route
 from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, bounded
@@ -39,6 +39,9 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value``, the scores never stored.
 
@@ -79,6 +82,13 @@ def attention(
             ``torch.use_deterministic_algorithms``.
         backend: a backend's name, which then never falls back; ``None``: the one set by
             ``use_backend`` or ``FA_OPS_BACKEND``, else the fastest that supports the call.
+        q_scale: float32, given with the two below where query, key and value are float8_e4m3fn:
+            the factor of their numbers, as one element, ``(B, Hq)``, ``(B, Hq, Sq)``, or
+            ``(B, Hq, ceil(Sq / 64))`` for blocks of 64 tokens. Then there is no gradient, ``out``
+            is bfloat16, softmax weights are rounded to e4m3, and ``attn_mask``, ``dropout_p`` and
+            ``alibi_slopes`` must not be given. See :func:`quantized_attention` for 16-bit tensors.
+        k_scale: the same with ``Hkv`` and ``Sk``.
+        v_scale: the same as one element, ``(B, Hkv)``, or ``(B, Hkv, Dv)`` for channels.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
@@ -100,6 +110,15 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
+    if not (q_scale is k_scale is v_scale is None):
+        from fa_ops import quantized
+
+        tensors = QuantizedTensors(sinks, kv_lens, key_ranges, q_scale, k_scale, v_scale)
+        return quantized.scaled_attention(
+            query, key, value, is_causal, scale, window, softcap, tensors, return_lse, backend,
+            attn_mask=(attn_mask, None), dropout_p=(dropout_p, 0.0),
+            alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
+        )  # fmt: skip
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = NO_TENSORS
     if not (attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.call import CacheTensors
-from fa_ops.checks import need
+from fa_ops.checks import FP8, need
 from fa_ops.types import Cache, Spec
-
-FP8 = torch.float8_e4m3fn
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False) -> None:

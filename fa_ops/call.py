@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.types import NO_TENSORS, Cache, DenseTensors, Packing, Spec
+from fa_ops.types import NO_TENSORS, Cache, DenseTensors, Packing, Quantization, Spec
 
 # The kinds of calls.
 DENSE = "dense"  # (B, H, S, D) tensors
 PACKED = "packed"  # (T, H, D) tokens of sequences that follow one another
 CACHED = "cached"  # queries against a key-value cache, which new keys and values may extend
 APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
+QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
 MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
 
 
@@ -46,7 +47,18 @@ class CacheTensors(NamedTuple):
     unified_max: Tensor | None = None
 
 
-Tensors = DenseTensors | PackedTensors | CacheTensors
+class QuantizedTensors(NamedTuple):
+    """The tensors of a quantised call besides query, key and value."""
+
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    key_ranges: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+Tensors = DenseTensors | PackedTensors | CacheTensors | QuantizedTensors
 
 
 class Saved(NamedTuple):
@@ -71,11 +83,14 @@ class Call(NamedTuple):
     cache: Cache | None = None
     saved: Saved | None = None
     backend: str = "auto"  # the name that the caller asked for
+    quantization: Quantization | None = None
 
     @property
     def tensors(self) -> Tensors:
         """The tensors besides query, key and value."""
-        spec, packing, cache = self.spec, self.packing, self.cache
+        spec, packing, cache, eight = self.spec, self.packing, self.cache, self.quantization
+        if eight is not None:
+            return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *eight[:3])
         if packing is not None:
             return PackedTensors(
                 packing.cu_seqlens_q, packing.cu_seqlens_k, spec.alibi_slopes, spec.sinks,
@@ -91,6 +106,9 @@ class Call(NamedTuple):
 
     def with_tensors(self, tensors: Tensors) -> Call:
         """The call with other tensors besides query, key and value."""
+        if self.quantization is not None:
+            quantization, spec = self.arguments_with(tensors)
+            return self._replace(spec=spec, quantization=quantization)
         spec, packing, cache = self.options_with(tensors)
         return self._replace(spec=spec, packing=packing, cache=cache)
 
@@ -123,6 +141,11 @@ class Call(NamedTuple):
 
     def arguments_with(self, tensors: Tensors) -> tuple:
         """What backends' functions take after the tensors that they attend."""
+        if self.quantization is not None:
+            sinks, kv_lens, key_ranges, *scales = tensors
+            quantization = Quantization(*scales, *self.quantization[3:])
+            small = DenseTensors(None, None, sinks, kv_lens, key_ranges, None)
+            return quantization, self.spec.with_tensors(small)
         spec, packing, cache = self.options_with(tensors)
         if packing is not None:
             return packing, spec
@@ -185,7 +208,8 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 def general(kernel: str, function: Callable) -> Plan:
     """The plan that calls a backend's function of all arguments.
 
-    Forward functions are `function(query, key, value, [packing or cache,] spec) -> (out, lse)`,
+    Forward functions are `function(query, key, value, [packing, cache or quantization,] spec) ->
+    (out, lse)`,
     backward ones `function(grad_out, grad_lse, query, key, value, out, lse, [packing,] spec,
     [mask_grad])`.
     """

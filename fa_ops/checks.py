@@ -19,6 +19,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _USUAL_DTYPES = frozenset(DTYPES[:3])
 
 
+FP8 = torch.float8_e4m3fn
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse, given query's."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -61,7 +64,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
     if spec.attn_mask is not None:
         _mask(q, spec, (B, Hq, Sq, k.shape[2]))
     if spec.key_ranges is not None:
-        _key_ranges(q, spec.key_ranges, B, Hq, Sq)
+        key_ranges(q, spec.key_ranges, B, Hq, Sq)
 
 
 def _obviously_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -219,8 +222,7 @@ def query_dtype(q: Tensor) -> None:
 
 def _refuse_dtype(q: Tensor) -> None:
     if "float8" in str(q.dtype):
-        where = "on CPU" if q.device.type == "cpu" else "by fa_ops yet"
-        advice = f"fp8 is not supported {where}: cast to bfloat16"
+        advice = "attention takes it with q_scale, k_scale and v_scale; else cast to bfloat16"
         need(False, "query is {}; {}", q.dtype, advice, error=TypeError)
     need(False, "query must be {}, got {}", _NAMES, q.dtype, error=TypeError)
 
@@ -287,7 +289,8 @@ def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
         need((size - 1) * (size - whole) == 0, broadcastable, full, mask.shape)
 
 
-def _key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
+def key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:
+    """Raise ValueError or TypeError unless the ranges fit the scores."""
     integers(q, "key_ranges", ranges)
     message = (
         "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = {}, got {}"

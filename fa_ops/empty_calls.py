@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from fa_ops.call import CACHED, MERGE, PACKED, Call, Plan, general
-from fa_ops.checks import lse_dtype
-from fa_ops.types import Cache, Gradients, Packing, Spec
+from fa_ops.checks import FP8, lse_dtype
+from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec
 
 
 def dense_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised out, laid out (B, Sq, Hq, Dv) in memory, and lse."""
+    """Uninitialised out, laid out (B, Sq, Hq, Dv) in memory, and lse; of e4m3 out is bfloat16."""
     B, Hq, Sq, _ = q.shape
-    shape = (B, Hq, Sq, v.shape[3])
-    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=q.dtype, device=q.device)
+    shape, dtype = (B, Hq, Sq, v.shape[3]), torch.bfloat16 if q.dtype == FP8 else q.dtype
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=q.device)
     return out, q.new_empty((B, Hq, Sq), dtype=lse_dtype(q.dtype))
 
 
@@ -48,7 +48,9 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, *options: Cache | Spec) -> tuple[Tensor, Tensor]:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, *options: Cache | Quantization | Spec
+) -> tuple[Tensor, Tensor]:
     sinks = options[-1].sinks
     out, lse = dense_outputs(q, v)
     lse.copy_(float("-inf") if sinks is None else sinks.view(-1, 1))

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, kv_cache, planning
-from fa_ops.call import CACHED, DENSE, PACKED, CacheTensors, Call, PackedTensors
+from fa_ops import api, dispatch, kv_cache, planning, quantized
+from fa_ops.call import (
+    CACHED,
+    DENSE,
+    PACKED,
+    CacheTensors,
+    Call,
+    PackedTensors,
+    QuantizedTensors,
+)
 from fa_ops.dispatch import CallExplanation
 from fa_ops.ops import library
-from fa_ops.types import Cache, DenseTensors, Spec
+from fa_ops.types import Cache, DenseTensors, Quantization, Spec
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
@@ -26,8 +35,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
         value: ``value_cache`` likewise.
         **options: the other arguments, by name. Those with ``cu_seqlens_q`` are of
             :func:`attention_varlen`, those with an argument that only
-            :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, and all
-            others are of :func:`attention`.
+            :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
+            with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
+            all others are of :func:`attention`.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -48,7 +58,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           cpu: can run this
           reference: can run this
     """
-    call = _described(query, key, value, options)
+    describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
+    call = describe(query, key, value, options)
     planning.check(call)
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
@@ -60,6 +71,34 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     return CallExplanation(backend, planning.plan_for(call).kernel, route, reasons)
 
 
+_OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
+
+
+def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
+    """The call that attention of e4m3 tensors, or quantized_attention, would plan."""
+    scales = {name: options[name] for name in Quantization._fields[:3] if name in options}
+    flags = {name: options[name] for name in Quantization._fields[3:] if name in options}
+    function = quantized.quantized_attention if flags else api.attention
+    given = _bound(function, query, key, value, options)
+    tensors = QuantizedTensors(given["sinks"], given["kv_lens"], given["key_ranges"], **scales)
+    scalars = (
+        given["is_causal"], 0.0, given["scale"], *quantized.sides(given["window"]),
+        given["softcap"], False, given["backend"], given.get("qk_dtype"),
+        given.get("smooth_key", False), given.get("rotate", False),
+    )  # fmt: skip
+    return quantized.described(query, key, value, tensors, scalars)
+
+
+def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, options: dict) -> dict:
+    """The arguments of the public function by name, defaults included."""
+    try:
+        bound = inspect.signature(function).bind(query, key, value, **options)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Call:
     """The call that the public function with these options would plan."""
     function, kind, named = api.attention, DENSE, DenseTensors
@@ -67,12 +106,7 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
         function, kind, named = api.attention_varlen, PACKED, PackedTensors
     elif options.keys() & set(Cache._fields):
         function, kind, named = kv_cache.attention_with_kv_cache, CACHED, CacheTensors
-    try:
-        bound = inspect.signature(function).bind(query, key, value, **options)
-    except TypeError as error:
-        raise TypeError(f"{function.__name__}: {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _bound(function, query, key, value, options)
     seed, dropout_p = None, given.get("dropout_p", 0.0)
     if dropout_p != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number

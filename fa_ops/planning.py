@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks, dispatch, empty_calls
-from fa_ops.call import APPEND, CACHED, DENSE, PACKED, Call, Plan, Run, Saved, Tensors
+from fa_ops import cache_checks, checks, dispatch, empty_calls, quantized_checks
+from fa_ops.call import APPEND, CACHED, DENSE, PACKED, QUANTIZED, Call, Plan, Run, Saved, Tensors
 from fa_ops.types import NO_TENSORS, bounded, rows_are_aligned
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
@@ -169,6 +169,8 @@ def options_of(call: Call) -> tuple:
         return *dense, packing.max_seqlen_q, packing.max_seqlen_k
     if cache is not None:
         return *dense, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+    if call.quantization is not None:
+        return *dense, *call.quantization[3:]
     return dense
 
 
@@ -237,6 +239,8 @@ def check(call: Call, real: bool = True) -> None:
         checks.dense(q, k, v, call.spec, real)
     elif call.kind == PACKED:
         checks.packed(q, k, v, call.packing, call.spec, real)
+    elif call.kind == QUANTIZED:
+        quantized_checks.quantized(q, k, v, call.quantization, call.spec, real)
     else:
         cache_checks.cached(q, k, v, call.cache, call.spec, real)
     if saved is not None:

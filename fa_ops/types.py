@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -105,6 +106,25 @@ class Cache(NamedTuple):
     batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
     # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
     unified_max: Tensor | None = None
+
+
+class Quantization(NamedTuple):
+    """How 16-bit query, key and value are quantised; of 8-bit ones, the scales that they have.
+
+    A scale is float32 with one element, (B, H), or of query and key (B, H, S) or (B, H,
+    ceil(S / SCALE_BLOCK)), of value (B, H, Dv).
+    """
+
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    qk_dtype: torch.dtype | None = None  # of quantised query and key; None: int8
+    smooth_key: bool = True  # subtract the mean of the keys, which no weight depends on
+    rotate: bool = False  # rotate the features of query and key alike
+
+
+SCALE_BLOCK = 64  # keys that share a scale
+MEAN_KEYS = 1024  # the mean of the keys is over at most so many
 
 
 class Gradients(NamedTuple):

@@ -1,5 +1,7 @@
 """fa_ops for transformers: importing this package registers `attn_implementation="fa_ops"`.
 
+"fa_ops_8bit" is the same with 8-bit products in prefills, for inference.
+
     import hf_integration
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ops")
 
@@ -17,17 +19,19 @@ except ImportError as error:
     ) from error
 
 from hf_integration import decoding, flash_name, gate, hooks
-from hf_integration.attention import fa_ops_attention_forward
+from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
 from hf_integration.encodings import counts as mask_counts
 from hf_integration.explaining import Explanation, explain
-from hf_integration.hooks import NAME, PAGED
+from hf_integration.hooks import EIGHT_BIT, NAME, PAGED
 from hf_integration.masks import fa_ops_mask
 
 __all__ = [
+    "EIGHT_BIT",
     "NAME",
     "PAGED",
     "Explanation",
     "explain",
+    "fa_ops_8bit_attention_forward",
     "fa_ops_attention_forward",
     "fa_ops_mask",
     "mask_counts",
@@ -36,7 +40,7 @@ __all__ = [
 
 
 def register(as_flash_attention_2: bool = False) -> None:
-    """Register "fa_ops" and "paged|fa_ops" with transformers; called on import. Idempotent.
+    """Register "fa_ops", "paged|fa_ops" and "fa_ops_8bit"; called on import. Idempotent.
 
     Args:
         as_flash_attention_2: also answer for "flash_attention_2", for code that asks for this name:
@@ -52,6 +56,8 @@ def register(as_flash_attention_2: bool = False) -> None:
     for name in (NAME, PAGED):
         AttentionInterface.register(name, fa_ops_attention_forward)
         AttentionMaskInterface.register(name, fa_ops_mask)
+    AttentionInterface.register(EIGHT_BIT, fa_ops_8bit_attention_forward)
+    AttentionMaskInterface.register(EIGHT_BIT, fa_ops_mask)
     if as_flash_attention_2:
         flash_name.take()
     else:

@@ -53,6 +53,7 @@ def fa_ops_attention_forward(
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool = False,
+    eight_bit: bool = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute one attention layer of a transformers model.
@@ -61,6 +62,8 @@ def fa_ops_attention_forward(
     repeated. `attention_mask` is a `CompactMask`, or a bool or float tensor. If it is None,
     `is_causal` decides (the argument, or else the module's attribute). `sliding_window` in `kwargs`
     is ignored, because the mask already contains the window.
+
+    `eight_bit` computes calls with more than 16 queries with 8-bit products, where they can.
 
     `position_ids` separate documents that are packed into one row. `cache` is the cache of
     continuous batching; `kwargs` then describe the batch.
@@ -92,11 +95,45 @@ def fa_ops_attention_forward(
             call = rewrite(module, call)
     else:
         is_user_mask = not is_compact and attention_mask is not None
-        optional = (position_bias, indices, lens, position_ids, is_user_mask, output_attentions)
+        optional = (
+            position_bias, indices, lens, position_ids, is_user_mask, output_attentions, eight_bit,
+        )  # fmt: skip
         call = LayerCall(query, key, value, mask, sinks, options, Extras(*optional))
         decisions, call = _decide(module, call, family)
     out, weights = decisions.operator(module, call)
     return (out if call.up_v is None else latent.project_out(out, call.up_v)), weights
+
+
+def fa_ops_8bit_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute one attention layer with 8-bit products, as `attn_implementation="fa_ops_8bit"`.
+
+    The arguments are those of `fa_ops_attention_forward`. Decoding steps have 16-bit products, as
+    they would have to quantise the whole cache. Calls whose mask is dense or float, packed
+    documents, and calls that return weights have them too, with a warning.
+
+    Raises ValueError where a gradient would be recorded, and NotImplementedError for continuous
+    batching.
+    """
+    if dropout or (torch.is_grad_enabled() and operators.any_requires_grad(query, key, value)):
+        raise ValueError(
+            "attn_implementation='fa_ops_8bit' is for inference: call the model in eval() mode "
+            "under torch.no_grad(), or train with 'fa_ops'"
+        )
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            "attn_implementation='fa_ops_8bit' has no continuous batching; use 'paged|fa_ops'"
+        )
+    return fa_ops_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, eight_bit=True, **kwargs
+    )
 
 
 def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[Decisions, LayerCall]:

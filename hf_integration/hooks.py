@@ -16,7 +16,8 @@ from types import ModuleType
 
 NAME = "fa_ops"
 PAGED = "paged|" + NAME
-names = {NAME, PAGED}  # all names under which our function is registered
+EIGHT_BIT = NAME + "_8bit"
+names = {NAME, PAGED, EIGHT_BIT}  # all names under which our functions are registered
 _IS_FLASH = "is_flash_attention_requested"
 _BATCHING = "transformers.generation.continuous_batching"
 
@@ -25,7 +26,7 @@ states: dict[str, str] = {"continuous batching": "not installed yet"}
 
 
 def is_ours(config: object) -> bool:
-    """Whether the attention implementation of a config is fa_ops, paged or not."""
+    """Whether the attention implementation of a config is one of ours."""
     return getattr(config, "_attn_implementation", None) in names
 
 

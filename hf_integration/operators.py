@@ -28,6 +28,7 @@ class Extras(NamedTuple):
     position_ids: Tensor | None = None
     is_user_mask: bool = False  # the mask is not a CompactMask
     output_attentions: bool = False
+    eight_bit: bool = False  # compute prefills with 8-bit products
 
 
 NO_EXTRAS = Extras()
@@ -54,6 +55,11 @@ Operator = Callable[[nn.Module, LayerCall], tuple[Tensor, Tensor | None]]
 def choose(call: LayerCall) -> Operator:
     """The operator for a call to which all rewrites have been applied."""
     query, mask = call.query, call.mask
+    if call.extras.eight_bit and not _is_short(call):
+        reason = _why_not_eight_bit(call)
+        if reason is None:
+            return quantized
+        _logger.warning_once(f"{reason}: such calls of 'fa_ops_8bit' have 16-bit products.")
     if call.documents is not None:
         return packed
     if call.extras.output_attentions:
@@ -78,6 +84,26 @@ def is_step(call: LayerCall) -> bool:
     if sinks is not None and sinks.dim() != 1:
         return False
     return not (torch.is_grad_enabled() and any_requires_grad(query, key, value, sinks))
+
+
+def _is_short(call: LayerCall) -> bool:
+    """Whether there are so few queries that quantising all keys would take longer than reading."""
+    return call.key.shape[2] > call.query.shape[2] and call.query.shape[2] <= MAX_STEP_QUERIES
+
+
+def _why_not_eight_bit(call: LayerCall) -> str | None:
+    """Why a call cannot have 8-bit products, or None."""
+    if call.documents is not None:
+        return "documents that are packed into one row"
+    if call.extras.output_attentions:
+        return "`output_attentions=True`"
+    if call.mask.attn_mask is not None:
+        return "a mask that is neither causal nor one range of keys for each query"
+    if call.sinks is not None and call.sinks.dim() != 1:
+        return "sinks for each query"
+    if is_too_wide(call):
+        return f"a head dimension above {MAX_HEAD_DIM}"
+    return None
 
 
 def is_too_wide(call: LayerCall) -> bool:
@@ -121,6 +147,18 @@ def dense(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     out, lse = fa_ops.attention(query, key, value, attn_mask, return_lse=True, **options)
     share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float())
     return (out * share).to(out.dtype).transpose(1, 2), None
+
+
+def quantized(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
+    """A call of fa_ops.quantized_attention."""
+    query, key, value, mask, sinks, options = call[:6]
+    if mask.kv_lens is not None:
+        mask = mask.without_lens()
+    out = fa_ops.quantized_attention(
+        query, key, value, mask.is_causal, key_ranges=mask.key_ranges, sinks=sinks,
+        scale=options["scale"], softcap=options["softcap"],
+    )  # fmt: skip
+    return out.transpose(1, 2), None
 
 
 def eager(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:

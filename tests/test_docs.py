@@ -35,7 +35,7 @@ def test_examples_run(page, request):
 
 FUNCTIONS = (
     fa_ops.attention, fa_ops.attention_varlen, fa_ops.attention_with_kv_cache, fa_ops.use_backend,
-    dispatch.explain,
+    fa_ops.quantized_attention, dispatch.explain,
 )  # fmt: skip
 
 

@@ -113,7 +113,11 @@ DENSE = {
     ),
     "mixed dtypes": Bad({"key": rand(*K).half()}, T, "key is float16, but query is float32"),
     "fp8": Bad(
-        FP8, T, "query is float8_e4m3fn; fp8 is not supported on CPU: cast to bfloat16", REAL
+        FP8,
+        T,
+        "query is float8_e4m3fn; attention takes it with q_scale, k_scale and v_scale; else cast "
+        "to bfloat16",
+        REAL,
     ),
     "mixed devices": Bad(
         {"value": rand(*K, device="meta")}, V, "value is on meta, but query is on cpu", REAL

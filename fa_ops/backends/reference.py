@@ -5,12 +5,14 @@ It defines the semantics of the library, and is not meant to be fast.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from fa_ops.backends import dropout
-from fa_ops.call import APPEND, Call, Plan, plan_by_kind
-from fa_ops.types import Cache, Gradients, Packing, Spec, default_scale
+from fa_ops.backends import dropout, quantization
+from fa_ops.call import APPEND, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec, default_scale
 
 
 def keep_mask(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, device: torch.device) -> Tensor:
@@ -346,6 +348,60 @@ def cache_forward(
     return bshd(out.to(q.dtype)), lse.to(lse_dtype(q.dtype))
 
 
+WEIGHT_SCALE = 256.0  # weights of 1 are rounded as this number, whose e4m3 neighbours go up to 448
+
+
+def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax whose weights are rounded to e4m3 and then normalised: (p, lse).
+
+    Weights are relative to a power of two, the row's maximum rounded up, so that their rounding
+    does not depend on the order in which keys are processed. sinks broadcast to (B, Hq, Sq, 1).
+    """
+    t = s * math.log2(math.e)
+    m = t.amax(-1, keepdim=True).ceil()
+    base = m.masked_fill(m == float("-inf"), 0.0)
+    w = quantization.rounded(WEIGHT_SCALE * torch.exp2(t - base)) / WEIGHT_SCALE
+    if sinks is not None:
+        sinks = sinks.double() * math.log2(math.e)
+        m = torch.maximum(m, sinks)
+    top = m.masked_fill(m == float("-inf"), 0.0)
+    w = w * torch.exp2(base.minimum(top) - top)  # no sink makes weights larger
+    total = w.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp2(sinks - top)
+    dead = total == 0
+    total = total.masked_fill(dead, 1.0)
+    lse = (top * math.log(2.0) + total.log()).masked_fill(dead, float("-inf"))
+    return w / total, lse
+
+
+def quantized(
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """Attention with 8-bit products: out and lse in fp64, of 16-bit or of e4m3 tensors."""
+    eight = quantization.quantised(q, k, v, how, spec, torch.float64)
+    group = q.shape[1] // k.shape[1]
+    k, v = eight.key * eight.k_scale, eight.value * eight.v_scale
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    products = (eight.query * eight.q_scale) @ k.transpose(-1, -2)
+    s = modify_scores(products, spec, q.shape[-1])
+    sinks = None if spec.sinks is None else spec.sinks.double().view(1, -1, 1, 1)
+    if sinks is not None and eight.offset is not None:
+        sinks = sinks - eight.offset
+    p, lse = rounded_weights(s, sinks)
+    if eight.offset is not None:
+        lse = lse + eight.offset
+    return apply_weights(p, v, s > float("-inf")), lse.squeeze(-1)
+
+
+def quantized_forward(
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """out in q's dtype, bfloat16 for e4m3, laid out (B, Sq, Hq, Dv) in memory; lse in fp32."""
+    out, lse = quantized(q, k, v, how, spec)
+    return bshd(out.to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)), lse.float()
+
+
 def bshd(out: Tensor) -> Tensor:
     """Lay `out` out as (B, S, H, D) in memory, so that merging heads is a view."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -368,6 +424,8 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the oracle runs the call."""
+    if call.kind == QUANTIZED:
+        return general("8-bit forward", quantized_forward)
     return plan_by_kind(
         call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
     )

@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, decode, first, host, features, cpu."""
+"""`python -m fa_ops bench`: forward, backward, decode, first, host, features, accuracy, cpu."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from fa_ops.bench import accuracy as accuracy_errors
 from fa_ops.bench import cpu as cpu_calls
 from fa_ops.bench import decode as decode_calls
 from fa_ops.bench import features as feature_costs
@@ -118,6 +119,7 @@ def features(
         report.write_json(json, device, "features", feature_costs.records(measured))
 
 
+app.command("accuracy")(accuracy_errors.main)
 app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
 app.command("first")(first_calls.main)

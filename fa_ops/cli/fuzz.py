@@ -20,10 +20,11 @@ from fa_ops.bench.report import environment, write_json
 from fa_ops.cli import options
 from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, Target
 from fa_ops.cli.fuzz_workers import fuzz
+from fa_ops.testing import draws
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_PRINTED = 20  # failures that are printed; the JSON file holds all of them
-COLUMNS = ("specialisations", "cases", "dense", "packed", "cached", "gradients", "failed")
+COLUMNS = ("specialisations", "cases", *draws.KINDS, "gradients", "failed")
 
 
 def run(

@@ -12,11 +12,12 @@ from unittest import mock
 import torch
 
 from fa_ops import cache_checks, checks, dispatch
-from fa_ops.call import CACHED, DENSE, PACKED, Call
-from fa_ops.testing import Arena, CacheCase, assert_right, draws
+from fa_ops.call import CACHED, DENSE, PACKED, QUANTIZED, Call
+from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, draws, make_case
 from fa_ops.testing.allocators import poisoned_memory
 
-KINDS = ("dense", "packed", "dense", "cached", "dense")  # repeated over the numbers of families
+# repeated over the numbers of families
+KINDS = ("dense", "packed", "dense", "cached", "dense", "quantized")
 MAX_DRAWS = 2000  # draws that a backend may refuse before the search for a valid one fails
 
 
@@ -98,6 +99,8 @@ def family_of(target: Target, number: int) -> draws.Family:
         LookupError: the backend supports none of `MAX_DRAWS` draws.
     """
     kind = KINDS[number % len(KINDS)]
+    if kind == "quantized" and not _has_8_bits(target):
+        kind = "dense"
     for attempt in range(MAX_DRAWS):
         pick = random.Random(f"{number}.{attempt}").choice
         family = draws.family(pick, kind, target.dtypes, True if target.arena else None)
@@ -108,6 +111,12 @@ def family_of(target: Target, number: int) -> draws.Family:
     raise LookupError(
         f"{target.backend} supports none of {MAX_DRAWS} {kind} calls; the last one: {reason}"
     )
+
+
+def _has_8_bits(target: Target) -> bool:
+    """Whether the backend has kernels with 8-bit products for this device."""
+    plain = QuantizedCase(make_case(dtype=torch.float16, device=target.device))
+    return refusal(target.backend, plain) is None
 
 
 def _case_of(target: Target, number: int, index: int, family: draws.Family) -> draws.AnyCase:
@@ -123,7 +132,9 @@ def _case_of(target: Target, number: int, index: int, family: draws.Family) -> d
 def refusal(backend: str, case: draws.AnyCase) -> str | None:
     """Why the backend cannot run a case; None where it can."""
     q, k, v, *cache, spec = case.fresh()
-    if cache:
+    if isinstance(case, QuantizedCase):
+        call = Call(QUANTIZED, q, k, v, spec, quantization=cache[0], backend=backend)
+    elif cache:
         call = Call(CACHED, q, k, v, spec, cache=cache[0], backend=backend)
     else:
         call = Call(DENSE if q.dim() == 4 else PACKED, q, k, v, spec, backend=backend)

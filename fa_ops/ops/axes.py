@@ -30,6 +30,7 @@ RESULTS = {
     "attention_with_lse": ("out", "lse"),
     "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
     "attention_varlen": ("out", "lse"),
+    "quantized_attention": ("out", "lse"),
     "attention_varlen_backward": ("query", "key", "value", "sinks"),
 }
 

@@ -40,6 +40,12 @@ _CACHED = (
     "SymInt num_splits=0, bool batch_invariant=False, str? backend=None, "
     "Tensor? key_ranges=None, Tensor? unified_max=None"
 )
+_QUANTIZED = (
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool is_causal=False, *, "
+    "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
+    "Tensor? sinks=None, Tensor? kv_lens=None, Tensor? key_ranges=None, "
+    "ScalarType? qk_dtype=None, bool smooth_key=True, bool rotate=False, str? backend=None"
+)
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
 
 SCHEMAS = {
@@ -57,6 +63,8 @@ SCHEMAS = {
     # an operator of its own, so that reading a cache is no mutation to a compiler
     "attention_with_kv_cache_append": "(Tensor query, Tensor(a!) key_cache, "
     f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
+    # 16-bit tensors, which it quantises, or e4m3 ones with their scales
+    "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
     "merge_states": "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
 }
 for _name, _schema in SCHEMAS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.ops import dense, kv_cache, library, merge, varlen
+from fa_ops.ops import dense, kv_cache, library, merge, quantized, varlen
 from fa_ops.ops.imports import after_import
 from fa_ops.types import Packing
 
@@ -60,6 +60,25 @@ def _autocast_cached(operator: torch._ops.OpOverload, device: str) -> None:
 for _operator in (kv_cache.READ, kv_cache.APPEND):
     for _device in ("cpu", "cuda"):
         _autocast_cached(_operator, _device)
+
+
+def _autocast_quantized(device: str) -> None:
+    """Cast query, key and value, unless they are 8-bit, to autocast's dtype."""
+
+    def kernel(*args, **options):
+        dtype = torch.get_autocast_dtype(device)
+        qkv = [x.to(dtype) if x.dtype.itemsize > 1 else x for x in args[:3]]
+        sinks = options.get("sinks")
+        if sinks is not None and sinks.dtype.itemsize == 2:
+            options["sinks"] = sinks.to(dtype)
+        with library.without_autocast(device):
+            return quantized.QUANTIZED_ATTENTION(*qkv, *args[3:], **options)
+
+    library.lib.impl("quantized_attention", kernel, f"Autocast{device.upper()}")
+
+
+for _device in ("cpu", "cuda"):
+    _autocast_quantized(_device)
 
 
 # FLOPs follow torch's convention for attention: multiply-adds of the dense products, masks not
@@ -125,7 +144,8 @@ def register_flops() -> None:
     """Register the operators' formulas with torch's FLOP counter."""
     from torch.utils.flop_counter import register_flop_formula as register
 
-    register([torch.ops.fa.attention, torch.ops.fa.attention_with_lse])(_dense_flops)
+    dense_ones = ("attention", "attention_with_lse", "quantized_attention")
+    register([getattr(torch.ops.fa, name) for name in dense_ones])(_dense_flops)
     register(torch.ops.fa.attention_backward)(_dense_backward_flops)
     register(torch.ops.fa.attention_varlen, get_raw=True)(_packed_flops)
     register(torch.ops.fa.attention_varlen_backward, get_raw=True)(_packed_backward_flops)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fa_ops.call import rows_contiguous
-from fa_ops.ops import axes, dense, kv_cache, library, merge, varlen
+from fa_ops.ops import axes, dense, kv_cache, library, merge, quantized, varlen
 from fa_ops.ops.axes import BATCH, HEADS
 
 
@@ -71,7 +71,7 @@ def _axis(operator: OpOverload, call: dict, mapped: set[str]) -> int | None:
     """The axis to fold into; None where folding is not possible."""
     packed, backward = "cu_seqlens_q" in call, "grad_out" in call
     rank = call["query"].dim() - ("query" in mapped)
-    if call.get("dropout_p") or rank != (3 if packed else 4):
+    if call.get("dropout_p") or call.get("q_scale") is not None or rank != (3 if packed else 4):
         return None
     own_sinks = "sinks" in mapped or (backward and call.get("sinks") is not None)
     if not packed and not own_sinks:
@@ -149,6 +149,7 @@ for _operator in (
     dense.BACKWARD,
     varlen.VARLEN,
     varlen.BACKWARD,
+    quantized.QUANTIZED_ATTENTION,
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)

@@ -5,18 +5,26 @@ from fa_ops.testing.budget import assert_close_to_oracle, assert_within_budget, 
 from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_case
 from fa_ops.testing.check import assert_right
 from fa_ops.testing.inputs import Case, PackedCase, make_case, random_case
+from fa_ops.testing.quantized import (
+    QuantizedCase,
+    assert_quantized_close,
+    random_quantized_case,
+)
 
 __all__ = [
     "Arena",
     "CacheCase",
     "Case",
     "PackedCase",
+    "QuantizedCase",
     "assert_cache_close",
     "assert_close_to_oracle",
+    "assert_quantized_close",
     "assert_right",
     "assert_within_budget",
     "make_case",
     "naive",
     "random_cache_case",
     "random_case",
+    "random_quantized_case",
 ]

@@ -10,12 +10,13 @@ from fa_ops.testing.arena import Arena
 from fa_ops.testing.budget import assert_close_to_oracle
 from fa_ops.testing.caches import CacheCase, assert_cache_close, call
 from fa_ops.testing.inputs import Case, PackedCase
+from fa_ops.testing.quantized import QuantizedCase, assert_quantized_right
 
 CALLS = 3  # of each case: the third call uses what the first and second prepared
 
 
 def assert_right(
-    case: Case | PackedCase | CacheCase,
+    case: Case | PackedCase | CacheCase | QuantizedCase,
     backend: str,
     arena: Arena | None = None,
     repeated: bool = True,
@@ -43,6 +44,9 @@ def assert_right(
             _assert_refused(case, argument, lambda: call(q, k, v, cache, spec))
         else:
             assert_cache_close(case, backend, arena, CALLS if repeated else 1)
+        return False
+    if isinstance(case, QuantizedCase):
+        assert_quantized_right(case, backend, arena, CALLS if repeated else 1)
         return False
     features = getattr(case, "features", case)
     # with scores this large weights round to 0 or 1, and gradients are rounding errors

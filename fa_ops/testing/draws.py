@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from fa_ops.testing import hazards
+from fa_ops.testing import hazards, quantized
 from fa_ops.testing.caches import CacheCase
 from fa_ops.testing.inputs import Case, PackedCase
+from fa_ops.testing.quantized import QuantizedCase
 
 Pick = Callable[[Sequence], Any]
-AnyCase = Case | PackedCase | CacheCase
+AnyCase = Case | PackedCase | CacheCase | QuantizedCase
 
-KINDS = ("dense", "packed", "cached")
+KINDS = ("dense", "packed", "cached", "quantized")
 HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256)
 CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256)
 # lengths just below, at and above multiples of the tile sizes of the kernels
@@ -41,6 +42,8 @@ class Family:
 
     def case(self, pick: Pick, device: str = "cpu") -> AnyCase:
         """Draw one call of the family."""
+        if self.kind == "quantized":
+            return quantized.draw(pick, self.fields, device)
         fields = self.fields | {"device": device, "seed": pick(range(2**16))}
         if "window" not in fields:
             fields["window"] = tuple(pick(range(71)) if side else -1 for side in self.sides)
@@ -93,6 +96,9 @@ def family(
 
     `edges` requires (True) or excludes (False) a hazard; None draws one sometimes.
     """
+    if kind == "quantized":
+        dtypes = [dtype for dtype in dtypes if dtype != torch.float64] or [torch.float32]
+        return Family(kind, quantized.features(pick, pick(dtypes), bool(edges)))
     dtype = pick(dtypes)
     dims = CACHED_DIMS if kind == "cached" else HEAD_DIMS
     D = pick(dims)
@@ -185,6 +191,8 @@ def bits(pick: Pick, n: int) -> tuple[int, ...]:
 def features(case: AnyCase) -> list[str]:
     """Names of the features of a call, for statistics."""
     plain = case.features if isinstance(case, PackedCase) else case
+    if isinstance(case, QuantizedCase):
+        plain = case.case
     cached = isinstance(case, CacheCase)
     words = {
         str(plain.dtype).removeprefix("torch."): True,
@@ -215,6 +223,8 @@ def features(case: AnyCase) -> list[str]:
             "unified maximum": case.unified_max is not None,
             "key ranges": case.ranges,
         }
+    elif isinstance(case, QuantizedCase):
+        words |= _of_quantized(case)
     else:
         words |= {
             "kv_lens": plain.kv_lens,
@@ -232,3 +242,16 @@ def features(case: AnyCase) -> list[str]:
             "few queries, many keys": isinstance(case, Case) and case.Sq <= 16 and case.Sk >= 512,
         }
     return [word for word, there in words.items() if there]
+
+
+def _of_quantized(case: QuantizedCase) -> dict[str, bool]:
+    return {
+        "kv_lens": case.case.kv_lens,
+        "key ranges": case.case.key_ranges is not None,
+        "strided": case.case.layout != "bhsd",
+        "int8": case.scales is None and case.qk_dtype == torch.int8,
+        "scales given": case.scales is not None,
+        "rotated": case.rotate,
+        "keys without their mean": case.scales is None and case.smooth_key,
+        "NaN or Inf": case.poison,
+    }

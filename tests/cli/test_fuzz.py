@@ -160,6 +160,8 @@ def test_draws_cover_every_feature():
     assert everywhere | ours | masks | {"few queries, many keys"} <= seen["dense"]
     assert everywhere | ours <= seen["packed"]
     assert everywhere | caches <= seen["cached"]
+    eight = {"int8", "scales given", "rotated", "keys without their mean", "NaN or Inf"}
+    assert (everywhere - {"ALiBi"}) | eight | {"kv_lens", "key ranges"} <= seen["quantized"]
     assert sizes == {"ordinary", "decoding", "many", "prefill"}
 
 

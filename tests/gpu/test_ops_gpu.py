@@ -192,7 +192,7 @@ def test_errors_across_devices():
         fa_ops.attention(gpu, gpu, gpu, kv_lens=torch.ones(1, dtype=torch.int32))
     with pytest.raises(TypeError, match="float64, which is supported on CPU only"):
         fa_ops.attention(gpu.double(), gpu.double(), gpu.double())
-    with pytest.raises(TypeError, match="fp8 is not supported by fa_ops yet"):
+    with pytest.raises(TypeError, match="attention takes it with q_scale"):
         fa_ops.attention(*[gpu.to(torch.float8_e4m3fn)] * 3)
     with pytest.raises(NotImplementedError, match="backend 'cpu' cannot run this call"):
         fa_ops.attention(gpu, gpu, gpu, backend="cpu")

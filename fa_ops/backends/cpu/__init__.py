@@ -7,8 +7,9 @@ from torch import Tensor
 
 from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.kv_cache import cache_forward
+from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
-from fa_ops.call import APPEND, Call, Plan, plan_by_kind
+from fa_ops.call import APPEND, QUANTIZED, Call, Plan, general, plan_by_kind
 from fa_ops.types import Spec
 
 
@@ -21,11 +22,16 @@ def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, or None."""
     if call.kind == APPEND:
         return "appends and attends in one call"
+    if call.kind == QUANTIZED:
+        q = call.query
+        return _foreign(q) if q.device.type != "cpu" else None
     return support_error(call.query, call.key, call.value, call.spec)
 
 
 def plan(call: Call) -> Plan:
     """How this backend runs the call."""
+    if call.kind == QUANTIZED:
+        return general("8-bit forward", quantized_forward)
     return plan_by_kind(
         call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
     )
@@ -34,10 +40,14 @@ def plan(call: Call) -> Plan:
 def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot attend these tensors, or None."""
     if q.device.type != "cpu":
-        return f"runs on CPU tensors, got {q.device.type}"
+        return _foreign(q)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"runs fp16, bf16, fp32 and fp64, got {q.dtype}"
     return None
+
+
+def _foreign(q: Tensor) -> str:
+    return f"runs on CPU tensors, got {q.device.type}"
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

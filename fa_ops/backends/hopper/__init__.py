@@ -22,6 +22,7 @@ from fa_ops.call import (
     DENSE,
     MERGE,
     PACKED,
+    QUANTIZED,
     Call,
     Plan,
     decoding,
@@ -73,6 +74,8 @@ def supports(call: Call) -> str | None:
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == APPEND:
         return f"does not write to caches; {_ALTERNATIVE}"
+    if call.kind == QUANTIZED:
+        return f"has no kernel with 8-bit products; {_ALTERNATIVE}"
     if call.kind == CACHED:
         return cache_error(q, k, v, call.cache, spec)
     if call.kind == MERGE:

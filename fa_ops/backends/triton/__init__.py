@@ -17,12 +17,14 @@ from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
 from fa_ops.backends.triton.merge import merge_states
+from fa_ops.backends.triton.quantized import architecture_error, quantized_forward
 from fa_ops.call import (
     APPEND,
     CACHED,
     DENSE,
     MERGE,
     PACKED,
+    QUANTIZED,
     Call,
     Plan,
     decoding,
@@ -47,6 +49,8 @@ def supports(call: Call) -> str | None:
         return "appends and attends in one call where there are few queries"
     if call.cache is not None:
         return cache_error(q, k, v, call.cache, call.spec)
+    if call.kind == QUANTIZED:
+        return _quantized_error(q, k, v, call.spec)
     if call.kind == MERGE:
         q = k = v = q.reshape(-1, 1, q.shape[-1])
     return support_error(q, k, v, call.spec)
@@ -58,6 +62,8 @@ def plan(call: Call) -> Plan:
         return Plan("merge", lambda call: merge_states)
     if call.kind == APPEND:
         return Plan("append", prepare_append)
+    if call.kind == QUANTIZED:
+        return general("8-bit forward", quantized_forward)
     if call.saved is not None:
         return general("backward", backward if call.kind == DENSE else varlen_backward)
     if call.kind == PACKED:
@@ -71,7 +77,15 @@ def plan(call: Call) -> Plan:
     return general("forward", forward)
 
 
-def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """Why this backend cannot run a call with 8-bit products."""
+    dtypes = (*_DTYPES, torch.float8_e4m3fn)
+    return architecture_error(q) or support_error(q, k, v, spec, dtypes)
+
+
+def support_error(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtypes: tuple[torch.dtype, ...] = _DTYPES
+) -> str | None:
     """Why this backend cannot run this call, and what can."""
     device = q.device
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
@@ -79,7 +93,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     if device.type == "cuda" and architecture(device) < 80:
         name = torch.cuda.get_device_name(device)
         return f"needs compute capability 8.0, {name} has {architecture(device) / 10}"
-    if q.dtype not in _DTYPES:
+    if q.dtype not in dtypes:
         return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
     widest = max(q.shape[-1], v.shape[-1])
     if widest > MAX_HEAD_DIM:

@@ -81,3 +81,17 @@ _FORWARD_FP32 = {
     128: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     256: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
 }
+
+
+def quantized_tile(arch: int, head_dim: int) -> Tile:
+    """The tile of the forward kernel with 8-bit products."""
+    family = "H100" if arch == 90 or 100 <= arch < 120 else "consumer"
+    return _QUANTIZED[family][max(64, padded(head_dim))]
+
+
+# Not measured: the largest that fit registers, beside a second accumulator for sums of fp8 tensor
+# cores, and shared memory.
+_QUANTIZED = {
+    "consumer": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "H100": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(64, 64, 8, 3)},
+}

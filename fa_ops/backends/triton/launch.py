@@ -28,6 +28,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",

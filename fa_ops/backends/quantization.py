@@ -1,0 +1,135 @@
+"""Quantisation to 8 bits as torch operations, on any device.
+
+docs/semantics.md defines it; the Triton kernels of `backends/triton/quantize_kernel.py` compute the
+same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_ops.types import MEAN_KEYS, SCALE_BLOCK, Quantization, Spec, default_scale
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX, INT8_MAX = 448.0, 127.0
+# What the largest number of an int8 scale becomes, before it is rounded to 127. As 12743 is prime,
+# no bfloat16 number lies halfway between two steps, where rounding errors would choose one.
+INT8_LARGEST = 127.43
+SMALLEST = 2.0**-100  # the largest number of a scale counts as at least this
+
+
+class Quantised(NamedTuple):
+    """8-bit numbers as a wide dtype, and their scales, which broadcast to them."""
+
+    query: Tensor  # (B, Hq, Sq, D)
+    key: Tensor  # (B, Hkv, Sk, D)
+    value: Tensor  # (B, Hkv, Sk, Dv)
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    # what the scores lack, (B, Hq, Sq, 1): scale times the product of query and the keys' mean
+    offset: Tensor | None = None
+
+
+def quantised(
+    q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec, wide: torch.dtype
+) -> Quantised:
+    """Quantise 16-bit tensors, or name the scales of 8-bit ones; keys beyond kv_lens are 0."""
+    inside = None
+    if spec.kv_lens is not None:
+        inside = torch.arange(k.shape[2], device=k.device) < spec.kv_lens.view(-1, 1, 1)
+        inside = inside.unsqueeze(-1)
+    is_eight_bit = q.dtype == E4M3
+    q, k, v = (t.to(wide) for t in (q, k, v))
+    if inside is not None:
+        k, v = (torch.where(inside, t, 0.0) for t in (k, v))
+    if is_eight_bit:
+        scales = _expanded(q, k, quantization, wide)
+        return Quantised(q, k, v, *scales)
+    offset = None
+    if quantization.smooth_key and not spec.softcap:
+        mean = mean_of_keys(k, spec.kv_lens)
+        per_head = mean.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        offset = default_scale(spec, q.shape[3]) * (q * per_head).sum(-1, keepdim=True)
+        k = k - mean if inside is None else torch.where(inside, k - mean, 0.0)
+    if quantization.rotate:
+        turn = rotation(q.shape[3], wide).to(q.device)
+        q, k = q @ turn, k @ turn
+    is_int8 = quantization.qk_dtype in (None, torch.int8)
+    q, q_scale = _with_scale(q, q.abs().amax(-1, keepdim=True), is_int8)
+    k, k_scale = _with_scale(k, _largest_of_blocks(k), is_int8)
+    v, v_scale = _with_scale(v, v.abs().amax(2, keepdim=True), False)
+    return Quantised(q, k, v, q_scale, k_scale, v_scale, offset)
+
+
+def mean_of_keys(k: Tensor, kv_lens: Tensor | None) -> Tensor:
+    """The mean of at most MEAN_KEYS evenly spaced keys of each row, (B, Hkv, 1, D)."""
+    B, Hkv, Sk, D = k.shape
+    lens = [Sk] * B if kv_lens is None else kv_lens.clamp(0, Sk).tolist()
+    mean = k.new_zeros(B, Hkv, 1, D)
+    for b, n in enumerate(lens):
+        if n:
+            mean[b] = k[b, :, : n : -(-n // MEAN_KEYS)].mean(1, keepdim=True)
+    return mean
+
+
+def rotation(D: int, dtype: torch.dtype) -> Tensor:
+    """A symmetric orthogonal (D, D) matrix: Hadamard's, in blocks of D's largest power of two."""
+    n = D & -D
+    index = torch.arange(n)
+    common = index.view(-1, 1) & index
+    parity = sum((common >> bit) & 1 for bit in range(max(n.bit_length() - 1, 1))) & 1
+    block = (1.0 - 2.0 * parity.to(dtype)) / math.sqrt(n)
+    return torch.block_diag(*[block] * (D // n))
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """The smallest power of two by which `largest` is at most 448 when divided."""
+    bits = largest.float().clamp(min=SMALLEST).view(torch.int32)
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8  # 448 is 1.75 * 2**8
+    return (exponent.clamp(1, 253) << 23).view(torch.float32)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x rounded to e4m3, to nearest even; larger numbers become 448."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(x.dtype)
+
+
+def _with_scale(x: Tensor, largest: Tensor, is_int8: bool) -> tuple[Tensor, Tensor]:
+    """(numbers, scale): int8 or e4m3 numbers whose product with the scale is about x."""
+    if is_int8:
+        scale = largest.float().clamp(min=SMALLEST).to(x.dtype) / INT8_LARGEST
+        return (x / scale).round().clamp(-INT8_MAX, INT8_MAX), scale
+    scale = power_of_two(largest).to(x.dtype)
+    return rounded(x / scale), scale
+
+
+def _largest_of_blocks(k: Tensor) -> Tensor:
+    """The largest magnitude of each SCALE_BLOCK keys, (B, Hkv, Sk, 1)."""
+    Sk = k.shape[2]
+    largest = F.pad(k.abs().amax(-1), (0, -Sk % SCALE_BLOCK))
+    largest = largest.unflatten(2, (-1, SCALE_BLOCK)).amax(-1)
+    return largest.repeat_interleave(SCALE_BLOCK, 2)[:, :, :Sk].unsqueeze(-1)
+
+
+def _expanded(q: Tensor, k: Tensor, quantization: Quantization, wide: torch.dtype) -> list[Tensor]:
+    """The given scales of query, key and value, broadcastable to them."""
+    q_scale, k_scale, v_scale = (t.to(wide) for t in quantization[:3])
+    return [_of_tokens(q_scale, q.shape[2]), _of_tokens(k_scale, k.shape[2]), _of_channels(v_scale)]
+
+
+def _of_tokens(scale: Tensor, S: int) -> Tensor:
+    if scale.dim() < 2:
+        return scale.view(1, 1, 1, 1)
+    if scale.dim() == 3 and scale.shape[2] != S:
+        scale = scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, :S]
+    return scale.view(*scale.shape[:2], -1, 1)
+
+
+def _of_channels(scale: Tensor) -> Tensor:
+    return scale.view(1, 1, 1, 1) if scale.dim() < 2 else scale.view(*scale.shape[:2], 1, -1)

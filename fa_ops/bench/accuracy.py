@@ -1,0 +1,182 @@
+"""`python -m fa_ops bench accuracy`: errors of 16-bit and of 8-bit attention against float64.
+
+Each error is measured over the output of a few queries that attend all keys: its root mean square
+relative to the output's, the cosine of the angle between output and exact output, and the largest
+relative error of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+import fa_ops
+from fa_ops.bench import accuracy_problems, perplexity, report
+from fa_ops.bench.accuracy_problems import DISTRIBUTIONS, Inputs
+from fa_ops.bench.peers import import_first
+from fa_ops.cli import options
+
+E4M3 = torch.float8_e4m3fn
+console = Console()
+
+
+class Errors(NamedTuple):
+    """How an output differs from the exact one."""
+
+    rmse: float  # relative to the exact output's root mean square
+    cosine: float
+    worst_row: float  # the largest relative error of a row
+
+    @staticmethod
+    def of(out: Tensor, exact: Tensor) -> Errors:
+        """Compare an output with the exact one, (..., Dv)."""
+        difference = out.double() - exact
+        rows = difference.norm(dim=-1) / exact.norm(dim=-1)
+        cosine = torch.cosine_similarity(out.double().flatten(), exact.flatten(), 0)
+        return Errors((difference.norm() / exact.norm()).item(), cosine.item(), rows.max().item())
+
+
+class AccuracyRow(NamedTuple):
+    """The errors of all implementations on one problem, or why one did not run."""
+
+    distribution: str
+    length: int
+    errors: dict[str, Errors | str]
+
+
+def per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3 with one scale, the simplest quantisation."""
+    scale = x.float().abs().amax() / 448.0
+    return (x.float() / scale).to(E4M3), scale
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (q, q_scale), (k, k_scale), (v, v_scale) = (per_tensor(x) for x in (q, k, v))
+    return fa_ops.attention(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    module = import_first("flash_attn_interface", "fa3_fwd_interface")
+    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
+    shape = (k.shape[0], k.shape[1])
+    descales = dict(zip(("q_descale", "k_descale", "v_descale"), (s.expand(shape) for s in scales)))
+    rows = (x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers)
+    out = module.flash_attn_func(*rows, **descales)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def _ours(**flags) -> Callable:
+    return lambda q, k, v: fa_ops.quantized_attention(q, k, v, **flags)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "bfloat16": fa_ops.attention,
+    "int8": _ours(),
+    "int8 rotated": _ours(rotate=True),
+    "e4m3 scales": _ours(qk_dtype=E4M3),
+    "e4m3 per tensor": _plain,
+    "flash-attn 3 fp8": _flash_attn_3,
+}
+
+
+def measure(inputs: Inputs) -> dict[str, Errors | str]:
+    """The errors of every implementation; for one that cannot run, the reason."""
+    exact = accuracy_problems.exact(inputs)
+    found: dict[str, Errors | str] = {}
+    for name, implementation in IMPLEMENTATIONS.items():
+        try:
+            with torch.no_grad():
+                found[name] = Errors.of(implementation(*inputs), exact)
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found
+
+
+def measurements(
+    names: list[str], lengths: list[int], queries: int, heads: int, head_dim: int, device: str
+) -> Iterator[AccuracyRow]:
+    """One row for each distribution and length."""
+    for name in names:
+        for length in lengths:
+            inputs = accuracy_problems.draw(name, length, queries, heads, head_dim, device)
+            yield AccuracyRow(name, length, measure(inputs))
+
+
+def table(title: str, rows: list[AccuracyRow]) -> Table:
+    """Relative error, cosine and worst row of every implementation."""
+    ran = [n for n in IMPLEMENTATIONS if any(isinstance(r.errors[n], Errors) for r in rows)]
+    shown = Table("inputs", "keys", *ran, title=title, caption="RMSE / cosine / worst row")
+    for row in rows:
+        cells = [
+            f"{e.rmse:.4f} / {e.cosine:.5f} / {e.worst_row:.3f}" if isinstance(e, Errors) else "-"
+            for e in (row.errors[name] for name in ran)
+        ]
+        shown.add_row(row.distribution, str(row.length), *cells)
+    return shown
+
+
+def records(rows: list[AccuracyRow]) -> list[dict]:
+    """The rows for a JSON file."""
+    return [
+        {"distribution": row.distribution, "length": row.length, "implementation": name}
+        | (e._asdict() if isinstance(e, Errors) else {"error": e})
+        for row in rows
+        for name, e in row.errors.items()
+    ]
+
+
+def parsed(lengths: str | None, device: str) -> list[int]:
+    """The numbers of keys; the default depends on the device."""
+    words = options.words(lengths)
+    if not words:
+        return [1024, 8192, 65536] if device == "cuda" else [1024, 4096]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"lengths must be positive integers, got {lengths!r}")
+    return [int(word) for word in words]
+
+
+def main(
+    device: options.Device = "auto",
+    lengths: Annotated[
+        str | None, typer.Option(help="comma-separated numbers of keys; on a GPU up to 524288")
+    ] = None,
+    queries: Annotated[int, typer.Option(min=1, help="queries that attend all keys")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, max=256, help="features of a head")] = 128,
+    only: options.Only = None,
+    language_model: Annotated[
+        bool, typer.Option(help="also measure SmolLM2's perplexity and greedy tokens")
+    ] = False,
+    json: options.Json = None,
+) -> None:
+    """Compare errors of 16-bit and 8-bit attention with float64."""
+    device = options.device(device)
+    names = options.matching(only, list(DISTRIBUTIONS), "distribution")
+    sizes = parsed(lengths, device)
+    if language_model:
+        perplexity.check_installed()
+    total = len(names) * len(sizes)
+    steps = measurements(names, sizes, queries, heads, head_dim, device)
+    progress = Console(stderr=True)
+    rows = list(track(steps, "accuracy", total, console=progress, transient=True))
+    if not console.is_terminal:
+        console.width = 200
+    facts = report.environment(device)
+    console.print(table(f"{heads} heads of {head_dim}, {facts['device']}", rows))
+    for name, error in rows[0].errors.items():
+        if not isinstance(error, Errors):
+            console.print(f"{name}: {error}", highlight=False, markup=False)
+    found = records(rows)
+    if language_model:
+        measured = perplexity.measure(device)
+        console.print(perplexity.table(measured))
+        found += [{"implementation": m.name} | m._asdict() for m in measured]
+    if json is not None:
+        report.write_json(json, device, "accuracy", found)

@@ -1,0 +1,59 @@
+"""fa::quantized_attention: products of 8-bit numbers, of 16-bit tensors or of e4m3 ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops import planning, quantized_checks
+from fa_ops.call import QUANTIZED, Call
+from fa_ops.empty_calls import dense_outputs
+from fa_ops.ops import library
+from fa_ops.types import Quantization, Spec
+
+QUANTIZED_ATTENTION = torch.ops.fa.quantized_attention.default
+
+
+def bind(
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    qk_dtype: torch.dtype | None = None,
+    smooth_key: bool = True,
+    rotate: bool = False,
+    **options,
+) -> tuple[Quantization, Spec]:
+    """The operator's arguments after query, key and value."""
+    quantization = Quantization(q_scale, k_scale, v_scale, qk_dtype, smooth_key, rotate)
+    return quantization, Spec(None, 0.0, is_causal, **options)
+
+
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """Raise ValueError where a gradient would be recorded."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(
+            "attention with 8-bit products has no gradient, but an argument requires grad: call it "
+            "under torch.no_grad(), or use attention with 16-bit tensors, which has one"
+        )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
+    quantization, spec = bind(*args, **options)
+    return planning.run(Call(QUANTIZED, q, k, v, spec, quantization=quantization))
+
+
+def _fake(q, k, v, *args, **options):
+    quantized_checks.quantized(q, k, v, *bind(*args, **options))
+    return dense_outputs(q, v)
+
+
+def _autograd(keyset, *args, **options):
+    tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
+    library.reject_forward_ad(QUANTIZED_ATTENTION, *tensors)
+    refuse_gradients(*tensors)
+    return library.redispatch(QUANTIZED_ATTENTION, keyset, *args, **options)
+
+
+library.register("quantized_attention", _forward, _fake, _autograd)

@@ -1,0 +1,184 @@
+"""Problems of attention with 8-bit products, and their comparison with the oracle.
+
+Rounding in 8 bits is a step function: where a backend's float32 arithmetic puts a number on the
+other side of a step than the oracle's float64 does, the number changes by a whole step. Such
+numbers are rare, so results differ by a small part of the error that quantisation itself makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends import quantization, reference
+from fa_ops.testing.arena import Arena
+from fa_ops.testing.inputs import Case, short_repr
+from fa_ops.types import SCALE_BLOCK, Quantization, Spec
+
+SHARE = 0.25  # of the error of quantisation, by which a backend may differ from the oracle
+FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedCase:
+    """A problem of `quantized_attention`, or of `attention` with e4m3 tensors if it has scales."""
+
+    case: Case
+    qk_dtype: torch.dtype = torch.int8
+    smooth_key: bool = True
+    rotate: bool = False
+    # of each tensor "one", "heads", "blocks", "tokens" or "channels"
+    scales: tuple[str, str, str] | None = None
+    key_mean: float = 0.0  # the size of a vector that is added to all keys
+    outlier: float = 0.0  # the factor of one channel of query and key, and of one token's key
+    poison: bool = False  # keys and values beyond kv_lens are NaN
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    def fresh(self) -> tuple[Tensor, Tensor, Tensor, Quantization, Spec]:
+        """New tensors q, k, v, how they are quantised, and the spec; always the same values."""
+        q, k, v, spec = self.case.fresh()
+        g = torch.Generator().manual_seed(self.case.seed)
+        if self.key_mean:
+            mean = torch.randn(k.shape[3], generator=g).to(k.device)
+            k.add_((mean * self.key_mean).to(k.dtype))
+        if self.outlier:
+            k[..., 0].mul_(self.outlier)
+            q[..., 0].mul_(self.outlier)
+            k[:, :, k.shape[2] // 2].mul_(self.outlier)
+        if self.poison and spec.kv_lens is not None:
+            beyond = torch.arange(k.shape[2], device=k.device) >= spec.kv_lens.view(-1, 1, 1)
+            k.masked_fill_(beyond.unsqueeze(-1), float("nan"))
+            v.masked_fill_(beyond.unsqueeze(-1), float("nan"))
+        how = Quantization(None, None, None, self.qk_dtype, self.smooth_key, self.rotate)
+        if self.scales is None:
+            return q, k, v, how, spec
+        q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
+        scales = [_scale(t, kind, g) for t, kind in zip((q, k, v), self.scales)]
+        return q, k, v, Quantization(*scales, None, False, False), spec
+
+
+def _scale(t: Tensor, kind: str, g: torch.Generator) -> Tensor:
+    B, H, S, D = t.shape
+    last = {"blocks": -(-S // SCALE_BLOCK), "tokens": S, "channels": D}
+    shape = {"one": (), "heads": (B, H)}.get(kind) if kind not in last else (B, H, last[kind])
+    return (0.5 + torch.rand(shape, generator=g)).to(t.device)
+
+
+def features(pick: Callable[[Sequence], Any], dtype: torch.dtype, edges: bool) -> dict:
+    """Draw what selects a kernel: fields of `QuantizedCase`, and of its `Case` under "case"."""
+    D = pick((64, 128, 8, 16, 32, 40, 80, 256))
+    case = {
+        "dtype": dtype, "D": D, "Dv": pick((D, D, 16, 24, 64)), "is_causal": pick((False, True)),
+        "window": pick(((-1, -1), (-1, -1), (9, 3), (70, -1), (-1, 0))),
+        "softcap": pick((0.0, 0.0, 3.0)), "scale": pick((None, None, 0.2, -0.1)),
+        "sinks": pick((False, False, True, "-inf")), "kv_lens": pick((False, True)),
+        "key_ranges": pick((None, None, (1, 1, 1), (0, 0, 1), (1, 0, 0))),
+        "magnitude": pick((1.0, 1.0, 4.0)), "broken": edges,
+    }  # fmt: skip
+    if pick((False, True)):
+        of_tokens = ("one", "heads", "blocks", "tokens")
+        kinds = (pick(of_tokens), pick(of_tokens), pick(("one", "heads", "channels")))
+        return {"case": case, "scales": kinds}
+    return {
+        "case": case, "qk_dtype": pick((torch.int8, torch.int8, torch.float8_e4m3fn)),
+        "smooth_key": pick((True, True, False)), "rotate": pick((False, True)),
+        "key_mean": pick((0.0, 3.0)), "outlier": pick((0.0, 0.0, 8.0)),
+    }  # fmt: skip
+
+
+def draw(pick: Callable[[Sequence], Any], chosen: dict, device: str) -> QuantizedCase:
+    """Draw a call with these features: its sizes, its strides and its values."""
+    Hkv = pick((1, 1, 2, 3))
+    case = Case(
+        **chosen["case"], B=pick((1, 2, 3)), Hkv=Hkv, Hq=Hkv * pick((1, 1, 2, 4)),
+        Sq=pick((1, 2, 17, 63, 64, 65, 130)), Sk=pick((1, 3, 31, 64, 65, 100, 129, 200)),
+        layout=pick(("bhsd", "bshd")), device=device, seed=pick(range(2**16)),
+    )  # fmt: skip
+    return QuantizedCase(**(chosen | {"case": case}), poison=pick((False, True)))
+
+
+def random_quantized_case(
+    seed: int, device: str = "cpu", dtype: torch.dtype | None = None
+) -> QuantizedCase:
+    """A random problem: small shapes, every option, both entry points."""
+    pick = random.Random(seed).choice
+    dtype = dtype or pick((torch.float16, torch.bfloat16, torch.float32))
+    return draw(pick, features(pick, dtype, False), device)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out and lse in fp64 of what the 8-bit numbers stand for, with exact weights."""
+    if how.q_scale is not None:
+        eight = quantization.quantised(q, k, v, how, spec, torch.float64)
+        q, k = eight.query * eight.q_scale, eight.key * eight.k_scale
+        v = eight.value * eight.v_scale
+    return reference.dense(q.double(), k.double(), v.double(), spec)
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Call the operator; return (out, lse)."""
+    names = "scale", "window_left", "window_right", "softcap", "sinks", "kv_lens", "key_ranges"
+    options = {name: getattr(spec, name) for name in (*names, "backend")}
+    options |= dict(zip(how._fields[3:], how[3:]))
+    return torch.ops.fa.quantized_attention(q, k, v, *how[:3], spec.is_causal, **options)
+
+
+def assert_quantized_right(
+    case: QuantizedCase, backend: str, arena: Arena | None = None, calls: int = 1
+) -> None:
+    """Compare a call with the oracle.
+
+    Args:
+        arena: allocate inputs and results in it, and check that nothing outside them is written.
+        calls: how often to call; all results must be bitwise equal.
+    """
+    q, k, v, how, spec = case.fresh()
+    if arena is not None:
+        put = lambda x: arena.placed(x) if isinstance(x, Tensor) else x  # noqa: E731
+        q, k, v = map(put, (q, k, v))
+        how, spec = Quantization(*map(put, how)), Spec(*map(put, spec))
+    with contextlib.nullcontext() if arena is None else arena.outputs(backend):
+        results = [call(q, k, v, how, spec._replace(backend=backend)) for _ in range(calls)]
+    if arena is not None:
+        arena.check()
+    for repeated in results[1:]:
+        for name, x, y in zip(("out", "lse"), results[0], repeated):
+            assert torch.equal(x, y), f"{name} differs when the call is repeated: {case}"
+    assert_quantized_close(*results[0], case)
+
+
+def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> None:
+    """Raise AssertionError unless out and lse are those of the oracle but for rare steps."""
+    q, k, v, how, spec = case.fresh()
+    wanted, wanted_lse = reference.quantized(q, k, v, how, spec)
+    true, true_lse = exact(q, k, v, how, spec)
+    eps, smallest = torch.finfo(out.dtype).eps, torch.finfo(out.dtype).tiny
+    tiny = max(smallest * eps, 1e-30)
+    _assert_close("out", out.double(), wanted, true, (FLOOR + eps, tiny), case)
+    dead = wanted_lse == float("-inf")
+    assert bool(((lse == float("-inf")) == dead).all()), f"lse is -inf in other rows: {case}"
+    lse, wanted_lse, true_lse = (x.double().masked_fill(dead, 0.0) for x in
+                                 (lse, wanted_lse, true_lse))  # fmt: skip
+    _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30), case)
+
+
+def _assert_close(
+    name: str, actual: Tensor, wanted: Tensor, true: Tensor, floors: tuple[float, float],
+    case: QuantizedCase,
+) -> None:  # fmt: skip
+    difference, error, size = (_rms(x) for x in (actual - wanted, wanted - true, wanted))
+    limit = SHARE * error + floors[0] * size + floors[1]
+    ok = difference <= limit  # False for NaN
+    assert ok, f"{name} differs by {difference:.3g} from the oracle, more than {limit:.3g}: {case}"
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0
