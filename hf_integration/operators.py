@@ -88,7 +88,7 @@ def is_step(call: LayerCall) -> bool:
 
 def _is_short(call: LayerCall) -> bool:
     """Whether there are so few queries that quantising all keys would take longer than reading."""
-    return call.key.shape[2] > call.query.shape[2] and call.query.shape[2] <= MAX_STEP_QUERIES
+    return call.key.shape[2] > call.query.shape[2] and call.query.shape[2] <= MAX_DECODING_QUERIES
 
 
 def _why_not_eight_bit(call: LayerCall) -> str | None:
