@@ -42,7 +42,7 @@ def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
+    copied = fx.Graph(graph.owning_module)
     outputs = copied.graph_copy(graph, {})
     copied.output(outputs)
     return copied

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
 from compile_passes import report
-from compile_passes.graph import multi_head
+from compile_passes.graph import flex, multi_head, sdpa
+from compile_passes.graph.dead_nodes import drop_dead_nodes
+from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.graph.ir import GraphView, Value
+from compile_passes.graph.metadata_readers import detach_metadata_readers
 from compile_passes.graph.vocabulary import raw_name
+from compile_passes.masks import call_rules
 from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
 from compile_passes.masks.exactness import Exactness
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
-from compile_passes.match.attention_site import attention_site
+from compile_passes.match.attention_site import AttentionSite, attention_site
 from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
-from compile_passes.report import Finding, Refused
+from compile_passes.report import Finding, FusedCore, Refused
 from compile_passes.rewrite.replace import rewrite
 
 NO_VALUE = "its result is not multiplied with a value"
 
 
 def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
-    """Rewrite every attention of the graph in place. One finding per softmax, in graph order.
+    """Rewrite every attention of the graph in place. One finding per softmax, and per call of
+    scaled_dot_product_attention or flex_attention, in graph order.
 
     With `verify`, each rewrite is first run beside what it replaces, on random inputs.
     """
     if not _may_hold_attention(graph):
         return []
+    detach_metadata_readers(graph)
+    drop_dead_nodes(graph)
     inlined, not_inlined = multi_head.inline_calls(graph)
+    sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
+    found_calls = [*sdpa_calls.values(), *flex_calls.values()]
+    calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
+    inlined += calls.values()
     order = {node: i for i, node in enumerate(graph.nodes)}
     try:
         view = GraphView(graph)
@@ -41,16 +54,22 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         counters["fa_ops"]["internal error"] += 1
         _finish_inlined(inlined, set())
         return []
-    evaluator = SymbolicEvaluator(Exactness(graph))
+    fusion = CoreFusion(view, matcher.lses, SymbolicEvaluator(Exactness(graph)), verify, calls)
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
-    results: dict[Value, tuple[fx.Node, ClassifiedMasks] | str] = dict(matcher.misses)
+    results: dict[Value, FusedCore | str] = dict(matcher.misses)
     for core in matcher.cores:
         softmax = core.weights.softmax
-        if not isinstance(results.get(softmax), tuple):
-            results[softmax] = _fuse_core(core, view, matcher.lses, evaluator, verify)
+        if not isinstance(results.get(softmax), FusedCore):
+            results[softmax] = fusion.fuse(core)
     found = {node: report.make_finding(node, reason) for node, reason in not_inlined.items()}
+    for name, given in ((sdpa.NAME, sdpa_calls), (flex.NAME, flex_calls)):
+        left = {node: why for node, why in given.items() if isinstance(why, str)}
+        found |= {node: report.make_finding(node, why, name) for node, why in left.items()}
     for softmax, node in nodes.items():
-        found[node] = report.make_finding(node, results.get(softmax, NO_VALUE))
+        result = results.get(softmax, NO_VALUE)
+        call = calls.get(node)
+        origin = (call.call, result, call.operation) if call else (node, result)
+        found[node] = report.make_finding(*origin)
     _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
@@ -61,11 +80,11 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    softmax = any(name.endswith(("softmax", "exp", "exp_")) for name in names)
+    softmax = any(name.endswith(("softmax", "exp", "exp_", sdpa.NAME, flex.NAME)) for name in names)
     return softmax or any(map(multi_head.is_attention_call, graph.nodes))
 
 
-def _finish_inlined(inlined: list[multi_head.InlinedCall], fused: set[fx.Node]) -> None:
+def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:
     for call in inlined:
         if fused.isdisjoint(call.nodes):
             call.undo()
@@ -73,29 +92,50 @@ def _finish_inlined(inlined: list[multi_head.InlinedCall], fused: set[fx.Node]) 
             call.commit()
 
 
-def _fuse_core(
-    core: Core,
-    view: GraphView,
-    lses: list[RowStatistic],
-    evaluator: SymbolicEvaluator,
-    verify: bool,
-) -> tuple[fx.Node, ClassifiedMasks] | str:
-    """The call that replaced the core and its masks, or the reason why the core stays."""
-    try:
-        site = attention_site(core, lses)
-        masks = classify_masks(site, evaluator)
+@dataclasses.dataclass(frozen=True)
+class CoreFusion:
+    """Fuses the cores of one graph. `calls` are the inlined calls by their softmax."""
+
+    view: GraphView
+    lses: list[RowStatistic]
+    evaluator: SymbolicEvaluator
+    verify: bool
+    calls: dict[fx.Node | None, InlinedAttention]
+
+    def fuse(self, core: Core) -> FusedCore | str:
+        """The call that replaced the core, or the reason why the core stays."""
         try:
-            return rewrite(site, masks, view, verify), masks
+            return self._fuse(core)
+        except Refused as refusal:
+            return str(refusal)
+        except Exception as error:  # a bug of the pass must not break the user's compilation
+            report.log.warning("could not fuse %s", core.out, exc_info=True)
+            return report.internal_error(error)
+
+    def _fuse(self, core: Core) -> FusedCore:
+        site = attention_site(core, self.lses)
+        masks = classify_masks(site, self.evaluator)
+        why = self._reason_to_take(site, masks)
+        try:
+            return FusedCore(rewrite(site, masks, self.view, self.verify), masks, why)
         except Refused:
-            if not masks.interval:
+            if not masks.interval and not masks.conditions:
                 raise
-            masks = classify_masks(site, evaluator, intervals=False)
-            return rewrite(site, masks, view, verify), masks
-    except Refused as refusal:
-        return str(refusal)
-    except Exception as error:  # a bug of the pass must not break the user's compilation
-        report.log.warning("could not fuse %s", core.out, exc_info=True)
-        return report.internal_error(error)
+        masks = classify_masks(site, self.evaluator, intervals=False)
+        why = self._reason_to_take(site, masks)
+        return FusedCore(rewrite(site, masks, self.view, self.verify), masks, why)
+
+    def _reason_to_take(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
+        """Why a call is replaced, empty for code written by hand. Raises Refused where the
+        call is left.
+        """
+        call = self.calls.get(site.core.weights.softmax.node)
+        if call is None:
+            return ""
+        taken, reason = call_rules.decide(site, masks, call)
+        if not taken:
+            raise Refused(reason)
+        return reason
 
 
 def fuse_module(module: torch.nn.Module, verify: bool = False) -> list[Finding]:

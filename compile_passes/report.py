@@ -29,6 +29,15 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class FusedCore:
+    """A call of the operator that replaced an attention; `why` if that depends on its speed."""
+
+    call: fx.Node
+    masks: ClassifiedMasks
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Location:
     """A line of the user's source; `file` is empty where the graph does not record it."""
 
@@ -43,7 +52,9 @@ class Location:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One softmax: the call that replaced its attention, or the reason why there is none."""
+    """One softmax, or call of `operation`: the call that replaced its attention, or the reason why
+    there is none. What is replaced only where it pays has a reason too.
+    """
 
     softmax: str
     location: Location
@@ -51,12 +62,15 @@ class Finding:
     call: str = ""
     masks: str = ""
     reason: str = ""
+    operation: str = "softmax"
 
     def __str__(self) -> str:
-        verdict = f"fused into {self.call}" if self.fused else f"not fused: {self.reason}"
+        left = "not fused" if self.operation == "softmax" else f"{self.operation} is left"
+        verdict = f"fused into {self.call}" if self.fused else f"{left}: {self.reason}"
         lines = [f"{self.location}: {verdict}"]
         if self.fused:
             lines.append(f"    mask: {self.masks}")
+            lines += [f"    {self.operation} is replaced: {self.reason}"] if self.reason else []
         if self.location.code:
             lines.append(f"    > {self.location.code}")
         return "\n".join(lines)
@@ -64,34 +78,41 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every softmax of the graphs that were captured."""
+    """Every softmax, and every call of scaled_dot_product_attention, of the captured graphs."""
 
     findings: tuple[Finding, ...]
     graphs: int = 1
 
     @property
     def fused(self) -> int:
-        """The number of softmaxes that were fused."""
+        """The number of softmaxes and calls that were fused."""
         return sum(f.fused for f in self.findings)
 
     @property
     def missed(self) -> tuple[Finding, ...]:
-        """The findings of the softmaxes that were not fused."""
+        """The findings of the softmaxes and calls that were not fused."""
         return tuple(f for f in self.findings if not f.fused)
 
     def __str__(self) -> str:
         graphs = f"{self.graphs} graph" + "s" * (self.graphs != 1)
-        head = f"{self.fused} of {len(self.findings)} softmaxes fused, in {graphs}"
+        counts = [self._count("softmax", "softmaxes")]
+        others = dict.fromkeys(f.operation for f in self.findings)
+        counts += [self._count(name, f"calls of {name}") for name in others if name != "softmax"]
+        head = f"{'; '.join(filter(None, counts)) or '0 of 0 softmaxes'} fused, in {graphs}"
         return "\n".join([head, *map(str, self.findings)])
 
+    def _count(self, operation: str, name: str) -> str:
+        found = [f.fused for f in self.findings if f.operation == operation]
+        return f"{sum(found)} of {len(found)} {name}" if found else ""
 
-def make_finding(softmax: fx.Node, result: tuple[fx.Node, ClassifiedMasks] | str) -> Finding:
-    """The finding for a softmax, from its call and masks or the reason why it was not fused."""
-    place = locate(softmax)
+
+def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softmax") -> Finding:
+    """The finding for a softmax or call, from what replaced it or the reason why it stays."""
+    place = locate(node)
     if isinstance(result, str):
-        return Finding(softmax.name, place, False, reason=result)
-    call, masks = result
-    return Finding(softmax.name, place, True, _describe_call(call), _describe_masks(masks))
+        return Finding(node.name, place, False, reason=result, operation=operation)
+    call, masks = _describe_call(result.call), _describe_masks(result.masks)
+    return Finding(node.name, place, True, call, masks, result.why, operation)
 
 
 def internal_error(error: Exception) -> str:
@@ -112,7 +133,8 @@ def locate(node: fx.Node) -> Location:
 def record(findings: list[Finding]) -> None:
     """Update the counters and write the log lines for one graph."""
     for finding in findings:
-        counters["fa_ops"]["softmaxes"] += 1
+        counted = "softmaxes" if finding.operation == "softmax" else finding.operation
+        counters["fa_ops"][counted] += 1
         if finding.fused:
             counters["fa_ops"]["fused"] += 1
             log.info("%s", finding)
@@ -142,7 +164,9 @@ def _describe_masks(masks: ClassifiedMasks) -> str:
         parts.append(f"window=({masks.left}, {masks.right})")
     if masks.interval:
         parts.append("a key range for each query")
-    if masks.is_dense:
+    if masks.conditions:
+        parts.append("a mask of the keys")
+    elif masks.is_dense:
         dtype = masks.inexact_dtype
         why = f" (positions may not be exact in {dtype})" if dtype else ""
         parts.append("dense attn_mask" + why)

@@ -119,7 +119,8 @@ def round_to(value: float, dtype: torch.dtype) -> float | None:
 # The elements of the result are elements of the input.
 _MOVES = LAYOUT | set("repeat repeat_interleave index_select gather tril triu flip".split())
 # The result is finite if all tensor arguments are.
-_FINITE = frozenset("cumsum arange cat stack tanh sigmoid zeros ones zeros_like ones_like".split())
+_FINITE = frozenset("cumsum arange cat stack zeros ones zeros_like ones_like".split())
+_BOUNDED = frozenset("tanh sigmoid sin cos".split())  # whatever their input is
 # The same, but numbers among the arguments become elements too.
 _NUMERIC = frozenset(
     "add sub mul neg abs clamp minimum maximum where masked_fill pad full tensor "
@@ -150,7 +151,7 @@ def is_finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
     if x.node.op in ("placeholder", "get_attr"):
         learned = limit == math.inf or isinstance(x.tensor, torch.nn.Parameter)
         return x.tensor.requires_grad and learned
-    if x.op in _ACTIVATIONS:
+    if x.op in _ACTIVATIONS or (x.op in _BOUNDED and not x.writes):
         return True
     if x.op in _MOVES:
         return not x.writes and is_finite(x.args.get("input"), depth - 1, limit)

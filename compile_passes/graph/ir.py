@@ -135,7 +135,7 @@ class GraphView:
         self._alias(value, name)
         if node.op == "call_function":
             self._track_modes(node)
-        for target in _written_nodes(node, writes):
+        for target in written_nodes(node, writes):
             self._invalidate(self.values[target], value)
         self._latest[self._first_name[node]] = value
         self._members.setdefault(self._root(value.storage), []).append(self._first_name[node])
@@ -203,7 +203,7 @@ def _has_other_effect(node: fx.Node, name: str) -> bool:
     return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype
 
 
-def _written_nodes(node: fx.Node, writes: bool) -> list[fx.Node]:
+def written_nodes(node: fx.Node, writes: bool) -> list[fx.Node]:
     """The nodes whose memory this node may write to."""
     target = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):

@@ -8,7 +8,6 @@ call; otherwise they are erased and the call is left unchanged.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
 import warnings
 from collections.abc import Iterator
@@ -17,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from compile_passes.graph.inlined_call import InlinedCall, check_inputs
 from compile_passes.graph.ir import SOURCE_METADATA, example, meta_key
 from compile_passes.graph.vocabulary import raw_name, read_elsewhere
 from compile_passes.report import Refused, internal_error, log
@@ -33,28 +32,6 @@ _OPERATORS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 def is_attention_call(node: fx.Node) -> bool:
     """Whether a node is one call of attention together with its projections."""
     return node.op == "call_function" and (node.target is FORWARD or raw_name(node) in _OPERATORS)
-
-
-@dataclasses.dataclass
-class InlinedCall:
-    """A call and its traced operations, of which `out` computes the call's first result."""
-
-    call: fx.Node
-    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
-    out: fx.Node | None = None
-
-    def commit(self) -> None:
-        """Replace the call by its operations."""
-        for part in list(self.call.users):
-            part.replace_all_uses_with(self.out)
-            part.graph.erase_node(part)
-        self.call.graph.erase_node(self.call)
-
-    def undo(self) -> None:
-        """Erase the operations; the call is left unchanged."""
-        for node in reversed(self.nodes):
-            node.graph.erase_node(node)
-        self.nodes.clear()
 
 
 def inline_calls(graph: fx.Graph) -> tuple[list[InlinedCall], dict[fx.Node, str]]:
@@ -79,10 +56,7 @@ def _check(call: fx.Node) -> None:
             f"torch.{raw_name(call)} is one operator; "
             "torch.backends.mha.set_fastpath_enabled(False) selects the code that can be fused"
         )
-    for node in call.all_input_nodes:
-        x = example(node)
-        if x is None or (isinstance(x, Tensor) and not isinstance(x, FakeTensor)):
-            raise Refused(f"{node.name} is not a plain tensor: {type(x).__name__}")
+    check_inputs(call.all_input_nodes)
     for user in call.users:
         part = user.args[1] if user.target is operator.getitem else None
         readers = () if part == 0 else user.users if part == 1 else (user,)

@@ -88,6 +88,16 @@ class Quotient(NamedTuple):
     n: int
 
 
+class Rank(NamedTuple):
+    """How many elements along the keys of a tensor that never decreases are less than `target`, or
+    with `inclusive` at most that. The tensor is given by its element at a key.
+    """
+
+    element: Opaque
+    target: Affine
+    inclusive: bool
+
+
 class AbsoluteValue(NamedTuple):
     """|a|"""
 

@@ -7,6 +7,8 @@ import enum
 
 import torch
 
+from compile_passes.graph.ir import Value
+from compile_passes.masks.affine import Condition
 from compile_passes.masks.key_intervals import KeyInterval
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 
@@ -44,6 +46,8 @@ class ClassifiedMasks:
     fill: float | None = None  # of the one mask that makes rows empty
     grad_share: float = 1.0  # of an absorbed row's gradient that reaches its scores
     interval: KeyInterval | None = None  # becomes kv_lens or key_ranges
+    # (a mask, the conditions on keys alone that are left of it beside a window or interval)
+    conditions: tuple[Value, tuple[Condition, ...]] | None = None
     added_fill: FillTerm | None = None  # becomes a bias that absorbs the scores
     zeroed_keys: FillTerm | None = None  # becomes keys of 0 and a bias
     float_terms: tuple[BiasTerm | FillTerm, ...] = ()  # become one float mask
@@ -59,4 +63,5 @@ class ClassifiedMasks:
     def is_dense(self) -> bool:
         """Whether the call has an attn_mask."""
         given = (self.biases, self.keeps, self.zeroed_keys, self.added_fill, self.float_terms)
+        given += (self.conditions,)
         return any(given)

@@ -16,17 +16,20 @@ from compile_passes.graph.constants import is_finite
 from compile_passes.graph.ir import Value, requires_grad, same_contents
 from compile_passes.masks.affine import all_of
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
+from compile_passes.masks.documents import with_indices_for_positions
 from compile_passes.masks.key_intervals import attends_itself, key_interval
 from compile_passes.masks.mask_terms import (
     MaskEffect,
     Term,
     Window,
+    check_rescaled,
     common_window,
     every_row_attends,
     mask_effect,
     mask_terms,
     single_axis,
 )
+from compile_passes.masks.split_masks import split_mask
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
@@ -60,7 +63,7 @@ def _classified(
     site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool
 ) -> ClassifiedMasks:
     terms = mask_terms(site, evaluator)
-    effects = {t: mask_effect(t, evaluator) for t in terms}
+    effects = {t: _with_documents(mask_effect(t, evaluator)) for t in terms}
     _check_clamps(site, effects)
     terms = [t for t in terms if effects[t] is None or effects[t].keep is not True]
     terms, effects = _with_exact_fills(site, terms, effects)
@@ -72,9 +75,15 @@ def _classified(
         dense = [t for t in terms if t not in bands]
         window = common_window([effects[t] for t in bands], site)
     masks = _as_interval(site, window, dense, bands, effects) if intervals else None
+    if masks is None and intervals:
+        masks = _as_parts(site, window, dense, effects)
     if masks is None and len(dense) == 1 and not bands:
         masks = _as_single_mask(site, dense[0], effects)
     return masks or _as_dense(site, window, dense, effects, terms)
+
+
+def _with_documents(effect: MaskEffect | None) -> MaskEffect | None:
+    return effect and effect._replace(keep=with_indices_for_positions(effect.keep))
 
 
 def _with_exact_fills(
@@ -176,6 +185,36 @@ def _as_interval(
     return dataclasses.replace(_additive_mask(site, first, effects), interval=interval)
 
 
+def _as_parts(
+    site: AttentionSite, window: Window, dense: list[Term], effects: Effects
+) -> ClassifiedMasks | None:
+    """Masks of -inf of which a part is a window or an interval, with biases."""
+    known = [t for t in dense if effects[t]]
+    biases = tuple(t for t in dense if not effects[t])
+    if not known or not all(isinstance(t, BiasTerm) for t in biases):
+        return None
+    if any(effects[t].fill != -math.inf for t in known):
+        return None
+    if site.requires_grad and any(_may_hide_keys(t, None) for t in biases):
+        return None
+    split = split_mask(all_of(*(effects[t].keep for t in known)), site)
+    if split is None:
+        return None
+    left, right = (_narrower(*sides) for sides in zip(window, split.window, strict=True))
+    mask = known[0].leaf if isinstance(known[0], BiasTerm) else known[0].mask
+    if split.on_keys:
+        interval = split.interval and dataclasses.replace(split.interval, leaf=mask)
+        conditions = (mask.value, split.rest) if split.rest else None
+        return ClassifiedMasks(left, right, biases, interval=interval, conditions=conditions)
+    if split.window == (None, None):
+        return None
+    return ClassifiedMasks(left, right, biases, tuple(map(_keep_mask, known)))
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
 def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> ClassifiedMasks | None:
     """A single mask, if it is additive or has a small fill."""
     if isinstance(term, BiasTerm) and effects[term] and effects[term].uniform:
@@ -186,6 +225,7 @@ def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> Classi
 
 def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> ClassifiedMasks:
     """The treatment of empty rows under an additive mask of 0 and one fill."""
+    check_rescaled(term, effects[term])
     fill, empty_rows = effects[term].fill, EmptyRows.ADDED
     if fill == -math.inf:
         empty_rows = EmptyRows.ZERO
@@ -212,6 +252,9 @@ def _as_dense(
     """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
+    for term in biases:
+        if effects[term]:
+            check_rescaled(term, effects[term])
     fills = [t for t in dense if isinstance(t, FillTerm)]
     finite = [t for t in fills if t not in exact]
     if site.requires_grad and any(_may_empty_rows(t, effects[t], site) for t in biases):

@@ -1,7 +1,8 @@
 """Masks with which each query attends one interval of keys.
 
 A condition on the key j is an interval if its bounds on j do not depend on j: causal masks with an
-offset that is known only at run time, windows, chunks (i // c == j // c), prefixes.
+offset that is known only at run time, windows, chunks (i // c == j // c), prefixes, documents
+numbered by a cumulative sum.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from compile_passes.masks.affine import (
     Condition,
     Opaque,
     Quotient,
+    Rank,
     all_of,
     any_of,
     at_most,
     sort_key,
     symbolic,
 )
+from compile_passes.masks.documents import never_decreases
 from compile_passes.match.match_state import Leaf
 
 
@@ -82,6 +85,8 @@ def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
     ((x, c),) = terms
     rest = a.plus(Affine.variable(x).times(c), -1)
     shift, n = Affine.from_size(0), 1
+    if isinstance(x, Opaque):
+        return _sorted_interval(x, c, rest, j)
     if isinstance(x, Quotient):
         shift, n = x.a.plus(Affine.variable(j), -1), x.n
         if any(_depends(y, j) for y, _ in shift.terms):
@@ -91,6 +96,18 @@ def _inequality_interval(a: Affine, j: Axis) -> KeyInterval | None:
     if c > 0:  # (j + shift) // n <= -rest
         return KeyInterval(None, Affine.from_size(1).plus(rest, -1).times(n).plus(shift, -1))
     return KeyInterval(rest.times(n).plus(shift, -1), None)
+
+
+def _sorted_interval(x: Opaque, c: int, rest: Affine, j: Axis) -> KeyInterval | None:
+    """Where x[..., j] <= -rest, or >= rest if c = -1, of a tensor that does not decrease."""
+    *others, last = x.coordinates
+    if last != Affine.variable(j) or any(_depends(y, j) for at in others for y, _ in at.terms):
+        return None
+    if not never_decreases(x.value):
+        return None
+    if c > 0:
+        return KeyInterval(None, Affine.variable(Rank(x, Affine.from_size(0).plus(rest, -1), True)))
+    return KeyInterval(Affine.variable(Rank(x, rest, False)), None)
 
 
 def _depends(x: object, j: Axis) -> bool:
@@ -123,6 +140,9 @@ def _substitute(a: Affine, j: Axis, position: Affine) -> Affine:
     for x, c in a.terms:
         if isinstance(x, Quotient):
             x = Affine.variable(Quotient(_substitute(x.a, j, position), x.n))
+        elif isinstance(x, Opaque):
+            at = tuple(_substitute(y, j, position) for y in x.coordinates)
+            x = Affine.variable(Opaque(x.value, at))
         else:
             x = position if x is j else Affine.variable(x)
         result = result.plus(x.times(c))

@@ -135,6 +135,15 @@ def mask_effect(term: Term, evaluator: SymbolicEvaluator) -> MaskEffect | None:
     return _additive_effect(element, term.coefficient)
 
 
+def check_rescaled(term: BiasTerm, effect: MaskEffect) -> None:
+    """Raises Refused where scores vanish beside a fill, but not beside the fill as it was scaled
+    with them later, or the other way round: rows without keys would differ.
+    """
+    before, after = effect.fill / term.rescaled, effect.fill
+    if absorbs_scores(before, term.dtype) != absorbs_scores(after, term.dtype):
+        raise Refused("scores vanish beside a mask before both are scaled, but not after")
+
+
 def _additive_effect(x: Element, coefficient: float) -> MaskEffect | None:
     """The effect of an additive mask: 0 where scores are kept, mask fills elsewhere."""
     if isinstance(x, Choice):

@@ -40,11 +40,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class BiasTerm:
-    """scores + coefficient * leaf, in `dtype`"""
+    """scores + coefficient * leaf, in `dtype`; `rescaled`: the part of the coefficient by which
+    both were multiplied after the addition.
+    """
 
     leaf: Leaf
     dtype: torch.dtype
     coefficient: float = 1.0
+    rescaled: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +114,18 @@ class MatchedWeights(Tracked):
     factors: tuple[Leaf, ...] = ()
     zero_sink: bool = False  # the denominator was 1 + sum(exp(scores))
     zero_fill: FillTerm | None = None  # weights that were filled with 0 after the softmax
+    row_fills: tuple[FillTerm, ...] = ()  # rows that were, by masks without key axes
 
     def key_axes(self) -> set[Axis]:
         """The axes of the keys."""
         return set(resolve(self.keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class NanWeights(Tracked):
+    """Whether weights are NaN"""
+
+    weights: MatchedWeights
 
 
 @dataclasses.dataclass(frozen=True)

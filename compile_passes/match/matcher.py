@@ -27,6 +27,7 @@ from compile_passes.match.match_state import (
     MatchedScores,
     MatchedWeights,
     Mismatch,
+    NanWeights,
     RowStatistic,
     ScoreExps,
     ShiftExp,
@@ -67,6 +68,10 @@ class Matcher:
         if product is not None:
             return self._product(value, product)
         name, state = self._tracked_argument(value)
+        if isinstance(state, NanWeights) and self._nan_mask(value) is state:  # the weights follow
+            kept = "input" if value.op == "masked_fill" else "other"
+            x = value.args.get(kept)
+            name, state = kept, self.states.get(x) if isinstance(x, Value) else None
         if value.op in ("softmax", "log_softmax"):
             return self._softmax(value, state)
         if isinstance(state, Mismatch):
@@ -93,6 +98,11 @@ class Matcher:
         operand_state = self.states.get(x) if isinstance(x, Value) else None
         if isinstance(state, MatchedScores):
             return _apply_to_scores(value, state, name, operand_state)
+        nan_state = self._nan_mask(value)
+        if isinstance(state, MatchedWeights) and nan_state:
+            return _without_nan(value, state, nan_state)
+        if isinstance(state, NanWeights):
+            raise Refused("it is read where they are NaN")
         if isinstance(state, MatchedWeights):
             return weight_rules.RULES.get(value.op, _unsupported)(value, state, name)
         if isinstance(state, LogWeights) and value.op == "exp":
@@ -102,6 +112,13 @@ class Matcher:
         if isinstance(state, RowStatistic):
             return softmax_rules.row_rule(value, state, name)
         return self._exponentials(value, state, name, x, operand_state)
+
+    def _nan_mask(self, value: Value) -> NanWeights | None:
+        """Where weights are NaN, if that is the mask of a fill."""
+        name = {"masked_fill": "mask", "where": "condition"}.get(value.op)
+        mask = value.args.get(name) if name else None
+        state = self.states.get(mask) if isinstance(mask, Value) else None
+        return state if isinstance(state, NanWeights) else None
 
     def _exponentials(
         self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
@@ -229,6 +246,16 @@ def _apply_to_scores(
     if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
         raise Refused(f"{raw_name(value.node)} is applied to them and their sink")
     return rule(value, s, name)
+
+
+def _without_nan(value: Value, w: MatchedWeights, mask: NanWeights) -> State:
+    """NaN weights become 0, as the operator gives them."""
+    filled = value.args.get("value") if value.op == "masked_fill" else value.args.get("input")
+    kept = value.args.get("input" if value.op == "masked_fill" else "other")
+    same = mask.weights.path == w.path and isinstance(kept, Value) and kept is w.path[-1]
+    if not same or constant_value(filled) != 0:
+        raise Refused("they are filled where they, or others, are NaN")
+    return w.extend(value, path=(*mask.path, value))
 
 
 def _unsupported(value: Value, state: Tracked, name: str) -> State:

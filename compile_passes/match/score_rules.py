@@ -10,7 +10,7 @@ import math
 import torch
 
 from compile_passes.graph.axes import Axis
-from compile_passes.graph.constants import constant_value, guarded_constant, stored_value
+from compile_passes.graph.constants import constant_value, guarded_constant, is_finite, stored_value
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, reduced, without_inversion
 from compile_passes.match.match_state import (
@@ -44,10 +44,10 @@ def mul(value: Value, s: MatchedScores, name: str) -> State:
     """They are multiplied or divided by a number or a tensor."""
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
         raise Refused("they are a divisor, or rounded")
-    if s.shift:
-        raise Refused("they are scaled after their maximum was subtracted")
     leaf, dims = align(value, s, other_operand(value, name))
     if isinstance(leaf.value, Value):
+        if s.shift:
+            raise Refused("they are multiplied by a tensor after their maximum was subtracted")
         if s.terms or s.softcap:
             raise Refused("they are multiplied by a tensor after a bias, a mask or a softcap")
         field = "divisors" if value.op == "div" else "factors"
@@ -62,13 +62,17 @@ def _scaled(value: Value, s: MatchedScores, c: float) -> State:
         raise Refused("they are negated after a mask or a softcap")
     if c < 0 and any(isinstance(t, ClampTerm) for t in s.terms):
         raise Refused("they are negated after a lower bound")
+    if s.shift and not all(isinstance(t, FillTerm) and t.value == -math.inf for t in s.terms):
+        raise Refused("they are masked, and scaled after their maximum was subtracted")
     terms = tuple(
-        dataclasses.replace(t, coefficient=t.coefficient * c)
+        dataclasses.replace(t, coefficient=t.coefficient * c, rescaled=t.rescaled * c)
         if isinstance(t, BiasTerm)
         else dataclasses.replace(t, value=stored_value(t.value * c, value.dtype))
         for t in s.terms
     )
-    return s.extend(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms)
+    # what was subtracted is scaled too, so that a sink can no longer be recognised by it
+    shift = s.shift and s.shift.extend(value)
+    return s.extend(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms, shift=shift)
 
 
 def neg(value: Value, s: MatchedScores, name: str) -> State:
@@ -76,6 +80,17 @@ def neg(value: Value, s: MatchedScores, name: str) -> State:
     if s.shift:
         raise Refused("they are negated after a shift")
     return _scaled(value, s, -1.0)
+
+
+def nan_to_num(value: Value, s: MatchedScores, name: str) -> State:
+    """Scores that are provably finite are kept."""
+    leaves = [t.leaf for t in s.terms if isinstance(t, BiasTerm)]
+    factors = (s.a, s.b, *s.factors, *leaves)
+    finite = all(is_finite(leaf.value) for leaf in factors) and not s.divisors
+    finite = finite and all(math.isfinite(t.value) for t in s.terms if isinstance(t, FillTerm))
+    if name != "input" or not finite or s.product.dtype == torch.float16:
+        raise Refused("nan_to_num is applied to them, and they may be infinite")
+    return s.extend(value)
 
 
 def tanh(value: Value, s: MatchedScores, name: str) -> State:
@@ -193,6 +208,7 @@ RULES = {
     **dict.fromkeys(("mul", "div"), mul),
     "neg": neg,
     "tanh": tanh,
+    "nan_to_num": nan_to_num,
     "masked_fill": masked_fill,
     "where": where,
     "dropout": dropout,

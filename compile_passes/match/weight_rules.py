@@ -4,11 +4,13 @@ Refused with the reason why it is not supported, in which "they" are the weights
 
 from __future__ import annotations
 
+import torch
+
 from compile_passes.graph.axes import all_axes, sizes_equal
 from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, without_inversion
-from compile_passes.match.match_state import FillTerm, MatchedWeights, State
+from compile_passes.match.match_state import FillTerm, MatchedWeights, NanWeights, State
 from compile_passes.report import Refused
 
 
@@ -108,19 +110,40 @@ def nan_to_num(value: Value, w: MatchedWeights, name: str) -> State:
 
 
 def masked_fill(value: Value, w: MatchedWeights, name: str) -> State:
-    """Masked weights are set to 0 once more, so that rows without keys give 0. `classify_masks`
-    checks that it is the mask of the scores.
-    """
-    zero = constant_value(value.args.get("value")) == 0
-    if name != "input" or not zero or w.zero_fill or w.dropout_p:
+    """Weights are set to 0 where a mask is True."""
+    if name != "input" or constant_value(value.args.get("value")) != 0:
         raise Refused("they are masked")
-    mask, when = without_inversion(value.args.get("mask"))
+    return _zeroed(value, w, value.args.get("mask"), True)
+
+
+def where(value: Value, w: MatchedWeights, name: str) -> State:
+    """They are one of the two branches, and the other is 0."""
+    if name == "condition" or constant_value(other_operand(value, name)) != 0:
+        raise Refused("they are masked")
+    return _zeroed(value, w, value.args.get("condition"), name != "input")
+
+
+def is_nan(value: Value, w: MatchedWeights, name: str) -> State:
+    """Where they are NaN: in rows without keys, for which the operator gives 0."""
+    return NanWeights(w.dims, (*w.path, value), w)
+
+
+def _zeroed(value: Value, w: MatchedWeights, mask: object, when: bool) -> State:
+    """They are 0 in some rows, or where the scores were masked, so that rows without keys give 0.
+    `classify_masks` checks that it is the mask of the scores.
+    """
+    mask, when = without_inversion(mask, when)
     if (known := constant_value(mask)) is not None and bool(known) != when:
         return w.extend(value)
-    leaf, _ = align(value, w, mask)
-    if not isinstance(leaf.value, Value):
+    leaf, dims = align(value, w, mask)
+    if not isinstance(leaf.value, Value) or leaf.value.dtype != torch.bool:
         raise Refused("they are masked")
-    return w.extend(value, zero_fill=FillTerm(leaf, when, 0.0))
+    fill = FillTerm(leaf, when, 0.0)
+    if not leaf.axes() & w.key_axes() and len(all_axes(dims)) == len(all_axes(w.dims)):
+        return w.extend(value, row_fills=(*w.row_fills, fill))
+    if w.zero_fill or w.dropout_p:
+        raise Refused("they are masked")
+    return w.extend(value, zero_fill=fill)
 
 
 RULES = {
@@ -130,4 +153,6 @@ RULES = {
     "getitem": without_sink,
     "nan_to_num": nan_to_num,
     "masked_fill": masked_fill,
+    "where": where,
+    "isnan": is_nan,
 }

@@ -1,4 +1,4 @@
-"""Insertion of nodes into a graph, with the metadata that later passes read."""
+"""Insertion of the nodes that replace an attention: sizes of axes, and changes of layout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from compile_passes.graph.axes import (
     Axis,
@@ -21,31 +19,23 @@ from compile_passes.graph.axes import (
     resolve_dims,
     sizes_equal,
 )
-from compile_passes.graph.ir import SOURCE_METADATA, example, is_tensor, meta_key, run
+from compile_passes.graph.inserter import NodeInserter
+from compile_passes.graph.ir import example, is_tensor
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import Leaf
 from compile_passes.report import Refused
 
 
-class Emitter:
+class Emitter(NodeInserter):
     """Inserts the nodes that replace the attention at `site`, before its value product. Sizes of
     axes are read from the tensors in `leaves`.
     """
 
     def __init__(self, graph: fx.Graph, site: AttentionSite, leaves: list[Leaf]) -> None:
-        self.graph, self.site, self.anchor = graph, site, site.core.out.node
-        self.nodes: list[fx.Node] = []
-        self._key = meta_key(graph)
+        super().__init__(graph, site.core.out.node)
+        self.site = site
         self._leaves = [leaf for leaf in leaves if is_tensor(leaf.value)]
         self._sizes: dict[Axis, fx.Node] = {}
-
-    def method(self, name: str, *args, **kwargs) -> fx.Node:
-        """Insert a call of a method."""
-        return self._make("call_method", name, args, kwargs)
-
-    def function(self, target: Callable, *args, **kwargs) -> fx.Node:
-        """Insert a call of a function."""
-        return self._make("call_function", target, args, kwargs)
 
     def reduce(self, target: Callable, nodes: Iterable[fx.Node]) -> fx.Node | None:
         """Combine the nodes by calls of a binary function; None if there are no nodes."""
@@ -57,22 +47,6 @@ class Emitter:
         """The inputs of all inserted nodes."""
         return {node for inserted in self.nodes for node in inserted.all_input_nodes}
 
-    def _make(self, kind: str, target, args: tuple, kwargs: dict) -> fx.Node:
-        with self.graph.inserting_before(self.anchor):
-            node = self.graph.create_node(kind, target, args, kwargs)
-        self.nodes.append(node)
-        for key in SOURCE_METADATA:
-            if key in self.anchor.meta:
-                node.meta[key] = self.anchor.meta[key]
-        node.meta[self._key] = self._evaluate(kind, target, args, kwargs)
-        return node
-
-    def _evaluate(self, kind: str, target, args: tuple, kwargs: dict) -> object:
-        args, kwargs = map_arg((args, kwargs), example)
-        mode = getattr(example(self.anchor), "fake_mode", None)
-        with mode or contextlib.nullcontext(), torch.no_grad():
-            return run(kind, target, args, kwargs)
-
     @contextlib.contextmanager
     def before(self, anchor: fx.Node) -> Iterator[None]:
         """Insert before an earlier node, where the leaves need not exist yet."""
@@ -82,12 +56,6 @@ class Emitter:
             yield
         finally:
             self.anchor, self._sizes, self._leaves = saved
-
-    def undo(self) -> None:
-        """Erase all inserted nodes."""
-        for node in reversed(self.nodes):
-            self.graph.erase_node(node)
-        self.nodes.clear()
 
     def size(self, axis: Axis) -> Size | fx.Node:
         """The size of an axis as an argument: a number, or a node that reads it from a tensor."""

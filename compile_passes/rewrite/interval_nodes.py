@@ -1,22 +1,38 @@
-"""Emission of key intervals as `key_ranges`, or as `kv_lens` where there is one query."""
+"""Emission of key intervals as `key_ranges`, or as `kv_lens` where all queries attend the keys up
+to the same one, and of conditions on keys as bool masks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import sympy
 import torch
 from torch import fx
 
-from compile_passes.graph.axes import Axis, is_one, sizes_equal
+from compile_passes.graph.axes import Axis, Dims, is_one, sizes_equal
 from compile_passes.graph.ir import GraphView, Value, example, is_tensor
-from compile_passes.masks.affine import Affine, Opaque, Quotient, sort_key, symbolic
+from compile_passes.masks.affine import (
+    Affine,
+    All,
+    Any,
+    AtMost,
+    Condition,
+    Not,
+    Opaque,
+    Quotient,
+    Rank,
+    sort_key,
+    symbolic,
+)
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
 from compile_passes.masks.exactness import MAX_SIZE
-from compile_passes.masks.key_intervals import Bound, Extreme, KeyInterval
+from compile_passes.masks.key_intervals import Bound, Extreme
 from compile_passes.report import Refused
 from compile_passes.rewrite.emitter import Emitter
+from compile_passes.rewrite.operands import inverted
 
 # Integers from tensors are clamped to this: beyond every key, even after an offset of half of it.
 MAX_BOUND = 2**60
@@ -27,10 +43,18 @@ def _tensors_read(x: object) -> Iterator[Value]:
     if isinstance(x, Extreme):
         for bound in x.bounds:
             yield from _tensors_read(bound)
+    elif isinstance(x, (All, Any)):
+        for condition in x.conditions:
+            yield from _tensors_read(condition)
+    elif isinstance(x, Not):
+        yield from _tensors_read(x.condition)
+    elif isinstance(x, Rank):
+        yield from _tensors_read(x.element)
+        yield from _tensors_read(x.target)
     elif isinstance(x, Affine):
         for variable, _ in x.terms:
             yield from _tensors_read(variable)
-    elif isinstance(x, Quotient):
+    elif isinstance(x, (Quotient, AtMost)):
         yield from _tensors_read(x.a)
     elif isinstance(x, Opaque):
         if not is_tensor(x.value):
@@ -39,25 +63,43 @@ def _tensors_read(x: object) -> Iterator[Value]:
 
 
 class IntervalEmitter:
-    """Emits the bounds of an interval: beside the call, or before the mask that they replace if the
-    tensors that they read are written to later.
+    """Emits the bounds of an interval, or conditions, laid out as `dims`: beside the call, or
+    before the mask that they replace if the tensors that they read are written to later.
     """
 
-    def __init__(self, emitter: Emitter, view: GraphView, interval: KeyInterval) -> None:
+    def __init__(self, emitter: Emitter, view: GraphView, mask: Value, dims: Dims) -> None:
         self._site, self._view, self._emitter = emitter.site, view, emitter
-        self._interval, self._mask = interval, interval.leaf.value
+        self._mask, self._dims = mask, dims
 
-    def emit(self) -> tuple[fx.Node | None, fx.Node | None]:
-        """(low, high), each (B or 1, Hq or 1, Sq or 1) or None. Raises Refused if impossible."""
-        bounds = (self._interval.low, self._interval.high)
-        reads = [x for b in bounds if b is not None for x in _tensors_read(b)]
+    def bounds(self, *bounds: Bound | None) -> list[fx.Node | None]:
+        """Each (B or 1, Hq or 1, Sq or 1) or None. Raises Refused if impossible."""
+        with self._position([b for b in bounds if b is not None]):
+            return [None if b is None else self._bound(b) for b in bounds]
+
+    def conditions(self, conditions: tuple[Condition, ...]) -> list[fx.Node]:
+        """Each as a bool tensor. Raises Refused if impossible."""
+        with self._position(conditions):
+            return [self._condition(c) for c in conditions]
+
+    def _position(self, expressions: Iterable) -> contextlib.AbstractContextManager:
+        """Where the expressions are emitted."""
+        reads = [x for e in expressions for x in _tensors_read(e)]
         late = all(self._view.is_unmodified(x, self._site.core.out) for x in reads)
         position = contextlib.nullcontext() if late else self._emitter.before(self._mask.node)
         if not all(self._view.is_unmodified(x, self._mask) for x in reads):
             raise Refused("a bound of the mask is written to")
-        with position:
-            low, high = (None if b is None else self._bound(b) for b in bounds)
-        return low, high
+        return position
+
+    def _condition(self, c: Condition) -> fx.Node:
+        if isinstance(c, AtMost):
+            return self._emitter.function(operator.le, self._affine(c.a), 0)
+        if isinstance(c, Not):
+            return inverted(self._emitter, self._condition(c.condition))
+        if isinstance(c, (All, Any)):
+            join = operator.and_ if isinstance(c, All) else operator.or_
+            parts = (self._condition(x) for x in sorted(c.conditions, key=sort_key))
+            return self._emitter.reduce(join, parts)
+        return self._elements(c)
 
     def _bound(self, bound: Bound) -> fx.Node:
         if isinstance(bound, Extreme):
@@ -107,14 +149,47 @@ class IntervalEmitter:
             return self._emitter.function(operator.floordiv, divided, x.n)
         if isinstance(x, Opaque):
             return self._read(x, MAX_BOUND // factor)
+        if isinstance(x, Rank):
+            return self._rank(x)
         if not isinstance(x, Axis):
             raise Refused("a bound of the mask is not known")
         device = self._mask.tensor.device
         node = self._emitter.function(torch.arange, self._emitter.size(x), device=device)
-        return self._emitter.arrange(node, ((x,),), self._site.row_dims)
+        return self._emitter.arrange(node, ((x,),), self._dims)
+
+    def _rank(self, x: Rank) -> fx.Node:
+        """The number of keys below a target, by binary search."""
+        batch, heads, _ = self._dims
+        target, dims = self._affine(x.target), self._dims
+        self._dims = (batch, heads, self._site.keys)
+        keys = self._read(x.element, MAX_BOUND)
+        self._dims = dims
+        rows = [n for n in example(target).shape[:2]]
+        for dim, (m, n) in enumerate(zip(example(keys).shape[:2], rows, strict=True)):
+            if not sizes_equal(m, n):
+                keys, target = self._broadcast(keys, target, dim)
+        keys, target = (self._emitter.method("contiguous", t) for t in (keys, target))
+        return self._emitter.function(torch.searchsorted, keys, target, right=x.inclusive)
+
+    def _broadcast(self, a: fx.Node, b: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
+        """Both with the same size of a dimension, which is 1 in one of them."""
+        if not is_one(example(a).shape[dim]):
+            return tuple(reversed(self._broadcast(b, a, dim)))
+        sizes = [-1, -1, -1]
+        sizes[dim] = self._emitter.method("size", b, dim)
+        return self._emitter.method("expand", a, *sizes), b
 
     def _read(self, x: Opaque, magnitude: int) -> fx.Node:
         """The elements of a tensor as int64, clamped to `magnitude` in absolute value."""
+        node, dtype = self._elements(x), x.value.dtype
+        if dtype != torch.int64:
+            node = self._emitter.method("to", node, torch.int64)
+        if _fits(dtype, magnitude):
+            return node
+        return self._emitter.method("clamp", node, -magnitude, magnitude)
+
+    def _elements(self, x: Opaque) -> fx.Node:
+        """The elements of a tensor, laid out."""
         value, node, dims = x.value, x.value.node, []
         if value.tensor.device != self._mask.tensor.device:
             raise Refused("a bound of the mask is on another device")
@@ -127,12 +202,7 @@ class IntervalEmitter:
                 length = self._emitter.size(group[0]) if group else 1
                 node = self._emitter.method("narrow", node, dim, int(first), length)
             dims.append(group)
-        node = self._emitter.arrange(node, tuple(dims), self._site.row_dims)
-        if value.dtype != torch.int64:
-            node = self._emitter.method("to", node, torch.int64)
-        if _fits(value.dtype, magnitude):
-            return node
-        return self._emitter.method("clamp", node, -magnitude, magnitude)
+        return self._emitter.arrange(node, tuple(dims), self._dims)
 
 
 def _check_magnitude(a: Affine, factor: int) -> None:
@@ -145,10 +215,25 @@ def _check_magnitude(a: Affine, factor: int) -> None:
     for x, c in a.terms:
         if isinstance(x, Axis):
             largest.append(abs(c) * (x.size if type(x.size) is int else MAX_SIZE))
+        elif isinstance(x, Rank):
+            largest.append(abs(c) * MAX_SIZE)
         elif isinstance(x, Opaque):
             clamped += not _fits(x.value.dtype, MAX_BOUND // (abs(c) * factor))
     if clamped > 1 or sum(largest) * factor > MAX_BOUND // 2:
         raise Refused("a bound of the mask may not fit into int64")
+
+
+def emit_conditions(emitter: Emitter, view: GraphView, masks: ClassifiedMasks) -> list[fx.Node]:
+    """Conditions on keys as bool masks, (B or 1, Hq or 1, 1, Sk or 1)."""
+    if not masks.conditions:
+        return []
+    mask, conditions = masks.conditions
+    return IntervalEmitter(emitter, view, mask, emitter.site.mask_dims).conditions(conditions)
+
+
+def _is_per_text(high: fx.Node) -> bool:
+    """Whether a bound is the same for all heads and queries."""
+    return all(map(is_one, example(high).shape[1:]))
 
 
 def _fits(dtype: torch.dtype, magnitude: int) -> bool:
@@ -156,12 +241,17 @@ def _fits(dtype: torch.dtype, magnitude: int) -> bool:
 
 
 def emit_key_interval(
-    emitter: Emitter, view: GraphView, interval: KeyInterval, q: fx.Node, fill_empty: bool
+    emitter: Emitter,
+    view: GraphView,
+    masks: ClassifiedMasks,
+    q: fx.Node,
 ) -> tuple[dict[str, fx.Node], fx.Node | None]:
-    """(kv_lens or key_ranges, empty rows); if `fill_empty`, empty rows are given all keys, and
-    otherwise they are not emitted.
+    """(kv_lens or key_ranges, empty rows). Where these are treated specially they are given all
+    keys, and otherwise they are not emitted.
     """
-    bounds = IntervalEmitter(emitter, view, interval).emit()
+    interval, fill_empty = masks.interval, masks.empty_rows is not EmptyRows.ZERO
+    intervals = IntervalEmitter(emitter, view, interval.leaf.value, emitter.site.row_dims)
+    bounds = intervals.bounds(interval.low, interval.high)
     count, empty = emitter.size(emitter.site.keys[0]), None
     low, high = (x and emitter.method("clamp", x, 0, count) for x in bounds)
     if fill_empty:
@@ -170,7 +260,8 @@ def emit_key_interval(
         low = low and emitter.method("masked_fill", low, empty, 0)
         high = high and emitter.method("masked_fill", high, empty, count)
         empty = emitter.method("unsqueeze", empty, -1)
-    if low is None and not emitter.site.queries and is_one(example(high).shape[1]):
+    # a length of the keys moves the diagonal, at which a window is aligned
+    if low is None and masks.left is None and masks.right is None and _is_per_text(high):
         lens = emitter.method("reshape", high, -1)
         lens = emitter.method("expand", lens, emitter.method("size", q, 0))
         return {"kv_lens": emitter.method("to", lens, torch.int32)}, empty

@@ -46,12 +46,19 @@ class MaskNodes:
 
 
 def emit_masks(
-    emitter: Emitter, masks: ClassifiedMasks, q: fx.Node, empty_rows: fx.Node | None
+    emitter: Emitter,
+    masks: ClassifiedMasks,
+    q: fx.Node,
+    empty_rows: fx.Node | None,
+    conditions: list[fx.Node],
 ) -> MaskNodes:
-    """The masks as nodes. `empty_rows` are known already where a key interval was emitted."""
+    """The masks as nodes. `empty_rows` are known already where a key interval was emitted, and
+    `conditions` are bool masks.
+    """
     if masks.float_terms:
         return _emit_float_mask(emitter, masks, q)
-    keep = emitter.reduce(operator.and_, (_keep(emitter, mask) for mask in masks.keeps))
+    keeps = [_keep(emitter, mask) for mask in masks.keeps]
+    keep = emitter.reduce(operator.and_, [*keeps, *conditions])
     if masks.empty_rows is not EmptyRows.ZERO and empty_rows is None:
         empty_rows = inverted(emitter, emitter.method("any", keep, dim=-1, keepdim=True))
         keep = emitter.function(operator.or_, keep, empty_rows)
@@ -60,6 +67,9 @@ def emit_masks(
     biases = [bias(emitter, term) for term in masks.biases]
     biases += [_added_fill(emitter, masks.added_fill)] if masks.added_fill else []
     total = emitter.reduce(operator.add, biases)
+    if total is None and keep is not None and masks.interval:  # key_ranges permit no bool mask
+        total = fill_where(emitter, keep, None, -math.inf, torch.float32)
+        return MaskNodes(total, q, empty_rows)
     if total is None:
         return MaskNodes(keep, q, empty_rows)
     total = _supported_mask(emitter, total)

@@ -24,8 +24,8 @@ from compile_passes.report import Refused, log
 from compile_passes.rewrite import lse_nodes, mask_nodes
 from compile_passes.rewrite.emitter import Emitter
 from compile_passes.rewrite.empty_rows import EmittedCall, add_gradients, scores_require_grad
-from compile_passes.rewrite.interval_nodes import emit_key_interval
-from compile_passes.rewrite.operands import aligned, cast, contiguous_rows, operand
+from compile_passes.rewrite.interval_nodes import emit_conditions, emit_key_interval
+from compile_passes.rewrite.operands import aligned, cast, contiguous_rows, inverted, operand
 from compile_passes.rewrite.strides import restride
 from compile_passes.rewrite.verify import Unverified, difference
 
@@ -80,6 +80,7 @@ def _other_leaves(site: AttentionSite) -> list[Leaf]:
     found = [*scores.factors, *scores.divisors, *site.core.weights.factors]
     found += [t.leaf for t in scores.terms if isinstance(t, BiasTerm)]
     found += [t.mask for t in scores.terms if isinstance(t, FillTerm)]
+    found += [t.mask for t in site.core.weights.row_fills]
     found += [scores.sink] if scores.sink else []
     return [leaf for leaf in found if isinstance(leaf.value, Value)]
 
@@ -143,10 +144,10 @@ def _emit_call(
     options: dict[str, object] = {} if scale is None else {"scale": scale}
     empty_rows = None
     if masks.interval:
-        fill_empty = masks.empty_rows is not EmptyRows.ZERO
-        keys, empty_rows = emit_key_interval(emitter, view, masks.interval, q, fill_empty)
+        keys, empty_rows = emit_key_interval(emitter, view, masks, q)
         options |= keys
-    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows)
+    conditions = emit_conditions(emitter, view, masks)
+    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows, conditions)
     mask = emitted.mask
     if masks.zeroed_keys:
         k, mask = mask_nodes.zeroed_keys(emitter, masks.zeroed_keys, k)
@@ -195,7 +196,9 @@ def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dic
 
 
 def _restore_layout(emitter: Emitter, result: fx.Node) -> fx.Node:
-    """The result times the factors of the weights, in the dims of the original."""
+    """The result times the factors of the weights, with 0 in rows whose weights were filled, in
+    the dims of the original.
+    """
     site = emitter.site
     gain = site.core.weights.gain
     if not math.isclose(gain, 1.0, rel_tol=1e-9):
@@ -203,6 +206,10 @@ def _restore_layout(emitter: Emitter, result: fx.Node) -> fx.Node:
     for leaf in site.core.weights.factors:
         factor = aligned(emitter, leaf, (*site.row_dims, ()))
         result = emitter.function(operator.mul, result, factor)
+    for fill in site.core.weights.row_fills:
+        mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*site.row_dims, ()))
+        mask = mask if fill.where else inverted(emitter, mask)
+        result = emitter.method("masked_fill", result, mask, 0.0)
     result = cast(emitter, result, site.dtype)
     return emitter.arrange(result, site.out_dims, site.core.dims)
 

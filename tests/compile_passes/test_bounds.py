@@ -46,7 +46,7 @@ def test_bounds_are_read_at_the_right_index(keep, Sq, size):
         return (q @ k.mT).masked_fill(~keep(n), -INF).softmax(-1) @ v
 
     fusion = check(attend, (*qkv(B=2, Sq=Sq), torch.arange(size) % 7 + 2))
-    assert ("kv_lens" if Sq == 1 else "key_ranges") in fusion.code
+    assert ("kv_lens" if keep in PER_SEQUENCE else "key_ranges") in fusion.code
 
 
 def up_to(n):

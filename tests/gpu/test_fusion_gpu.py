@@ -107,3 +107,58 @@ def test_multi_head(weights, autocast, dtype, device="cuda"):
 
     inputs = (padding, torch.randn(B, S, E, device=device), *module.parameters())
     check("nn.MultiheadAttention", attention, inputs, torch.float32 if autocast else dtype)
+
+
+def sdpa_call(kind):
+    """A call of SDPA with grouped heads, and a mask that becomes compact."""
+
+    def attention(padding, q, k, v):
+        i = torch.arange(q.shape[2], device=q.device)
+        causal = i <= i[:, None]
+        masks = {
+            "causal": None,
+            "padding": causal & padding,
+            "window": causal & (i > i[:, None] - 40),
+            "chunks": causal & (i // 64 == i[:, None] // 64),
+            "documents": causal & ((i % 90 == 0).cumsum(0) == (i % 90 == 0).cumsum(0)[:, None]),
+        }
+        mask = masks[kind]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True
+        )
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "padding", "window", "chunks", "documents"])
+def test_sdpa_calls(kind, dtype, device="cuda"):
+    torch.manual_seed(0)
+    B, H, S, D = 2, 8, 300, 64
+    padding = torch.ones(B, 1, 1, S, dtype=torch.bool, device=device)
+    padding[0, ..., : S // 2] = False
+    q, k, v = (
+        torch.randn(B, heads, S, D, device=device).to(dtype) for heads in (H, H // 2, H // 2)
+    )
+    check(kind, sdpa_call(kind), (padding, q, k, v), dtype)
+
+
+FLEX = {
+    "causal": lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
+    "softcap": lambda s, b, h, i, j: torch.where(i >= j, torch.tanh(s / 5) * 5, -torch.inf),
+    "window": lambda s, b, h, i, j: torch.where((i >= j) & (i - j < 40), s, -torch.inf),
+    "prefix": lambda s, b, h, i, j: torch.where((i >= j) | (j < 30), s, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("kind", FLEX)
+def test_flex_calls(kind, device="cuda"):
+    """Forward and backward, against FlexAttention's own arithmetic in eager mode."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attention(q, k, v):
+        return flex_attention(q, k, v, score_mod=FLEX[kind])
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 256, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    check(kind, attention, inputs, torch.bfloat16)

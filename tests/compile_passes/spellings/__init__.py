@@ -5,11 +5,13 @@ from __future__ import annotations
 from tests.compile_passes.spellings import (
     decoders,
     encoders,
+    guards,
     refused,
     rows_without_keys,
+    sdpa_calls,
     styles,
     vision,
 )
 
-FILES = (decoders, encoders, vision, styles, refused, rows_without_keys)
+FILES = (decoders, encoders, vision, styles, refused, rows_without_keys, sdpa_calls, guards)
 CASES = {name: case for file in FILES for name, case in file.CASES.items()}

@@ -1,0 +1,107 @@
+"""Whether replacing a call of scaled_dot_product_attention or FlexAttention pays: one table of
+rules, of which the first that holds decides.
+
+The measurements are those of docs/fusion.md and docs/performance-cpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from compile_passes.graph.axes import is_one
+from compile_passes.graph.inlined_call import InlinedAttention
+from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
+from compile_passes.match.attention_site import AttentionSite
+
+
+class CallCase(NamedTuple):
+    """What the rules decide by."""
+
+    site: AttentionSite
+    masks: ClassifiedMasks
+    call: InlinedAttention
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call."""
+        return self.site.q.value.tensor.device
+
+
+class Rule(NamedTuple):
+    """A call for which `holds` is true is taken or left, for this reason."""
+
+    holds: Callable[[CallCase], bool]
+    taken: bool
+    reason: str
+
+
+def _needs_second_call(case: CallCase) -> bool:
+    return case.masks.empty_rows is EmptyRows.ABSORBED and case.site.requires_grad
+
+
+def _computes_scores(case: CallCase) -> bool:
+    """Whether what FlexAttention computes in its kernel would be stored for every query and key."""
+    both = {*case.site.queries}, {*case.site.keys}
+    stored = [leaf for leaf in case.masks.leaves if all(leaf.axes() & axes for axes in both)]
+    made = {leaf.value.node for leaf in stored if leaf.value.op != "reshape"}
+    return case.call.operation == "flex_attention" and not made.isdisjoint(case.call.nodes)
+
+
+def _mask_becomes_compact(case: CallCase) -> bool:
+    """Whether the mask, or a part of it, needs no reading of all its elements."""
+    masks = case.masks
+    compact = masks.interval or masks.left is not None or masks.right is not None
+    return case.call.has_mask and bool(compact or not masks.is_dense)
+
+
+def _is_wide_on_gpu(case: CallCase) -> bool:
+    return case.device.type == "cuda" and case.site.dtype.itemsize > 2
+
+
+def _is_on_hopper(case: CallCase) -> bool:
+    return case.device.type == "cuda" and compute_capability(case.device)[0] == 9
+
+
+def _repeats_heads(case: CallCase) -> bool:
+    return len(case.site.heads) > len(case.site.kv_heads)
+
+
+def _is_one_query_on_cpu(case: CallCase) -> bool:
+    queries = case.site.queries
+    return case.device.type == "cpu" and all(is_one(axis.size) for axis in queries)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a CUDA device, (0, 0) where this machine has none."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+RULES = (
+    Rule(
+        _needs_second_call,
+        False,
+        "its mask may leave rows without keys, whose gradients need a second call",
+    ),
+    Rule(_computes_scores, False, "its scores or mask would be stored for every query and key"),
+    # CPU, 2048 keys, one core: a window of 128 given as a mask takes 124 ms, the operator 24;
+    # a causal mask 210 and 71
+    Rule(_mask_becomes_compact, True, "its mask becomes compact, and masked tiles are skipped"),
+    Rule(_is_wide_on_gpu, False, "the GPU kernels are made for 16 bits"),
+    # H200, Llama of 8B shape: SDPA takes 1.36 times as long in the prefill, 1.21 in training
+    Rule(_is_on_hopper, True, "the kernels for Hopper are faster"),
+    # CPU, 8 and 2 heads, 1 query, 1024 keys: 1.9 ms with repeated keys and values, 0.45 without
+    Rule(_repeats_heads, True, "keys and values are not repeated"),
+    # CPU, 8 heads, 1 query, 1024 keys: 2.2 ms and 1.2
+    Rule(_is_one_query_on_cpu, True, "for one query the keys are split among the cores"),
+    Rule(lambda case: True, False, "torch computes it as fast"),
+)
+
+
+def decide(site: AttentionSite, masks: ClassifiedMasks, call: InlinedAttention) -> tuple[bool, str]:
+    """(whether the call is replaced, why)"""
+    case = CallCase(site, masks, call)
+    rule = next(rule for rule in RULES if rule.holds(case))
+    return rule.taken, rule.reason

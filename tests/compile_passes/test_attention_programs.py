@@ -1,0 +1,188 @@
+"""Random attention, written by hand or as a call of SDPA: masks, fills, windows, rows without keys,
+layouts, repeated heads and guards. Fused or not, results and gradients are those of eager mode.
+
+FA_OPS_ATTENTION_PROGRAMS=2000 runs that many instead of the default 36.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.compile_passes.helpers import Fusion, fuse, results
+
+INF = float("inf")
+MIN = torch.finfo(torch.float32).min
+B, H, D = 2, 4, 8
+PROGRAMS = int(os.environ.get("FA_OPS_ATTENTION_PROGRAMS", "36"))
+CHUNK = 12
+# The reasons for which a program written by hand may stay.
+EXPECTED = (
+    "the softmax runs over a dimension of size 1",
+    "they are masked, and scaled after their maximum was subtracted",
+    "the attention weights are masked after the softmax, not as the scores were",
+)
+Mask = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]  # of query and key positions
+
+PARTS: dict[str, Mask] = {
+    "causal": lambda i, j, given: j <= i,
+    "causal to the last key": lambda i, j, given: j <= i + given["surplus"],
+    "window": lambda i, j, given: (j > i - 3) & (j <= i),
+    "symmetric": lambda i, j, given: (i - j).abs() <= 2,
+    "chunks": lambda i, j, given: i // 4 == j // 4,
+    "prefix": lambda i, j, given: (j <= i) | (j < 3),
+    "future": lambda i, j, given: j > i,
+    "lengths": lambda i, j, given: j < given["lengths"][:, None, None, None],
+    "padding": lambda i, j, given: given["tokens"].bool()[:, None, None, :],
+    "padding of rows": lambda i, j, given: given["rows"][:, None, :, None],
+    "random": lambda i, j, given: given["random"],
+    "documents": lambda i, j, given: _same_document(given),
+}
+
+
+def _same_document(given: dict[str, Tensor]) -> Tensor:
+    numbers = given["starts"].cumsum(-1)
+    of_queries = numbers[:, : given["rows"].shape[1]]
+    return (of_queries[:, :, None] == numbers[:, None, :])[:, None]
+
+
+def inputs(rng: random.Random, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    Sq = rng.choice((1, 7, 12, 12, 12))
+    Sk = Sq if rng.random() < 0.6 else rng.choice((5, 12, 15))
+    Hkv = rng.choice((H, H, 2, 1))
+    q, k, v = (
+        torch.randn(B, h, s, D, generator=generator) for h, s in ((H, Sq), (Hkv, Sk), (Hkv, Sk))
+    )
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": torch.randn(H, Sq, Sk, generator=generator),
+        "lengths": torch.randint(0, Sk + 2, (B,), generator=generator),
+        "tokens": torch.randint(0, 2, (B, Sk), generator=generator),
+        "rows": torch.rand(B, Sq, generator=generator) > 0.3,
+        "random": torch.rand(B, 1, Sq, Sk, generator=generator) > 0.4,
+        "starts": torch.rand(B, max(Sk, Sq), generator=generator)[:, :Sk] > 0.7,
+    }
+
+
+def program(rng: random.Random) -> Callable:
+    names = rng.sample(list(PARTS), rng.choice((0, 1, 1, 2, 2, 3)))
+    form = rng.choice("sdpa sdpa bool-filled bool-where added added-twice".split())
+    fill = rng.choice((-INF, -INF, -INF, MIN, -1e9))
+    biased, scale = rng.random() < 0.25, rng.choice((None, 0.3, 1.0))
+    layout = rng.choice("heads projected three".split())
+    guard = rng.choice("none none none nan rows masked".split())
+    late, repeat = rng.random() < 0.2, rng.choice(("interleave", "expand", "gqa"))
+
+    def mask(given: dict[str, Tensor]) -> Tensor | None:
+        i = torch.arange(given["q"].shape[2])[:, None]
+        j = torch.arange(given["k"].shape[2])
+        given = {**given, "surplus": given["k"].shape[2] - given["q"].shape[2]}
+        kept = [PARTS[name](i, j, given) for name in names if _fits(name, given)]
+        total = None
+        for part in kept:
+            total = part if total is None else total & part
+        return total
+
+    def by_hand(q, k, v, keep, bias):
+        scores = q @ k.mT * (D**-0.5 if scale is None else scale)
+        if biased:
+            scores = scores + bias
+        if keep is not None and form == "bool-filled":
+            scores = scores.masked_fill(~keep, fill)
+        elif keep is not None and form == "bool-where":
+            scores = torch.where(keep, scores, fill)
+        elif keep is not None:
+            added = torch.zeros(keep.shape).masked_fill(~keep, fill)
+            scores = scores + added + (added if form == "added-twice" and fill == -INF else 0.0)
+        if late:
+            scores = (scores - scores.amax(-1, keepdim=True)) * 1.5
+        weights = scores.softmax(-1)
+        if guard == "nan":
+            weights = weights.masked_fill(weights.isnan(), 0.0)
+        elif guard == "rows":
+            weights = weights.masked_fill((torch.arange(q.shape[2]) % 3 == 0)[:, None], 0.0)
+        elif guard == "masked" and keep is not None:
+            weights = weights.masked_fill(~keep, 0.0)
+        return weights @ v
+
+    def function(q, k, v, bias, **masks):
+        keep = mask({"q": q, "k": k, "v": v, **masks})
+        if layout == "projected":  # as a view of (B, S, H, D)
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        times = H // k.shape[1]
+        if form == "sdpa":
+            added = None if keep is None else keep
+            if biased:
+                base = bias if keep is None else bias.masked_fill(~keep, fill)
+                added = base.expand(B, -1, -1, -1)
+            if repeat != "gqa":
+                k, v = _repeated(k, times, repeat), _repeated(v, times, repeat)
+            causal = added is None and late
+            out = F.scaled_dot_product_attention(
+                q, k, v, added, is_causal=causal, scale=scale, enable_gqa=repeat == "gqa"
+            )
+        else:
+            k, v = _repeated(k, times, repeat), _repeated(v, times, repeat)
+            out = by_hand(q, k, v, keep, bias)
+        if layout == "projected":
+            return out.transpose(1, 2).reshape(B, q.shape[2], -1)
+        return out
+
+    return function
+
+
+def _fits(name: str, given: dict[str, Tensor]) -> bool:
+    longer = given["q"].shape[2] > given["k"].shape[2]
+    return not (name == "documents" and longer)
+
+
+def _repeated(x: Tensor, times: int, how: str) -> Tensor:
+    if how == "interleave":
+        return x.repeat_interleave(times, 1)
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, times, s, d).reshape(b, h * times, s, d)
+
+
+def compare(seed: int) -> Fusion:
+    rng = random.Random(seed)
+    given = inputs(rng, seed)
+    run = program(rng)
+    names = list(given)
+
+    def function(*tensors):
+        return run(**dict(zip(names, tensors, strict=True)))
+
+    fusion = fuse(function, dynamic=seed % 4 == 0 or None)
+    train = seed % 2 == 1
+    expected = results(function, tuple(given.values()), train)
+    actual = results(fusion.run, tuple(given.values()), train)
+    names_of_results = ["out", *(f"gradient {i}" for i in range(len(expected) - 1))]
+    finite = all(x.isfinite().all() for x in expected)  # eager gradients are NaN beside NaN rows
+    for name, a, e in zip(names_of_results, actual, expected, strict=True):
+        if name != "out" and not finite:
+            continue
+        error = torch.where(e.isfinite(), a - e, 0).abs().max()
+        where = [str(f) for f in fusion.findings]
+        assert error < 2e-5 * max(
+            1.0, e[e.isfinite()].abs().max().item() if e.isfinite().any() else 1.0
+        ), f"seed {seed}: {name} differs by {error}, {where}\n{fusion.code}"
+    return fusion
+
+
+@pytest.mark.parametrize("start", range(0, PROGRAMS, CHUNK))
+def test_random_attention_matches_eager(start: int) -> None:
+    findings = [f for seed in range(start, start + CHUNK) for f in compare(seed).findings]
+    assert len(findings) == CHUNK, "every program is one softmax or call"
+    by_hand = [f for f in findings if f.operation == "softmax"]
+    unexpected = [f for f in by_hand if not f.fused and not f.reason.endswith(EXPECTED)]
+    assert not unexpected, [str(f) for f in unexpected]
+    assert any(f.fused and "dense" not in f.masks for f in findings)

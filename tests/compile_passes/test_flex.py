@@ -1,0 +1,144 @@
+"""Calls of FlexAttention: which become the operator, and why others stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+import compile_passes
+from tests.compile_passes.helpers import assert_same, fuse, qkv
+
+INF = float("inf")
+S = 128
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+BIAS = torch.randn(4, S, S, generator=torch.Generator().manual_seed(0))
+TABLE = torch.randn(4, 2 * S, generator=torch.Generator().manual_seed(1))
+LENGTHS = torch.tensor([40, 90])
+DOCUMENTS = torch.arange(S) // 30
+
+
+def inputs(Hkv=4):
+    return qkv(Hkv=Hkv, Sq=S, Sk=S, D=16, Dv=16)
+
+
+def with_score_mod(score_mod):
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod)
+
+
+SCORE_MODS = {
+    "causal": (lambda s, b, h, i, j: torch.where(i >= j, s, -INF), "is_causal"),
+    "softcap": (
+        lambda s, b, h, i, j: torch.where(i >= j, torch.tanh(s / 5) * 5, -INF),
+        "is_causal",
+    ),
+    "window": (
+        lambda s, b, h, i, j: torch.where((i >= j) & (i - j < 20), s, -INF),
+        "is_causal, window=(19, 0)",
+    ),
+    "prefix": (
+        lambda s, b, h, i, j: torch.where((i >= j) | (j < 7), s, -INF),
+        "a key range for each query",
+    ),
+    "chunks": (
+        lambda s, b, h, i, j: torch.where(i // 16 == j // 16, s, -INF),
+        "a key range for each query",
+    ),
+    "lengths": (
+        lambda s, b, h, i, j: torch.where(j < LENGTHS[b], s, -INF),
+        "a key range for each query",
+    ),
+    "bias": (
+        lambda s, b, h, i, j: torch.where(i >= j, s * 0.5 + BIAS[h, i, j], -INF),
+        "is_causal, dense attn_mask",
+    ),
+    "bias of the keys": (
+        lambda s, b, h, i, j: torch.where(i >= j, s + TABLE[h, j], -INF),
+        "is_causal, dense attn_mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_score_mods_become_arguments(name):
+    score_mod, masks = SCORE_MODS[name]
+    fusion = fuse(with_score_mod(score_mod))
+    # FlexAttention has no backward pass on a CPU
+    assert_same(with_score_mod(score_mod), inputs(), fusion, train=False)
+    (finding,) = fusion.findings
+    assert (finding.operation, finding.masks) == ("flex_attention", masks), finding
+    assert "softcap=5" in finding.call or name != "softcap"
+
+
+def mask_of_one_block(mask_mod):
+    ones = torch.ones(1, 1, 1, dtype=torch.int32)
+    zeros = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(
+        ones, zeros, BLOCK_SIZE=S, mask_mod=mask_mod, seq_lengths=(S, S)
+    )
+
+
+def test_a_mask_mod_alone_decides_within_one_block():
+    def function(q, k, v):
+        block_mask = mask_of_one_block(lambda b, h, i, j: (i >= j) & (i - j <= 5))
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, scale=0.5)
+
+    fusion = fuse(function)
+    assert_same(function, inputs(Hkv=2), fusion, train=False)
+    assert [f.masks for f in fusion.findings] == ["is_causal, window=(5, 0)"]
+    assert "repeat_interleave" not in fusion.code
+
+
+CAUSAL = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
+DROPPED = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", BLOCK_SIZE=32)
+DROPPED.kv_num_blocks[..., 2] = 0
+
+
+def made_inside(q, k, v):
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
+    return flex_attention(q, k, v, block_mask=causal)
+
+
+BLOCKS = "its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself"
+STORED = "its scores or mask would be stored for every query and key"
+
+
+LEFT = {
+    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), BLOCKS),
+    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), BLOCKS),
+    "made inside": (made_inside, BLOCKS),
+    "lse": (
+        lambda q, k, v: flex_attention(q, k, v, return_lse=True),
+        "its log-sum-exp or maximum is read",
+    ),
+    "relu": (
+        with_score_mod(lambda s, b, h, i, j: torch.relu(s)),
+        "score_mod or mask_mod calls relu",
+    ),
+    "a row": (
+        with_score_mod(lambda s, b, h, i, j: s + TABLE[h][i - j + S]),
+        "score_mod or mask_mod reads a part of a tensor that is not an element",
+    ),
+    "relative": (with_score_mod(lambda s, b, h, i, j: s + TABLE[h, i - j + S]), STORED),
+    "documents": (
+        with_score_mod(lambda s, b, h, i, j: torch.where(DOCUMENTS[i] == DOCUMENTS[j], s, -INF)),
+        STORED,
+    ),
+    "nothing": (lambda q, k, v: flex_attention(q, k, v), "torch computes it as fast"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_others_stay(name):
+    function, reason = LEFT[name]
+    fusion = fuse(function)
+    actual, expected = fusion.run(*inputs()), function(*inputs())
+    torch.testing.assert_close(actual, expected)
+    assert fusion.reasons == [reason]
+
+
+def test_explain_finds_the_functions_of_a_call():
+    score_mod, _ = SCORE_MODS["window"]
+    report = compile_passes.explain(with_score_mod(score_mod), *inputs())
+    assert str(report).startswith("1 of 1 calls of flex_attention fused")
+    assert "flex_attention is replaced: its mask becomes compact" in str(report)
