@@ -20,6 +20,7 @@ except ImportError as error:
 
 from hf_integration import decoding, flash_name, gate, hooks
 from hf_integration.attention import fa_ops_8bit_attention_forward, fa_ops_attention_forward
+from hf_integration.distribution import context_parallel
 from hf_integration.encodings import counts as mask_counts
 from hf_integration.explaining import Explanation, explain
 from hf_integration.hooks import EIGHT_BIT, NAME, PAGED
@@ -30,6 +31,7 @@ __all__ = [
     "NAME",
     "PAGED",
     "Explanation",
+    "context_parallel",
     "explain",
     "fa_ops_8bit_attention_forward",
     "fa_ops_attention_forward",

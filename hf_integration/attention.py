@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_integration import architectures, encodings, latent, operators, paged, rewrites
+from hf_integration import (
+    architectures,
+    distribution,
+    encodings,
+    latent,
+    operators,
+    paged,
+    rewrites,
+)
 from hf_integration.encodings import CompactMask, MaskArguments, PackingHint
 from hf_integration.operators import Extras, LayerCall
 
@@ -84,6 +92,13 @@ def fa_ops_attention_forward(
         call = rewrites.with_uniform_tensors(module, call)
         return paged.attention(module, call, cache, kwargs), None
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
+    if distribution.active() is not None:
+        unsupported = {
+            "position_bias": position_bias, "indices": indices, "cu_seq_lens_q": cu_seq_lens_q,
+            "output_attentions": output_attentions,
+        }  # fmt: skip
+        parts = (query, key, value, mask, sinks, options, unsupported)
+        return distribution.attention(module, *parts), None
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
     plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
     if plain and is_compact and not torch.compiler.is_compiling():

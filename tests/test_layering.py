@@ -57,7 +57,9 @@ TOP = {
     "fa_ops.distributed": (
         "fa_ops.distributed",
         "fa_ops.api",
+        "fa_ops.kv_cache",
         "fa_ops.ops",
+        "fa_ops.backends.dropout",
         *PLANS,
     ),
     "fa_ops.compat": (
@@ -112,7 +114,14 @@ TOP = {
 # Commands may import everything.
 COMMANDS = ("fa_ops.__main__", "fa_ops.bench", "fa_ops.cli")
 # Modules of fa_ops that users, compile_passes and hf_integration may import.
-PUBLIC = ("fa_ops", "fa_ops.api", "fa_ops.dispatch", "fa_ops.testing", "fa_ops.types")
+PUBLIC = (
+    "fa_ops",
+    "fa_ops.api",
+    "fa_ops.dispatch",
+    "fa_ops.distributed",
+    "fa_ops.testing",
+    "fa_ops.types",
+)
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

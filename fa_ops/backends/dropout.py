@@ -33,6 +33,15 @@ def row_keys(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
     return _mix((stream + rows.long() * 0x85EBCA6B) & _MASK)
 
 
+def seed_of_heads(seed: Tensor, first: int) -> Tensor:
+    """The seed with which index `b * Hq + h` of a call is index `first + b * Hq + h` of `seed`'s.
+
+    The index and the high half of the seed enter the hash as one sum.
+    """
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    return (((high + first * 0x9E3779B9) & _MASK) << 32) | low
+
+
 def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
     """Bool tensor, True where the weight survives. Index tensors broadcast against each other.
 

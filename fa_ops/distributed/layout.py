@@ -2,14 +2,109 @@
 
 In zigzag order a sequence is split into `2 n` chunks, and process `r` of `n` holds chunks `r` and
 `2 n - 1 - r`, concatenated. Under a causal mask early chunks attend few keys and late chunks many,
-so this balances the work of the processes.
+so this balances the work of the processes. For other masks `balance.balanced_layout` assigns chunks
+by the number of keys that their queries attend.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Segment = tuple[int, int]  # tokens start <= i < stop of the whole sequence
+
+
+class SequenceLayout(NamedTuple):
+    """Which tokens of a sequence each process of a group holds, in ascending order.
+
+    Args:
+        tokens: the length of the whole sequence.
+        segments: for each process its half-open ranges ``(start, stop)`` of tokens. Every token
+            belongs to one process, and all processes hold equally many.
+
+    Raises:
+        ValueError: segments that overlap, leave out tokens, are not in ascending order, or are not
+            equally long for all processes.
+    """
+
+    tokens: int
+    segments: tuple[tuple[Segment, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.segments)
+
+    @property
+    def local(self) -> int:
+        """The number of tokens of each process."""
+        return self.tokens // max(1, self.size)
+
+    def check(self) -> None:
+        """Raise ValueError unless every token belongs to one process, all having equally many."""
+        for rank, segments in enumerate(self.segments):
+            held = sum(stop - start for start, stop in segments)
+            if held * self.size != self.tokens:
+                raise ValueError(
+                    f"layout must give each of {self.size} processes {self.tokens / self.size:g} "
+                    f"of {self.tokens} tokens, got {held} for process {rank}"
+                )
+            if list(segments) != sorted(segments):
+                raise ValueError(f"layout must hold segments in ascending order, got {segments}")
+        everything = sorted(segment for held in self.segments for segment in held)
+        if merged(everything) != (((0, self.tokens),) if self.tokens else ()):
+            raise ValueError(
+                f"layout must hold each of {self.tokens} tokens once, got {everything}"
+            )
+
+    def over(self, inner: int) -> SequenceLayout:
+        """The layout of groups of `inner` processes that follow one another."""
+        groups = zip(*[iter(self.segments)] * inner, strict=True)
+        return SequenceLayout(
+            self.tokens, tuple(merged(sorted(sum(group, ()))) for group in groups)
+        )
+
+
+def merged(segments) -> tuple[Segment, ...]:
+    """Ascending segments, those that touch as one, without empty ones."""
+    result: list[Segment] = []
+    for start, stop in segments:
+        if start < stop:
+            if result and result[-1][1] == start:
+                result[-1] = (result[-1][0], stop)
+            else:
+                result.append((start, stop))
+    return tuple(result)
+
+
+def contiguous_layout(tokens: int, size: int) -> SequenceLayout:
+    """Process `r` of `size` holds part `r` of the sequence."""
+    part = tokens // max(1, size)
+    return SequenceLayout(tokens, tuple(merged([(r * part, (r + 1) * part)]) for r in range(size)))
+
+
+def zigzag_layout(tokens: int, size: int) -> SequenceLayout:
+    """Process `r` of `n` holds chunks `r` and `2 n - 1 - r` of `2 n`."""
+    chunk = tokens // max(1, 2 * size)
+    chunks = [(r, 2 * size - 1 - r) for r in range(size)]
+    return SequenceLayout(
+        tokens, tuple(merged((c * chunk, (c + 1) * chunk) for c in pair) for pair in chunks)
+    )
+
+
+class Members(NamedTuple):
+    """A group, the rank of this process in it, and its size."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    def global_rank(self, rank: int) -> int:
+        """The rank among all processes of a rank in the group."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -30,51 +125,124 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
+def groups_of(mesh_or_group) -> tuple[Members, ...]:
+    """The group of each mesh dimension, one for a group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is in none, or the mesh has not one or two dimensions.
+        TypeError: neither a mesh nor a group.
+    """
+    if mesh_or_group is None or not hasattr(mesh_or_group, "get_group"):
+        member = members(mesh_or_group) if _is_group(mesh_or_group) else None
+        if member is None:
+            kind = type(mesh_or_group).__name__
+            raise TypeError(f"mesh_or_group must be a DeviceMesh or a ProcessGroup, got {kind}")
+        return (Members(mesh_or_group, *member),)
+    mesh = mesh_or_group
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must have one dimension, or two for rings of all-to-all groups, got {mesh.ndim} "
+            f"of sizes {tuple(mesh.shape)}: pass the mesh of the sequence's dimension, as in "
+            'mesh["cp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh must contain this process, rank {dist.get_rank()}")
+    groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
+    return tuple(Members(group, *members(group)) for group in groups)
+
+
+def _is_group(group: object) -> bool:
+    if group is None or not dist.is_available():
+        return True
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to other processes
+    return group is outside or isinstance(group, dist.ProcessGroup)
+
+
+def whole_group(mesh_or_group) -> tuple[Members | None, int, int]:
+    """The one group that holds the sequence, if any, and the rank and size over all dimensions."""
+    groups = groups_of(mesh_or_group)
+    rank, size = 0, 1
+    for group in groups:
+        rank, size = rank * group.size + group.rank, size * group.size
+    return (groups[0] if len(groups) == 1 else None), rank, size
+
+
 def shard(
-    x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 2, zigzag: bool = True
+    x: Tensor, group=None, dim: int = 2, zigzag: bool = True, layout: SequenceLayout | None = None
 ) -> Tensor:
     """The part of a sequence that this process holds. Differentiable.
 
     Args:
         x: the whole sequence, any shape; its length along `dim` must be a multiple of the number
             of processes, in zigzag order of twice that number.
-        group: ``None``: all processes.
+        group: a ProcessGroup or a DeviceMesh; ``None``: all processes.
         dim: the dimension of the sequence, 2 for ``(B, H, S, D)``.
         zigzag: whether tokens are in zigzag order; else parts are contiguous.
+        layout: in place of `zigzag`, the tokens of each process, as :func:`balanced_layout` gives.
 
     Raises:
-        ValueError: the length is not such a multiple.
+        ValueError: the length is not such a multiple, or not that of the layout.
     """
-    rank, size = members(group)
-    chunks = _chunks(x, dim, size, zigzag)
-    return torch.cat([chunks[i] for i in _chunk_indices(rank, size, zigzag)], dim)
+    _, rank, size = whole_group(group)
+    layout = _layout_of(x.shape[dim], dim, size, zigzag, layout)
+    parts = [x.narrow(dim, start, stop - start) for start, stop in layout.segments[rank]]
+    return torch.cat(parts, dim) if parts else x
 
 
 def unshard(
-    x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 2, zigzag: bool = True
+    x: Tensor, group=None, dim: int = 2, zigzag: bool = True, layout: SequenceLayout | None = None
 ) -> Tensor:
     """Gather the whole sequence from the parts of :func:`shard`. Not differentiable."""
-    _, size = members(group)
+    groups = groups_of(group)
     x = x.detach().contiguous()
-    parts = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(parts, x, group)
-    chunks = {}
-    for rank, part in enumerate(parts):
-        indices = _chunk_indices(rank, size, zigzag)
-        chunks |= dict(zip(indices, part.chunk(len(indices), dim)))
-    return torch.cat([chunks[i] for i in sorted(chunks)], dim)
+    parts = [x]
+    for members in reversed(groups):  # of the inner dimension first
+        gathered = [[torch.empty_like(x) for _ in range(members.size)] for _ in parts]
+        for received, part in zip(gathered, parts, strict=True):
+            dist.all_gather(received, part, members.group)
+        parts = [received[r] for r in range(members.size) for received in gathered]
+    size = len(parts)
+    layout = _layout_of(x.shape[dim] * size, dim, size, zigzag, layout)
+    return joined(parts, layout.segments, dim) if layout.tokens else x
 
 
-def _chunk_indices(rank: int, size: int, zigzag: bool) -> tuple[int, ...]:
-    """The chunks that a process holds."""
-    return (rank, 2 * size - 1 - rank) if zigzag else (rank,)
+def joined(parts: list[Tensor], segments, dim: int) -> Tensor:
+    """The tokens of several processes in ascending order, given the segments of each."""
+    pieces = []
+    for part, held in zip(parts, segments, strict=True):
+        sizes = [stop - start for start, stop in held]
+        pieces += zip(held, part.split(sizes, dim) if sizes else (), strict=True)
+    if not pieces:
+        return torch.cat(parts, dim)
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
 
 
-def _chunks(x: Tensor, dim: int, size: int, zigzag: bool) -> tuple[Tensor, ...]:
+def separated(x: Tensor, segments, dim: int) -> list[Tensor]:
+    """The reverse of `joined`: the tokens of each process."""
+    pieces = sorted((piece, rank) for rank, held in enumerate(segments) for piece in held)
+    parts: list[list[Tensor]] = [[] for _ in segments]
+    at = 0
+    for (start, stop), rank in pieces:
+        parts[rank].append(x.narrow(dim, at, stop - start))
+        at += stop - start
+    return [torch.cat(part, dim) if part else x.narrow(dim, 0, 0) for part in parts]
+
+
+def _layout_of(
+    tokens: int, dim: int, size: int, zigzag: bool, layout: SequenceLayout | None
+) -> SequenceLayout:
+    if layout is not None:
+        if (layout.tokens, layout.size) != (tokens, size):
+            raise ValueError(
+                f"layout is of {layout.tokens} tokens on {layout.size} processes, but x has "
+                f"{tokens} along dim {dim} on {size}"
+            )
+        return layout
     count = 2 * size if zigzag else size
-    if x.shape[dim] % count:
+    if tokens % count:
         raise ValueError(
             f"x must have a multiple of {count} tokens along dim {dim} for {size} processes, got "
-            f"{x.shape[dim]}"
+            f"{tokens}"
         )
-    return x.chunk(count, dim) if x.shape[dim] else (x,) * count
+    return (zigzag_layout if zigzag else contiguous_layout)(tokens, size)

@@ -1,9 +1,11 @@
-"""DTensor rules: the operators on inputs sharded over batch or heads, without communication.
+"""DTensor rules: the operators on inputs sharded over batch, heads or length.
 
 The sharding of the query decides. On mesh dimensions where it is sharded over batch or heads, all
-other arguments and the results are sharded likewise; where it is sharded otherwise (over its
-length), it is gathered with a warning. Plain tensors count as replicated. This module is imported
-together with torch's DTensor.
+other arguments and the results are sharded likewise, without communication. Where it is sharded
+over its length, heads are exchanged so that each process has all tokens of some of them; where
+their number does not permit that, keys and values are gathered, and each process attends them with
+its own queries. Other inputs are gathered with a warning. Plain tensors count as replicated. This
+module is imported together with torch's DTensor.
 """
 
 from __future__ import annotations
@@ -16,21 +18,28 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
+from fa_ops.distributed.masks import Mask, visible
 from fa_ops.ops import axes, library
+
+ROWS = 2  # a role beside axes.BATCH and axes.HEADS: queries are sharded over their length
+_ROWS = dict.fromkeys(("query", "out", "lse", "grad_out", "grad_lse"), 2)
 
 
 def _roles(operator: OpOverload, call: dict) -> list[int | None]:
-    """What each mesh dimension shards: axes.BATCH, axes.HEADS, or None for nothing."""
+    """What each mesh dimension shards: batch, heads, rows, or None for nothing."""
     query, key = call["query"], call["key"]
     batch, heads = axes.of(call)["query"]
+    length = 0 if batch is None else 2
     roles, shards = [], 1
     for size, placement in zip(query.device_mesh.shape, query.placements, strict=True):
         axis = placement.dim if type(placement) is Shard else None
         role = None
         if axis == batch and axis is not None:
             role = axes.BATCH
-        elif axis == heads and key.shape[heads] % (shards * size) == 0:
+        elif axis in (heads, length) and key.shape[heads] % (shards * size) == 0:
             role, shards = axes.HEADS, shards * size
+        elif axis == length and ROWS not in roles and _can_shard_rows(call):
+            role = ROWS
         elif not placement.is_replicate() and "grad_out" not in call:
             warnings.warn(
                 f"{operator.name()}: query is {placement} over a mesh dimension of size {size}, "
@@ -41,14 +50,37 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
     return roles
 
 
+def _can_shard_rows(call: dict) -> bool:
+    """Whether key ranges can express the mask of some rows of a dense call."""
+    absent = (call.get("attn_mask"), call.get("alibi_slopes"), call.get("cu_seqlens_q"))
+    return all(x is None for x in absent)
+
+
 def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None:
     """The dimension of an argument that a role shards; None if all shards have the same."""
+    if role == ROWS:
+        return _ROWS.get(name)
     axis = None if role is None else call_axes.get(name, (None, None))[role]
     if axis is None:
         return None
     axis -= axes.RANKS.get(name, x.dim()) - x.dim()
     is_broadcast = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
     return None if is_broadcast else axis
+
+
+def _rows_alone(call: dict, local: dict, roles: list) -> dict:
+    """The options of this process's rows over all keys: their intervals of keys as key_ranges."""
+    query, mesh, dim = call["query"], call["query"].device_mesh, roles.index(ROWS)
+    Sq, Sk = query.shape[2], call["key"].shape[2]
+    part = -(-Sq // mesh.shape[dim])
+    start = min(mesh.get_coordinate()[dim] * part, Sq)
+    rows = torch.arange(start, min(start + part, Sq), device=local["query"].device)
+    tensors = (None if local.get(n) is None else local[n].long() for n in ("kv_lens", "key_ranges"))
+    sides = (local.get(name, -1) for name in ("window_left", "window_right"))
+    mask = Mask(Sq, Sk, local.get("is_causal", False), *sides, *tensors)
+    ranges = torch.stack(tuple(visible(mask, rows)), -1).int()
+    plain = {"is_causal": False, "window_left": -1, "window_right": -1, "kv_lens": None}
+    return local | plain | {"key_ranges": ranges}
 
 
 def _local(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -91,19 +123,48 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
         name: _local(x, mesh, placements(name, x, Replicate())) if isinstance(x, Tensor) else x
         for name, x in call.items()
     }
+    if ROWS in roles:
+        local = _rows_alone(call, local, roles)
     results = operator(**local)
     if isinstance(results, Tensor):
-        return _global(results, mesh, placements("out", whole, Replicate()), whole)
+        out = _global(results, mesh, placements("out", whole, Replicate()), whole)
+        return _over_length(out, "out", call, roles)
     return tuple(
-        _global(
-            part,
-            mesh,
-            # The gradient of an argument that all shards share is a sum over the shards.
-            placements(name, like, Replicate() if axes.is_absent(name, like) else Partial()),
-            like,
+        _over_length(
+            _global(
+                part,
+                mesh,
+                # The gradient of an argument that all shards share is a sum over the shards.
+                placements(name, like, Replicate() if axes.is_absent(name, like) else Partial()),
+                like,
+            ),
+            name,
+            call,
+            roles,
         )
         for name, part, like in zip(axes.RESULTS[operator._opname], results, whole, strict=True)
     )
+
+
+def _over_length(result: DTensor, name: str, call: dict, roles: list) -> DTensor:
+    """A result sharded over its length where the argument was: heads are exchanged back."""
+    if name in ("attn_mask", "sinks"):
+        return result
+    dense = axes.of(call) is axes.DENSE
+    tokens = 2 if dense else 0
+    length = 1 if name == "lse" and not dense else tokens
+    like = call[name] if isinstance(call.get(name), DTensor) else call["query"]
+    placements = [
+        Shard(length) if role is not None and type(old) is Shard and old.dim == tokens else new
+        for role, old, new in zip(roles, like.placements, result.placements, strict=True)
+    ]
+    return result if placements == list(result.placements) else _redistributed(result, placements)
+
+
+def _redistributed(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """The same values at other places, with the strides of the whole kept."""
+    local = x.redistribute(x.device_mesh, placements).to_local()
+    return _global(local, x.device_mesh, placements, x)
 
 
 def _merge_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):

@@ -1,4 +1,4 @@
-"""DTensors sharded over batch and heads, on two gloo processes, against one process."""
+"""DTensors sharded over batch, heads and length, on two gloo processes, against one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.device_mesh import DeviceMesh, init_device_mesh
 
 import fa_ops
+from fa_ops.distributed import context_parallel_attention
 from fa_ops.ops import dense
 from fa_ops.testing import make_case
 from tests.distributed.processes import assert_passed, run_checks
@@ -57,8 +58,7 @@ def check_attention(mesh, placement, compiled: bool) -> None:
     plain = [distribute_tensor(others[0], mesh, [Replicate()]), others[1]]
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
     outputs = run(*sharded, *plain)
-    kept = placement if placement in (Shard(0), Shard(1)) else Replicate()
-    assert outputs[0].placements == (kept,)
+    assert outputs[0].placements == outputs[1].placements == (placement,)
     if not compiled:  # torch 2.15 compiles DTensors with the strides of contiguous ones
         assert outputs[0].stride() == expected[0].stride()
     for actual, single in zip(outputs, expected):
@@ -66,6 +66,69 @@ def check_attention(mesh, placement, compiled: bool) -> None:
     loss(*outputs).backward()
     for actual, single in zip(sharded, floats):
         assert_same(actual.grad, single.grad)
+    assert sharded[0].grad.placements == sharded[2].grad.placements == (placement,)
+
+
+def check_rows(mesh, compiled: bool) -> None:
+    """Heads that the processes do not divide: keys are gathered, and uneven rows attend them."""
+    Sq, Sk = (8, 10) if compiled else (7, 9)
+    q, k, v = (torch.randn(2, 3, S, 8, requires_grad=True) for S in (Sq, Sk, Sk))
+    sinks, lens = torch.randn(3).requires_grad_(), torch.tensor([9, 4], dtype=torch.int32)
+    ranges = torch.randint(0, 10, (2, 3, Sq, 2)).sort(-1).values.int()
+
+    def attend(q, k, v, sinks, lens, ranges):
+        out, lse = fa_ops.attention(
+            q, k, v, is_causal=True, window=(5, None), sinks=sinks, kv_lens=lens,
+            key_ranges=ranges, return_lse=True,
+        )  # fmt: skip
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    expected = attend(q, k, v, sinks, lens, ranges)
+    loss(*expected).backward()
+    sharded = [
+        distribute_tensor(x.detach(), mesh, [p]).requires_grad_()
+        for x, p in ((q, Shard(2)), (k, Shard(2)), (v, Shard(2)), (sinks, Replicate()))
+    ]
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*inputs are gathered")
+        found = run(*sharded, lens, ranges)
+        assert [x.placements for x in found] == [(Shard(2),), (Shard(2),)]
+        loss(*found).backward()
+    for actual, single in zip(found, expected):
+        assert_same(actual, single.detach())
+    for actual, single in zip(sharded, (q, k, v, sinks)):
+        assert_same(actual.grad, single.grad)
+
+
+def check_length_compiled(mesh) -> None:
+    tensors = [torch.randn(2, 4, S, 8, requires_grad=True) for S in (6, 8, 8)]
+    attend = lambda q, k, v: fa_ops.attention(q, k, v, is_causal=True)  # noqa: E731
+    expected = attend(*tensors)
+    expected.sin().sum().backward()
+    sharded = [distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in tensors]
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*sharded)
+    assert out.placements == (Shard(2),)
+    out.sin().sum().backward()
+    for actual, single in zip((out, *sharded), (expected, *tensors)):
+        assert_same(actual, single.detach())
+    for actual, single in zip(sharded, tensors):
+        assert_same(actual.grad, single.grad)
+
+
+def check_packed_length(mesh) -> None:
+    ends = torch.tensor([0, 4, 6], dtype=torch.int32)
+    tensors = [torch.randn(6, H, 8, requires_grad=True) for H in (4, 2, 2)]
+    whole = fa_ops.attention_varlen(*tensors, ends, ends, is_causal=True, return_lse=True)
+    loss(*whole).backward()
+    sharded = [distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in tensors]
+    found = fa_ops.attention_varlen(*sharded, ends, ends, is_causal=True, return_lse=True)
+    assert (found[0].placements, found[1].placements) == ((Shard(0),), (Shard(1),))
+    loss(*found).backward()
+    for actual, single in zip(
+        (*found, *(x.grad for x in sharded)), (*whole, *(x.grad for x in tensors))
+    ):
+        assert_same(actual, single.detach())
 
 
 def check_varlen_and_merge(mesh) -> None:
@@ -93,8 +156,9 @@ def check_errors(mesh) -> None:
         fa_ops.attention(q, q, q, dropout_p=0.5)
     with pytest.raises(ValueError, match=r"sinks must have shape \(2,\), got \(3,\)"):
         fa_ops.attention(q, q, q, sinks=distribute_tensor(torch.randn(3), mesh, [Replicate()]))
+    wide = q.redistribute(mesh, [Shard(3)])
     with pytest.warns(UserWarning, match="all inputs are gathered"):
-        out = fa_ops.attention(q, q, q)
+        out = fa_ops.attention(wide, wide, wide)
     assert out.placements == (Replicate(),)
     odd = distribute_tensor(torch.randn(2, 3, 4, 8), mesh, [Shard(1)])
     with pytest.warns(UserWarning, match="all inputs are gathered"):
@@ -103,6 +167,19 @@ def check_errors(mesh) -> None:
         warnings.simplefilter("error")
         q = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(1)], src_data_rank=None)
         assert fa_ops.attention(q, q, q).placements == (Shard(1),)
+
+
+def check_graph_break() -> None:
+    """torch.compile breaks its graph at the call, whose gradients flow through."""
+    tensors = [torch.randn(1, H, 8, 8, requires_grad=True) for H in (4, 2, 2)]
+    block = lambda q, k, v: context_parallel_attention(2 * q, k, v, is_causal=True).sin()  # noqa: E731
+    expected = torch.autograd.grad(block(*tensors).sum(), tensors)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchanges messages"):
+        torch.compile(block, backend="eager", fullgraph=True)(*tensors)
+    graphs = []
+    compiled = torch.compile(block, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    found = torch.autograd.grad(compiled(*tensors).sum(), tensors)
+    assert len(graphs) == 2 and all(map(torch.equal, found, expected))
 
 
 @functools.cache
@@ -117,6 +194,11 @@ CHECKS = {
     "replicated": lambda: check_attention(mesh(), Replicate(), False),
     "batch, compiled": lambda: check_attention(mesh(), Shard(0), True),
     "heads, compiled": lambda: check_attention(mesh(), Shard(1), True),
+    "length, compiled": lambda: check_length_compiled(mesh()),
+    "rows": lambda: check_rows(mesh(), False),
+    "rows, compiled": lambda: check_rows(mesh(), True),
+    "packed length": lambda: check_packed_length(mesh()),
+    "graph break": check_graph_break,
     "varlen and merge": lambda: check_varlen_and_merge(mesh()),
     "errors": lambda: check_errors(mesh()),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
@@ -28,12 +29,12 @@ class Config:
         # the product with the values takes 16 keys at a time
         assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         """Features of q and k in shared memory, where the copies fill whole columns with zeros."""
         return padded(self.head_features)
 
-    @property
+    @functools.cached_property
     def value_dim(self) -> int:
         """Those of v."""
         return padded(self.value_features)
@@ -89,12 +90,12 @@ class BackwardConfig:
 
     threads = 384  # a warpgroup copies, two compute
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         """Features of q and k in shared memory, as the forward's."""
         return padded(self.head_features)
 
-    @property
+    @functools.cached_property
     def value_dim(self) -> int:
         """Those of v."""
         return padded(self.value_features)

@@ -1,0 +1,103 @@
+"""Before anything is sent, all processes of a group show each other what they are about to do.
+
+The messages are exchanged between hosts, over a gloo group, so that no GPU waits. A process whose
+arguments are refused shows the error, and then all processes raise.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_ops.distributed.layout import Members
+
+_BYTES = 1024
+_hosts: dict[tuple, dist.ProcessGroup | None] = {}
+_connected: set[tuple] = set()
+
+
+def agree(
+    members: Members, what: str, error: Exception | None, device: torch.device, check: bool = True
+) -> None:
+    """Raise in every process unless all say the same; `error` is raised in this one.
+
+    Args:
+        members: the group; every process of it must call this.
+        what: a description of the call, the same on every process.
+        error: what the checks of this process have raised, or None.
+        device: where the tensors are.
+        check: False sends nothing, and only raises this process's own error.
+
+    Raises:
+        ValueError: another process describes another call.
+        RuntimeError: another process has raised an error, or did not answer in time.
+    """
+    if members.size > 1 and device.type == "cuda":
+        _connect(members, device)
+    if members.size == 1 or not check:
+        if error is not None:
+            raise error
+        return
+    texts = _exchanged(members, ("E" if error else "C") + (str(error) if error else what), device)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text[:1] == "E":
+            raise RuntimeError(f"process {rank} of the group has raised: {text[1:]}")
+    for rank, text in enumerate(texts):
+        if text != texts[members.rank]:
+            raise ValueError(
+                "all processes must call context parallel attention with the same shapes and "
+                f"options, got {texts[members.rank][1:]} on process {members.rank} and "
+                f"{text[1:]} on process {rank}"
+            )
+
+
+def _exchanged(members: Members, text: str, device: torch.device) -> list[str]:
+    """The texts of all processes."""
+    group = _between_hosts(members, device)
+    message = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    messages = [torch.empty_like(mine) for _ in range(members.size)]
+    try:
+        dist.all_gather(messages, mine, group)
+    except RuntimeError as failure:
+        raise RuntimeError(
+            "context parallel attention: another process of the group did not call it, or has "
+            f"ended: {failure}"
+        ) from failure
+    return [_text(x) for x in messages]
+
+
+def _text(message: Tensor) -> str:
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _connect(members: Members, device: torch.device) -> None:
+    """Make NCCL's communicator, which all processes must do together; steps may leave out some."""
+    key = _key(members)
+    if key not in _connected:
+        _connected.add(key)
+        dist.all_reduce(torch.zeros(1, device=device), group=members.group)
+
+
+def _key(members: Members) -> tuple:
+    """The processes of a group, and the initialisation of torch.distributed that it belongs to."""
+    ranks = tuple(members.global_rank(rank) for rank in range(members.size))
+    return ranks, id(dist.group.WORLD)
+
+
+def _between_hosts(members: Members, device: torch.device) -> dist.ProcessGroup | None:
+    """A gloo group of the same processes, made by the first call for each group."""
+    if device.type == "cpu" or "gloo" in dist.get_backend(members.group):
+        return members.group
+    key = ranks, _ = _key(members)
+    if key not in _hosts:
+        timeout = datetime.timedelta(minutes=10)
+        _hosts[key] = dist.new_group(
+            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+    return _hosts[key]

@@ -1,0 +1,304 @@
+"""Attention over a sequence that is distributed over the processes of a group or a mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops import api
+from fa_ops.distributed import agreement, costs, plans, whole_heads
+from fa_ops.distributed.costs import SchemeChoice
+from fa_ops.distributed.exchange import Exchange
+from fa_ops.distributed.graph_breaks import outside_graphs
+from fa_ops.distributed.layout import Members, SequenceLayout, groups_of
+from fa_ops.distributed.masks import Mask, positions
+from fa_ops.distributed.plans import StepProblem
+from fa_ops.distributed.requests import CheckedCall, Options, checked
+from fa_ops.distributed.stepwise import Job, StepwiseAttention
+from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
+
+
+@outside_graphs
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh_or_group=None,
+    scheme: str = "auto",
+    *,
+    is_causal: bool = False,
+    window: api.Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str | SequenceLayout = "zigzag",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this process's queries over the keys of all processes. Differentiable.
+
+    Every process of the group must call it with its tokens of the sequence, equally many. Options
+    have the meaning that they have in :func:`fa_ops.attention` for the whole sequence, and masks
+    are those of the whole sequence, equal on all processes. Mask tensors may be on the CPU; those
+    on a GPU are read by the host once.
+
+    Shape legend: ``B`` batch, ``Hq`` and ``Hkv`` query and key heads (``Hkv`` divides ``Hq``),
+    ``S`` tokens of this process, ``n`` processes, ``D`` and ``Dv`` head dimensions.
+
+    Args:
+        query: ``(B, Hq, S, D)``.
+        key: ``(B, Hkv, S, D)``, or another length that all processes share.
+        value: ``(B, Hkv, S, Dv)``.
+        mesh_or_group: a ProcessGroup, a DeviceMesh of one dimension, or one of two dimensions: then
+            heads are exchanged on the second, and keys on the first. ``None``: all processes.
+        scheme: "ring": keys and values of one process after the other are attended, while the next
+            ones arrive. "ulysses": an all-to-all gives each process all tokens of some heads.
+            "all_gather": all keys that a process attends are gathered, then attended at once.
+            "auto": the fastest by estimate, see :func:`explain_context_parallel`.
+        is_causal: token ``i`` attends tokens ``j <= i``.
+        window: ``(left, right)``, keys that stay visible on either side of a query's position.
+        scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
+        dropout_p: probability of dropping a weight, with "ulysses" only. The seed is drawn by the
+            group's first process, and drops the weights that it would drop on one device.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``. No gradient.
+        sinks: ``(Hq,)``. Its gradient is this process's part: the sum over processes is the whole.
+        kv_lens: int32 ``(B,)``; with `cu_seqlens` the keys of each document.
+        key_ranges: int32 ``(B or 1, Hq or 1, n S or 1, 2)``.
+        cu_seqlens: int32 ``(documents + 1,)``, the borders of documents that are packed in the
+            sequence. Tokens attend their own document. ``B`` must be 1.
+        layout: which tokens each process holds: "zigzag" or "contiguous", as passed to
+            :func:`shard`, or a :class:`SequenceLayout`, such as :func:`balanced_layout` returns.
+        return_lse: also return the logarithm of the softmax's denominator.
+        deterministic: whether the backward pass is bitwise repeatable.
+        backend: as in :func:`fa_ops.attention`; "reference" only without gradients.
+        check: whether the processes compare their arguments before anything else is sent. This
+            takes a message between hosts, about 0.2 ms, and no GPU waits. Where it is off, unequal
+            arguments may hang.
+        timeout: seconds after which waiting for another process fails, on gloo. ``None``: the
+            group's. On NCCL the group's timeout always holds.
+
+    Returns:
+        ``out`` ``(B, Hq, S, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
+        ``(B, Hq, S)``. Gradients flow through both.
+
+    Raises:
+        ValueError: shapes, masks or layouts that do not fit each other or those of other processes,
+            a group without this process, a mesh of more than two dimensions.
+        TypeError: a dtype or Python type that is not accepted.
+        RuntimeError: torch.distributed is not initialised; another process raised an error or did
+            not answer, the message names the step.
+        NotImplementedError: no backend, or not the requested one, supports the call; dropout
+            without the scheme "ulysses".
+
+    Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; Jacobs et al., DeepSpeed
+    Ulysses, https://arxiv.org/abs/2309.14509; Dubey et al., The Llama 3 Herd of Models (section
+    3.3.2, all-gather), https://arxiv.org/abs/2407.21783; Fang and Zhao, USP,
+    https://arxiv.org/abs/2405.07719.
+
+    Example:
+        >>> q, k, v = (shard(x) for x in (q, k, v))  # whole in every process before
+        >>> out = context_parallel_attention(q, k, v, is_causal=True)
+    """
+    groups = groups_of(mesh_or_group)
+    options = Options(
+        scheme, is_causal, window, scale, softcap, dropout_p, alibi_slopes, sinks, kv_lens,
+        key_ranges, cu_seqlens, layout, deterministic, backend,
+    )  # fmt: skip
+    query, key, value = _autocast(query, key, value)
+    request = agreed(query, key, value, groups, options, check)
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = attend(query, key, value, groups, request, return_lse, timeout)
+    return (out, lse) if return_lse else out
+
+
+def explain_context_parallel(
+    query: Tensor, key: Tensor, value: Tensor, mesh_or_group=None, scheme: str = "auto", **options
+) -> SchemeChoice:
+    """Explain which scheme a call of :func:`context_parallel_attention` uses, and why.
+
+    Nothing is sent or computed. Options are those of the call; `check`, `timeout` and `return_lse`
+    do not matter.
+
+    Returns:
+        The scheme, the estimated seconds of each, the reasons against the others, and what each
+        step of this process attends. Printing it shows all.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what the checks of this process raise.
+    """
+    groups = groups_of(mesh_or_group)
+    for name in ("check", "timeout", "return_lse"):
+        options.pop(name, None)
+    query, key, value = _autocast(query, key, value)
+    request = checked(query, key, value, groups, Options(scheme, **options))
+    chosen = choice(query, key, value, groups, request)
+    if chosen.scheme == "ulysses":
+        return chosen
+    problem = _of_groups(request.problem, groups)
+    steps = plans.plan(problem, chosen.scheme, groups[0].rank).steps
+    return chosen._replace(steps=tuple(_words(n, step) for n, step in enumerate(steps, 1)))
+
+
+def _words(number: int, step: plans.Step) -> str:
+    sources = ["own keys"] * bool(step.own)
+    sources += [
+        f"{sum(b - a for a, b in segments)} keys of process {rank}"
+        for rank, segments in step.receives
+    ]
+    forms = [f"{call.rows.stop - call.rows.start} queries, {call.form}" for call in step.calls]
+    return f"step {number}: {', '.join(sources) or 'no keys'}: {'; '.join(forms) or 'skipped'}"
+
+
+def measure_link_rate(mesh_or_group=None, device: str | torch.device = "cpu") -> float:
+    """Measure the rate of the link, bytes per second, for the estimates of "auto".
+
+    All processes must call it. On a mesh of two dimensions the first is measured.
+    """
+    return costs.measure_link_rate(groups_of(mesh_or_group)[0], torch.device(device))
+
+
+def agreed(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options,
+    check: bool, error: Exception | None = None,
+) -> CheckedCall:  # fmt: skip
+    """The checked call, once all processes have shown that theirs is the same.
+
+    The error of one process reaches those of its own row of a mesh, and then all others. `error` is
+    one that this process has found before.
+    """
+    request = None
+    try:
+        request = checked(query, key, value, groups, options)
+    except (ValueError, TypeError, NotImplementedError) as refused:
+        error = error or refused
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    for members in reversed(groups):
+        try:
+            agreement.agree(members, request.text if request else "", error, device, check)
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as refused:
+            error = error or refused
+    if error is not None:
+        raise error
+    return request
+
+
+def choice(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], request: CheckedCall
+) -> SchemeChoice:
+    """The scheme of a call: the one asked for, or the one that `costs` chooses."""
+    options = request.options
+    problem = _of_groups(request.problem, groups)
+    if len(groups) == 2:
+        inner = groups[1].size
+        query = query[:, : query.shape[1] // inner]
+        key, value = (x[:, : max(1, x.shape[1] // inner)] for x in (key, value))
+    found = costs.choose(
+        problem, query, key, value, groups[0], len(groups) == 1, options.dropout_p > 0
+    )
+    if options.scheme in ("auto", found.scheme):
+        return found
+    others = dict.fromkeys(set(found.seconds) - {options.scheme}, "not asked for")
+    return found._replace(scheme=options.scheme, reasons=others)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], request: CheckedCall,
+    return_lse: bool, timeout: float | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run a checked call."""
+    scheme = request.options.scheme
+    if scheme == "auto":
+        scheme = chosen_scheme(query, key, value, groups, request)
+    if scheme == "ulysses" or len(groups) == 2:
+        return _with_heads(query, key, value, groups, request, scheme, return_lse, timeout)
+    options = request.options
+    return _stepwise(
+        query, key, value, options.sinks, options.alibi_slopes, groups[0], request.problem,
+        scheme, request, timeout,
+    )  # fmt: skip
+
+
+_chosen: dict[tuple, str] = {}
+
+
+def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
+    """The scheme that "auto" stands for; kept for calls of equal shapes and masks."""
+    rates = costs.rates_for(groups[0], query.device)
+    shapes = (query.shape, key.shape, value.shape, query.dtype)
+    known = (request.problem.key(), shapes, groups[0].size, rates, request.options.dropout_p > 0)
+    if known not in _chosen:
+        if len(_chosen) >= 64:
+            _chosen.clear()
+        _chosen[known] = choice(query, key, value, groups, request).scheme
+    return _chosen[known]
+
+
+def _stepwise(
+    query, key, value, sinks, slopes, members: Members, problem: StepProblem, scheme: str,
+    request: CheckedCall, timeout,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    plan = plans.plan(problem, scheme, members.rank)
+    outside = None if sinks is None else _outside(problem.mask, plan, query.device)
+    job = Job(plan, Exchange(members, timeout), request.options.step_options, slopes, outside)
+    return StepwiseAttention.apply(query, key, value, sinks, job)
+
+
+def _outside(mask: Mask, plan: plans.StepPlan, device: torch.device) -> Tensor | None:
+    """Which of this process's tokens belong to no document; None if there are no documents."""
+    if mask.cu_seqlens is None:
+        return None
+    i = positions(plan.queries)
+    return ((i < mask.cu_seqlens[0]) | (i >= mask.cu_seqlens[-1])).to(device)
+
+
+def _of_groups(problem: StepProblem, groups: tuple[Members, ...]) -> StepProblem:
+    """The problem of the processes that exchange keys."""
+    if len(groups) == 1:
+        return problem
+    inner = groups[1].size
+    return problem._replace(queries=problem.queries.over(inner), keys=problem.keys.over(inner))
+
+
+def _with_heads(
+    query, key, value, groups, request: CheckedCall, scheme: str, return_lse: bool, timeout
+) -> tuple[Tensor, Tensor | None]:
+    """Exchange heads, attend, exchange them back."""
+    members, options, problem = groups[-1], request.options, request.problem
+    here = slice(groups[0].rank * members.size, (groups[0].rank + 1) * members.size)
+    if len(groups) == 1:
+        here = slice(0, members.size)
+    tokens = (x.segments[here] for x in (problem.queries, problem.keys))
+    split = HeadSplit(members, *tokens, query.shape[1], key.shape[1])
+    q, k, v = ToHeads.apply(query, key, value, split)
+    k, v = split.served(k), split.served(v)
+    heads = split.query_heads(members.rank)
+    if len(groups) == 1:
+        out, lse = whole_heads.attend(q, k, v, split, problem.mask, options)
+    else:
+        part = _of_groups(problem, groups)
+        part = part._replace(mask=part.mask.heads(heads))
+        sinks, slopes = whole_heads.of_heads(options.sinks, options.alibi_slopes, heads)
+        out, lse = _stepwise(q, k, v, sinks, slopes, groups[0], part, scheme, request, timeout)
+    if return_lse:
+        return ToTokens.apply(split, out, lse)
+    return ToTokens.apply(split, out)[0], None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, if it is on."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )

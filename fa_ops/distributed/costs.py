@@ -1,0 +1,198 @@
+"""The choice of a scheme, from shapes, numbers of processes and the rate of the link.
+
+Times are estimated for the forward pass, from the pairs of queries and keys that each process
+attends in each step and from the keys that it receives. All processes estimate the times of all
+processes, so that all choose the same.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_ops.distributed import plans
+from fa_ops.distributed.layout import Members
+from fa_ops.distributed.masks import Ranges, within
+from fa_ops.distributed.plans import StepProblem
+from fa_ops.distributed.ulysses import split_error
+
+
+class Rates(NamedTuple):
+    """What a device computes and moves per second, and what starting an exchange costs."""
+
+    flops: float
+    memory: float  # bytes
+    link: float  # bytes that a process sends, and at the same time receives
+    latency: float = 2e-5  # seconds for each exchange
+
+
+# An H100 or H200 in 16 bits, with NVLink; one core of a CPU, with gloo.
+_RATES = {"cuda": Rates(5.5e14, 3e12, 3e11), "cpu": Rates(4e10, 5e9, 1e9, 2e-4)}
+_measured: dict[tuple, float] = {}
+
+
+class SchemeChoice(NamedTuple):
+    """The scheme of a call, and why.
+
+    Attributes:
+        scheme: the scheme that is used.
+        seconds: the estimated time of each scheme's forward pass.
+        reasons: why the other schemes are not used.
+        rates: what the estimates rely on.
+        steps: for each step of this process, what it attends; empty for all-to-all.
+    """
+
+    scheme: str
+    seconds: dict[str, float]
+    reasons: dict[str, str]
+    rates: Rates
+    steps: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"scheme: {self.scheme}"]
+        for name in ("ring", "ulysses", "all_gather"):
+            estimate = self.seconds.get(name)
+            cost = "" if estimate is None else f"{estimate * 1e3:.3f} ms estimated"
+            lines.append(f"  {name}: {', '.join(filter(None, (cost, self.reasons.get(name))))}")
+        lines.append(f"  link: {self.rates.link / 1e9:.1f} GB/s")
+        return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
+
+
+def rates_for(members: Members, device: torch.device) -> Rates:
+    """The rates of a device, with the link's as measured, if it was."""
+    rates = _RATES.get(device.type, _RATES["cpu"])
+    link = _measured.get(_key(members))
+    return rates if link is None else rates._replace(link=link)
+
+
+def _key(members: Members) -> tuple:
+    return tuple(members.global_rank(rank) for rank in range(members.size))
+
+
+def measure_link_rate(members: Members, device: torch.device, megabytes: int = 64) -> float:
+    """Measure and keep the bytes per second that every process can pass to the next one.
+
+    All processes must call it, and all get the rate of the slowest.
+    """
+    x = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device=device)
+    y, best = torch.empty_like(x), float("inf")
+    to, of = (members.global_rank((members.rank + d) % members.size) for d in (1, -1))
+    for _ in range(4 if members.size > 1 else 0):
+        _synchronise(device)
+        begin = time.perf_counter()
+        pair = (
+            dist.P2POp(dist.isend, x, to, members.group),
+            dist.P2POp(dist.irecv, y, of, members.group),
+        )
+        for work in dist.batch_isend_irecv(list(pair)):
+            work.wait()
+        _synchronise(device)
+        best = min(best, time.perf_counter() - begin)
+    slowest = torch.tensor([best], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, members.group)
+    rate = x.numel() / float(slowest) if members.size > 1 else float("inf")
+    _measured[_key(members)] = rate
+    return rate
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def choose(
+    problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members, exchanges_heads: bool,
+    needs_heads: bool = False,
+) -> SchemeChoice:  # fmt: skip
+    """The fastest scheme by estimate, or all-to-all if `needs_heads`.
+
+    `exchanges_heads` tells whether all-to-all is possible.
+    """
+    rates = rates_for(members, q.device)
+    sizes = Sizes.of(q, k, v)
+    seconds, reasons = {}, {}
+    pairs, received = _work(problem)
+    for name in (plans.RING, plans.ALL_GATHER):
+        seconds[name] = _stepwise(name, pairs, received, sizes, rates)
+    error = split_error(q.shape[1], members.size)
+    if error is not None or not exchanges_heads:
+        reasons["ulysses"] = error or "heads are exchanged on the other dimension of the mesh"
+    else:
+        seconds["ulysses"] = _all_to_all(sum(map(sum, pairs)), sizes, members.size, rates)
+    scheme = "ulysses" if needs_heads else min(seconds, key=seconds.get)
+    for name in seconds:
+        if name != scheme:
+            reasons[name] = "has no dropout" if needs_heads else f"not faster than {scheme}"
+    return SchemeChoice(scheme, seconds, reasons, rates)
+
+
+class Sizes(NamedTuple):
+    """What a query, a key and a pair of both cost, over the batch and heads."""
+
+    query_bytes: int  # of a token's queries
+    key_bytes: int  # of a token's keys and values
+    out_bytes: int
+    pair_flops: int
+    out_elements: int
+    tokens: int  # of this process
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+        """The sizes of a call."""
+        B, Hq, S, D = q.shape
+        Hkv, Dv, itemsize = k.shape[1], v.shape[3], q.element_size()
+        return cls(
+            B * Hq * D * itemsize, B * Hkv * (D + Dv) * itemsize, B * Hq * Dv * itemsize,
+            2 * B * Hq * (D + Dv), B * Hq * Dv, S,
+        )  # fmt: skip
+
+
+def _work(problem: StepProblem) -> tuple[list[list[float]], list[list[int]]]:
+    """For each process and each step, the pairs that it attends and the keys that it receives."""
+    size = problem.queries.size
+    attended = {r: plans.of_process(problem, r) for r in range(size)}
+    needs = plans.requests(problem, attended.__getitem__)
+    pairs, received = [], []
+    for r in range(size):
+        order = [(r - t) % size for t in range(size)]
+        every = _sampled(attended[r], max(1, problem.queries.local // 2048))
+        pairs.append([within(every[0], needs[r][s]).pairs() * every[1] for s in order])
+        keys = [sum(stop - start for start, stop in needs[r][s]) for s in order]
+        received.append([0, *keys[1:]])
+    return pairs, received
+
+
+def _sampled(ranges: Ranges, stride: int) -> tuple[Ranges, int]:
+    """Every `stride`-th row, and the factor by which their pairs count."""
+    return ranges.rows(slice(stride // 2, None, stride)), stride
+
+
+def _stepwise(name: str, pairs: list, received: list, sizes: Sizes, rates: Rates) -> float:
+    slowest = 0.0
+    for of_steps, keys in zip(pairs, received, strict=True):
+        compute = [p * sizes.pair_flops / rates.flops for p in of_steps]
+        transfer = [n * sizes.key_bytes / rates.link + (rates.latency if n else 0) for n in keys]
+        if name == plans.ALL_GATHER:
+            gathered = 2 * sum(keys) * sizes.key_bytes / rates.memory
+            slowest = max(slowest, sum(compute) + sum(transfer) + gathered)
+            continue
+        # a step's keys arrive while the step before is computed
+        total = sum(map(max, compute, [*transfer[1:], 0.0]))
+        merges = max(0, sum(p > 0 for p in of_steps) - 1)
+        # a merge reads the part and reads and writes the sum, in float32 after a conversion
+        total += merges * sizes.tokens * sizes.out_elements * 18 / rates.memory
+        slowest = max(slowest, total)
+    return slowest
+
+
+def _all_to_all(pairs: float, sizes: Sizes, size: int, rates: Rates) -> float:
+    tokens = sizes.tokens * (size - 1) / size  # of the heads that go to other processes
+    moved = tokens * (sizes.query_bytes + sizes.key_bytes + sizes.out_bytes)
+    copies = 2 * sizes.tokens * (sizes.query_bytes + sizes.key_bytes + sizes.out_bytes)
+    latency = 2 * rates.latency if size > 1 else 0.0
+    compute = pairs / size * sizes.pair_flops / rates.flops
+    return compute + moved / rates.link + copies / rates.memory + latency

@@ -1,0 +1,157 @@
+"""Who sends which keys to whom, in which step, and what each process computes with them.
+
+Each process asks the owner of keys for those alone that its queries attend, and the owner sends
+them directly. In step `t` process `r` attends keys of process `r - t`. Under the scheme
+"all_gather" one step has the keys of all processes. All processes make all requests from the mask
+of the whole sequence, so that nothing need be agreed on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fa_ops.distributed import forms
+from fa_ops.distributed.forms import StepCall
+from fa_ops.distributed.layout import Segment, SequenceLayout
+from fa_ops.distributed.masks import Mask, Ranges, positions, visible, within
+
+RING, ALL_GATHER = "ring", "all_gather"
+
+_LIMIT = 32
+
+
+class Step(NamedTuple):
+    """One step of one process."""
+
+    receives: tuple[tuple[int, tuple[Segment, ...]], ...]  # (from whom, which keys)
+    sends: tuple[tuple[int, tuple[Segment, ...]], ...]  # (to whom, which keys of this process)
+    own: tuple[Segment, ...]  # keys of this process that the step attends
+    calls: tuple[StepCall, ...]
+
+    @property
+    def buffer(self) -> tuple[Segment, ...]:
+        """The keys that are attended in this step, in their order in memory."""
+        parts = [self.own, *(segments for _, segments in self.receives)]
+        return tuple(sorted(sum(parts, ())))
+
+
+class StepPlan(NamedTuple):
+    """All steps of one process."""
+
+    steps: tuple[Step, ...]
+    queries: tuple[Segment, ...]
+    keys: tuple[Segment, ...]  # of this process
+    device_tensors: dict  # the calls' tensors on devices, made when first used
+
+    @property
+    def merges(self) -> bool:
+        """Whether a row has several partial results."""
+        spans = [(c.batches.start or 0, c.rows.start, c.rows.stop) for c in self.calls]
+        spans.sort()
+        return any(a[0] == b[0] and a[2] > b[1] for a, b in zip(spans, spans[1:]))
+
+    @property
+    def calls(self) -> list[StepCall]:
+        """The calls of all steps."""
+        return [call for step in self.steps for call in step.calls]
+
+
+class StepProblem(NamedTuple):
+    """What determines the plans of all processes."""
+
+    mask: Mask
+    queries: SequenceLayout
+    keys: SequenceLayout
+    alibi: bool
+    batch: int
+
+    def key(self) -> tuple:
+        """What equal plans share."""
+        mask = self.mask._replace(kv_lens=None, key_ranges=None, cu_seqlens=None)
+        return mask, self.mask.digest(), self.queries, self.keys, self.alibi, self.batch
+
+
+_plans: dict[tuple, StepPlan] = {}
+
+
+def plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
+    """The steps of a process; kept for calls with equal masks."""
+    key = (problem.key(), scheme, rank)
+    if key not in _plans:
+        if len(_plans) >= _LIMIT:
+            _plans.clear()
+        _plans[key] = _make(problem, scheme, rank)
+    return _plans[key]
+
+
+def requests(problem: StepProblem, attended: Callable[[int], Ranges] | None = None) -> list[list]:
+    """`requests[r][s]`: the segments of process `s`'s keys that process `r` attends."""
+    attended = attended or (lambda rank: of_process(problem, rank))
+    size, found = problem.queries.size, []
+    for r in range(size):
+        ranges = attended(r)
+        hulls = [ranges.rows(rows).hull() for rows in blocks(problem.queries.segments[r])]
+        hulls = [hull for hull in hulls if hull is not None]
+        found.append([_needed(problem.keys.segments[s], hulls) for s in range(size)])
+    return found
+
+
+def of_process(problem: StepProblem, rank: int) -> Ranges:
+    """The intervals of a process's queries, in keys of the whole."""
+    return visible(problem.mask, positions(problem.queries.segments[rank]))
+
+
+def blocks(segments: tuple[Segment, ...]) -> list[slice]:
+    """The rows of a process that each of its segments occupies."""
+    found, at = [], 0
+    for start, stop in segments:
+        found.append(slice(at, at + stop - start))
+        at += stop - start
+    return found
+
+
+def _needed(segments: tuple[Segment, ...], hulls: list[Segment]) -> tuple[Segment, ...]:
+    """Of each segment, the smallest part that contains what the hulls need of it."""
+    found = []
+    for start, stop in segments:
+        parts = [(max(start, low), min(stop, high)) for low, high in hulls]
+        parts = [part for part in parts if part[0] < part[1]]
+        if parts:
+            found.append((min(low for low, _ in parts), max(high for _, high in parts)))
+    return tuple(found)
+
+
+def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
+    size = problem.queries.size
+    known = functools.lru_cache(maxsize=None)(functools.partial(of_process, problem))
+    needs = requests(problem, known)
+    sources = [[(rank - t) % size] for t in range(size)]
+    targets = [[(rank + t) % size] for t in range(size)]
+    if scheme == ALL_GATHER:
+        sources, targets = [sum(sources, [])], [sum(targets, [])]
+    steps = []
+    for froms, tos in zip(sources, targets, strict=True):
+        receives = tuple((s, needs[rank][s]) for s in froms if s != rank and needs[rank][s])
+        sends = tuple((r, needs[r][rank]) for r in tos if r != rank and needs[r][rank])
+        own = problem.keys.segments[rank] if rank in froms else ()
+        step = Step(receives, sends, own, ())
+        calls = _calls(problem, known(rank), step.buffer, problem.queries.segments[rank])
+        steps.append(step._replace(calls=tuple(calls)))
+    return StepPlan(tuple(steps), problem.queries.segments[rank], problem.keys.segments[rank], {})
+
+
+def _calls(
+    problem: StepProblem, ranges: Ranges, buffer: tuple[Segment, ...], queries: tuple[Segment, ...]
+) -> list[StepCall]:
+    if not problem.alibi:
+        keys = sum(stop - start for start, stop in buffer)
+        return forms.calls_for(within(ranges, buffer), keys, blocks(queries))
+    if problem.mask.aligned_rows:
+        return forms.calls_with_alibi(problem.mask, queries, buffer, slice(None))
+    return [
+        call
+        for b in range(problem.batch)
+        for call in forms.calls_with_alibi(problem.mask.row(b), queries, buffer, slice(b, b + 1))
+    ]

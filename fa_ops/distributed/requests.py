@@ -1,0 +1,243 @@
+"""What a call of `context_parallel_attention` asks for, checked before anything is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops import api, dispatch, planning
+from fa_ops.call import DENSE, Call
+from fa_ops.distributed.layout import Members, SequenceLayout, contiguous_layout, zigzag_layout
+from fa_ops.distributed.masks import Mask, on_host
+from fa_ops.distributed.plans import StepProblem
+from fa_ops.distributed.stepwise import StepOptions
+from fa_ops.ops import autograd
+from fa_ops.types import DenseTensors, Spec
+
+SCHEMES = ("auto", "ring", "ulysses", "all_gather")
+
+
+class Options(NamedTuple):
+    """The options of a call, as the user gave them."""
+
+    scheme: str = "auto"
+    is_causal: bool = False
+    window: api.Window | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    key_ranges: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    layout: str | SequenceLayout = "zigzag"
+    deterministic: bool = False
+    backend: str | None = None
+
+    @property
+    def step_options(self) -> StepOptions:
+        """What all calls of the operator share."""
+        return StepOptions(self.scale, float(self.softcap), self.deterministic, self.backend)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window, -1 for unbounded sides."""
+        return (-1, -1) if self.window is None else api.sides(self.window)
+
+
+class CheckedCall(NamedTuple):
+    """A checked call."""
+
+    problem: StepProblem
+    options: Options
+    text: str  # describes the call; equal on all processes
+
+
+def checked(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+) -> CheckedCall:
+    """Check a call by what this process alone can know.
+
+    Raises:
+        ValueError, TypeError: the call is not legal.
+        NotImplementedError: no backend, or not the one asked for, can run it.
+    """
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if api.need_tensor(name, t).dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")
+    size = 1
+    for members in groups:
+        size *= members.size
+    _check_scheme(options, groups, query)
+    layouts = [_layout(options.layout, name, x.shape[2], size) for name, x in _named(query, key)]
+    _check_operator(query, key, value, size, options)
+    mask = _mask(options, *(layout.tokens for layout in layouts))
+    problem = StepProblem(mask, *layouts, options.alibi_slopes is not None, query.shape[0])
+    return CheckedCall(problem, options, _text(query, key, value, problem, options))
+
+
+def _named(query: Tensor, key: Tensor) -> tuple:
+    return ("query", query), ("key", key)
+
+
+def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) -> None:
+    scheme = options.scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if len(groups) == 2 and scheme == "ulysses":
+        raise ValueError(
+            "scheme must be 'auto', 'ring' or 'all_gather' on a mesh of two dimensions, whose "
+            "second one exchanges heads, got 'ulysses'"
+        )
+    exchanging = groups[-1].size if len(groups) == 2 or scheme == "ulysses" else 1
+    if query.shape[1] % exchanging:
+        raise ValueError(
+            f"query must have a number of heads that the {exchanging} processes which exchange "
+            f"heads divide, got {query.shape[1]}"
+        )
+    if options.dropout_p:
+        _check_dropout(options, groups, query)
+
+
+def _check_dropout(options: Options, groups: tuple[Members, ...], query: Tensor) -> None:
+    if not 0.0 <= options.dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
+    whole = len(groups) == 1 and query.shape[1] % groups[0].size == 0
+    if options.scheme not in ("auto", "ulysses") or not whole or options.cu_seqlens is not None:
+        raise NotImplementedError(
+            "dropout_p > 0 needs the scheme 'ulysses', a number of query heads that the processes "
+            "divide, and no cu_seqlens: elsewhere the operator does not know which weights of the "
+            "whole sequence it computes"
+        )
+
+
+def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> SequenceLayout:
+    if isinstance(layout, SequenceLayout):
+        if (layout.tokens, layout.size) != (local * size, size):
+            raise ValueError(
+                f"layout is of {layout.tokens} tokens on {layout.size} processes, but {name} has "
+                f"{local} on each of {size}"
+            )
+        layout.check()
+        return layout
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f"layout must be 'zigzag', 'contiguous' or a layout, got {layout!r}")
+    if layout == "contiguous":
+        return contiguous_layout(local * size, size)
+    if size > 1 and local % 2:
+        raise ValueError(f"{name} must have an even number of tokens in zigzag order, got {local}")
+    return zigzag_layout(local * size, size)
+
+
+def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options) -> None:
+    """Raise the operator's own errors for the call over the whole sequence."""
+    tensors = DenseTensors(
+        None, options.alibi_slopes, options.sinks, options.kv_lens, options.key_ranges
+    )
+    given = api.checked_options(
+        q, k, v, options.dropout_p, options.is_causal, options.scale, options.window,
+        options.softcap, tensors, options.deterministic, options.backend,
+    )  # fmt: skip
+    for name, t in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
+    autograd.refuse_gradient_of(options.alibi_slopes)
+    whole = [_whole(x, size) for x in (q, k, v)]
+    on_meta = {n: x.detach().to("meta") if isinstance(x, Tensor) else x for n, x in given.items()}
+    ends = options.cu_seqlens
+    if ends is None:
+        torch.ops.fa.attention_with_lse(*whole, is_causal=options.is_causal, **on_meta)
+    else:
+        _check_documents(q, k, size, options)
+        packed = (x[0].transpose(0, 1) for x in whole)
+        ends = api.need_tensor("cu_seqlens", ends).to("meta")
+        torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if records and (options.backend or dispatch.default) == "reference":
+        raise NotImplementedError(
+            "the reference backend has no gradients of ring attention or of the other schemes, got "
+            "inputs that require grad"
+        )
+    _check_backend(q, k, v, options)
+
+
+def _whole(x: Tensor, size: int) -> Tensor:
+    shape = (x.shape[0], x.shape[1], x.shape[2] * size, x.shape[3])
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    """Raise NotImplementedError unless a backend supports such calls on this device."""
+    left, right = options.sides
+    spec = Spec(
+        None, 0.0, options.is_causal, options.scale, left, right, options.softcap,
+        options.alibi_slopes, backend=options.backend,
+    )  # fmt: skip
+    if (
+        options.kv_lens is not None
+        or options.key_ranges is not None
+        or options.cu_seqlens is not None
+    ):
+        spec = spec._replace(key_ranges=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=q.device))
+    dispatch.choose(planning.normalised(Call(DENSE, q, k, v, spec)))
+
+
+def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
+    ends = on_host(api.need_tensor("cu_seqlens", options.cu_seqlens))
+    tokens = q.shape[2] * size
+    if q.shape[0] != 1:
+        raise ValueError(f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"key must be as long as query with cu_seqlens, got {k.shape[2]} and {q.shape[2]} "
+            "tokens"
+        )
+    if options.key_ranges is not None:
+        raise ValueError("key_ranges and cu_seqlens both separate documents: pass one of them")
+    if ends.dim() != 1 or not len(ends):
+        raise ValueError(f"cu_seqlens must have shape (documents + 1,), got {tuple(ends.shape)}")
+    if len(ends) and (bool((ends.diff() < 0).any()) or ends[0] < 0 or ends[-1] > tokens):
+        raise ValueError(
+            f"cu_seqlens must not decrease and be within [0, {tokens}], the tokens of all "
+            f"processes, got {ends.tolist()[:16]}"
+        )
+    slopes = options.alibi_slopes
+    if slopes is not None and (slopes.dim() != 1 or options.kv_lens is not None):
+        raise NotImplementedError(
+            "alibi_slopes with cu_seqlens must have shape (Hq,), without kv_lens: distances are "
+            f"those of the packed tokens, got shape {tuple(slopes.shape)}"
+        )
+
+
+def _mask(options: Options, queries: int, keys: int) -> Mask:
+    left, right = options.sides
+    ranges = on_host(options.key_ranges)
+    if ranges is not None:
+        ranges = ranges.clamp(0, keys)
+    return Mask(
+        queries, keys, bool(options.is_causal), left, right, on_host(options.kv_lens), ranges,
+        on_host(options.cu_seqlens),
+    )  # fmt: skip
+
+
+def _text(q: Tensor, k: Tensor, v: Tensor, problem: StepProblem, options: Options) -> str:
+    """What must be equal on all processes."""
+    shapes = ", ".join(
+        f"{name} {tuple(t.shape)}" for name, t in (("query", q), ("key", k), ("value", v))
+    )
+    tensors = {"alibi_slopes", "sinks", "kv_lens", "key_ranges", "cu_seqlens", "layout"}
+    scalars = {n: x for n, x in options._asdict().items() if n not in tensors}
+    changed = [f"{n}={x}" for n, x in scalars.items() if x != Options._field_defaults[n]]
+    there = [n for n in ("alibi_slopes", "sinks") if getattr(options, n) is not None]
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    layout = options.layout
+    if not isinstance(layout, str):
+        layout = hashlib.sha1(repr(layout).encode(), usedforsecurity=False).hexdigest()[:16]
+    return ", ".join([
+        f"{shapes} of {str(q.dtype).removeprefix('torch.')}", *changed, *there,
+        f"mask {problem.mask.digest()}", f"gradients {records}", f"layout {layout}",
+    ])  # fmt: skip

@@ -1,0 +1,146 @@
+"""Decoding against a cache whose keys are distributed over the processes of a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_ops import api
+from fa_ops.distributed import agreement
+from fa_ops.distributed.graph_breaks import outside_graphs
+from fa_ops.distributed.layout import Members, groups_of
+from fa_ops.kv_cache import attention_with_kv_cache
+
+
+@outside_graphs
+def attention_with_sharded_kv_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    mesh_or_group=None,
+    page_table: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    scale: float | None = None,
+    window: api.Window | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries, equal on all processes, over a cache of which each holds some keys.
+
+    Each process attends its own keys with :func:`attention_with_kv_cache`. Partial results and
+    their log-sum-exps are then gathered and merged on every process. The host reads no length.
+
+    Where positions matter (`is_causal` with several queries, a window, ALiBi), keys are in the
+    order of the processes: those of process 0 first in each row. The new keys of a step are given
+    to the last process then, and otherwise to any one process.
+
+    Args:
+        query: ``(B, Hq, Sq, D)``, equal on all processes, and already rotated.
+        key_cache: this process's keys, as in :func:`attention_with_kv_cache`.
+        value_cache: the same for values.
+        kv_lens: int32 ``(B,)``, keys that each row of this process's cache holds before the call.
+        mesh_or_group: a ProcessGroup or a DeviceMesh of one dimension; ``None``: all processes.
+        page_table: of this process's cache.
+        is_causal: query ``i`` attends keys up to its own position, ``Sq - 1 - i`` before the last.
+            The last ``Sq`` keys of each row must be on the last process.
+        key: ``(B, Hkv, Sn, D)``, to be appended to this process's cache; None on other processes.
+        value: ``(B, Hkv, Sn, Dv)``.
+        scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        window: ``(left, right)``; one query only.
+        softcap: as in :func:`attention_with_kv_cache`.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``; one query only.
+        sinks: ``(Hq,)``, equal on all processes.
+        k_scale: of this process's cache, as in :func:`attention_with_kv_cache`.
+        v_scale: the same for values.
+        num_splits: number of splits of this process's keys; 0: chosen from shapes.
+        batch_invariant: as in :func:`attention_with_kv_cache`.
+        return_lse: also return the logarithm of the softmax's denominator.
+        backend: as in :func:`fa_ops.attention`.
+        check: whether the processes compare the shapes of their queries first, between hosts.
+
+    Returns:
+        ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, equal on all processes; with ``return_lse``
+        ``(out, lse)``.
+
+    Raises:
+        ValueError, TypeError: what :func:`attention_with_kv_cache` raises; a mesh of two
+            dimensions.
+        RuntimeError: torch.distributed is not initialised.
+        NotImplementedError: a window or ALiBi with several queries.
+
+    Source: Dao et al., Flash-Decoding, https://pytorch.org/blog/flash-decoding, for the merge.
+    """
+    groups = groups_of(mesh_or_group)
+    if len(groups) != 1:
+        raise ValueError("mesh must have one dimension for a sharded cache, got 2")
+    (members,) = groups
+    several = api.need_tensor("query", query).dim() == 4 and query.shape[2] > 1
+    for name, given in (("window", window), ("alibi_slopes", alibi_slopes)):
+        if given is not None and several:
+            raise NotImplementedError(
+                f"{name} over a sharded cache needs a single query, got {query.shape[2]}"
+            )
+    if check:
+        text = f"query {tuple(query.shape)} of {query.dtype}, is_causal={is_causal}"
+        agreement.agree(members, text, None, query.device)
+    placed = window is not None or alibi_slopes is not None
+    length = kv_lens if key is None else kv_lens + key.shape[2]
+    after = _keys_after(length, members) if placed else None
+    out, lse = attention_with_kv_cache(
+        query, key_cache, value_cache, kv_lens, page_table,
+        is_causal and members.rank == members.size - 1, key=key, value=value, scale=scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+        num_splits=num_splits, batch_invariant=batch_invariant,
+        key_ranges=None if window is None else _in_window(window, length, after),
+        return_lse=True, backend=backend,
+    )  # fmt: skip
+    if alibi_slopes is not None:  # the distance to the keys that follow on other processes
+        slopes = alibi_slopes.view(-1, alibi_slopes.shape[-1], 1)
+        lse = lse - (slopes * after.view(-1, 1, 1)).to(lse.dtype)
+    out, lse = _merged(_gathered(out, members), _gathered(lse, members), sinks)
+    return (out, lse) if return_lse else out
+
+
+def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states of all processes as one; sinks are a state without a value."""
+    if sinks is not None:
+        outs = torch.cat((outs, torch.zeros_like(outs[:1])))
+        column = sinks.to(lses.dtype).view(1, 1, -1, 1).expand_as(lses[:1])
+        lses = torch.cat((lses, column))
+    out, lse = api.merge_states(outs, lses)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def _gathered(x: Tensor, members: Members) -> Tensor:
+    """The tensors of all processes, stacked."""
+    x = x.contiguous()
+    stacked = x.new_empty(members.size, *x.shape)
+    # the name until torch 2.12, which 2.13 deprecates
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(stacked.flatten(0, 1), x, members.group)
+    return stacked
+
+
+def _keys_after(length: Tensor, members: Members) -> Tensor:
+    """The number of keys of each row on the processes after this one."""
+    return _gathered(length, members)[members.rank + 1 :].sum(0)
+
+
+def _in_window(window: api.Window, length: Tensor, after: Tensor) -> Tensor:
+    """The keys of this process that one query, the last token, attends: (B, 1, 1, 2)."""
+    left, _ = api.sides(window)
+    start = torch.zeros_like(length) if left < 0 else (length + after - 1 - left).clamp(min=0)
+    return torch.stack((start.minimum(length), length), -1).to(torch.int32).view(-1, 1, 1, 2)

@@ -1,0 +1,246 @@
+"""Attention in steps over keys of several processes, with the gradients in steps too.
+
+Partial results are merged by their log-sum-exps in float32. In the backward pass keys and values
+are exchanged again, and their gradients return to the processes that own them. A process stores no
+tensor of the size of the whole sequence, unless one step has the keys of all processes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.distributed.exchange import Exchange, rows_of
+from fa_ops.distributed.forms import LinearBias, StepCall
+from fa_ops.distributed.plans import StepPlan
+from fa_ops.ops import library  # noqa: F401  (defines the operators)
+
+
+class StepOptions(NamedTuple):
+    """The options that all calls share."""
+
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    backend: str | None
+
+
+class Job(NamedTuple):
+    """What a call computes, besides tensors that may require grad."""
+
+    plan: StepPlan
+    exchange: Exchange
+    options: StepOptions
+    slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
+    outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
+
+    def sinks_in_calls(self, sinks: Tensor | None) -> bool:
+        """Whether the operator adds the sinks, as each row has one call; saves a rounding."""
+        biased = any(isinstance(call.alibi, LinearBias) for call in self.plan.calls)
+        return sinks is not None and not self.plan.merges and not biased
+
+
+class StepwiseAttention(torch.autograd.Function):
+    """apply(query, key, value, sinks, job) -> (out, lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, job: Job):
+        """Attend the keys of all steps."""
+        partial, sinks_in_calls = Partial(q, v, job.plan.merges), job.sinks_in_calls(sinks)
+        for _, step, (keys, values) in job.exchange.keys(job.plan, k, v):
+            for call in step.calls:
+                options, row_terms = arguments(job, call, q)
+                if sinks_in_calls:
+                    options["sinks"] = sinks.detach()
+                part, part_lse = torch.ops.fa.attention_with_lse(
+                    q[call.batches, :, call.rows],
+                    keys[call.batches, :, call.keys],
+                    values[call.batches, :, call.keys],
+                    **options,
+                )
+                partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
+        out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, grad_lse):
+        """Gradients of query, key, value and sinks."""
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        job, plan = ctx.job, ctx.job.plan
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        saved = (grad_out, grad_lse, q, out, lse)
+        dq = torch.zeros_like(q, dtype=sum_dtype(q))
+        own = tuple(torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v))
+        arriving = None
+        for number, step, buffers in job.exchange.keys(plan, k, v):
+            grads = _gradients(job, step.calls, saved, buffers, dq)
+            if arriving is not None:
+                _receive(plan, own, *arriving)
+            for total, x in zip(own, grads, strict=True):
+                _add_own(plan, step, total, x)
+            received, waiting = job.exchange.gradients(plan, number, grads, k, v)
+            arriving = step.sends, received, waiting
+        if arriving is not None:
+            _receive(plan, own, *arriving)
+        dsinks = None if sinks is None else sinks_gradient(grad_out, grad_lse, out, lse, sinks)
+        dk, dv = (total.to(x.dtype) for total, x in zip(own, (k, v), strict=True))
+        return dq.to(q.dtype), dk, dv, dsinks, None
+
+
+class Partial:
+    """The result over the keys so far."""
+
+    def __init__(self, q: Tensor, v: Tensor, merges: bool) -> None:
+        self.merges, self.dtype, self.sum_dtype = merges, q.dtype, sum_dtype(q)
+        self.shape = (*q.shape[:3], v.shape[3])
+        self.device, self.out, self.lse = q.device, None, None
+
+    def add(self, call: StepCall, part: Tensor, part_lse: Tensor) -> None:
+        """Merge the result of a call, which attends keys that no other call of its rows does."""
+        if self.out is None and part.shape == self.shape:  # nothing to merge with, no copy
+            self.out = part.to(self.sum_dtype) if self.merges else part
+            self.lse = part_lse
+            return
+        self._allocate()
+        out = self.out[call.batches, :, call.rows]
+        lse = self.lse[call.batches, :, call.rows]
+        if not self.merges:
+            out.copy_(part)
+            lse.copy_(part_lse)
+            return
+        # the part's share of the sum of both, which would be NaN where neither has a key
+        share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == float("-inf"), 0.0)
+        out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
+        lse.copy_(torch.logaddexp(lse, part_lse))
+
+    def _allocate(self) -> None:
+        """Results of rows without keys."""
+        if self.out is None:
+            B, H, S, D = self.shape
+            dtype = self.sum_dtype if self.merges else self.dtype
+            out = torch.zeros(B, S, H, D, dtype=dtype, device=self.device)
+            self.out = out.transpose(1, 2)
+            lse = torch.full((B, H, S), float("-inf"), dtype=self.sum_dtype, device=self.device)
+            self.lse = lse
+
+    def finish(
+        self, sinks: Tensor | None, are_added: bool, outside: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The result with sinks in the denominator, in the query's dtype.
+
+        `are_added` tells whether rows that have a key contain the sinks already.
+        """
+        self._allocate()
+        out, lse = self.out, self.lse
+        if sinks is None:
+            return out.to(self.dtype), lse
+        column = sinks.detach().to(lse.dtype).view(1, -1, 1).expand_as(lse)
+        if are_added:
+            lse = torch.where(lse == float("-inf"), column, lse)
+        else:
+            lse = torch.logaddexp(lse, column)
+            kept = torch.exp(self.lse - lse).masked_fill_(lse == float("-inf"), 0.0)
+            out = out * kept.unsqueeze(-1)
+        if outside is not None:
+            lse = lse.masked_fill(outside, float("-inf"))
+        return out.to(self.dtype), lse
+
+
+def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[dict, Tensor | None]:
+    """The operator's options in a call, and what is added to its lse."""
+    options = job.options._asdict()
+    options |= {"is_causal": call.is_causal}
+    options |= {"window_left": call.left, "window_right": call.right}
+    if call.ranges is not None:
+        options["key_ranges"] = _on_device(job.plan, call.ranges, q.device)
+    if call.alibi is False:
+        return options, None
+    slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[call.batches]
+    if call.alibi is True:
+        options["alibi_slopes"] = slopes
+        return options, None
+    wide = sum_dtype(q)
+    slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
+    key_terms, row_terms = (
+        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in call.alibi
+    )
+    options["attn_mask"] = key_terms.unsqueeze(2)
+    return options, row_terms
+
+
+def _on_device(plan: StepPlan, x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the plan on a device, copied once."""
+    if x.device == device:
+        return x
+    key = (id(x), device)
+    if key not in plan.device_tensors:
+        plan.device_tensors[key] = x.to(device)
+    return plan.device_tensors[key]
+
+
+def _gradients(job: Job, calls, saved: tuple, buffers: list, dq: Tensor) -> tuple:
+    """The gradients of a step's keys and values; those of queries are added to dq."""
+    grad_out, grad_lse, q, out, lse = saved
+    grads = None
+    for call in calls:
+        at = (call.batches, slice(None), call.rows)
+        options, row_terms = arguments(job, call, q)
+        parts = torch.ops.fa.attention_backward(
+            grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
+            *(x[call.batches, :, call.keys] for x in buffers),
+            out[at], lse[at] if row_terms is None else lse[at] - row_terms, **options,
+        )  # fmt: skip
+        dq[at] += parts[0]
+        if len(calls) == 1 and parts[1].shape == buffers[0].shape:
+            return tuple(parts[1:3])
+        if grads is None:
+            grads = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in buffers]
+        for total, part in zip(grads, parts[1:3]):
+            total[call.batches, :, call.keys] += part
+    return tuple(torch.zeros_like(x) for x in buffers) if grads is None else tuple(grads)
+
+
+def _add_own(plan: StepPlan, step, total: Tensor, grads: Tensor) -> None:
+    """Add a step's gradients of this process's own keys."""
+    to, of = rows_of(plan.keys, step.own), rows_of(step.buffer, step.own)
+    for rows, there in zip(to, of, strict=True):
+        total[:, :, rows] += grads[:, :, there]
+
+
+def _receive(plan: StepPlan, own: tuple, sends, received: list, waiting) -> None:
+    """Add the gradients that other processes return."""
+    waiting.wait()
+    for (_, segments), pair in zip(sends, received, strict=True):
+        for total, grads in zip(own, pair, strict=True):
+            at = 0
+            for rows in rows_of(plan.keys, segments):
+                length = rows.stop - rows.start
+                total[:, :, rows] += grads[:, :, at : at + length]
+                at += length
+
+
+def sinks_gradient(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
+) -> Tensor:
+    """The part of sinks' gradient that comes from these rows.
+
+    A sink of weight w scales out by (1 - w), and its derivative of lse is w. Rows outside every
+    document have lse = -inf.
+    """
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    weight = weight.masked_fill(lse == float("-inf"), 0.0)
+    slope = -(grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        slope = slope + grad_lse
+    return (weight * slope).sum((0, 2)).to(sinks.dtype)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which partial results are summed."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,165 @@
+"""All-to-all of heads: each process attends the whole sequence with some of the heads.
+
+Where processes outnumber key heads, a key head is sent to every process whose query heads it
+serves, and its gradients are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_ops.distributed.layout import Members, Segment, joined, separated
+from fa_ops.distributed.stepwise import sum_dtype
+
+
+class HeadSplit(NamedTuple):
+    """Which heads each process of a group attends, and which tokens it holds before and after."""
+
+    members: Members
+    query_tokens: tuple[tuple[Segment, ...], ...]  # of each process of the group
+    key_tokens: tuple[tuple[Segment, ...], ...]
+    Hq: int
+    Hkv: int
+
+    @property
+    def queries(self) -> int:
+        """The query heads of each process."""
+        return self.Hq // self.members.size
+
+    def query_heads(self, rank: int) -> slice:
+        """The query heads of a process."""
+        return slice(rank * self.queries, (rank + 1) * self.queries)
+
+    def key_heads(self, rank: int) -> slice:
+        """The key heads that serve the query heads of a process."""
+        group, heads = self.Hq // self.Hkv, self.query_heads(rank)
+        return slice(heads.start // group, -(-heads.stop // group))
+
+    def tokens(self, is_key: bool) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each process."""
+        return self.key_tokens if is_key else self.query_tokens
+
+    def served(self, x: Tensor) -> Tensor:
+        """The key heads of this process, each for equally many of its query heads.
+
+        A key head is repeated if it serves more of them than others do.
+        """
+        group, heads = self.Hq // self.Hkv, self.query_heads(self.members.rank)
+        first, unit = self.key_heads(self.members.rank).start, math.gcd(group, self.queries)
+        index = [h // group - first for h in range(heads.start, heads.stop, unit)]
+        if index == list(range(x.shape[1])):
+            return x
+        wide = x.to(sum_dtype(x))  # in which the gradients of repeated heads are then summed
+        return wide[:, torch.tensor(index, device=x.device)].to(x.dtype)
+
+
+def split_error(Hq: int, size: int) -> str | None:
+    """Why heads cannot be distributed, or None."""
+    if Hq % size:
+        return f"needs a number of query heads that {size} processes divide, got {Hq}"
+    return None
+
+
+class ToHeads(torch.autograd.Function):
+    """apply(q, k, v, split) -> the whole sequence's q, k, v with the heads of this process."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, split: HeadSplit):
+        """Send each process its heads of this process's tokens."""
+        ctx.split = split
+        return _to_heads(split, (q, k, v))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        """The reverse; gradients of a key head are summed over the processes that had it."""
+        return *_to_tokens(ctx.split, grads, (False, True, True)), None
+
+
+class ToTokens(torch.autograd.Function):
+    """apply(split, *results) -> all heads of this process's tokens, of results by query head."""
+
+    @staticmethod
+    def forward(ctx, split: HeadSplit, *results):
+        """Return to each process its tokens."""
+        ctx.split = split
+        return _to_tokens(split, results, (False,) * len(results))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        """Send each process its heads of the gradients; zeros too, as others wait for them."""
+        return None, *_to_heads(ctx.split, grads, (False,) * len(grads))
+
+
+def _to_heads(split: HeadSplit, tensors, are_keys=(False, True, True)) -> tuple[Tensor, ...]:
+    """(B, H, local tokens, ...) of all heads to (B, local heads, tokens, ...)."""
+    sent = [
+        [x[:, _heads(split, rank, is_key)] for x, is_key in zip(tensors, are_keys)]
+        for rank in range(split.members.size)
+    ]
+    mine = [_heads(split, split.members.rank, is_key) for is_key in are_keys]
+    shapes = [
+        (x.shape[0], heads.stop - heads.start, *x.shape[2:]) for x, heads in zip(tensors, mine)
+    ]
+    received = _all_to_all(split.members, sent, [shapes] * split.members.size)
+    return tuple(
+        joined([parts[n] for parts in received], split.tokens(is_key), 2)
+        for n, is_key in enumerate(are_keys)
+    )
+
+
+def _to_tokens(split: HeadSplit, tensors, are_keys) -> tuple[Tensor, ...]:
+    """(B, local heads, tokens, ...) to (B, H, local tokens, ...)."""
+    size, shapes = split.members.size, []
+    apart = [separated(x, split.tokens(is_key), 2) for x, is_key in zip(tensors, are_keys)]
+    sent = [[parts[rank] for parts in apart] for rank in range(size)]
+    mine = sent[split.members.rank]
+    for rank in range(size):
+        heads = [_heads(split, rank, is_key) for is_key in are_keys]
+        shapes.append([
+            (x.shape[0], h.stop - h.start, *x.shape[2:]) for x, h in zip(mine, heads)
+        ])  # fmt: skip
+    received = _all_to_all(split.members, sent, shapes)
+    results = []
+    for n, (x, is_key) in enumerate(zip(tensors, are_keys)):
+        parts = [pieces[n] for pieces in received]
+        if not is_key:
+            results.append(torch.cat(parts, 1))
+            continue
+        total = x.new_zeros(x.shape[0], split.Hkv, *parts[0].shape[2:], dtype=sum_dtype(x))
+        for rank, part in enumerate(parts):
+            total[:, split.key_heads(rank)] += part
+        results.append(total.to(x.dtype))
+    return tuple(results)
+
+
+def _heads(split: HeadSplit, rank: int, is_key: bool) -> slice:
+    return split.key_heads(rank) if is_key else split.query_heads(rank)
+
+
+def _all_to_all(members: Members, sent: list, shapes: list) -> list[list[Tensor]]:
+    """Exchange a list of tensors with each process, in one message for each dtype."""
+    received: list[list] = [[None] * len(parts) for parts in sent]
+    for dtype in dict.fromkeys(x.dtype for x in sent[0]):
+        chosen = [n for n, x in enumerate(sent[0]) if x.dtype == dtype]
+        flat = [torch.cat([parts[n].reshape(-1) for n in chosen]) for parts in sent]
+        sizes = [[_elements(from_one[n]) for n in chosen] for from_one in shapes]
+        arrived = flat[0].new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(
+            arrived, torch.cat(flat), [sum(s) for s in sizes], [len(x) for x in flat],
+            group=members.group,
+        )  # fmt: skip
+        for rank, parts in enumerate(arrived.split([sum(s) for s in sizes])):
+            for n, part in zip(chosen, parts.split(sizes[rank]), strict=True):
+                received[rank][n] = part.view(shapes[rank][n])
+    return received
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

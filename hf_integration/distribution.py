@@ -1,0 +1,227 @@
+"""A model's sequence over the processes of a group, with masks of the whole sequence.
+
+Inside `context_parallel` the model sees this process's tokens only. Masks are made for the whole
+sequence, from its padding and positions, and attention runs as
+`fa_ops.distributed.context_parallel_attention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fa_ops.distributed import (
+    SequenceLayout,
+    balanced_layout,
+    context_parallel_attention,
+    shard,
+)
+from hf_integration import key_ranges, latent, packing
+from hf_integration.encodings import MaskArguments, PackingHint
+
+IGNORED = -100  # the label of tokens without a loss, in transformers
+_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "token_type_ids")
+
+
+class Distribution(NamedTuple):
+    """What a model's layers and masks need to know inside `context_parallel`."""
+
+    mesh_or_group: Any
+    scheme: str
+    layout: str | SequenceLayout
+    tokens: int  # of the whole sequence
+    padding: Tensor | None  # the whole attention_mask (B, S)
+    positions: Tensor  # the whole position_ids (B or 1, S)
+
+
+_active: list[Distribution] = []  # global, as checkpointed layers run in threads of autograd
+
+
+@contextlib.contextmanager
+def context_parallel(
+    batch: Mapping[str, Any],
+    mesh_or_group=None,
+    *,
+    scheme: str = "auto",
+    layout: str | SequenceLayout = "auto",
+) -> Iterator[dict[str, Any]]:
+    """Train or run a model with `attn_implementation="fa_ops"` on one part of each sequence.
+
+    Every process passes the same whole batch, and gives its model what the context returns. The
+    backward pass belongs inside. The loss is this process's part of the mean over the whole batch:
+    the sum over processes is the loss, and the sum of gradients is its gradient.
+
+    Args:
+        batch: the arguments of the model by name, whole: `input_ids` or `inputs_embeds`, and
+            optionally `attention_mask` (B, S), `position_ids`, `labels` and `token_type_ids`.
+            Values that are no tensors are passed on.
+        mesh_or_group: a ProcessGroup, a DeviceMesh of one or two dimensions, or None: all
+            processes.
+        scheme: as in :func:`fa_ops.distributed.context_parallel_attention`.
+        layout: which tokens each process holds. "auto": "zigzag", and for documents packed into
+            one row, which `position_ids` show, a layout of equal work.
+
+    Yields:
+        The model's arguments for this process: tokens, positions and labels in the layout;
+        `shift_labels`, shifted before they were distributed; `num_items_in_batch`, the labels of
+        the whole batch; `use_cache=False`.
+
+    Raises:
+        ValueError: tensors that cannot be distributed, or a number of tokens that the processes do
+            not divide.
+        NotImplementedError: documents packed into several rows; raised by layers whose mask is
+            dense, or chunked over padding or documents, or which have a position bias, a cache or
+            `output_attentions`.
+
+    Example:
+        >>> with hf_integration.context_parallel(batch, mesh["cp"]) as part:
+        ...     loss = model(**part).loss
+        ...     loss.backward()
+    """
+    if _active:
+        raise ValueError("context_parallel must not be entered again before it is left")
+    tokens, positions = _whole_positions(batch)
+    layout = _layout(layout, tokens, positions, mesh_or_group)
+    distribution = Distribution(
+        mesh_or_group, scheme, layout, tokens, batch.get("attention_mask"), positions
+    )
+    local = _local(batch, distribution)
+    _active.append(distribution)
+    try:
+        yield local
+    finally:
+        _active.clear()
+
+
+def active() -> Distribution | None:
+    """The distribution of the context that has been entered, if any."""
+    return _active[-1] if _active else None
+
+
+def _whole_positions(batch: Mapping[str, Any]) -> tuple[int, Tensor]:
+    """The number of tokens, and the positions (B or 1, S)."""
+    first = batch.get("input_ids")
+    first = batch.get("inputs_embeds") if first is None else first
+    if not isinstance(first, Tensor) or first.dim() < 2:
+        raise ValueError("batch must hold input_ids (B, S) or inputs_embeds (B, S, width)")
+    tokens = first.shape[1]
+    mask = batch.get("attention_mask")
+    for name in ("attention_mask", *_TOKENS):
+        value = batch.get(name)
+        if value is not None and tuple(value.shape[1:2]) != (tokens,):
+            raise ValueError(f"{name} must have {tokens} tokens, got shape {tuple(value.shape)}")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask must have shape (B, S), got {tuple(mask.shape)}")
+    known = (*_TOKENS, "attention_mask")
+    unknown = [n for n, x in batch.items() if isinstance(x, Tensor) and n not in known]
+    if unknown:
+        raise ValueError(f"batch holds {unknown[0]!r}, which cannot be distributed over processes")
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens, device=first.device)[None]
+    if mask is None and positions.shape[0] > 1 and bool((positions.diff() != 1).any()):
+        raise NotImplementedError("context_parallel needs packed documents in a single row")
+    return tokens, positions
+
+
+def _layout(layout, tokens: int, positions: Tensor, mesh_or_group) -> str | SequenceLayout:
+    if layout != "auto":
+        return layout
+    documents = packing.documents(positions, None) if positions.shape[0] == 1 else None
+    if documents is None:
+        return "zigzag"
+    return balanced_layout(tokens, mesh_or_group, is_causal=True, cu_seqlens=documents.q_ends)
+
+
+def _local(batch: Mapping[str, Any], to: Distribution) -> dict[str, Any]:
+    """The arguments of this process's model."""
+    local = dict(batch) | {"position_ids": to.positions, "use_cache": False}
+    labels = batch.get("labels")
+    if labels is not None:
+        shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        local["shift_labels"] = shifted
+        local["num_items_in_batch"] = (shifted != IGNORED).sum()
+    where = {"layout": to.layout}
+    if isinstance(to.layout, str):
+        where = {"zigzag": to.layout == "zigzag"}
+    for name in (*_TOKENS, "shift_labels"):
+        if local.get(name) is not None:
+            local[name] = shard(local[name], to.mesh_or_group, 1, **where)
+    # all ones: positions of parts must not be taken for packed documents
+    ids = local.get("input_ids")
+    like = local["inputs_embeds"][..., 0] if ids is None else ids
+    local["attention_mask"] = torch.ones_like(like, dtype=torch.long)
+    return local
+
+
+def whole_mask(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a mask function, for the mask of the whole sequence."""
+    to = active()
+    function = keywords.get("mask_function", key_ranges.causal)
+    chunked = any(
+        key_ranges.factory_name(f) == "chunked_overlay" for f in key_ranges.conjuncts(function)
+    )
+    if chunked and (to.padding is not None or _documents(to, None) is not None):
+        raise NotImplementedError(
+            "context_parallel supports chunked attention without padding and packed documents only"
+        )
+    lengths = {"q_length": to.tokens, "kv_length": to.tokens, "q_offset": 0, "kv_offset": 0}
+    padding = None if to.padding is None else to.padding.bool()
+    return keywords | lengths | {"attention_mask": padding}
+
+
+def _documents(to: Distribution, layer: nn.Module | None) -> packing.Documents | None:
+    """The documents of a single row."""
+    return packing.documents(to.positions, layer) if to.positions.shape[0] == 1 else None
+
+
+def attention(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments,
+    sinks: Tensor | None, options: dict, unsupported: Mapping[str, object],
+) -> Tensor:  # fmt: skip
+    """Attention of a layer: (B, S, Hq, Dv) of this process's tokens."""
+    to = active()
+    for name, given in unsupported.items():
+        if given is not None and given is not False:
+            raise NotImplementedError(
+                f"context_parallel does not support {name}, which {type(layer).__name__} passes"
+            )
+    if latent.is_latent(layer, query, key):
+        key, value = latent.expand(layer, key, value)
+    if key.shape[2] != query.shape[2]:
+        raise NotImplementedError(
+            f"context_parallel needs as many keys as queries in {type(layer).__name__}, without a "
+            f"cache, got {key.shape[2]} and {query.shape[2]}"
+        )
+    if mask.attn_mask is not None or mask.visible_keys not in (None, to.tokens):
+        raise NotImplementedError(
+            "context_parallel needs a mask in which each query attends one range of keys, which "
+            f"that of {type(layer).__name__} is not"
+        )
+    if query.dtype != value.dtype or key.dtype != value.dtype:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    out = context_parallel_attention(
+        query, key, value, to.mesh_or_group, to.scheme, layout=to.layout, sinks=sinks,
+        **_masks(layer, mask, to), **options,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
+
+
+def _masks(layer: nn.Module, mask: MaskArguments, to: Distribution) -> dict[str, Any]:
+    """The mask of the whole sequence, with its documents, as arguments of the call."""
+    documents = None if mask.packing is PackingHint.NONE else _documents(to, layer)
+    if documents is not None:
+        if mask.key_ranges is None or mask.packing is PackingHint.ONLY:
+            is_causal = mask.is_causal or mask.packing is PackingHint.ONLY
+            return {"is_causal": is_causal, "cu_seqlens": documents.q_ends}
+        mask = packing.within_documents(mask, documents, to.tokens)
+    return {
+        "is_causal": mask.is_causal,
+        "key_ranges": mask.key_ranges,
+        "kv_lens": mask.kv_lens,
+    }

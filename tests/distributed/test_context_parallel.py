@@ -1,0 +1,341 @@
+"""context_parallel_attention on gloo processes: schemes, masks, errors, against one process."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fa_ops
+from fa_ops.distributed import (
+    SequenceLayout,
+    balanced_layout,
+    context_parallel_attention,
+    costs,
+    exchange,
+    explain_context_parallel,
+    measure_link_rate,
+    plans,
+    shard,
+    stepwise,
+    unshard,
+)
+from tests.distributed.context_cases import ContextCase, assert_case_right
+from tests.distributed.processes import assert_passed, run_checks
+from tests.distributed.random_calls import run_cases
+
+WORLD = 4
+ENDS = torch.tensor([0, 5, 6, 6, 40, 64], dtype=torch.int32)
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (5, 0)},
+    "documents": {"is_causal": True, "documents": 5, "layout": "balanced"},
+    "sinks and softcap": {"is_causal": True, "sinks": True, "softcap": 1.5},
+    "ALiBi": {"alibi": "heads", "is_causal": True},
+    "ALiBi over both sides, with lengths": {"alibi": "batch_heads", "B": 2, "kv_lens": True},
+    "ranges of heads": {"key_ranges": (1, 1, 1), "B": 2},
+}  # fmt: skip
+SCHEMES = {
+    "ring": {"scheme": "ring"},
+    "all_gather": {"scheme": "all_gather"},
+    "ulysses": {"scheme": "ulysses"},
+    "ulysses with fewer key heads": {"scheme": "ulysses", "Hkv": 1},
+    "ulysses with repeated key heads": {"scheme": "ulysses", "Hq": 12, "Hkv": 6},
+    "two dimensions": {"inner": 2},
+}
+
+
+@functools.cache
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def check_case(**fields) -> None:
+    case = ContextCase(**fields)
+    assert_case_right(case, mesh(2, 2) if case.inner > 1 else mesh(WORLD), WORLD)
+
+
+def check_dropout() -> None:
+    """The weights that one process would drop are dropped, in each row of the batch."""
+    check_case(scheme="ulysses", B=2, dropout_p=0.4, is_causal=True)
+
+
+def check_random() -> None:
+    errors, _ = run_cases(range(1000, 1024), mesh(2, 2))
+    assert not errors, "\n".join(errors)
+
+
+def inputs(S: int = 8, heads: tuple = (4, 2, 2), **options) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(1, H, S, 8, generator=g, **options) for H in heads]
+
+
+def check_bits_of_documents() -> None:
+    """All-to-all of heads gives the bits of attention_varlen on one process."""
+    whole = [
+        torch.randn(1, H, 64, 8, generator=torch.Generator().manual_seed(H)) for H in (4, 4, 4)
+    ]
+    packed = [x[0].transpose(0, 1) for x in whole]
+    expected = fa_ops.attention_varlen(*packed, ENDS, ENDS, is_causal=True)
+    parts = [shard(x) for x in whole]
+    out = context_parallel_attention(*parts, scheme="ulysses", cu_seqlens=ENDS, is_causal=True)
+    assert torch.equal(unshard(out)[0].transpose(0, 1), expected)
+
+
+def check_repeatable() -> None:
+    for scheme in ("ring", "ulysses", "all_gather"):
+        grads = []
+        for _ in range(2):
+            tensors = [x.requires_grad_() for x in inputs()]
+            out = context_parallel_attention(
+                *tensors, None, scheme, is_causal=True, deterministic=True
+            )
+            grads.append(torch.autograd.grad(out.sin().sum(), tensors))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def sent_elements(function) -> int:
+    """How many elements this process sends from one process to another."""
+    original, sent = exchange.Exchange.start, []
+
+    def start(self, sends, receives, what):
+        sent.extend(x.numel() for _, x in sends)
+        return original(self, sends, receives, what)
+
+    with mock.patch.object(exchange.Exchange, "start", start):
+        function()
+    return sum(sent)
+
+
+def check_skipped_steps() -> None:
+    """Keys that nobody attends are not sent, and steps without keys are not computed."""
+    q, k, v = inputs()
+    rank, token = dist.get_rank(), 2 * 2 * 8  # key heads, keys and values, features
+    contiguous = {"layout": "contiguous"}
+    run = lambda **options: sent_elements(  # noqa: E731
+        lambda: context_parallel_attention(q, k, v, None, "ring", **contiguous | options)
+    )
+    assert run() == 3 * 8 * token
+    assert run(is_causal=True) == (WORLD - 1 - rank) * 8 * token
+    assert run(is_causal=True, window=(3, 0)) == (rank < WORLD - 1) * 3 * token
+    ends = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)
+    assert run(cu_seqlens=ends) == 0
+    # in zigzag order the second chunk of a process is attended by those of higher rank only
+    assert run(is_causal=True, layout="zigzag") == (rank * 8 + (WORLD - 1 - rank) * 4) * token
+    steps = explain_context_parallel(q, k, v, None, "ring", cu_seqlens=ends, **contiguous).steps
+    assert [step.endswith("no keys: skipped") for step in steps] == [False, True, True, True]
+
+
+def check_layouts() -> None:
+    ends = torch.tensor([0, 48, 50, 64], dtype=torch.int32)
+    layout = balanced_layout(64, cu_seqlens=ends, is_causal=True)
+    layout.check()
+    pairs = torch.cat([torch.arange(1, n + 1) for n in ends.diff().tolist()])
+    work = [sum(int(pairs[a:b].sum()) for a, b in held) for held in layout.segments]
+    assert max(work) < 1.15 * sum(work) / WORLD
+    x = torch.arange(64).view(1, 1, 64, 1)
+    assert torch.equal(unshard(shard(x, layout=layout), layout=layout), x)
+    on_two = mesh(2, 2)
+    assert torch.equal(unshard(shard(x, on_two), on_two), x)
+    assert torch.equal(shard(x, on_two), shard(x))
+    with pytest.raises(ValueError, match="tokens must be a multiple of 12, 3 chunks for each of 4"):
+        balanced_layout(64, chunks=3)
+    with pytest.raises(ValueError, match="layout is of 64 tokens on 4 processes, but x has 32"):
+        shard(x[:, :, :32], layout=layout)
+    with pytest.raises(ValueError, match="give each of 2 processes 2 of 4 tokens, got 3"):
+        SequenceLayout(4, (((0, 3),), ((3, 4),))).check()
+    with pytest.raises(ValueError, match="hold each of 4 tokens once"):
+        SequenceLayout(4, (((0, 2),), ((1, 3),))).check()
+
+
+def check_explanation() -> None:
+    rate = measure_link_rate()
+    everywhere = [None] * WORLD
+    dist.all_gather_object(everywhere, rate)
+    assert rate > 0 and len(set(everywhere)) == 1
+    found = explain_context_parallel(*inputs(64), is_causal=True)
+    dist.all_gather_object(everywhere, found.scheme)
+    assert len(set(everywhere)) == 1
+    assert found.scheme == min(found.seconds, key=found.seconds.get)
+    assert found.rates.link == rate and set(found.seconds) == {"ring", "ulysses", "all_gather"}
+    assert f"not faster than {found.scheme}" in str(found)
+    odd = explain_context_parallel(*inputs(8, (3, 3, 3)), is_causal=True)
+    assert odd.reasons["ulysses"] == "needs a number of query heads that 4 processes divide, got 3"
+    asked = explain_context_parallel(*inputs(), None, "ring", is_causal=True)
+    assert asked.scheme == "ring" and len(asked.steps) == WORLD
+    assert asked.steps[0] == "step 1: own keys: 8 queries, causal"
+
+
+def chosen(rates: tuple, heads: tuple) -> str:
+    """The scheme that "auto" chooses on a machine with these rates."""
+    known = mock.patch.dict(costs._RATES, {"cpu": costs.Rates(*rates)})
+    with known, mock.patch.dict(costs._measured, clear=True):
+        return explain_context_parallel(*inputs(256, heads)).scheme
+
+
+def check_choice() -> None:
+    """Rings hide transfers behind compute, all-gather merges nothing, all-to-all moves least."""
+    assert chosen((1e11, 1e13, 1e9), (4, 4, 4)) == "ring"
+    assert chosen((1e15, 1e9, 1e15), (32, 1, 1)) == "all_gather"
+    assert chosen((1e15, 1e13, 1e9), (4, 4, 4)) == "ulysses"
+
+
+def check_errors() -> None:
+    """Errors that every process finds itself, before anything is sent."""
+    q, k, v = inputs()
+    attend = context_parallel_attention
+    with pytest.raises(ValueError, match="scheme must be one of auto, ring, ulysses, all_gather"):
+        attend(q, k, v, scheme="star")
+    with pytest.raises(ValueError, match="layout must be 'zigzag', 'contiguous' or a layout"):
+        attend(q, k, v, layout="stripes")
+    with pytest.raises(TypeError, match="mesh_or_group must be a DeviceMesh or a ProcessGroup"):
+        attend(q, k, v, "cp")
+    with pytest.raises(ValueError, match=r"mesh must have one dimension, or two .* got 3 of sizes"):
+        attend(q, k, v, mesh(2, 2, 1))
+    with pytest.raises(ValueError, match="number of heads that the 4 processes .* got 3"):
+        attend(*inputs(8, (3, 3, 3)), scheme="ulysses")
+    with pytest.raises(ValueError, match="scheme must be 'auto', 'ring' or 'all_gather' on a mesh"):
+        attend(q, k, v, mesh(2, 2), "ulysses")
+    with pytest.raises(NotImplementedError, match="dropout_p > 0 needs the scheme 'ulysses'"):
+        attend(q, k, v, scheme="ring", dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"key_ranges must have shape .* \(1, 4, 32\), got"):
+        attend(q, k, v, key_ranges=torch.zeros(1, 1, 8, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens must not decrease and be within \[0, 32\]"):
+        attend(q, k, v, cu_seqlens=torch.tensor([0, 33], dtype=torch.int32))
+    with pytest.raises(ValueError, match="query must have a batch of 1 with cu_seqlens, got 2"):
+        attend(*[x.repeat(2, 1, 1, 1) for x in (q, k, v)], cu_seqlens=ENDS)
+    with pytest.raises(NotImplementedError, match="alibi_slopes with cu_seqlens must have shape"):
+        attend(q, k, v, cu_seqlens=ENDS.clamp(max=32), alibi_slopes=torch.ones(5, 4))
+
+
+def check_disagreement() -> None:
+    """Errors that one process causes end all of them, before anything is sent."""
+    rank = dist.get_rank()
+    q, k, v = inputs(8 if rank != 2 else 6)
+    with pytest.raises(ValueError, match=r"same shapes and options, got query \(1, 4, "):
+        context_parallel_attention(q, k, v)
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="got .* on process .* and .* on process"):
+        context_parallel_attention(q, k, v, is_causal=rank == 1)
+    lens = torch.tensor([20 + (rank == 3)], dtype=torch.int32)
+    with pytest.raises(ValueError, match="same shapes and options, got .*mask"):
+        context_parallel_attention(q, k, v, kv_lens=lens)
+    wrong = k.double() if rank == 1 else k
+    kind, match = (TypeError, "^key is float64") if rank == 1 else (RuntimeError, "^process 1 of")
+    for where in (None, mesh(2, 2)):
+        if where is not None and rank != 1:
+            match = "raised: "
+        with pytest.raises(kind, match=match):
+            context_parallel_attention(q, wrong, v, where)
+
+
+def check_other_processes() -> None:
+    """A group or a mesh without this process."""
+    rank, q = dist.get_rank(), inputs()
+    group = dist.new_group([0, 2])
+    if rank in (0, 2):
+        assert_case_right(ContextCase(is_causal=True), group, 2)
+        assert_case_right(ContextCase(scheme="ulysses", documents=3), group, 2)
+    else:
+        with pytest.raises(ValueError, match=f"group must contain this process, rank {rank}"):
+            context_parallel_attention(*q, group)
+    pair = DeviceMesh("cpu", [1, 3])
+    if rank in (1, 3):
+        assert_case_right(ContextCase(is_causal=True), pair, 2)
+    else:
+        with pytest.raises(ValueError, match=f"mesh must contain this process, rank {rank}"):
+            context_parallel_attention(*q, pair)
+
+
+def check_failure() -> None:
+    """A process that raises in the middle: the others end with an error that names the step.
+
+    Process 2 has the keys that it needs by then, and fails in its backward pass.
+    """
+    rank, tensors, begin = dist.get_rank(), inputs(requires_grad=True), time.monotonic()
+    group = dist.new_group(range(WORLD))
+    original, calls = stepwise.arguments, []
+
+    def arguments(*args):
+        calls.append(args)
+        if rank == 1 and len(calls) == 1:
+            raise MemoryError("no memory")
+        return original(*args)
+
+    with mock.patch.object(stepwise, "arguments", arguments):
+        kind, match = (MemoryError, "no memory") if rank == 1 else (RuntimeError, "step . of 4")
+        with pytest.raises(kind, match=match):
+            out = context_parallel_attention(*tensors, group, "ring", timeout=1.0)
+            out.sum().backward()
+    assert time.monotonic() - begin < 30
+
+
+def check_autocast() -> None:
+    tensors = [x.requires_grad_() for x in inputs()]
+    for scheme in ("ring", "ulysses", "all_gather"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = context_parallel_attention(*tensors, None, scheme, is_causal=True)
+        halves = [x.bfloat16() for x in tensors]
+        expected = context_parallel_attention(*halves, None, scheme, is_causal=True)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+        grads = torch.autograd.grad(out.float().sin().sum(), tensors)
+        assert all(g.dtype == torch.float32 for g in grads)
+
+
+def check_default_device() -> None:
+    """What is planned on the host stays there, whatever torch's default device is."""
+    q, k, v = inputs(16)
+    slopes, options = torch.rand(4), {"is_causal": True, "window": (9, 0)}
+    for scheme in ("ring", "ulysses", "all_gather"):
+        for mask in ({"cu_seqlens": ENDS}, {"alibi_slopes": slopes}):
+            expected = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
+            plans._plans.clear()
+            with torch.device("meta"):
+                found = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
+            assert torch.equal(found, expected)
+    with torch.device("meta"):
+        balanced_layout(64, cu_seqlens=ENDS)
+        assert explain_context_parallel(q, k, v, cu_seqlens=ENDS).scheme
+
+
+CHECKS = {
+    f"{scheme}, {mask}": lambda fields=fields | chosen: check_case(**fields)
+    for scheme, chosen in SCHEMES.items()
+    for mask, fields in MASKS.items()
+}
+CHECKS |= {
+    "dropout": check_dropout,
+    "random calls": check_random,
+    "bits of documents": check_bits_of_documents,
+    "repeatable": check_repeatable,
+    "skipped steps": check_skipped_steps,
+    "layouts": check_layouts,
+    "autocast": check_autocast,
+    "another default device": check_default_device,
+    "explanation": check_explanation,
+    "choice": check_choice,
+    "errors": check_errors,
+    "disagreement": check_disagreement,
+    "other processes": check_other_processes,
+    "failure": check_failure,  # the last, as messages of its group may remain
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("context_parallel")
+    run_checks(__name__, WORLD, folder)
+    return folder
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_pass_in_every_process(name, verdicts):
+    assert_passed(name, WORLD, verdicts)

@@ -1,0 +1,125 @@
+"""hf_integration.context_parallel on gloo processes, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import hf_integration
+from tests.distributed.processes import assert_passed, run_checks
+from tests.hf_integration import tiny_models
+
+WORLD = 2
+TOKENS = 16
+MODELS = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
+
+
+def batches() -> dict[str, dict]:
+    """Batches without padding, padded on the left, and of packed documents."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(tiny_models.VOCAB, (2, TOKENS), generator=g)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    packed = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    labels = ids.masked_fill(padding == 0, -100)
+    return {
+        "plain": {"input_ids": ids, "labels": ids},
+        "padded": {"input_ids": ids, "attention_mask": padding, "labels": labels},
+        "packed": {"input_ids": ids[:1], "position_ids": packed, "labels": ids[:1]},
+    }
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def one_process(model, batch: dict) -> tuple[float, dict]:
+    """The loss and gradients, which other tests compare with eager attention."""
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {n: x.clone() for n, x in gradients(model).items()}
+
+
+def check(model_type: str, kind: str, mesh=None, checkpoint: bool = False, **options) -> None:
+    batch = batches()[kind]
+    model = tiny_models.build(model_type)
+    loss, expected = one_process(model, batch)
+    model.zero_grad()
+    if checkpoint:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with hf_integration.context_parallel(batch, mesh, **options) as part:
+        assert part["input_ids"].shape[1] == TOKENS // WORLD
+        found = model(**part).loss
+        found.backward()
+    total = found.detach()
+    dist.all_reduce(total)
+    assert abs(total.item() - loss) < 1e-5 * max(1.0, abs(loss)), (total.item(), loss)
+    for name, parameter in model.named_parameters():
+        grad = expected.get(name, torch.zeros_like(parameter))
+        mine = torch.zeros_like(grad) if parameter.grad is None else parameter.grad
+        dist.all_reduce(mine)
+        assert torch.allclose(mine, grad, atol=2e-5, rtol=1e-4), (name, (mine - grad).abs().max())
+
+
+def enter(batch: dict) -> None:
+    with hf_integration.context_parallel(batch):
+        pass
+
+
+def check_errors() -> None:
+    batch, model = batches()["plain"], tiny_models.build("llama")
+    ids, packed = batch["input_ids"], batches()["packed"]["position_ids"]
+    with pytest.raises(ValueError, match="x must have a multiple of 4 tokens"):
+        enter({"input_ids": ids[:, :14]})
+    with pytest.raises(ValueError, match="batch holds 'pixels', which cannot be distributed"):
+        enter(batch | {"pixels": torch.ones(2)})
+    with pytest.raises(ValueError, match="labels must have 16 tokens"):
+        enter(batch | {"labels": torch.ones(2, 3).long()})
+    with pytest.raises(NotImplementedError, match="packed documents in a single row"):
+        enter(batch | {"position_ids": packed.repeat(2, 1)})
+    with hf_integration.context_parallel(batch) as part:
+        with pytest.raises(ValueError, match="must not be entered again"):
+            enter(batch)
+        with pytest.raises(NotImplementedError, match="does not support output_attentions"):
+            model(**part, output_attentions=True)
+    assert model(**batch).loss.isfinite()
+    refused(tiny_models.build("t5").encoder, {"input_ids": ids}, "does not support position_bias")
+    chunked = tiny_models.build("llama4_text")
+    for kind in ("padded", "packed"):
+        refused(chunked, batches()[kind], "chunked attention without padding and packed documents")
+
+
+def refused(model, batch: dict, match: str) -> None:
+    with hf_integration.context_parallel(batch) as part:
+        allowed = {n: x for n, x in part.items() if n != "position_ids" or "labels" in batch}
+        with pytest.raises(NotImplementedError, match=match):
+            model(**allowed)
+
+
+CHECKS = {f"{m}, {k}": lambda m=m, k=k: check(m, k) for m in MODELS for k in batches()}
+CHECKS |= {
+    "chunked": lambda: check("llama4_text", "plain"),
+    "checkpointed": lambda: check("llama", "padded", checkpoint=True),
+    "all-to-all": lambda: check("mistral", "packed", scheme="ulysses", layout="contiguous"),
+    "a mesh": lambda: check("llama", "plain", init_device_mesh("cpu", (2,))),
+    "errors": check_errors,
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hf_context_parallel")
+    run_checks(__name__, WORLD, folder)
+    return folder
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_pass_in_every_process(name, verdicts):
+    assert_passed(name, WORLD, verdicts)
