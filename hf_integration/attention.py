@@ -93,12 +93,9 @@ def fa_ops_attention_forward(
         return paged.attention(module, call, cache, kwargs), None
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
     if distribution.active() is not None:
-        unsupported = {
-            "position_bias": position_bias, "indices": indices, "cu_seq_lens_q": cu_seq_lens_q,
-            "output_attentions": output_attentions,
-        }  # fmt: skip
-        parts = (query, key, value, mask, sinks, options, unsupported)
-        return distribution.attention(module, *parts), None
+        parts = (query, key, value, mask, sinks, options)
+        unsupported = (position_bias, indices, cu_seq_lens_q, output_attentions)
+        return distribution.attention(module, *parts, unsupported), None
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
     plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
     if plain and is_compact and not torch.compiler.is_compiling():

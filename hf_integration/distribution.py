@@ -8,7 +8,7 @@ sequence, from its padding and positions, and attention runs as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -180,13 +180,19 @@ def _documents(to: Distribution, layer: nn.Module | None) -> packing.Documents |
     return packing.documents(to.positions, layer) if to.positions.shape[0] == 1 else None
 
 
+_UNSUPPORTED = ("position_bias", "indices", "cu_seq_lens_q", "output_attentions")
+
+
 def attention(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments,
-    sinks: Tensor | None, options: dict, unsupported: Mapping[str, object],
+    sinks: Tensor | None, options: dict, unsupported: Sequence[object],
 ) -> Tensor:  # fmt: skip
-    """Attention of a layer: (B, S, Hq, Dv) of this process's tokens."""
+    """Attention of a layer: (B, S, Hq, Dv) of this process's tokens.
+
+    `unsupported` are the values that the layer passes for the arguments `_UNSUPPORTED`.
+    """
     to = active()
-    for name, given in unsupported.items():
+    for name, given in zip(_UNSUPPORTED, unsupported, strict=True):
         if given is not None and given is not False:
             raise NotImplementedError(
                 f"context_parallel does not support {name}, which {type(layer).__name__} passes"

@@ -32,12 +32,12 @@ class Config:
     @functools.cached_property
     def head_dim(self) -> int:
         """Features of q and k in shared memory, where the copies fill whole columns with zeros."""
-        return padded(self.head_features)
+        return -(-self.head_features // 64) * 64
 
     @functools.cached_property
     def value_dim(self) -> int:
         """Those of v."""
-        return padded(self.value_features)
+        return -(-self.value_features // 64) * 64
 
     @property
     def threads(self) -> int:
@@ -93,12 +93,12 @@ class BackwardConfig:
     @functools.cached_property
     def head_dim(self) -> int:
         """Features of q and k in shared memory, as the forward's."""
-        return padded(self.head_features)
+        return -(-self.head_features // 64) * 64
 
     @functools.cached_property
     def value_dim(self) -> int:
         """Those of v."""
-        return padded(self.value_features)
+        return -(-self.value_features // 64) * 64
 
     @property
     def alternates(self) -> bool:

@@ -77,9 +77,19 @@ def plan(call: Call) -> Plan:
     return general("forward", forward)
 
 
+# On an H200 with Triton 3.6 most random calls failed their comparison with the oracle, which they
+# pass in the interpreter.
+EIGHT_BIT_ON_GPUS = False
+
+
 def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot run a call with 8-bit products."""
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
+    if q.device.type == "cuda" and not EIGHT_BIT_ON_GPUS:
+        return (
+            "runs 8-bit products in the interpreter only: on GPUs its kernels do not yet agree "
+            "with the oracle; the reference backend can run them"
+        )
     return architecture_error(q) or support_error(q, k, v, spec, dtypes)
 
 
