@@ -13,7 +13,7 @@ import sys
 from fa_ops.ops.imports import after_import
 
 _MODULE, _METHOD = "transformers.modeling_utils", "get_correct_attn_implementation"
-_NAMES = ("fa_ops", "paged|fa_ops")
+_NAMES = ("fa_ops", "paged|fa_ops", "fa_ops_8bit")
 
 
 def install() -> None:

@@ -14,6 +14,7 @@ what no backend of fa_ops supports go to the kernel that was there before, with 
 
 from __future__ import annotations
 
+import torch
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
@@ -27,7 +28,11 @@ class Handle:
     """The registration of the kernels, which torch keeps while they are active."""
 
     def __init__(self, key: str) -> None:
-        replacements = {name: Replacement(name, key, kernel) for name, kernel in KERNELS.items()}
+        replacements = {
+            name: Replacement(name, key, kernel)
+            for name, kernel in KERNELS.items()
+            if hasattr(torch.ops.aten, name)  # the one in place is of a later torch than 2.11
+        }
         self._library: Library | None = Library("aten", "IMPL", key)
         for name, replacement in replacements.items():
             self._library.impl(name, replacement, key, with_keyset=True, allow_override=True)

@@ -88,7 +88,7 @@ def test_metadata(installed):
     found = importlib.metadata.packages_distributions()
     assert found["flash_attn"] == ["flash_attn"]
     assert found["flash_attn_interface"] == ["flash_attn_3"]
-    assert version("torch") == torch.__version__
+    assert torch.__version__.startswith(version("torch").partition("+")[0])
 
 
 def test_uninstall_removes_everything():

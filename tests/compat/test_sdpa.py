@@ -88,12 +88,13 @@ def test_activation_registers_the_kernels_until_restored():
     torch_attention.activate_flash_attention_impl("fa_ops")
     try:
         assert torch_attention.current_flash_attention_impl() == "fa_ops"
-        assert len(aten_flash.KERNELS) == 5
-        assert all("sdpa.py" in dumped(name) for name in aten_flash.KERNELS)
+        known = [name for name in aten_flash.KERNELS if hasattr(torch.ops.aten, name)]
+        assert 4 <= len(known) <= len(aten_flash.KERNELS) == 5
+        assert all("sdpa.py" in dumped(name) for name in known)
     finally:
         torch_attention.restore_flash_attention_impl()
     assert torch_attention.current_flash_attention_impl() is None
-    assert not any("sdpa.py" in dumped(name) for name in aten_flash.KERNELS)
+    assert not any("sdpa.py" in dumped(name) for name in known)
     q, k, v = inputs("(B, H, S, D)")
     handle = sdpa.activate("CPU")
     flash(q, k, v)
@@ -260,6 +261,8 @@ def test_used_keys_pages_and_results_in_place(active):
         torch.testing.assert_close(found, out)
         torch.testing.assert_close(found_lse, lse)
     assert (lse[:, 0] == torch.inf).all() and out[4:].isfinite().all() and out[4:].any()
+    if not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
+        return  # of a later torch than 2.11
     buffer = torch.empty_like(q)
     lse_again = torch.ops.aten._flash_attention_forward_no_dropout_inplace(
         buffer, q, keys, keys, *packed, 0.0, True, False, seqused_k=used
