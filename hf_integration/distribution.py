@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from fa_ops.distributed import (
 from hf_integration import key_ranges, latent, packing
 from hf_integration.encodings import MaskArguments, PackingHint
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 IGNORED = -100  # the label of tokens without a loss, in transformers
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "token_type_ids")
 
@@ -31,7 +35,7 @@ _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "token_type_i
 class Distribution(NamedTuple):
     """What a model's layers and masks need to know inside `context_parallel`."""
 
-    mesh_or_group: Any
+    mesh_or_group: ProcessGroup | DeviceMesh | None
     scheme: str
     layout: str | SequenceLayout
     tokens: int  # of the whole sequence
@@ -45,7 +49,7 @@ _active: list[Distribution] = []  # global, as checkpointed layers run in thread
 @contextlib.contextmanager
 def context_parallel(
     batch: Mapping[str, Any],
-    mesh_or_group=None,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     *,
     scheme: str = "auto",
     layout: str | SequenceLayout = "auto",

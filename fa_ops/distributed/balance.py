@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,14 @@ from fa_ops import api
 from fa_ops.distributed.layout import SequenceLayout, merged, whole_group
 from fa_ops.distributed.masks import Mask, on_host, visible
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def balanced_layout(
     tokens: int,
-    mesh_or_group=None,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     *,
     is_causal: bool = False,
     window: api.Window | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,17 @@ from fa_ops.distributed.requests import CheckedCall, Options, checked
 from fa_ops.distributed.stepwise import Job, StepwiseAttention
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @outside_graphs
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mesh_or_group=None,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     scheme: str = "auto",
     *,
     is_causal: bool = False,
@@ -121,7 +127,12 @@ def context_parallel_attention(
 
 
 def explain_context_parallel(
-    query: Tensor, key: Tensor, value: Tensor, mesh_or_group=None, scheme: str = "auto", **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None,
+    scheme: str = "auto",
+    **options,
 ) -> SchemeChoice:
     """Explain which scheme a call of :func:`context_parallel_attention` uses, and why.
 
@@ -158,7 +169,9 @@ def _words(number: int, step: plans.Step) -> str:
     return f"step {number}: {', '.join(sources) or 'no keys'}: {'; '.join(forms) or 'skipped'}"
 
 
-def measure_link_rate(mesh_or_group=None, device: str | torch.device = "cpu") -> float:
+def measure_link_rate(
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None, device: str | torch.device = "cpu"
+) -> float:
     """Measure the rate of the link, bytes per second, for the estimates of "auto".
 
     All processes must call it. On a mesh of two dimensions the first is measured.

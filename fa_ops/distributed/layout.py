@@ -8,11 +8,15 @@ by the number of keys that their queries attend.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Segment = tuple[int, int]  # tokens start <= i < stop of the whole sequence
 
@@ -20,7 +24,7 @@ Segment = tuple[int, int]  # tokens start <= i < stop of the whole sequence
 class SequenceLayout(NamedTuple):
     """Which tokens of a sequence each process of a group holds, in ascending order.
 
-    Args:
+    Attributes:
         tokens: the length of the whole sequence.
         segments: for each process its half-open ranges ``(start, stop)`` of tokens. Every token
             belongs to one process, and all processes hold equally many.
@@ -169,7 +173,11 @@ def whole_group(mesh_or_group) -> tuple[Members | None, int, int]:
 
 
 def shard(
-    x: Tensor, group=None, dim: int = 2, zigzag: bool = True, layout: SequenceLayout | None = None
+    x: Tensor,
+    group: ProcessGroup | DeviceMesh | None = None,
+    dim: int = 2,
+    zigzag: bool = True,
+    layout: SequenceLayout | None = None,
 ) -> Tensor:
     """The part of a sequence that this process holds. Differentiable.
 
@@ -191,7 +199,11 @@ def shard(
 
 
 def unshard(
-    x: Tensor, group=None, dim: int = 2, zigzag: bool = True, layout: SequenceLayout | None = None
+    x: Tensor,
+    group: ProcessGroup | DeviceMesh | None = None,
+    dim: int = 2,
+    zigzag: bool = True,
+    layout: SequenceLayout | None = None,
 ) -> Tensor:
     """Gather the whole sequence from the parts of :func:`shard`. Not differentiable."""
     groups = groups_of(group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,10 @@ from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
 from fa_ops.kv_cache import attention_with_kv_cache
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @outside_graphs
 def attention_with_sharded_kv_cache(
@@ -19,7 +25,7 @@ def attention_with_sharded_kv_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     kv_lens: Tensor,
-    mesh_or_group=None,
+    mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     page_table: Tensor | None = None,
     is_causal: bool = False,
     *,
