@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fa_ops.backends.triton import launch
-from fa_ops.cli.fuzz_cases import FuzzRun, Target, family_of, outcomes, strict
+from fa_ops.cli.fuzz_cases import KINDS, FuzzRun, Target, family_of, outcomes, strict
 from fa_ops.testing import CacheCase, PackedCase
+from fa_ops.testing.quantized import QuantizedCase
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -32,16 +33,18 @@ def work(target: Target, number: int) -> float:
     if isinstance(case, PackedCase):
         pairs = zip(case.lengths_q, case.lengths_k)
         return case.features.Hq * sum((q + 16) * (k + 16) for q, k in pairs)
+    if isinstance(case, QuantizedCase):
+        case = case.case
     keys = case.S if isinstance(case, CacheCase) else case.Sk
     return case.B * case.Hq * (case.Sq + 16) * (keys + 16)
 
 
 @pytest.mark.parametrize("target", [TRITON, EDGES], ids=["anywhere", "edges"])
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_smallest(kind, target):
     """At the edges in an arena: whatever is written outside of a result is found."""
     with strict(target):
-        numbers = sorted(range(kind, 100, 5), key=functools.partial(work, target))
+        numbers = sorted(range(kind, 100, len(KINDS)), key=functools.partial(work, target))
         for number in numbers[: 6 if target.arena else 3]:
             (outcome,) = outcomes(FuzzRun(target, number, 0, 1))
             assert outcome.error is None
