@@ -157,7 +157,7 @@ def test_decoding(changes):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 30), (1, 1, 20, 30), (1, 1, 1, 1)])
-def test_an_infinite_key_that_a_float_mask_excludes_leaves_the_masks_gradient_finite(shape):
+def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shape):
     q, k, v, spec = make_case(Sq=20, Sk=30, Hq=2, Hkv=1).fresh()
     k[0, 0, 7, 3] = INF
     mask = torch.zeros(shape)

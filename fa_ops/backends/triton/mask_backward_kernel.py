@@ -113,7 +113,7 @@ def mask_grad_kernel(
                 ranges_head, ranges_stride_q, seed, b * Hq + h, threshold,
                 keep_scale, window_left, window_right, True, EXTREME, True,
             )  # fmt: skip
-            acc += tl.where(i < Sq, ds, 0.0)  # an Inf in a key makes NaN of rows beyond Sq
+            acc += ds
     base = ((pid * size_b + b_own).to(tl.int64) * size_h + h_own) * size_q * size_k
     m = tl.arange(0, BLOCK_M)[:, None] + m_own * BLOCK_M
     n = tl.arange(0, BLOCK_N)[None, :] + n_own * BLOCK_N

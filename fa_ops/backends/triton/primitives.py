@@ -283,10 +283,12 @@ def scores(
         s -= slope * tl.abs(i + shift - j).to(tl.float32)
     if mask is not None:
         at = mask + tl.cast(i, tl.int64) * mask_stride_q + tl.cast(j, tl.int64) * mask_stride_k
-        element = tl.load(at, mask=(i < Sq) & (j < limit) if EDGE else i < Sq, other=0)
+        inside = (i < Sq) & (j < limit) if EDGE else i < Sq
         if mask.dtype.element_ty == tl.int1:
-            s = tl.where(element, s, float("-inf"))
+            s = tl.where(tl.load(at, mask=inside, other=0), s, float("-inf"))
         else:
+            # a NaN or Inf in a key makes NaN of the scores of rows beyond Sq, too
+            element = tl.load(at, mask=inside, other=float("-inf") if EXACT else 0.0)
             bias = element.to(tl.float32) * UNIT
             s = tl.where(bias == float("-inf"), bias, s + bias) if EXACT else s + bias
     if EDGE:
