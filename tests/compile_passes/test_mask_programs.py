@@ -1,7 +1,7 @@
 """Random masks over positions, with every dtype, casts, arithmetic, comparisons and logic, near the
 last integers that are exact. Fused or not, the result is that of eager mode.
 
-FA_OPS_MASK_PROGRAMS=5000 runs that many instead of the default 120.
+FA_OPS_MASK_PROGRAMS=5000 runs that many instead of the default 80.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.compile_passes.helpers import Fusion, fuse, qkv
 
 INF = float("inf")
 SIZE = 9
-PROGRAMS = int(os.environ.get("FA_OPS_MASK_PROGRAMS", "120"))
+PROGRAMS = int(os.environ.get("FA_OPS_MASK_PROGRAMS", "80"))
 CHUNK = 40
 POWERS = (3, 7, 8, 11, 15, 16, 24, 31, 32, 53, 63)
 INTEGERS = (*[torch.int64, torch.int32] * 3, torch.int16, torch.int8, torch.uint8)
