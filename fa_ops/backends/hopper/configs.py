@@ -12,11 +12,27 @@ SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class HeadDims:
+    """Head dimensions of a dense kernel, multiples of 8. Products compute these features only."""
+
+    head_features: int  # of q and k
+    value_features: int
+
+    @functools.cached_property
+    def head_dim(self) -> int:
+        """Features of q and k in shared memory, where the copies fill whole columns with zeros."""
+        return padded(self.head_features)
+
+    @functools.cached_property
+    def value_dim(self) -> int:
+        """Features of v in shared memory."""
+        return padded(self.value_features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(HeadDims):
     """The forward's tile: `block_m / 64` consumer warpgroups share the keys one producer brings."""
 
-    head_features: int  # of q and k in products
-    value_features: int
     block_m: int
     block_n: int
     stages: int = 2
@@ -28,16 +44,6 @@ class Config:
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
         assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
-
-    @functools.cached_property
-    def head_dim(self) -> int:
-        """Features of q and k in shared memory, where the copies fill whole columns with zeros."""
-        return -(-self.head_features // 64) * 64
-
-    @functools.cached_property
-    def value_dim(self) -> int:
-        """Those of v."""
-        return -(-self.value_features // 64) * 64
 
     @property
     def threads(self) -> int:
@@ -68,7 +74,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(HeadDims):
     """A CTA owns `block_n` keys and passes over blocks of `block_m` queries.
 
     It keeps dK and dV, 64 keys a consumer; or, where it is wide, one consumer keeps dK and one dV
@@ -76,8 +82,6 @@ class BackwardConfig:
     `query_block_n` keys at a time, each block of K or V in one of `query_stages` slots.
     """
 
-    head_features: int  # as the forward's; one consumer with dK and dV has the same of both
-    value_features: int
     is_wide: bool = False
     adds_dq: bool = True
     block_m: int = 64
@@ -89,16 +93,6 @@ class BackwardConfig:
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
 
     threads = 384  # a warpgroup copies, two compute
-
-    @functools.cached_property
-    def head_dim(self) -> int:
-        """Features of q and k in shared memory, as the forward's."""
-        return -(-self.head_features // 64) * 64
-
-    @functools.cached_property
-    def value_dim(self) -> int:
-        """Those of v."""
-        return -(-self.value_features // 64) * 64
 
     @property
     def alternates(self) -> bool:
@@ -272,17 +266,12 @@ def padded(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def features(dim: int) -> int:
-    """Round a head dimension up to what a product can write, a multiple of 8 features."""
-    return -(-dim // 8) * 8
-
-
 def forward_config(
     D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False, page: int = 0
 ) -> Config:
     """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps. `page`:
     keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous."""
-    config = _forward_config(features(D), features(Dv), is_crowded or bias_bits > 0)
+    config = _forward_config(D, Dv, is_crowded or bias_bits > 0)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
         return dataclasses.replace(config, block_n=block_n, copy_keys=min(page, 64))
@@ -322,7 +311,7 @@ def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, is_crowded: bool = False
 ) -> BackwardConfig:
     """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
-    config = _backward_config(features(D), features(Dv), deterministic)
+    config = _backward_config(D, Dv, deterministic)
     head_dim = config.head_dim
     if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
@@ -333,7 +322,7 @@ def backward_config(
 
 def _backward_config(D: int, Dv: int, deterministic: bool) -> BackwardConfig:
     if padded(D) == padded(Dv) <= 128:
-        # registers hold dK and dV of 64 keys, and dQ
+        # registers hold dK and dV of 64 keys, and dQ; a consumer with both has as many of each
         config = BackwardConfig(max(D, Dv), max(D, Dv), adds_dq=not deterministic)
         if config.head_dim == 64:
             return dataclasses.replace(config, query_block_n=128, query_stages=4)
