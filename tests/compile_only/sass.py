@@ -23,6 +23,7 @@ def assert_fits(kernel: CompiledKernel, arch: int, folder: Path, spills: int = 0
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     if arch == 90:
         assert not unwritten_uniform_registers(disassembled(cubin, folder))
+        assert not early_reads(kernel.asm["ptx"])
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:
@@ -99,3 +100,26 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
             wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             written |= set(range(registers[0][0], registers[0][0] + wide))
     return found
+
+
+_REGISTER = re.compile(r"%r\d+\b")
+
+
+def early_reads(ptx: str) -> list[str]:
+    """Instructions of PTX that read a wgmma's sum in its basic block without a wait between."""
+    groups, current, early = [], set(), []
+    for line in ptx.splitlines():
+        if line.startswith("$L__BB"):
+            groups, current = [], set()
+        elif "wgmma.mma_async" in line:
+            current.update(_REGISTER.findall(line.split("}")[0]))
+        elif "wgmma.commit_group" in line:
+            groups, current = [*groups, current], set()
+        elif "wgmma.wait_group" in line:
+            pending = int(line.rstrip(" ;").split()[-1])
+            groups = groups[len(groups) - pending :] if pending else []
+        elif not line.lstrip().startswith(("//", ".")) and "wgmma" not in line:
+            in_flight = current.union(*groups)
+            if in_flight and in_flight.intersection(_REGISTER.findall(line)):
+                early.append(line.strip())
+    return early

@@ -116,13 +116,14 @@ def quantized_kernel(
         alpha = tl.exp2(m - base)
         den = den * alpha + tl.sum(p.to(tl.float32), 1)
         m = m_new
-        acc = acc * alpha[:, None]
         if Dv == BLOCK_DV:
             vt = tl.load(v_tile + n0)
         else:
             vt = tl.load(v_tile + n0, mask=channels < Dv, other=0.0)
-        # sums over BLOCK_N keys are added in float32: fp8 tensor cores accumulate with fewer bits
-        acc = tl.dot(p, tl.trans(vt), acc, max_num_imprecise_acc=BLOCK_N)
+        # Sums over BLOCK_N keys are added in float32: fp8 tensor cores accumulate with fewer bits.
+        # tl.dot's max_num_imprecise_acc is no way to do so: Triton 3.6 and 3.7 read the sum of a
+        # pipelined wgmma before they wait for it.
+        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(vt))
     store_results(
         out, lse, acc, m, den, b, h, m0, rows_m, Hq, group, Sq, v_scale, v_scale_b, v_scale_h,
         v_scale_d, offset, sinks, Dv, BLOCK_DV,
