@@ -119,6 +119,7 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "odd": lambda: _grid(16384, 2048, (64, 128), _ODD),
     "cross": _cross,
     "models": _models,
+    "dims": lambda: _grid(16384, 2048, (72, 80, 88, 96, 104, 112), (1024, 4096)),
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),

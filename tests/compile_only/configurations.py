@@ -95,7 +95,9 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
 
     for word, features in FEATURES.items():
         is_crowded = word in ("mask", "dropout")
-        yield one(word, configs.forward_config(D, Dv, is_crowded=is_crowded), features)
+        differs_by_row = word in ("ranges", "alibi")
+        config = configs.forward_config(D, Dv, is_crowded=is_crowded, differs_by_row=differs_by_row)
+        yield one(word, config, features)
     for page in PAGES[1:]:
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
     for bits in (16, 32):

@@ -95,6 +95,26 @@ def test_forward_of_other_dims(number, dims, tmp_path):
     assert_forward(dims, FEATURES[number], tmp_path)
 
 
+@pytest.mark.parametrize(
+    "dims, options, tile",
+    [
+        ((72, 72), {}, (192, 96)),
+        ((112, 64), {"is_crowded": True}, (192, 96)),
+        ((72, 72), {"differs_by_row": True}, (192, 96)),
+        ((80, 80), {"differs_by_row": True}, (128, 128)),
+        ((80, 80), {"bias_bits": 16}, (128, 128)),
+        ((80, 80), {"page": 64}, (128, 128)),
+        ((64, 64), {}, (256, 64)),
+        ((120, 120), {}, (128, 128)),
+        ((128, 64), {}, (128, 128)),
+    ],
+    ids=str,
+)
+def test_head_dims_between_64_and_128_have_three_consumers(dims, options, tile):
+    config = configs.forward_config(*dims, **options)
+    assert (config.block_m, config.block_n) == tile
+
+
 def steps(features):
     """Of a product over features."""
     return -(-features // 16)

@@ -267,11 +267,19 @@ def padded(dim: int) -> int:
 
 
 def forward_config(
-    D: int, Dv: int, bias_bits: int = 0, is_crowded: bool = False, page: int = 0
+    D: int,
+    Dv: int,
+    bias_bits: int = 0,
+    is_crowded: bool = False,
+    page: int = 0,
+    differs_by_row: bool = False,
 ) -> Config:
     """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps. `page`:
-    keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous."""
-    config = _forward_config(D, Dv, is_crowded or bias_bits > 0, bias_bits > 0 or page > 0)
+    keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges
+    or ALiBi."""
+    config = _forward_config(D, Dv, is_crowded or bias_bits > 0)
+    if not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
+        config = Config(D, Dv, 192, 96, stages=3)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
         return dataclasses.replace(config, block_n=block_n, copy_keys=min(page, 64))
@@ -286,8 +294,18 @@ def forward_config(
     )
 
 
-def _forward_config(D: int, Dv: int, is_crowded: bool, needs_boxes: bool = False) -> Config:
-    """`needs_boxes`: blocks of keys are made of pages, or of boxes of a bias."""
+def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:
+    """Whether three consumers and 96 keys are faster than two and 128, on an H200.
+
+    By 1.05x to 1.10x with D a multiple of 16, and by 1.3x to 1.4x with others, as 128 keys and such
+    columns of values make slow products; with ALiBi and ranges of documents 0.93x to 1.05x.
+    Registers of three consumers hold no more features.
+    """
+    makes_slow_products = D % 16 > 0 or Dv % 16 > 0
+    return D > 64 and max(D, Dv) <= 112 and (makes_slow_products or not differs_by_row)
+
+
+def _forward_config(D: int, Dv: int, is_crowded: bool) -> Config:
     head_dim = padded(D)
     if head_dim == 64 and is_crowded:
         # slower with two stages, and with two consumers of more keys
@@ -297,9 +315,6 @@ def _forward_config(D: int, Dv: int, is_crowded: bool, needs_boxes: bool = False
         # with three of 96 to 128 keys, but for 2 % in full attention of 16k. The second slot for
         # queries matters where tiles are short
         return Config(D, Dv, 256, 64, stages=4, query_stages=2)
-    if head_dim == 128 and max(D, Dv) <= 112 and not needs_boxes:
-        # three consumers, whose registers hold so many features: 5 to 30 % faster than two
-        return Config(D, Dv, 192, 96, stages=3)
     if head_dim == 128:
         # slower with a threshold of 0, with two stages, as keys are held to the end of a step, and
         # with 144 to 176 keys but for full attention from 8k on

@@ -170,8 +170,8 @@ class ForwardPlan:
         left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        is_crowded = mask is not None or dropout_p > 0
-        config = forward_config(D, Dv, bias_bits, is_crowded, page)
+        by_row = bool(ranges) or slopes is not None
+        config = forward_config(D, Dv, bias_bits, bool(mask) or dropout_p > 0, page, by_row)
         is_uneven = Sq % config.block_m > 0 or has_window or has_lens or bool(ranges or mask)
         self.device = device
         self.kernel, self.grid, self.is_dynamic, tiles = self._schedule(
