@@ -278,7 +278,7 @@ def forward_config(
     keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges
     or ALiBi."""
     config = _forward_config(D, Dv, is_crowded or bias_bits > 0)
-    if not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
+    if 64 < D <= 112 and not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
         config = Config(D, Dv, 192, 96, stages=3)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
@@ -295,14 +295,14 @@ def forward_config(
 
 
 def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:
-    """Whether three consumers and 96 keys are faster than two and 128, on an H200.
+    """Whether three consumers and 96 keys are faster than two and 128 for D from 72 to 112.
 
-    By 1.05x to 1.10x with D a multiple of 16, and by 1.3x to 1.4x with others, as 128 keys and such
+    On an H200 by 1.05x to 1.10x with D a multiple of 16, and by 1.3x to 1.4x with others, as 128 keys and such
     columns of values make slow products; with ALiBi and ranges of documents 0.93x to 1.05x.
     Registers of three consumers hold no more features.
     """
     makes_slow_products = D % 16 > 0 or Dv % 16 > 0
-    return D > 64 and max(D, Dv) <= 112 and (makes_slow_products or not differs_by_row)
+    return Dv <= 112 and (makes_slow_products or not differs_by_row)
 
 
 def _forward_config(D: int, Dv: int, is_crowded: bool) -> Config:
