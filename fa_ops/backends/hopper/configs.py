@@ -297,9 +297,9 @@ def forward_config(
 def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:
     """Whether three consumers and 96 keys are faster than two and 128 for D from 72 to 112.
 
-    On an H200 by 1.05x to 1.10x with D a multiple of 16, and by 1.3x to 1.4x with others, as 128 keys and such
-    columns of values make slow products; with ALiBi and ranges of documents 0.93x to 1.05x.
-    Registers of three consumers hold no more features.
+    On an H200 by 1.05x to 1.10x with D a multiple of 16, and by 1.3x to 1.4x with others, as 128
+    keys and such columns of values make slow products; with ALiBi and ranges of documents 0.93x to
+    1.05x. Registers of three consumers hold no more features.
     """
     makes_slow_products = D % 16 > 0 or Dv % 16 > 0
     return Dv <= 112 and (makes_slow_products or not differs_by_row)
