@@ -14,7 +14,17 @@ from fa_ops import cache_checks, planning
 from fa_ops.backends import cpu
 from fa_ops.call import Plan
 from tests.ops import test_kv_cache as caches
-from tests.test_errors import DENSE, FUNCTION_ONLY, ids, ints, rand, valid
+from tests.test_errors import (
+    DENSE,
+    FUNCTION_ONLY,
+    VARLEN,
+    VARLEN_FUNCTION_ONLY,
+    ids,
+    ints,
+    packed,
+    rand,
+    valid,
+)
 
 GOOD = {
     "attn_mask": [rand(5, 7), torch.ones(5, 7, dtype=torch.bool)],
@@ -76,6 +86,36 @@ def test_attention(bad, grad):
     assert type(again) is type(first) and str(again) == str(first)
     for like in (*SINGLE, *COMBINED):
         assert error_of(call, valid() | like | bad.change) is not None
+
+
+GOOD_FOR_PACKED = [
+    {}, {"is_causal": True}, {"scale": 1.0}, {"softcap": 1.0}, {"alibi_slopes": rand(2, 4)},
+    {"sinks": rand(4)}, {"kv_lens": ints(2)}, {"max_seqlen_q": 1}, {"max_seqlen_k": 2},
+    {"deterministic": True}, {"backend": "cpu"},
+]  # fmt: skip
+
+
+def assert_refused_again(call, bad):
+    """The same error before and after calls that are legal."""
+    first = error_of(call, packed(**bad.change))
+    assert first is not None and not planning._prepared
+    for like in (*GOOD_FOR_PACKED, compact(bad.change)) * 2:
+        error_of(call, packed(**like))
+    assert any(planning._prepared.values())
+    again = error_of(call, packed(**bad.change))
+    assert type(again) is type(first) and str(again) == str(first)
+    for like in GOOD_FOR_PACKED:
+        assert error_of(call, packed(**like) | bad.change) is not None
+
+
+@pytest.mark.parametrize("bad", **ids(VARLEN | VARLEN_FUNCTION_ONLY))
+def test_attention_varlen(bad):
+    assert_refused_again(fa_ops.attention_varlen, bad)
+
+
+@pytest.mark.parametrize("bad", **ids(VARLEN))
+def test_the_operator_of_packed_calls(bad):
+    assert_refused_again(torch.ops.fa.attention_varlen, bad)
 
 
 VALUES = ("page_table[1, 0] is", "kv_lens[", "rotary_cos has 9 positions")  # not checked on a GPU

@@ -58,11 +58,14 @@ class Recording(NamedTuple):
     with_lse: bool
 
 
-def without_gradient(operator: OpOverload, keyset, call: Call, *args, **options):
-    """Call the operator below autograd, where nothing is recorded."""
+def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
+    """Run the forward operator from inside its Autograd kernel, with nothing recorded."""
     library.reject_forward_ad(
         operator, call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
     )
+    if library.is_device_kernel_next(keyset.raw_repr()):
+        out, lse = planning.run(call, with_lse)
+        return (out, lse) if with_lse else out
     return library.redispatch(operator, keyset, call.query, call.key, call.value, *args, **options)
 
 

@@ -39,14 +39,14 @@ def _autograd(keyset, q, k, v, *args, **options):
     call = Call(DENSE, q, k, v, Spec(*args, **options))
     if autograd.needs_grad(call):
         return autograd.record(OPERATORS, keyset, call, with_lse=True)
-    return autograd.without_gradient(WITH_LSE, keyset, call, *args, **options)
+    return autograd.without_gradient(WITH_LSE, keyset, call, True, *args, **options)
 
 
 def _attention_autograd(keyset, q, k, v, *args, **options):
     call = Call(DENSE, q, k, v, Spec(*args, **options))
     if autograd.needs_grad(call):
         return autograd.record(OPERATORS, keyset, call, with_lse=False)
-    return autograd.without_gradient(ATTENTION, keyset, call, *args, **options)
+    return autograd.without_gradient(ATTENTION, keyset, call, False, *args, **options)
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, mask_grad=False, **options):

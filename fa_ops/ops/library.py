@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -96,6 +97,16 @@ def apply(function: type[SingleLevelFunction], *args):
         with _single_level():
             return function.apply(*args)
     return function.apply(*args)
+
+
+@functools.cache
+def is_device_kernel_next(keyset: int) -> bool:
+    """Whether the dispatcher would go from an Autograd kernel to that for CPU or CUDA.
+
+    `keyset` is a keyset's `raw_repr`.
+    """
+    below = DispatchKeySet.from_raw_repr(keyset) & AFTER_AUTOGRAD
+    return below.highestPriorityTypeId() in (DispatchKey.CPU, DispatchKey.CUDA)
 
 
 def redispatch(operator: OpOverload, keyset: DispatchKeySet, *args, **options):

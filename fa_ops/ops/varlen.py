@@ -48,7 +48,7 @@ def _autograd(keyset, q, k, v, *args, **options):
     call = _call(q, k, v, args, options)
     if autograd.needs_grad(call):
         return autograd.record(OPERATORS, keyset, call, with_lse=True)
-    return autograd.without_gradient(VARLEN, keyset, call, *args, **options)
+    return autograd.without_gradient(VARLEN, keyset, call, True, *args, **options)
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, *args, **options):

@@ -15,12 +15,12 @@ from fa_ops.backends.hopper import (
     dense_backward,
     dense_forward,
     launch,
-    mask,
     mla,
+    packed,
     split_kv,
 )
 
-HOSTS = (launch, decode, mla, dense_forward, dense_backward, mask, split_kv)
+HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv)
 
 
 class Launched(NamedTuple):

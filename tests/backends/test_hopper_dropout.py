@@ -1,6 +1,7 @@
 """Dropout's hash in the Hopper kernels: cuda/dropout.cuh and dropout.cu, as C++ on the CPU."""
 
 import ctypes
+import struct
 
 import pytest
 import torch
@@ -58,12 +59,29 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def launched(source, monkeypatch):
-    def launch(device, ctas, *params):
-        source.run_row_seeds(ctas, *params)
+def launched(source, driver):
+    """The launches of `row_seeds` run the source."""
+    fields = rows._ROW_SEEDS.fields.values()
 
-    monkeypatch.setattr(rows, "_launch", launch)
+    def launch(name, pointers):
+        assert name == "row_seeds"
+        params = (ctypes.string_at(pointers[i], field.size) for i, field in enumerate(fields))
+        values = (struct.unpack("<" + f.format, data)[0] for f, data in zip(fields, params))
+        kinds = [ctypes.c_uint64] * 4 + [ctypes.c_int] * 2 + [ctypes.c_uint32] * 2
+        return [kind(value) for kind, value in zip(kinds, values)]
+
+    driver.read = launch
     return source
+
+
+def row_seeds(source, driver, shape, spec, packing=None):
+    """The seeds that the kernel writes for queries of this shape."""
+    sequences = None if packing is None else len(packing.cu_seqlens_q) - 1
+    ends = (0, 0) if packing is None else [t.data_ptr() for t in packing[:2]]
+    found = rows.RowSeeds(*shape, None, sequences).run(0, spec.dropout_seed.data_ptr(), *ends)
+    (ctas, _), params = driver.last("row_seeds")
+    source.run_row_seeds(ctas, *params)
+    return found
 
 
 SEEDS = (0, 1, 2**31, 2**32 + 5, 2**62 + 987654321)
@@ -86,10 +104,10 @@ def dropped(source, keys, columns, p):
 
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_rule(seed, p, launched):
+def test_the_rule(seed, p, launched, driver):
     B, Hq, Sq, Sk = 3, 4, 70, 130
     spec = spec_of(seed, p)
-    keys = rows.row_seeds(torch.empty(B, Hq, Sq, 8), spec)
+    keys = row_seeds(launched, driver, (B, Hq, Sq), spec)
     assert keys.shape == (B * Hq, 128)
     heads, i, j = (
         torch.arange(B * Hq).view(-1, 1, 1),
@@ -101,14 +119,14 @@ def test_the_rule(seed, p, launched):
 
 
 @pytest.mark.parametrize("margin", [0, 7])
-def test_packed_sequences(margin, launched):
+def test_packed_sequences(margin, launched, driver):
     lengths_q, lengths_k, Hq, p = (5, 0, 90, 1, 33), (0, 9, 40, 77, 3), 3, 0.3
     spec = spec_of(12345, p)
     ends = [
         (torch.tensor([0, *lengths]).cumsum(0) + margin).int() for lengths in (lengths_q, lengths_k)
     ]
     Tq, Tk = (int(x[-1]) + margin for x in ends)
-    keys = rows.row_seeds(torch.empty(1, Hq, Tq, 8), spec, Packing(*ends))
+    keys = row_seeds(launched, driver, (1, Hq, Tq), spec, Packing(*ends))
     found = ~dropped(launched, keys[:, :Tq], Tk, p)
     for b, (nq, nk) in enumerate(zip(lengths_q, lengths_k)):
         q0, k0 = (int(x[b]) for x in ends)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa_ops.backends.hopper import launch
 from fa_ops.backends.hopper import mask as masks
 from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from tests.backends.cuda_as_cpp import built, needs_compiler
@@ -125,19 +126,19 @@ def launched(kernels, monkeypatch):
     def kernel(kind, name, device, threads):
         assert (kind, threads) == ("mask", 512)
 
-        def launch(grid, stream, pointers):
+        def run(grid, stream, pointers):
             names.append(name)
-            run = getattr(kernels, f"run_{name}")
-            run.restype = ctypes.c_bool
-            assert not run((ctypes.c_int * 2)(*grid), ctypes.c_void_p(pointers[0])), "misaligned"
+            body = getattr(kernels, f"run_{name}")
+            body.restype = ctypes.c_bool
+            assert not body((ctypes.c_int * 2)(*grid), ctypes.c_void_p(pointers[0])), "misaligned"
 
-        return SimpleNamespace(launch=launch)
+        return SimpleNamespace(launch=run)
 
     def empty(size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype).fill_(0xAA)
 
     monkeypatch.setattr(masks, "kernel", kernel)
-    monkeypatch.setattr(masks, "empty", empty)
+    monkeypatch.setattr(launch, "empty", empty)
     return names
 
 
@@ -184,7 +185,7 @@ def unpacked(packer, mask, shape):
     """The bits as kernels read them, as bool of this shape, after a look at what follows a row."""
     *strides, at = packer.bits_layout
     assert at % 16 == 8
-    bits = packer.pack(mask, 0)
+    bits = packer.run(0, mask.data_ptr())
     rows = bits.as_strided((*shape[:3], at + 8), (*strides, 1))
     found = (rows[..., :at, None] >> torch.arange(8, device=mask.device) & 1).bool().flatten(-2)
     assert not found[..., shape[3] :].any()
@@ -243,6 +244,6 @@ def test_a_cta_packs_several_heads(launched, monkeypatch):
 def test_what_is_shared_is_packed_once(launched):
     layout = MaskLayout.of(random(3, 1, 1, 300).expand(3, 8, 500, 300))
     packer = MaskPacker.by_query(layout, 300, None)
-    assert packer.bits_layout == (80, 0, 0, 72) and packer._bits[0] == (3 * 80,)
+    assert packer.bits_layout == (80, 0, 0, 72) and packer.layout[0] == (3 * 80,)
     packer = MaskPacker.by_key(layout, None)
-    assert packer.bits_layout == (300 * 48, 0, 48, 40) and packer._bits[0] == (3 * 300 * 48,)
+    assert packer.bits_layout == (300 * 48, 0, 48, 40) and packer.layout[0] == (3 * 300 * 48,)

@@ -26,7 +26,6 @@ from fa_ops.call import (
     Call,
     Plan,
     decoding,
-    general,
 )
 from fa_ops.types import (
     MAX_HEAD_DIM,
@@ -94,11 +93,9 @@ def plan(call: Call) -> Plan:
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == PACKED:
-        return (
-            general("forward", packed.forward)
-            if call.saved is None
-            else general("backward", packed.backward)
-        )
+        if call.saved is None:
+            return Plan("forward", packed.prepare)
+        return Plan("backward", packed.prepare_backward)
     if call.saved is not None:
         return Plan("backward", dense_backward.prepare)
     if call.kind == CACHED:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from fa_ops.backends.hopper.problem import (
     window_sides,
 )
 from fa_ops.call import Call, Run, general
-from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Packing, Spec
+from fa_ops.types import NO_TENSORS, DenseTensors, Gradients, Spec, rows_are_aligned
 
 # maps and addresses; scalars and strides; a mask's bits, dropout, a bias
 _PARAMS = struct_layout("backward_params.cuh", "BackwardParams")
@@ -69,69 +70,65 @@ def backward(
     lse: Tensor,
     spec: Spec,
     mask_grad: bool = False,
-    packing: Packing | None = None,
 ) -> Gradients:
-    """All gradients of a dense call. Only dropout reads `packing`."""
+    """All gradients of a dense call."""
     like = q, k, v
-    grad_strides = tuple(map(_written_strides, like))
+    grad_strides = tuple(map(written_strides, like))
     q, k, v, grad_out, out = (tma_aligned(t) for t in (q, k, v, grad_out, out))
     ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
     bias, held = Bias.of(mask) if bits_of(mask) else (None, None)
-    plan = _plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
+    plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
     lens, slopes = (
         None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
     )
-    row_seeds = dropout.row_seeds(q, spec, packing)
+    tensors = DenseTensors(mask, slopes, spec.sinks, lens, ranges, spec.dropout_seed)
     *grads, dmask, workspace = plan.run(
-        grad_out, q, k, v, out, lse, grad_lse, lens, slopes, ranges, mask, held, row_seeds,
-        mask_grad,
-    )  # fmt: skip
-    pairs = zip(like, grad_strides, grads)
-    grads = [g if t.stride() == s else torch.empty_like(t).copy_(g) for t, s, g in pairs]
-    return Gradients(*grads, dmask, _sink_gradient(spec.sinks, lse, plan, workspace))
+        grad_out, q, k, v, out, lse, grad_lse, tensors, held, mask_grad
+    )
+    grads = laid_out_like(like, grads)
+    return Gradients(*grads, dmask, sink_gradient(spec.sinks, lse, plan, workspace))
 
 
 def prepare(call: Call) -> Run:
     """What runs backward passes with the geometry of this one."""
     q, k, v, spec, saved = call.query, call.key, call.value, call.spec, call.saved
-    read = q, k, v, saved.grad_out, saved.out
-    if (
-        bits_of(spec.attn_mask)
-        or spec.dropout_p > 0
-        or saved.grad_lse is not None
-        or not saved.lse.is_contiguous()
-        or any(tma_aligned(t) is not t for t in read)
-        or any(_written_strides(t) != t.stride() for t in (q, k, v))
-    ):
+    if bits_of(spec.attn_mask) or needs_copies(call):
         return general("backward", backward).prepare(call)
-    plan = _plan_of(read, (q.stride(), k.stride(), v.stride()), spec, spec.key_ranges)
+    strides = q.stride(), k.stride(), v.stride()
+    plan = plan_of((q, k, v, saved.grad_out, saved.out), strides, spec, spec.key_ranges)
     options = spec.with_tensors(NO_TENSORS)
 
     def run(grad_out, grad_lse, q, k, v, out, lse, tensors: DenseTensors) -> Gradients | tuple:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
-            return backward(grad_out, None, q, k, v, out, lse, options.with_tensors(tensors))
+            return backward(grad_out, grad_lse, q, k, v, out, lse, options.with_tensors(tensors))
+        results = plan.run(grad_out, q, k, v, out, lse, grad_lse, tensors)
         if tensors is NO_TENSORS:
-            return plan.run(grad_out, q, k, v, out, lse)[:3]
-        t = tensors
-        *grads, dmask, workspace = plan.run(
-            grad_out, q, k, v, out, lse, None, t.kv_lens, t.alibi_slopes, t.key_ranges, t.attn_mask
-        )
-        return Gradients(*grads, dmask, _sink_gradient(t.sinks, lse, plan, workspace))
+            return results[:3]
+        *grads, dmask, workspace = results
+        return Gradients(*grads, dmask, sink_gradient(tensors.sinks, lse, plan, workspace))
 
     return run
 
 
-def _plan_of(
-    tensors: tuple[Tensor, ...],
-    grad_strides: tuple[tuple[int, ...], ...],
-    spec: Spec,
-    ranges: Tensor | None = None,
-    bias: Bias | None = None,
-) -> BackwardPlan:
-    """The plan for q, k, v, grad_out and out.
+def needs_copies(call: Call) -> bool:
+    """Whether a tensor is copied in every backward pass with the geometry of this one."""
+    q, k, v, (grad_out, grad_lse, out, lse, _) = call.query, call.key, call.value, call.saved
+    return not (
+        lse.is_contiguous()
+        and (grad_lse is None or grad_lse.is_contiguous())
+        and rows_are_aligned(q, k, v, grad_out, out)
+        and all(written_strides(t) == t.stride() for t in (q, k, v))
+    )
+
+
+def plan_of(
+    tensors: tuple[Tensor, ...], grad_strides: tuple[tuple[int, ...], ...], spec: Spec,
+    ranges: Tensor | None = None, bias: Bias | None = None, sequences: int | None = None,
+) -> BackwardPlan:  # fmt: skip
+    """The plan for q, k, v, grad_out and out; a packed batch of `sequences` is one long sequence.
 
     Gradients are laid out as `torch.empty_like` lays out tensors with the strides `grad_strides`.
     """
@@ -150,6 +147,7 @@ def _plan_of(
         None if mask is None or bias is not None else MaskLayout.of(mask),
         bias,
         spec.dropout_p,
+        sequences,
     )
 
 
@@ -158,7 +156,7 @@ class BackwardPlan:
 
     def __init__(
         self, dtype, device, shapes, strides, scalar_options, deterministic, has_lens, ranges,
-        slopes_dim, mask, bias, dropout_p,
+        slopes_dim, mask, bias, dropout_p, sequences=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         *input_strides, out_strides = strides[:5]
@@ -169,7 +167,9 @@ class BackwardPlan:
         is_crowded = mask is not None or dropout_p > 0 or softcap > 0
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         self.config = config = backward_config(D, Dv, deterministic, bias_bits, is_crowded)
-        self.device, self.dropout_p = device, dropout_p
+        self.device, self.dropout_p, self.row_seeds = device, dropout_p, None
+        if dropout_p > 0:
+            self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences)
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = group_parts(group, n_blocks * B * Hkv, processors)
@@ -209,6 +209,8 @@ class BackwardPlan:
             *(n for of in all_strides for n in of[:3]),
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
+        if sequences is not None:
+            self.grads = [((S, H, D), (s, h, d), t) for (_, H, S, D), (_, h, s, d), t in self.grads]
         rows = *out_strides[:3], *input_strides[3][:3], Hq, Sq, Dv, self.rows, self.zeros
         self.preprocess = Params.of(_PREPROCESS, "out_strides", rows)
         if ranges is not None:
@@ -258,16 +260,17 @@ class BackwardPlan:
         out: Tensor,
         lse: Tensor,
         grad_lse: Tensor | None = None,
-        lens: Tensor | None = None,
-        slopes: Tensor | None = None,
-        ranges: Tensor | None = None,
-        mask: Tensor | None = None,
+        tensors: DenseTensors = NO_TENSORS,
         bias: Tensor | None = None,
-        row_seeds: Tensor | None = None,
         mask_grad: bool = False,
+        cu_seqlens: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor | None, ...]:
-        """Launch the kernels: dq, dk, dv, the mask's gradient, and the workspace with row sums."""
+        """Launch the kernels: dq, dk, dv, the mask's gradient, and the workspace with row sums.
+
+        Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
+        """
         config, kernels, dmask = self.config, self.kernels, None
+        mask, slopes, _, lens, ranges, seed = tensors
         with on_device(self.device):
             stream = current_stream(self.device)
             dq, dk, dv = grads = [empty(*of) for of in self.grads]
@@ -283,7 +286,7 @@ class BackwardPlan:
                 0 if clipped is None else clipped.data_ptr() + self.range_bytes,
                 *(at + self.key_sums_at, counter + 4),
             )
-            bits = self._write_features(params[0], mask, bias, row_seeds, stream)
+            held = self._write_features(params[0], mask, bias, seed, cu_seqlens, stream)
             rows = self.preprocess.take(
                 out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
                 lse_log2, delta, sums, counter,
@@ -298,7 +301,7 @@ class BackwardPlan:
             if mask_grad:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
-        del bits  # the kernels that read them are launched
+        del held  # the kernels that read it are launched
         return dq, dk, dv, dmask, workspace
 
     def row_sums(self, workspace: Tensor) -> Tensor:
@@ -320,21 +323,22 @@ class BackwardPlan:
 
     def _write_features(
         self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None,
-        row_seeds: Tensor | None, stream: int,
+        seed: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Write the parameters of masks and dropout; returns the mask bits that they point to."""
-        by_key = by_query = None
+        """Write the parameters of masks and dropout; returns the tensors that they point to."""
+        by_key = by_query = row_seeds = None
         if self.by_key is not None:
             by_key, key_bits = _packed(self.by_key, mask, stream)
             by_query, query_bits = _packed(self.by_query, mask, stream)
             _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
-        if row_seeds is not None:
+        if self.row_seeds is not None:
+            row_seeds = self.row_seeds.run(stream, seed.data_ptr(), *cu_seqlens)
             packed = dropout.parameters(row_seeds, self.dropout_p)
             params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
         if bias is not None:
             packed = self.bias(address(bias))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
-        return by_key, by_query
+        return by_key, by_query, row_seeds
 
 
 _plan = functools.lru_cache(maxsize=1024)(BackwardPlan)
@@ -346,11 +350,19 @@ def _packed(
     """The bits of a mask, and struct MaskBits of cuda/backward_params.cuh."""
     if packer is None:
         return None, _NO_BITS
-    bits = packer.pack(mask, stream)
+    bits = packer.run(stream, mask.data_ptr())
     return bits, (bits.data_ptr(), *packer.bits_layout)
 
 
-def _written_strides(t: Tensor) -> tuple[int, ...]:
+def laid_out_like(like: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in the layout of `torch.empty_like`, copied where TMA could not write it."""
+    pairs = zip(like, grads)
+    return [
+        g if t.stride() == written_strides(t) else torch.empty_like(t).copy_(g) for t, g in pairs
+    ]
+
+
+def written_strides(t: Tensor) -> tuple[int, ...]:
     """The strides of `t`, or contiguous ones where TMA cannot write a tensor like `t`."""
     like = torch.empty_like(t, device="meta")
     return t.stride() if tma_aligned(like) is like else like.contiguous().stride()
@@ -364,12 +376,16 @@ def _like(
     return tuple(shape), torch.empty_like(meta).stride(), dtype
 
 
-def _sink_gradient(
+def sink_gradient(
     sinks: Tensor | None, lse: Tensor, plan: BackwardPlan, workspace: Tensor
 ) -> Tensor | None:
-    """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse."""
+    """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse.
+
+    lse is (B, Hq, Sq), or (Hq, Tq) of a packed batch.
+    """
     if sinks is None:
         return None
+    lse = lse if lse.dim() == 3 else lse[None]
     B, Hq, Sq = lse.shape
     delta = plan.row_sums(workspace).view(B, Hq, -1)[..., :Sq]
     # a sink of -inf has no weight, not even in a row without keys, whose lse is -inf

@@ -34,7 +34,7 @@ from fa_ops.backends.hopper.problem import (
     window_sides,
 )
 from fa_ops.call import Call, Run, general
-from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, rows_are_aligned
+from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
 
 # behind the tensor maps: addresses, strides and scalars, dropout, pages, and a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
@@ -46,23 +46,17 @@ _COUNTER = (1,), (1,), torch.int32
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-    packing: Packing | None = None,
-    table: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq).
 
-    Only dropout reads `packing`. With a page `table`, k and v are pages (pages, Hkv, page, D).
+    With a page `table`, k and v are pages (pages, Hkv, page, D).
     """
     q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
-    spec = spec.with_tensors(_as_kernel_inputs(spec.tensors))
+    spec = spec.with_tensors(as_kernel_inputs(spec.tensors))
     bias, held = Bias.of(spec.attn_mask) if bits_of(spec.attn_mask) else (None, None)
-    row_seeds = dropout.row_seeds(q, spec, packing)
-    plan = _plan_of(q, k, v, spec, bias, table)
-    return plan.run(q, k, v, True, spec.tensors, held, row_seeds, table)
+    plan = plan_of(q, k, v, spec, bias, table)
+    return plan.run(q, k, v, True, spec.tensors, held, table)
 
 
 def prepare(call: Call) -> Run:
@@ -87,10 +81,10 @@ def prepare_attention(
             return None
     options, is_converted, tensors = spec, False, spec.tensors
     if tensors is not NO_TENSORS:
-        inputs = _as_kernel_inputs(tensors)
+        inputs = as_kernel_inputs(tensors)
         is_converted = inputs is not tensors
         spec, options = spec.with_tensors(inputs), spec.with_tensors(NO_TENSORS)
-    plan = _plan_of(q, k, v, spec, bias, table)
+    plan = plan_of(q, k, v, spec, bias, table)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: DenseTensors, with_lse: bool = True,
@@ -103,17 +97,14 @@ def prepare_attention(
         held = None if bias is None else tensors.attn_mask
         if held is not None and held.data_ptr() & MISALIGNED:
             return forward(q, k, v, options.with_tensors(tensors), table=table)
-        row_seeds = None
-        if tensors.dropout_seed is not None:
-            row_seeds = dropout.row_seeds(q, options.with_tensors(tensors), None)
         if is_converted:
-            tensors = _as_kernel_inputs(tensors)
-        return plan.run(q, k, v, with_lse, tensors, held, row_seeds, table)
+            tensors = as_kernel_inputs(tensors)
+        return plan.run(q, k, v, with_lse, tensors, held, table)
 
     return run
 
 
-def _as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
+def as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
     """The tensors as the kernel reads them, copied only if needed; `tensors` itself if none is."""
     _, slopes, sinks, lens, ranges, _ = tensors
     changed = {}
@@ -128,15 +119,14 @@ def _as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
     return tensors._replace(**changed) if changed else tensors
 
 
-def _plan_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-    bias: Bias | None = None,
-    table: Tensor | None = None,
-) -> ForwardPlan:
-    """The plan of a call whose optional tensors are those of `_as_kernel_inputs`."""
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, bias: Bias | None = None,
+    table: Tensor | None = None, sequences: int | None = None,
+) -> ForwardPlan:  # fmt: skip
+    """The plan of a call whose optional tensors are those of `as_kernel_inputs`.
+
+    A packed batch of `sequences` is one long sequence with key ranges.
+    """
     mask, ranges, slopes = spec.attn_mask, spec.key_ranges, spec.alibi_slopes
     return _plan(
         q.dtype,
@@ -152,6 +142,7 @@ def _plan_of(
         bias,
         spec.dropout_p,
         None if table is None else (table.shape[1], table.stride(0)),
+        sequences,
     )
 
 
@@ -160,7 +151,7 @@ class ForwardPlan:
 
     def __init__(
         self, dtype, device, shapes, strides, scalar_options, has_lens, ranges, has_sinks, slopes,
-        mask, bias=None, dropout_p=0.0, table=None,
+        mask, bias=None, dropout_p=0.0, table=None, sequences=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
         page = Sk if table else 0
@@ -193,6 +184,9 @@ class ForwardPlan:
         )
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
+        if sequences is not None:
+            self.out = (Sq, Hq, Dv), (Hq * Dv, Dv, 1), dtype
+            self.lse = (Hq, Sq), (Sq, 1), torch.float32
         keys = config.copy_keys or config.block_n
         boxes = (64, keys, keys)
         layouts = zip(shapes, strides, boxes)
@@ -216,7 +210,10 @@ class ForwardPlan:
             mask_range,
         )
         self.dropout_p = dropout_p
-        self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
+        self.no_dropout, self.row_seeds = dropout.NO_PARAMETERS, None
+        if dropout_p > 0:
+            self.no_dropout = None
+            self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences)
 
     def _schedule(self, config: Config, tiles: int, is_uneven: bool, features: dict):
         """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
@@ -237,16 +234,23 @@ class ForwardPlan:
         with_lse: bool = False,
         tensors: DenseTensors = NO_TENSORS,
         bias: Tensor | None = None,
-        row_seeds: Tensor | None = None,
         table: Tensor | None = None,
+        cu_seqlens: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor | None]:
-        """out and lse, which is None unless asked for."""
+        """out and lse, which is None unless asked for.
+
+        Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
+        """
         q_map, k_map, v_map = self.maps
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)
             lse = empty(*self.lse) if with_lse else None
             counter = empty(*_COUNTER) if self.is_dynamic else None
-            bits = None if self.packer is None else self.packer.pack(tensors.attn_mask, stream)
+            bits = seeds = None
+            if self.packer is not None:
+                bits = self.packer.run(stream, tensors.attn_mask.data_ptr())
+            if self.row_seeds is not None:
+                seeds = self.row_seeds.run(stream, tensors.dropout_seed.data_ptr(), *cu_seqlens)
             rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
             words = (
                 out.data_ptr(), 0 if lse is None else lse.data_ptr(),
@@ -256,7 +260,7 @@ class ForwardPlan:
             )  # fmt: skip
             params = (
                 q_map.at(rows[0]), k_map.at(rows[1]), v_map.at(rows[2]), _ADDRESSES.pack(*words),
-                self.scalars, self.no_dropout or dropout.parameters(row_seeds, self.dropout_p),
+                self.scalars, self.no_dropout or dropout.parameters(seeds, self.dropout_p),
                 _NO_PAGES if table is None else _PAGES.pack(table.data_ptr(), *self.pages),
                 b"" if bias is None else self.bias(bias.data_ptr()),
             )  # fmt: skip

@@ -7,52 +7,37 @@ in it too.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import (
-    address,
-    current_stream,
-    kernel,
-    on_device,
-    pointers_to,
-)
-from fa_ops.types import Packing, Spec
+from fa_ops.backends.hopper.kernel_params import kernel_layout, struct_layout
+from fa_ops.backends.hopper.launch import Params, PreparedLaunch, kernel
 
 _PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
+_ROW_SEEDS = kernel_layout("dropout.cu", "row_seeds")
 NO_PARAMETERS = bytes(_PARAMS.size)  # of calls without dropout
 _COLUMN_STEP = 0xC2B2AE35
 _THREADS = 256
 _ROWS = 64  # the rows of a head are padded to a multiple
 
 
-def row_seeds(q: Tensor, spec: Spec, packing: Packing | None = None) -> Tensor | None:
-    """int32 (B * Hq, rows) of queries (B, Hq, Sq, D), rows from Sq on undefined; None without
-    dropout. With a packing q is (1, Hq, Tq, D)."""
-    if spec.dropout_p == 0.0:
-        return None
-    B, Hq, Sq, _ = q.shape
-    seeds = torch.empty((B * Hq, padded_rows(Sq)), dtype=torch.int32, device=q.device)
-    ends = (None, None) if packing is None else packing[:2]
-    ends_q, ends_k = (None if t is None else t.contiguous() for t in ends)
-    _launch(
-        q.device,
-        -(-seeds.numel() // _THREADS),
-        *(ctypes.c_uint64(address(t)) for t in (spec.dropout_seed, ends_q, ends_k, seeds)),
-        ctypes.c_int(0 if ends_q is None else len(ends_q) - 1),
-        ctypes.c_int(Hq),
-        *map(ctypes.c_uint32, (seeds.shape[1], seeds.numel())),
-    )
-    return seeds
+class RowSeeds(PreparedLaunch):
+    """Writes a word for each row of queries (B, Hq, Sq, D), by one launch of cuda/dropout.cu.
 
+    The result is int32 (B * Hq, rows), rows from Sq on undefined. Inputs are the seed, and of a
+    packed batch of `sequences`, whose B is 1, cu_seqlens_q and cu_seqlens_k, else two nulls.
+    """
 
-def padded_rows(Sq: int) -> int:
-    """The number of row seeds of a head."""
-    return -(-Sq // _ROWS) * _ROWS
+    def __init__(self, B: int, Hq: int, Sq: int, device: int, sequences: int | None = None) -> None:
+        rows = -(-Sq // _ROWS) * _ROWS
+        count = B * Hq * rows
+        super().__init__(
+            kernel("dropout", "row_seeds", device, _THREADS),
+            (-(-count // _THREADS), 1),
+            Params.of(_ROW_SEEDS, "sequences", (sequences or 0, Hq, rows, count)),
+            ((B * Hq, rows), (rows, 1), torch.int32),
+        )
 
 
 def scale(p: float) -> float:
@@ -66,10 +51,3 @@ def parameters(seeds: Tensor, p: float) -> bytes:
     return _PARAMS.pack(
         seeds.data_ptr(), seeds.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_STEP
     )
-
-
-def _launch(device: torch.device, ctas: int, *params: ctypes._CData) -> None:
-    with on_device(device.index):
-        stream = current_stream(device.index)
-        entry = kernel("dropout", "row_seeds", device.index, _THREADS)
-        entry.launch((ctas, 1), stream, pointers_to(*params))

@@ -284,6 +284,28 @@ class Params:
         self._free.append(params)
 
 
+class PreparedLaunch:
+    """A launch that writes one tensor, of which calls with one geometry differ in addresses only.
+
+    The kernel's first parameters are those of its inputs, then of the result; `layout` is the
+    result's shape, strides and dtype.
+    """
+
+    def __init__(
+        self, entry: Kernel, grid: tuple[int, int], params: Params,
+        layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype],
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._params, self.layout = entry, grid, params, layout
+
+    def run(self, stream: int, *inputs: int) -> Tensor:
+        """The result, given the addresses of the inputs; the kernel's device is the current one."""
+        result = empty(*self.layout)
+        params = self._params.take(*inputs, result.data_ptr())
+        self._kernel.launch(self._grid, stream, params[1])
+        self._params.give_back(params)
+        return result
+
+
 def set_zero(word: Tensor, stream: int) -> None:
     """Zero a 32-bit word in stream order."""
     call("cuMemsetD32Async", word.data_ptr(), 0, 1, stream)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import Params, empty, kernel
+from fa_ops.backends.hopper.launch import Params, PreparedLaunch, kernel
 
 _WIDEST_BLOCK = 128  # columns that a kernel reads at once; blocks start at multiples of their width
 _QUERIES = 64  # queries of a block in the backward pass; one block serves all if they share a mask
@@ -48,8 +48,8 @@ class MaskLayout(NamedTuple):
         return self.shape[2] == 1
 
 
-class MaskPacker:
-    """Packs the masks of one layout to bits, by one launch of cuda/mask.cu.
+class MaskPacker(PreparedLaunch):
+    """Packs masks of one layout to bits, uint8 in one dimension, by one launch of cuda/mask.cu.
 
     `bits_layout` is what kernels need to read them: byte strides of batches, heads and rows, 0
     where they are shared, and the offset of the key range in a row.
@@ -65,11 +65,13 @@ class MaskPacker:
             steps = -(-(pitch - 8) * 8 // _STEP_COLUMNS)
             warps = min(1 << (steps - 1).bit_length(), _THREADS // 32)
             name, cta_rows = "pack_rows", _THREADS // 32 // warps
-        self._kernel = kernel("mask", name, device, _THREADS)
-        self._grid = -(-rows // cta_rows), min(B * H, _MAX_GRID_HEADS)
         sizes = _SIZES.pack(*strides, H, B * H, rows, columns, pitch, warps)
-        self._params = Params(_ADDRESSES, sizes)
-        self._bits = (B * H * rows * pitch,), (1,), torch.uint8
+        super().__init__(
+            kernel("mask", name, device, _THREADS),
+            (-(-rows // cta_rows), min(B * H, _MAX_GRID_HEADS)),
+            Params(_ADDRESSES, sizes),
+            ((B * H * rows * pitch,), (1,), torch.uint8),
+        )
         self.bits_layout = (
             H * rows * pitch * (B > 1), rows * pitch * (H > 1), pitch * (rows > 1), pitch - 8,
         )  # fmt: skip
@@ -87,14 +89,6 @@ class MaskPacker:
         """
         (B, H, Sq, Sk), (b, h, query, key) = layout
         return cls((B, H, Sk, _QUERIES if layout.queries_share else Sq), (b, h, key, query), device)
-
-    def pack(self, mask: Tensor, stream: int) -> Tensor:
-        """The bits of a mask, uint8 in one dimension."""
-        bits = empty(*self._bits)
-        params = self._params.take(mask.data_ptr(), bits.data_ptr())
-        self._kernel.launch(self._grid, stream, params[1])
-        self._params.give_back(params)
-        return bits
 
 
 def _row_bytes(columns: int) -> int:

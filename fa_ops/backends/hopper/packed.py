@@ -1,37 +1,70 @@
 """Packed sequences: the dense kernels over one long sequence, with a key range for each token.
 
 A tile visits the keys between its rows' first and last, so that sequences cost what they hold; one
-that crosses from a sequence to the next visits both and masks.
+that crosses from a sequence to the next visits both and masks. A launch before the dense kernels
+writes the ranges: every head reads them, and a search of cu_seqlens for each row would take longer.
 """
 
 from __future__ import annotations
-
-import ctypes
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import dense_backward, dense_forward
+from fa_ops.backends.hopper.kernel_params import kernel_layout
 from fa_ops.backends.hopper.launch import (
+    Params,
+    PreparedLaunch,
     address,
     current_stream,
     kernel,
     on_device,
-    pointers_to,
 )
-from fa_ops.backends.hopper.problem import window_sides
-from fa_ops.types import Gradients, Packing, Spec
+from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned, window_sides
+from fa_ops.call import PACKED, Call, PackedTensors, Run, Saved, general
+from fa_ops.types import DenseTensors, Gradients, Packing, Spec, rows_are_aligned
 
 _THREADS = 256
+_PARAMS = kernel_layout("packed.cu", "packed_ranges")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (Tq, Hq, Dv) and lse (Hq, Tq) of packed sequences."""
-    dense = _with_key_ranges(q, k, packing, spec)
-    out, lse = dense_forward.forward(*map(_one_batch, (q, k, v)), dense, packing)
-    if spec.sinks is not None:  # tokens outside every sequence have no sink
-        lse.masked_fill_(_outside_sequences(len(q), packing.cu_seqlens_q), float("-inf"))
-    return out[0].transpose(0, 1), lse[0]
+    call = Call(PACKED, *map(tma_aligned, (q, k, v)), spec, packing)
+    return _prepare_forward(call)(call.query, call.key, call.value, call.tensors)
+
+
+def prepare(call: Call) -> Run:
+    """What runs packed calls with the geometry of this one."""
+    if rows_are_aligned(call.query, call.key, call.value):
+        return _prepare_forward(call)
+    return general("forward", forward).prepare(call)
+
+
+def _prepare_forward(call: Call) -> Run:
+    """The same for tensors that TMA can read."""
+    q, k, v = call.query, call.key, call.value
+    ranges, options = KeyRanges(call), call.without_tensors()
+    device, has_sinks = q.device.index, call.spec.sinks is not None
+    plan = dense_forward.plan_of(
+        *map(_one_batch, (q, k, v)), ranges.spec, sequences=ranges.sequences
+    )
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
+            return forward(q, k, v, *options.arguments_with(tensors))
+        with on_device(device):
+            dense, ends = ranges.as_dense(tensors, current_stream(device))
+            if has_sinks:
+                dense = dense_forward.as_kernel_inputs(dense)
+            out, lse = plan.run(q, k, v, with_lse, dense, cu_seqlens=ends)
+        if has_sinks and with_lse:  # tokens outside every sequence have no sink
+            lse.masked_fill_(_outside_sequences(len(q), tensors.cu_seqlens_q), float("-inf"))
+        return out, lse
+
+    return run
 
 
 def backward(
@@ -39,45 +72,90 @@ def backward(
     lse: Tensor, packing: Packing, spec: Spec,
 ) -> Gradients:  # fmt: skip
     """All gradients of a packed call."""
-    tensors = map(_one_batch, (q, k, v, out))
-    if spec.sinks is not None:  # so that the weights of their sinks are 0
-        lse = lse.masked_fill(_outside_sequences(len(q), packing.cu_seqlens_q), float("inf"))
-    grads = dense_backward.backward(
-        _one_batch(grad_out),
-        None if grad_lse is None else grad_lse[None],
-        *tensors,
-        lse[None],
-        _with_key_ranges(q, k, packing, spec),
-        packing=packing,
-    )
-    dq, dk, dv = (x[0].transpose(0, 1) for x in grads[:3])
+    like = q, k, v
+    q, k, v, grad_out, out = map(tma_aligned, (q, k, v, grad_out, out))
+    call = Call(PACKED, q, k, v, spec, packing, saved=Saved(grad_out, grad_lse, out, lse))
+    run = _prepare_backward(call, tuple(map(dense_backward.written_strides, like)))
+    grads = run(grad_out, grad_lse, q, k, v, out, lse, call.tensors)
+    dq, dk, dv = dense_backward.laid_out_like(like, grads[:3])
     return grads._replace(query=dq, key=dk, value=dv)
+
+
+def prepare_backward(call: Call) -> Run:
+    """What runs backward passes of packed calls with the geometry of this one."""
+    if dense_backward.needs_copies(call):
+        return general("backward", backward).prepare(call)
+    return _prepare_backward(call, (call.query.stride(), call.key.stride(), call.value.stride()))
+
+
+def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> Run:
+    """The same for tensors that TMA can read, with these strides of the gradients."""
+    q, k, v, saved = call.query, call.key, call.value, call.saved
+    ranges, options = KeyRanges(call), call.without_tensors()
+    device, has_sinks = q.device.index, call.spec.sinks is not None
+    plan = dense_backward.plan_of(
+        tuple(map(_one_batch, (q, k, v, saved.grad_out, saved.out))),
+        tuple(
+            (len(t[0]) * heads, heads, tokens, last)
+            for t, (tokens, heads, last) in zip((q, k, v), grad_strides)
+        ),
+        ranges.spec,
+        ranges.spec.key_ranges,
+        sequences=ranges.sequences,
+    )
+
+    def run(grad_out, grad_lse, q, k, v, out, lse, tensors: PackedTensors) -> Gradients:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
+        if (addresses | out.data_ptr()) & MISALIGNED:
+            return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))
+        if has_sinks:  # so that tokens outside every sequence have no weight of their sinks
+            outside = _outside_sequences(len(q), tensors.cu_seqlens_q)
+            lse = lse.masked_fill(outside, float("inf"))
+        with on_device(device):
+            dense, ends = ranges.as_dense(tensors, current_stream(device))
+            *grads, _, workspace = plan.run(
+                grad_out, q, k, v, out, lse, grad_lse, dense, cu_seqlens=ends
+            )
+        dsinks = dense_backward.sink_gradient(tensors.sinks, lse, plan, workspace)
+        return Gradients(*grads, None, dsinks)
+
+    return run
+
+
+class KeyRanges(PreparedLaunch):
+    """Writes the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2).
+
+    `spec` are the options of the dense call with such ranges.
+    """
+
+    def __init__(self, call: Call) -> None:
+        q, spec = call.query, call.spec
+        tokens, keys, device = len(q), len(call.key), q.device.index
+        self.sequences = len(call.packing.cu_seqlens_q) - 1
+        left, right, _ = window_sides(spec.is_causal, spec.window_left, spec.window_right)
+        layout = (1, 1, tokens, 2), (2 * tokens, 2 * tokens, 2, 1), torch.int32
+        super().__init__(
+            kernel("packed", "packed_ranges", device, _THREADS),
+            (-(-tokens // _THREADS), 1),
+            Params.of(_PARAMS, "sequences", (self.sequences, tokens, keys, left, right)),
+            layout,
+        )
+        self.spec = spec._replace(
+            is_causal=False, window_left=-1, window_right=-1, kv_lens=None,
+            key_ranges=torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"),
+        )  # fmt: skip
+
+    def as_dense(self, tensors: PackedTensors, stream: int) -> tuple[DenseTensors, tuple[int, int]]:
+        """The optional tensors of the dense call, and the addresses of both cu_seqlens."""
+        ends_q, ends_k, _, sinks, lens, seed = tensors
+        ends = ends_q.data_ptr(), ends_k.data_ptr()
+        ranges = self.run(stream, *ends, address(lens))
+        return DenseTensors(None, None, sinks, None, ranges, seed), ends
 
 
 def _one_batch(x: Tensor) -> Tensor:
     """(T, H, D) as (1, H, T, D)."""
     return x.transpose(0, 1)[None]
-
-
-def _with_key_ranges(q: Tensor, k: Tensor, packing: Packing, spec: Spec) -> Spec:
-    """The spec with the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2)."""
-    ends_q, ends_k = packing.cu_seqlens_q.contiguous(), packing.cu_seqlens_k.contiguous()
-    lens = None if spec.kv_lens is None else spec.kv_lens.contiguous()
-    left, right, _ = window_sides(spec.is_causal, spec.window_left, spec.window_right)
-    ranges = torch.empty((1, 1, len(q), 2), dtype=torch.int32, device=q.device)
-    index = q.device.index
-    with on_device(index):
-        kernel("packed", "packed_ranges", index, _THREADS).launch(
-            (-(-len(q) // _THREADS), 1),
-            current_stream(index),
-            pointers_to(
-                *(ctypes.c_uint64(address(t)) for t in (ends_q, ends_k, lens, ranges)),
-                *map(ctypes.c_int, (len(ends_q) - 1, len(q), len(k), left, right)),
-            ),
-        )
-    return spec._replace(
-        is_causal=False, window_left=-1, window_right=-1, kv_lens=None, key_ranges=ranges
-    )
 
 
 def _outside_sequences(tokens: int, ends: Tensor) -> Tensor:
