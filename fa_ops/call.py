@@ -161,6 +161,16 @@ class Call(NamedTuple):
         return self.key.shape[2]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or no keys, and nothing to write."""
+        q, k = self.query, self.key
+        if self.kind != CACHED:
+            return not (q.numel() and k.numel())
+        table = self.cache.page_table
+        has_room = k.numel() > 0 and (table is None or table.numel() > 0)
+        return not has_room or (self.cache.key is None and not q.numel())
+
+    @property
     def writes_cache(self) -> bool:
         """Whether new keys are appended, or anything is rotated, before the call attends."""
         cache = self.cache

@@ -74,7 +74,8 @@ def choose(call: Call) -> ModuleType:
     name, device = call.backend, call.query.device
     check_name(name)
     reasons = {}
-    for candidate in _candidates(name, device.type):
+    candidates = AUTO.get(device.type, ()) if name == "auto" else (name,)
+    for candidate in candidates:
         reason = available_error(candidate)
         backend = load(candidate) if reason is None else None
         reasons[candidate] = reason or backend.supports(call)
@@ -106,10 +107,6 @@ def _warn_if_missing(name: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _candidates(name: str, device: str) -> tuple[str, ...]:
-    return AUTO.get(device, ()) if name == "auto" else (name,)
 
 
 def load(name: str) -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import CACHED, MERGE, PACKED, Call, Plan, general
+from fa_ops.call import MERGE, PACKED, Call, Plan, general
 from fa_ops.checks import FP8, lse_dtype
 from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec
 
@@ -23,16 +23,6 @@ def packed_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Tq, Hq, _ = q.shape
     lse = q.new_empty((Hq, Tq), dtype=lse_dtype(q.dtype))
     return q.new_empty((Tq, Hq, v.shape[2])), lse
-
-
-def is_empty(call: Call) -> bool:
-    """Whether there are no queries or no keys, and nothing to write."""
-    q, k = call.query, call.key
-    if call.kind != CACHED:
-        return not (q.numel() and k.numel())
-    table = call.cache.page_table
-    has_room = k.numel() > 0 and (table is None or table.numel() > 0)
-    return not has_room or (call.cache.key is None and not q.numel())
 
 
 def plan(call: Call) -> Plan:

@@ -176,10 +176,10 @@ def options_of(call: Call) -> tuple:
 
 def plan_for(call: Call) -> Plan:
     """The plan of a legal, normalised call, by the backend that `dispatch` chooses."""
-    if empty_calls.is_empty(call):
+    if call.is_empty:
         return empty_calls.plan(call)
     backend = dispatch.choose(call)
-    if call.writes_cache:
+    if call.kind == CACHED and call.writes_cache:
         reader = dispatch.choose(call.without_new())
         append = call._replace(kind=APPEND)
         if reader is not backend and backend.supports(append) is None:
@@ -211,12 +211,15 @@ def _family_of(key: tuple, call: Call) -> tuple:
     place of the number and the strides of keys.
     """
     q, k, v = call.query, call.key, call.value
-    grows = call.kind == DENSE or (call.kind == CACHED and call.cache.page_table is None)
+    grows = call.kind == DENSE or (
+        call.kind == CACHED
+        and call.cache.page_table is None
+        and not call.writes_cache  # where every stride is checked
+    )
     if (
         not grows
         or call.saved is not None
         or call.spec.attn_mask is not None  # whose shape is checked against the number of keys
-        or call.writes_cache  # where every stride is checked
         or not q.dim() == k.dim() == v.dim() == 4
     ):
         return key

@@ -61,11 +61,11 @@ class Driver:
         return self._answer(call)
 
     def cuTensorMapEncodeTiled(self, out, dtype, rank, where, *rest):
-        """A map is its tensor's address, and behind it all else that it is told."""
+        """A map is its tensor's address, followed by the other arguments."""
         sizes, steps, box, ones, *modes = rest
         assert len(sizes) == 8 * rank == 8 + len(steps) and len(box) == 4 * rank <= len(ones)
-        told = struct.pack("<Q3B", where.value, dtype, rank, modes[2]) + sizes + steps + box
-        ctypes.memmove(out, told.ljust(128, b"\0"), 128)
+        given = struct.pack("<Q3B", where.value, dtype, rank, modes[2]) + sizes + steps + box
+        ctypes.memmove(out, given.ljust(128, b"\0"), 128)
         return self._answer("cuTensorMapEncodeTiled")
 
     def __getattr__(self, name):

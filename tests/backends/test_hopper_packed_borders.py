@@ -17,14 +17,14 @@ CALL = """
 struct int2 { int x, y; };
 static int2 make_int2(int x, int y) { return {x, y}; }
 static bool sorted_of[2];
-static int asked;
-static bool __syncthreads_and(bool) { return sorted_of[asked++ % 2]; }
+static int calls;
+static bool __syncthreads_and(bool) { return sorted_of[calls++ % 2]; }
 #include "packed.cu"
 """
 RUN = """
-extern "C" void run(const int* q, const int* k, const int* lens, int2* runs, int B, int Tq, int Tk, int left, int right) {
+extern "C" void run(const int* q, const int* k, const int* lens, int2* ranges, int B, int Tq, int Tk, int left, int right) {
   sorted_of[0] = std::is_sorted(q, q + B + 1), sorted_of[1] = std::is_sorted(k, k + B + 1);
-  for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_ranges(q, k, lens, runs, B, Tq, Tk, left, right);
+  for (threadIdx.x = 0; threadIdx.x < Tq; threadIdx.x++) packed_ranges(q, k, lens, ranges, B, Tq, Tk, left, right);
 }
 """  # noqa: E501
 UNBOUNDED = 1 << 29
@@ -43,19 +43,19 @@ def counted(ends, tokens):
 
 def expected(ends_q, ends_k, lens, Tq, Tk, left, right):
     q, k = counted(ends_q, Tq), counted(ends_k, Tk)
-    runs = np.zeros((Tq, 2), np.int64)
+    ranges = np.zeros((Tq, 2), np.int64)
     for b in range(len(q) - 1):
         first, end = k[b], k[b + 1]
         last = end if lens is None else first + min(max(lens[b], 0), end - first)
         for i in range(q[b], q[b + 1]):
             diagonal = i + last - q[b + 1]
-            run = max(first, diagonal - left), min(last, diagonal + right + 1)
-            runs[i] = run if run[0] < run[1] else (0, 0)
-    return runs
+            begin, stop = max(first, diagonal - left), min(last, diagonal + right + 1)
+            ranges[i] = (begin, stop) if begin < stop else (0, 0)
+    return ranges
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_runs_of_broken_borders(kernel, seed):
+def test_ranges_of_broken_borders(kernel, seed):
     g = random.Random(seed)
     B, Tq, Tk = g.randint(1, 6), g.randint(1, 40), g.randint(0, 40)
 
@@ -69,9 +69,10 @@ def test_runs_of_broken_borders(kernel, seed):
     lens = [g.choice((*EXTREMES, g.randint(0, 20))) for _ in range(B)] if seed % 3 == 0 else None
     left, right = g.choice((UNBOUNDED, 0, 5)), g.choice((UNBOUNDED, 0, 3))
     given = [None if x is None else np.array(x, np.int32) for x in (ends_q, ends_k, lens)]
-    runs = np.full((Tq + 2, 2), 77, np.int32)
+    ranges = np.full((Tq + 2, 2), 77, np.int32)
     pointers = [x if x is None else x.ctypes.data_as(ctypes.c_void_p) for x in given]
-    to = runs[1:].ctypes.data_as(ctypes.c_void_p)
+    to = ranges[1:].ctypes.data_as(ctypes.c_void_p)
     kernel(*pointers, to, B, Tq, Tk, left, right)
-    assert (runs[[0, -1]] == 77).all()
-    np.testing.assert_array_equal(runs[1:-1], expected(ends_q, ends_k, lens, Tq, Tk, left, right))
+    assert (ranges[[0, -1]] == 77).all()
+    given = ends_q, ends_k, lens, Tq, Tk, left, right
+    np.testing.assert_array_equal(ranges[1:-1], expected(*given))

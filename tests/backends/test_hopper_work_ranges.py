@@ -13,7 +13,7 @@ pytestmark = needs_compiler
 # Each split of a CTA as (batch row, item, first tile, tiles, first group, splits, flags).
 RUN = """
 static Params params;
-static int* tasks;
+static int* found_splits;
 static int count;
 static void walk() {
   for (WorkIterator<Params> iterator(params); iterator.at < iterator.stop;) {
@@ -21,42 +21,42 @@ static void walk() {
     iterator.find_splits(t);
     if (threadIdx.x == 0) {
       const int found[] = {t.b, t.item, t.tile, t.count, t.first_group, t.splits, t.flags};
-      std::copy(found, found + 7, tasks + 7 * count++);
+      std::copy(found, found + 7, found_splits + 7 * count++);
     }
     iterator.next(t.count);
   }
 }
 extern "C" int run(int cta, int ctas, int* to, Params* p) {
-  blockIdx.x = cta, gridDim.x = ctas, params = *p, tasks = to, count = 0;
+  blockIdx.x = cta, gridDim.x = ctas, params = *p, found_splits = to, count = 0;
   run_warp(walk);
   return count;
 }
 """
-# What merges say of each row's end, and of each two columns: where they belong, the sum, and what
-# it is multiplied with.
-MERGE = """
-struct Merged { int cta, b, unit, row, column; float x, y, inverse; };
-struct Closed { int b, unit, row, side; float m2, total; };
-static Merged* merged;
-static Closed* closed;
-static int rows_closed;
+# Notes each row that is combined, with its maximum and its sum of weights, and each pair of columns
+# with its sums and the factor of the row.
+COMBINE = """
+struct CombinedColumns { int cta, b, item, row, column; float x, y, inverse; };
+struct CombinedRow { int b, item, row, cta_in_group; float m2, total; };
+static CombinedColumns* columns;
+static CombinedRow* rows;
+static int row_count;
 static int finish_packed_row(const Params& p, const Split& t, int row, float m2, float n, bool writes_lse, float& inverse) {
   inverse = n > 0.f ? 1.f / n : 0.f;
-  if (writes_lse) closed[rows_closed++] = {t.b, t.item, row, blockIdx.x % group_width(p), m2, n};
+  if (writes_lse) rows[row_count++] = {t.b, t.item, row, blockIdx.x % group_width(p), m2, n};
   return (t.b * 64 + t.item) * 64 + row;
 }
 static void write_columns(const Params&, int place, int column, float2 x, float inverse) {
-  merged[count++] = {blockIdx.x, place / 4096, place / 64 % 64, place % 64, column, x.x, x.y, inverse};
+  columns[count++] = {blockIdx.x, place / 4096, place / 64 % 64, place % 64, column, x.x, x.y, inverse};
 }
 static void replace_columns(const Params& p, const Split& t, int row, int column) {
   write_columns(p, (t.b * 64 + t.item) * 64 + row, column, make_float2(-1.f, -1.f), 1.f);
 }
-static void slice() { combine_splits(params); }
-extern "C" int run_merge(int ctas, int warps, Merged* to, Closed* rows, int* ended, Params* p) {
-  gridDim.x = ctas, blockDim.x = warps * 32, params = *p, merged = to, closed = rows, count = rows_closed = 0;
+static void combine() { combine_splits(params); }
+extern "C" int run_combine(int ctas, int warps, CombinedColumns* to, CombinedRow* rows_to, int* rows_found, Params* p) {
+  gridDim.x = ctas, blockDim.x = warps * 32, params = *p, columns = to, rows = rows_to, count = row_count = 0;
   for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++)
-    for (int warp = 0; warp < warps; warp++) run_warp(slice, warp);
-  *ended = rows_closed;
+    for (int warp = 0; warp < warps; warp++) run_warp(combine, warp);
+  *rows_found = row_count;
   return count;
 }
 """  # noqa: E501
@@ -105,16 +105,16 @@ class DecodeParams(ctypes.Structure):
 class LatentParams(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("lens", "partial", "stats")),
-        *((name, Int) for name in ("B", "units", "width", "Sk", "tokens", "heads")),
+        *((name, Int) for name in ("B", "items", "width", "Sk", "tokens", "heads")),
     ]
 
 
-MERGED = np.dtype(
-    [(n, "i4") for n in ("cta", "b", "unit", "row", "column")]
+COLUMNS = np.dtype(
+    [(n, "i4") for n in ("cta", "b", "item", "row", "column")]
     + [(n, "f4") for n in ("x", "y", "inverse")]
 )
-CLOSED = np.dtype(
-    [(n, "i4") for n in ("b", "unit", "row", "side")] + [(n, "f4") for n in ("m2", "total")]
+ROWS = np.dtype(
+    [(n, "i4") for n in ("b", "item", "row", "cta_in_group")] + [(n, "f4") for n in ("m2", "total")]
 )
 
 
@@ -123,16 +123,16 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work_ranges")
     texts = ((SOURCES / f"{name}_params.cuh").read_text() for name in ("decode", "mla"))
     decode, latent = (text[text.index("DEVICE BatchRow batch_row(") :] for text in texts)
-    rest = '#include "combine.cuh"\n' + RUN + MERGE
+    rest = '#include "combine.cuh"\n' + RUN + COMBINE
     return {
         "decode": built(folder, "decode", DECODE + decode + rest),
         "latent": built(folder, "latent", LATENT + latent + rest),
     }
 
 
-def tasks_of(kernel, params, ctas, most):
-    """By CTA."""
-    found = (Int * (7 * most))()
+def splits_of(kernel, params, ctas, limit):
+    """The splits of each CTA, `limit` at most."""
+    found = (Int * (7 * limit))()
     result = []
     for cta in range(ctas):
         count = kernel.run(cta, ctas, found, ctypes.byref(params))
@@ -140,31 +140,31 @@ def tasks_of(kernel, params, ctas, most):
     return result
 
 
-def check(by_team, units, expected):
-    """Every unit's tiles once and in order; its parts are where the others look for them.
+def check(by_group, items, expected):
+    """Every item has each of its tiles once and in order, and its splits have slots of their own.
 
-    `expected`: of each row of the batch, its first tile and how many there are.
+    `by_group`: the splits of each group of CTAs. `expected`: of each batch row, its first tile and
+    the number of its tiles.
     """
-    parts, slots = {}, set()
-    for team, tasks in enumerate(by_team):
-        for i, (b, unit, tile, count, first, number, flags) in enumerate(tasks):
+    by_item, slots = {}, set()
+    for group, splits in enumerate(by_group):
+        for i, (b, item, tile, count, first, number, flags) in enumerate(splits):
             assert bool(flags & 1) == (i > 0)
-            parts.setdefault((b, unit), []).append((team, tile, count, first, number, flags))
-    assert sorted(parts) == [(b, u) for b in range(len(expected)) for u in range(units)]
-    for (b, _), found in parts.items():
+            by_item.setdefault((b, item), []).append((group, tile, count, first, number, flags))
+    assert sorted(by_item) == [(b, item) for b in range(len(expected)) for item in range(items)]
+    for (b, _), splits in by_item.items():
         at, count = expected[b]
-        start = at
-        first = found[0][0]
-        second = found[0][5] & 1
-        for place, (team, tile, tiles, first_team, number, flags) in enumerate(found):
-            assert (tile, first_team, number) == (at, first, len(found)) and team == first + place
-            assert bool(flags & 2) == bool(second)
-            if number > 1:  # a slot of its own
-                slot = team * 2 + (second if place == 0 else 0)
-                assert slot not in slots and (place == 0 or not flags & 1)
+        stop, first = at + count, splits[0][0]
+        first_slot = splits[0][5] & 1
+        for i, (group, tile, tiles, first_group, number, flags) in enumerate(splits):
+            assert (tile, first_group, number) == (at, first, len(splits)) and group == first + i
+            assert bool(flags & 2) == bool(first_slot)
+            if number > 1:
+                slot = group * 2 + (first_slot if i == 0 else 0)
+                assert slot not in slots and (i == 0 or not flags & 1)
                 slots.add(slot)
             at += tiles
-        assert at == start + count
+        assert at == stop
 
 
 def random_lens(g, B, Sk):
@@ -192,110 +192,113 @@ def test_decode(kernels, seed):
         lo, hi = max(0, keys - 1 - window, first), min(keys, end)
         lo = min(lo, hi)
         expected.append((lo // 64, max(1, -(-hi // 64) - lo // 64)))
-    flat = [x for run in ranges for x in run]
+    flat = [x for both in ranges for x in both]
     arrays = (Int * B)(*lens), (Int * (2 * B))(*flat)
     addresses = map(ctypes.addressof, arrays)
     params = DecodeParams(*addresses, None, None, B, Hkv, 1, Sk, 2, window, -(B * Hkv) % ctas, 1)
-    by_cta = tasks_of(kernels["decode"], params, ctas, B * Hkv + 1)
+    by_cta = splits_of(kernels["decode"], params, ctas, B * Hkv + 1)
     check(by_cta, Hkv, expected)
-    sizes = [sum(task[3] for task in tasks) for tasks in by_cta]
+    sizes = [sum(split[3] for split in splits) for splits in by_cta]
     total = sum(sizes)
-    assert max(sizes) - total / ctas <= 2  # a tile more than others, or a unit's one
+    assert max(sizes) - total / ctas <= 2  # a tile more than others, or the one of an empty item
 
 
 @pytest.mark.parametrize(
-    "B, keys, parts", [(64, 512, {1}), (64, 500, {1}), (64, 4096, {1, 2}), (16, 9000, {2, 3})]
+    "B, keys, number", [(64, 512, {1}), (64, 500, {1}), (64, 4096, {1, 2}), (16, 9000, {2, 3})]
 )
-def test_units_alike_are_not_shared(kernels, B, keys, parts):
-    """Unless a CTA would have more than a tile beyond its share."""
-    lens, run = (Int * B)(*[keys] * B), (Int * 2)(0, keys)
-    addresses = map(ctypes.addressof, (lens, run))
+def test_items_of_one_length_are_whole(kernels, B, keys, number):
+    """An item has one split, unless a CTA would have more than a tile beyond its share."""
+    lens, ranges = (Int * B)(*[keys] * B), (Int * 2)(0, keys)
+    addresses = map(ctypes.addressof, (lens, ranges))
     params = DecodeParams(*addresses, None, None, B, 8, 1, keys, 0, 1 << 29, -(B * 8) % 132, 1)
-    by_cta = tasks_of(kernels["decode"], params, 132, B * 8 + 1)
-    assert {task[5] for tasks in by_cta for task in tasks} == parts
+    by_cta = splits_of(kernels["decode"], params, 132, B * 8 + 1)
+    assert {split[5] for splits in by_cta for split in splits} == number
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_latent(kernels, seed):
     g = random.Random(seed)
-    B, units, width = g.choice((1, 2, 33, 70)), g.choice((1, 2, 3)), g.choice((1, 2, 4))
+    B, items, width = g.choice((1, 2, 33, 70)), g.choice((1, 2, 3)), g.choice((1, 2, 4))
     Sk, ctas = g.choice((64, 500, 9000)), g.choice((132, 114))
     lens = random_lens(g, B, Sk)
     expected = [(0, max(1, -(-max(0, min(n, Sk)) // 64))) for n in lens]
     array = (Int * B)(*lens)
-    params = LatentParams(ctypes.addressof(array), None, None, B, units, width, Sk, 1, 1)
-    by_cta = tasks_of(kernels["latent"], params, ctas, B * units + 1)
-    teams = by_cta[: ctas // width * width]
-    assert all(teams[i] == teams[i - i % width] for i in range(len(teams)))
-    assert not any(by_cta[len(teams) :])
-    check(teams[::width], units, expected)
+    params = LatentParams(ctypes.addressof(array), None, None, B, items, width, Sk, 1, 1)
+    by_cta = splits_of(kernels["latent"], params, ctas, B * items + 1)
+    used = by_cta[: ctas // width * width]  # CTAs of a group have the same splits
+    assert all(used[i] == used[i - i % width] for i in range(len(used)))
+    assert not any(by_cta[len(used) :])
+    check(used[::width], items, expected)
 
 
-def merge_checked(kernel, params, by_cta, rows, dim, warps, width, seed):
-    """Each shared unit's rows and columns once, from all of its parts and nothing else."""
-    ctas, held = len(by_cta), params.held
+def check_combined(kernel, params, by_cta, rows, dim, warps, width, seed):
+    """Rows and columns of every item with several splits are combined once, from all of these."""
+    ctas, slot_rows = len(by_cta), params.slot_rows
     g = np.random.default_rng(seed)
-    partial = np.full((2 * ctas, held, dim), np.nan, np.float32)
-    stats = np.full((2 * ctas, held, 2), np.nan, np.float32)
+    partial = np.full((2 * ctas, slot_rows, dim), np.nan, np.float32)
+    stats = np.full((2 * ctas, slot_rows, 2), np.nan, np.float32)
     slots = {}
-    for cta, tasks in enumerate(by_cta):
-        for i, (b, unit, *_, number, _) in enumerate(tasks):
+    for cta, splits in enumerate(by_cta):
+        for i, (b, item, *_, number, _) in enumerate(splits):
             if number > 1:
                 slot = 2 * cta + (i > 0)
-                slots.setdefault((b, unit, cta % width), []).append(slot)
-                partial[slot] = g.standard_normal((held, dim))
-                stats[slot, :, 0], stats[slot, :, 1] = g.normal(0, 20, held), g.random(held) + 0.1
-                nothing = g.random(held) < 0.2
-                stats[slot, nothing], partial[slot, nothing] = (-1e30, 0.0), 0.0
+                slots.setdefault((b, item, cta % width), []).append(slot)
+                partial[slot] = g.standard_normal((slot_rows, dim))
+                stats[slot, :, 0] = g.normal(0, 20, slot_rows)
+                stats[slot, :, 1] = g.random(slot_rows) + 0.1
+                no_keys = g.random(slot_rows) < 0.2
+                stats[slot, no_keys], partial[slot, no_keys] = (-1e30, 0.0), 0.0
     assert slots
-    found = np.zeros(len(slots) * rows * dim // 2 + 1, MERGED)
     params.partial, params.stats = partial.ctypes.data, stats.ctypes.data
-    ends, ended = np.zeros(len(slots) * rows + 1, CLOSED), Int()
-    found = found[
-        : kernel.run_merge(
-            *(ctas, warps, P(found.ctypes.data), P(ends.ctypes.data)),
-            *(ctypes.byref(ended), ctypes.byref(params)),
-        )
-    ]
-    ends = ends[: ended.value]
-    places = set(zip(*(found[n] for n in ("b", "unit", "row", "column")), found["cta"] % width))
-    assert len(found) == len(places) == len(slots) * rows * dim // 2
-    assert len(ends) == len(set(zip(*(ends[n] for n in CLOSED.names[:4])))) == len(slots) * rows
-    for (b, unit, side), parts in slots.items():
-        mine = found[(found["b"] == b) & (found["unit"] == unit) & (found["cta"] % width == side)]
-        m, n = (stats[parts, :, i].astype(np.float64) for i in (0, 1))
+    columns = np.zeros(len(slots) * rows * dim // 2 + 1, COLUMNS)
+    ends, row_count = np.zeros(len(slots) * rows + 1, ROWS), Int()
+    count = kernel.run_combine(
+        *(ctas, warps, P(columns.ctypes.data), P(ends.ctypes.data)),
+        *(ctypes.byref(row_count), ctypes.byref(params)),
+    )
+    columns, ends = columns[:count], ends[: row_count.value]
+    names = ("b", "item", "row", "column")
+    places = set(zip(*(columns[n] for n in names), columns["cta"] % width))
+    assert len(columns) == len(places) == len(slots) * rows * dim // 2
+    assert len(ends) == len(set(zip(*(ends[n] for n in ROWS.names[:4])))) == len(slots) * rows
+    for (b, item, cta), own_slots in slots.items():
+        of_item = (columns["b"] == b) & (columns["item"] == item)
+        own = columns[of_item & (columns["cta"] % width == cta)]
+        m, n = (stats[own_slots, :, i].astype(np.float64) for i in (0, 1))
         top = np.where(n > 0, m, -1e30).max(0)
         factors = np.where(n > 0, np.exp2(m - top), 0.0)
-        expected = np.einsum("pr,prd->rd", factors, partial[parts].astype(np.float64))
-        row, column = mine["row"], mine["column"]
-        scale = 1e-5 * len(parts)
-        np.testing.assert_allclose(mine["x"], expected[row, column], atol=scale)
-        np.testing.assert_allclose(mine["y"], expected[row, column + 1], atol=scale)
+        expected = np.einsum("sr,srd->rd", factors, partial[own_slots].astype(np.float64))
+        row, column = own["row"], own["column"]
+        tolerance = 1e-5 * len(own_slots)
+        np.testing.assert_allclose(own["x"], expected[row, column], atol=tolerance)
+        np.testing.assert_allclose(own["y"], expected[row, column + 1], atol=tolerance)
         total = (factors * n).sum(0)
         inverse = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
-        np.testing.assert_allclose(mine["inverse"], inverse[row], rtol=1e-5)
-        own = ends[(ends["b"] == b) & (ends["unit"] == unit) & (ends["side"] == side)]
-        np.testing.assert_allclose(own["total"], total[own["row"]], rtol=1e-5)
-        assert (own["m2"] == top.astype(np.float32)[own["row"]]).all()
-        runs = np.bincount(mine["cta"]) // 32  # of 64 columns of a row, by each CTA
-        assert runs.max() == -(-rows * (dim // 64) // (len(parts) - 1))
+        np.testing.assert_allclose(own["inverse"], inverse[row], rtol=1e-5)
+        of_item = (ends["b"] == b) & (ends["item"] == item)
+        end = ends[of_item & (ends["cta_in_group"] == cta)]
+        np.testing.assert_allclose(end["total"], total[end["row"]], rtol=1e-5)
+        assert (end["m2"] == top.astype(np.float32)[end["row"]]).all()
+        pieces = np.bincount(own["cta"]) // 32  # of 64 columns of a row, by each CTA
+        assert pieces.max() == -(-rows * (dim // 64) // (len(own_slots) - 1))
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_merging_in_a_kernel_of_its_own(kernels, seed):
+def test_splits_are_combined(kernels, seed):
     g = random.Random(seed)
-    B, units, width = g.choice((1, 1, 2, 33)), g.choice((1, 2, 3)), g.choice((1, 2))
+    B, items, width = g.choice((1, 1, 2, 33)), g.choice((1, 2, 3)), g.choice((1, 2))
     Sk, ctas = g.choice((3000, 9000)), g.choice((132, 31))
     lens = (Int * B)(Sk, *random_lens(g, B, Sk)[1:])
     if seed % 2:
         rows = g.choice((1, 3, 16, 64))
         addresses = ctypes.addressof(lens), None, None
-        params = LatentParams(*addresses, B, units, width, Sk, 1, rows)
-        kernel, dim, params.held = kernels["latent"], 128, 64
+        params = LatentParams(*addresses, B, items, width, Sk, 1, rows)
+        kernel, dim, params.slot_rows = kernels["latent"], 128, 64
     else:
-        rows, width, run = g.choice((1, 5, 8)), 1, (Int * 2)(0, Sk)
-        addresses = ctypes.addressof(lens), ctypes.addressof(run), None, None
-        params = DecodeParams(*addresses, B, units, 1, Sk, 0, 1 << 29, -(B * units) % ctas, rows)
-        kernel, dim, params.held = kernels["decode"], 192, 8
-    by_cta = tasks_of(kernel, params, ctas, B * units + 1)
-    merge_checked(kernel, params, by_cta, rows, dim, g.choice((4, 8, 16)), width, seed)
+        rows, width, ranges = g.choice((1, 5, 8)), 1, (Int * 2)(0, Sk)
+        addresses = ctypes.addressof(lens), ctypes.addressof(ranges), None, None
+        idle = -(B * items) % ctas
+        params = DecodeParams(*addresses, B, items, 1, Sk, 0, 1 << 29, idle, rows)
+        kernel, dim, params.slot_rows = kernels["decode"], 192, 8
+    by_cta = splits_of(kernel, params, ctas, B * items + 1)
+    check_combined(kernel, params, by_cta, rows, dim, g.choice((4, 8, 16)), width, seed)

@@ -94,9 +94,9 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
         return Configuration(f"{name} {word}", "forward", ("forward",), defines)
 
     for word, features in FEATURES.items():
-        is_crowded = word in ("mask", "dropout")
+        few_registers = word in ("mask", "dropout")
         differs_by_row = word in ("ranges", "alibi")
-        config = configs.forward_config(D, Dv, is_crowded=is_crowded, differs_by_row=differs_by_row)
+        config = configs.forward_config(D, Dv, few_registers=few_registers, differs_by_row=differs_by_row)
         yield one(word, config, features)
     for page in PAGES[1:]:
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
@@ -112,8 +112,8 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
 
     for word, features in FEATURES.items():
         if word not in ("window", "sinks"):
-            is_crowded = word in ("mask", "dropout", "softcap")
-            yield one(word, configs.backward_config(D, Dv, is_crowded=is_crowded), features)
+            few_registers = word in ("mask", "dropout", "softcap")
+            yield one(word, configs.backward_config(D, Dv, few_registers=few_registers), features)
     for word in ("full", "causal", "ranges"):
         split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
         yield one(f"{word} split", configs.backward_config(D, Dv), split)

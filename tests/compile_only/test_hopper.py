@@ -121,8 +121,8 @@ def steps(features):
 
 
 def assert_forward(dims, features, tmp_path):
-    is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT"})
-    config = configs.forward_config(*dims, is_crowded=is_crowded)
+    few_registers = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT"})
+    config = configs.forward_config(*dims, few_registers=few_registers)
     sass, log = compiled(tmp_path, "forward", config, **features)
     # the copying warp has 32 or 40 registers and keeps up to four words aside, those that read
     # masks up to eight; all options at once are no main configuration
@@ -180,7 +180,7 @@ def test_backward_of_other_dims_in_one_pass(head_dim, features, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head_dim, crowded, block_m, alternates, columns",
+    "head_dim, few_registers, block_m, alternates, columns",
     [
         (40, False, 128, False, 40),
         (40, True, 64, True, 40),
@@ -191,17 +191,19 @@ def test_backward_of_other_dims_in_one_pass(head_dim, features, tmp_path):
         (128, False, 64, False, 128),
     ],
 )
-def test_consumers_share_the_gradients_of_queries(head_dim, crowded, block_m, alternates, columns):
+def test_consumers_share_the_gradients_of_queries(
+    head_dim, few_registers, block_m, alternates, columns
+):
     """By queries, by halves of the columns, or by blocks where a half would cross 64 features."""
-    config = configs.backward_config(head_dim, head_dim, is_crowded=crowded)
+    config = configs.backward_config(head_dim, head_dim, few_registers=few_registers)
     assert (config.block_m, config.alternates) == (block_m, alternates)
     assert config.sum_features == columns
     assert not configs.backward_config(head_dim, head_dim, deterministic=True).alternates
 
 
 def assert_one_pass(head_dim, features, tmp_path):
-    is_crowded = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
-    config = configs.backward_config(head_dim, head_dim, is_crowded=is_crowded)
+    few_registers = bool(features.keys() & {"HAS_MASK", "HAS_DROPOUT", "HAS_SOFTCAP"})
+    config = configs.backward_config(head_dim, head_dim, few_registers=few_registers)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     sass, log = compiled(tmp_path, "backward", config, **features)
     # around the loop over queries, what belongs to a tile; a softcap keeps its derivative beside

@@ -270,14 +270,16 @@ def forward_config(
     D: int,
     Dv: int,
     bias_bits: int = 0,
-    is_crowded: bool = False,
+    few_registers: bool = False,
     page: int = 0,
     differs_by_row: bool = False,
 ) -> Config:
-    """The forward's tile; `is_crowded`: a mask's bits or dropout take registers and warps. `page`:
-    keys of a cache's page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges
-    or ALiBi."""
-    config = _forward_config(D, Dv, is_crowded or bias_bits > 0)
+    """The forward's tile.
+
+    `few_registers`: a mask's bits or dropout take registers and warps. `page`: keys of a cache's
+    page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges or ALiBi.
+    """
+    config = _forward_config(D, Dv, few_registers or bias_bits > 0)
     if 64 < D <= 112 and not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
         config = Config(D, Dv, 192, 96, stages=3)
     if page:  # blocks of whole copies
@@ -305,9 +307,9 @@ def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:
     return Dv <= 112 and (makes_slow_products or not differs_by_row)
 
 
-def _forward_config(D: int, Dv: int, is_crowded: bool) -> Config:
+def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
     head_dim = padded(D)
-    if head_dim == 64 and is_crowded:
+    if head_dim == 64 and few_registers:
         # slower with two stages, and with two consumers of more keys
         return Config(D, Dv, 192, 128, stages=3)
     if head_dim == 64:
@@ -327,12 +329,12 @@ def _forward_config(D: int, Dv: int, is_crowded: bool) -> Config:
 
 
 def backward_config(
-    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, is_crowded: bool = False
+    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False
 ) -> BackwardConfig:
-    """The backward's tiles; `is_crowded`: a mask's bits, dropout or a softcap take registers."""
+    """The backward's tiles; `few_registers`: a mask's bits, dropout or a softcap take registers."""
     config = _backward_config(D, Dv, deterministic)
     head_dim = config.head_dim
-    if head_dim == 64 and config.adds_dq and not (bias_bits or is_crowded):
+    if head_dim == 64 and config.adds_dq and not (bias_bits or few_registers):
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
         config = dataclasses.replace(config, block_m=128)
     buffers = 1 if head_dim == 256 and bias_bits else 2

@@ -160,16 +160,16 @@ class BackwardPlan:
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         *input_strides, out_strides = strides[:5]
-        self.grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
+        grads = [_like(*of, dtype) for of in zip(shapes, strides[5:])]
+        self.grads = grads if sequences is None else [_of_tokens(*of) for of in grads]
         causal, scale, left, right, cap = scalar_options
         left, right, has_window = window_sides(causal, left, right)
         softcap = softcap_kind(cap)
-        is_crowded = mask is not None or dropout_p > 0 or softcap > 0
+        few_registers = mask is not None or dropout_p > 0 or softcap > 0
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        self.config = config = backward_config(D, Dv, deterministic, bias_bits, is_crowded)
-        self.device, self.dropout_p, self.row_seeds = device, dropout_p, None
-        if dropout_p > 0:
-            self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences)
+        self.config = config = backward_config(D, Dv, deterministic, bias_bits, few_registers)
+        self.device, self.dropout_p = device, dropout_p
+        self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = group_parts(group, n_blocks * B * Hkv, processors)
@@ -189,13 +189,12 @@ class BackwardPlan:
         self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
         finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
         self.postprocess_ctas = finished or processors
-        out = B, Hq, Sq, Dv
-        layouts = (*zip((*shapes, out), input_strides), *(of[:2] for of in self.grads))
+        layouts = (*zip((*shapes, (B, Hq, Sq, Dv)), input_strides), *(of[:2] for of in grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
         # the kernels do not apply dropout's factor to the weights
         gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (group // parts)
-        all_strides = *input_strides, *(strides for _, strides, _ in self.grads)
+        all_strides = *input_strides, *(strides for _, strides, _ in grads)
         scalars = _SCALARS.pack(
             *(B, Hq, Hkv, group, Sq, Sk, left, right, m_blocks, n_blocks),
             section_of(B * Hkv * parts, per_query, _SECTION_BYTES),
@@ -209,8 +208,6 @@ class BackwardPlan:
             *(n for of in all_strides for n in of[:3]),
         )
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
-        if sequences is not None:
-            self.grads = [((S, H, D), (s, h, d), t) for (_, H, S, D), (_, h, s, d), t in self.grads]
         rows = *out_strides[:3], *input_strides[3][:3], Hq, Sq, Dv, self.rows, self.zeros
         self.preprocess = Params.of(_PREPROCESS, "out_strides", rows)
         if ranges is not None:
@@ -352,6 +349,11 @@ def _packed(
         return None, _NO_BITS
     bits = packer.run(stream, mask.data_ptr())
     return bits, (bits.data_ptr(), *packer.bits_layout)
+
+
+def _of_tokens(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple:
+    """The layout of (1, H, T, D) as (T, H, D)."""
+    return tuple(tuple(sizes[i] for i in (2, 1, 3)) for sizes in (shape, strides)) + (dtype,)
 
 
 def laid_out_like(like: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

@@ -170,18 +170,12 @@ class ForwardPlan:
             B * Hq * -(-Sq // config.block_m),
             is_uneven,
             features=dict(
-                dtype=dtype,
-                window=has_window,
-                left=left < UNBOUNDED,
-                kv_lens=has_lens,
-                ranges=ranges is not None,
-                softcap=softcap and softcap_kind(softcap),
-                alibi=slopes is not None,
-                sinks=has_sinks,
-                mask=mask is not None,
+                dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
+                ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
+                alibi=slopes is not None, sinks=has_sinks, mask=mask is not None,
                 dropout=dropout_p > 0,
             ),
-        )
+        )  # fmt: skip
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
         if sequences is not None:
@@ -210,10 +204,8 @@ class ForwardPlan:
             mask_range,
         )
         self.dropout_p = dropout_p
-        self.no_dropout, self.row_seeds = dropout.NO_PARAMETERS, None
-        if dropout_p > 0:
-            self.no_dropout = None
-            self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences)
+        self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
+        self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
 
     def _schedule(self, config: Config, tiles: int, is_uneven: bool, features: dict):
         """Persistent CTAs; tiles of different lengths are scheduled dynamically."""

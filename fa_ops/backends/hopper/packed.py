@@ -44,7 +44,7 @@ def prepare(call: Call) -> Run:
 def _prepare_forward(call: Call) -> Run:
     """The same for tensors that TMA can read."""
     q, k, v = call.query, call.key, call.value
-    ranges, options = KeyRanges(call), call.without_tensors()
+    ranges, options = SequenceRanges(call), call.without_tensors()
     device, has_sinks = q.device.index, call.spec.sinks is not None
     plan = dense_forward.plan_of(
         *map(_one_batch, (q, k, v)), ranges.spec, sequences=ranges.sequences
@@ -91,7 +91,7 @@ def prepare_backward(call: Call) -> Run:
 def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> Run:
     """The same for tensors that TMA can read, with these strides of the gradients."""
     q, k, v, saved = call.query, call.key, call.value, call.saved
-    ranges, options = KeyRanges(call), call.without_tensors()
+    ranges, options = SequenceRanges(call), call.without_tensors()
     device, has_sinks = q.device.index, call.spec.sinks is not None
     plan = dense_backward.plan_of(
         tuple(map(_one_batch, (q, k, v, saved.grad_out, saved.out))),
@@ -122,7 +122,7 @@ def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> 
     return run
 
 
-class KeyRanges(PreparedLaunch):
+class SequenceRanges(PreparedLaunch):
     """Writes the sequences' bounds, causality and window as key ranges (1, 1, Tq, 2).
 
     `spec` are the options of the dense call with such ranges.
