@@ -56,7 +56,7 @@ def _prepare_forward(call: Call) -> Run:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
             return forward(q, k, v, *options.arguments_with(tensors))
         with on_device(device):
-            dense, ends = ranges.as_dense(tensors, current_stream(device))
+            dense, ends = ranges.write(tensors, current_stream(device))
             if has_sinks:
                 dense = dense_forward.as_kernel_inputs(dense)
             out, lse = plan.run(q, k, v, with_lse, dense, cu_seqlens=ends)
@@ -112,7 +112,7 @@ def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> 
             outside = _outside_sequences(len(q), tensors.cu_seqlens_q)
             lse = lse.masked_fill(outside, float("inf"))
         with on_device(device):
-            dense, ends = ranges.as_dense(tensors, current_stream(device))
+            dense, ends = ranges.write(tensors, current_stream(device))
             *grads, _, workspace = plan.run(
                 grad_out, q, k, v, out, lse, grad_lse, dense, cu_seqlens=ends
             )
@@ -145,8 +145,8 @@ class SequenceRanges(PreparedLaunch):
             key_ranges=torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"),
         )  # fmt: skip
 
-    def as_dense(self, tensors: PackedTensors, stream: int) -> tuple[DenseTensors, tuple[int, int]]:
-        """The optional tensors of the dense call, and the addresses of both cu_seqlens."""
+    def write(self, tensors: PackedTensors, stream: int) -> tuple[DenseTensors, tuple[int, int]]:
+        """Launch: the optional tensors of the dense call, and the addresses of both cu_seqlens."""
         ends_q, ends_k, _, sinks, lens, seed = tensors
         ends = ends_q.data_ptr(), ends_k.data_ptr()
         ranges = self.run(stream, *ends, address(lens))
