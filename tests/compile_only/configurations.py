@@ -96,7 +96,9 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
     for word, features in FEATURES.items():
         few_registers = word in ("mask", "dropout")
         differs_by_row = word in ("ranges", "alibi")
-        config = configs.forward_config(D, Dv, few_registers=few_registers, differs_by_row=differs_by_row)
+        config = configs.forward_config(
+            D, Dv, few_registers=few_registers, differs_by_row=differs_by_row
+        )
         yield one(word, config, features)
     for page in PAGES[1:]:
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])

@@ -99,7 +99,7 @@ def test_forward_of_other_dims(number, dims, tmp_path):
     "dims, options, tile",
     [
         ((72, 72), {}, (192, 96)),
-        ((112, 64), {"is_crowded": True}, (192, 96)),
+        ((112, 64), {"few_registers": True}, (192, 96)),
         ((72, 72), {"differs_by_row": True}, (192, 96)),
         ((80, 80), {"differs_by_row": True}, (128, 128)),
         ((80, 80), {"bias_bits": 16}, (128, 128)),
