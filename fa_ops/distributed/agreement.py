@@ -7,6 +7,7 @@ arguments are refused shows the error, and then all processes raise.
 from __future__ import annotations
 
 import datetime
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from torch import Tensor
 from fa_ops.distributed.layout import Members
 
 _BYTES = 1024
-_hosts: dict[tuple, dist.ProcessGroup | None] = {}
-_connected: set[tuple] = set()
+_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group: gloo group
+_connected: weakref.WeakSet = weakref.WeakSet()
 
 
 def agree(
@@ -78,26 +79,21 @@ def _text(message: Tensor) -> str:
 
 def _connect(members: Members, device: torch.device) -> None:
     """Make NCCL's communicator, which all processes must do together; steps may leave out some."""
-    key = _key(members)
-    if key not in _connected:
-        _connected.add(key)
-        dist.all_reduce(torch.zeros(1, device=device), group=members.group)
-
-
-def _key(members: Members) -> tuple:
-    """The processes of a group, and the initialisation of torch.distributed that it belongs to."""
-    ranks = tuple(members.global_rank(rank) for rank in range(members.size))
-    return ranks, id(dist.group.WORLD)
+    group = members.group or dist.group.WORLD
+    if group not in _connected:
+        _connected.add(group)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _between_hosts(members: Members, device: torch.device) -> dist.ProcessGroup | None:
     """A gloo group of the same processes, made by the first call for each group."""
     if device.type == "cpu" or "gloo" in dist.get_backend(members.group):
         return members.group
-    key = ranks, _ = _key(members)
-    if key not in _hosts:
+    group = members.group or dist.group.WORLD
+    if group not in _hosts:
+        ranks = [members.global_rank(rank) for rank in range(members.size)]
         timeout = datetime.timedelta(minutes=10)
-        _hosts[key] = dist.new_group(
-            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+        _hosts[group] = dist.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
         )
-    return _hosts[key]
+    return _hosts[group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,8 +33,11 @@ def _work(rank: int, module: str, world: int, device: str, folder: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(device)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
+    where = torch.device(device, rank) if device == "cuda" else None
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", f"file://{folder}/store", rank=rank,
+        world_size=world, timeout=timedelta(seconds=120), device_id=where,
+    )  # fmt: skip
     for name, check in importlib.import_module(module).CHECKS.items():
         torch.manual_seed(0)
         try:

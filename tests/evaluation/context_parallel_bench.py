@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -197,7 +198,9 @@ def _work(rank: int, store: str, given) -> None:
     else:
         torch.set_num_threads(1)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {"rank": rank, "world_size": given.processes}
+    options = {"rank": rank, "world_size": given.processes, "timeout": timedelta(seconds=120)}
+    if device.type == "cuda":
+        options["device_id"] = device
     dist.init_process_group(backend, f"file://{store}", **options)
     rate, records = measure_link_rate(device=device), {}
     if rank == 0:
