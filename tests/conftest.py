@@ -7,6 +7,7 @@ import torch
 
 from fa_ops import planning
 from fa_ops.testing.allocators import poisoned_memory
+from tests.distributed.processes import verdicts  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(autouse=True)

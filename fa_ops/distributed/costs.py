@@ -110,7 +110,7 @@ def choose(
 ) -> SchemeChoice:  # fmt: skip
     """The fastest scheme by estimate, or all-to-all if `needs_heads`.
 
-    `exchanges_heads` tells whether all-to-all is possible.
+    All-to-all is considered only if `exchanges_heads`.
     """
     rates = rates_for(members, q.device)
     sizes = Sizes.of(q, k, v)

@@ -134,7 +134,7 @@ class Partial:
     ) -> tuple[Tensor, Tensor]:
         """The result with sinks in the denominator, in the query's dtype.
 
-        `are_added` tells whether rows that have a key contain the sinks already.
+        With `are_added`, the results of rows that have a key include the sinks already.
         """
         self._allocate()
         out, lse = self.out, self.lse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -27,7 +26,6 @@ from fa_ops.distributed import (
     unshard,
 )
 from tests.distributed.context_cases import ContextCase, assert_case_right
-from tests.distributed.processes import assert_passed, run_checks
 from tests.distributed.random_calls import run_cases
 
 WORLD = 4
@@ -328,14 +326,6 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("context_parallel")
-    run_checks(__name__, WORLD, folder)
-    return folder
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)

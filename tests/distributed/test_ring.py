@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import fa_ops
 from fa_ops.distributed import ring_attention, shard, unshard
-from tests.distributed.processes import assert_passed, run_checks
+from tests.distributed.processes import Verdicts, run_checks
 
 CASES = {
     "full": {},
@@ -130,20 +128,17 @@ CHECKS |= {"layout": check_layout, "errors": check_errors, "a group": check_grou
 
 
 @pytest.fixture(scope="module", params=[(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "cuda")], ids=str)
-def verdicts(request, tmp_path_factory) -> tuple[int, Path]:
-    """The number of processes, and the folder with their verdicts."""
+def verdicts(request, tmp_path_factory) -> Verdicts:
+    """The verdicts of some numbers of processes."""
     world, device = request.param
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
-    folder = tmp_path_factory.mktemp("ring")
-    run_checks(__name__, world, folder, device)
-    return world, folder
+    return run_checks(__name__, world, tmp_path_factory.mktemp("ring"), device)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, *verdicts)
+    verdicts.assert_passed(name)
 
 
 def test_without_a_process_group_it_raises():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fa_ops
 from fa_ops.distributed import attention_with_sharded_kv_cache
-from tests.distributed.processes import assert_passed, run_checks
 
 WORLD, B, Hq, Hkv, D = 2, 4, 6, 2, 8
 LENS = torch.tensor([[5, 0, 30, 1], [9, 0, 3, 11]], dtype=torch.int32)
@@ -96,14 +93,6 @@ CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
 CHECKS |= {"errors": check_errors}
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded_cache")
-    run_checks(__name__, WORLD, folder)
-    return folder
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)

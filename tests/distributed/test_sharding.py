@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,7 +14,6 @@ import fa_ops
 from fa_ops.distributed import context_parallel_attention
 from fa_ops.ops import dense
 from fa_ops.testing import make_case
-from tests.distributed.processes import assert_passed, run_checks
 
 WORLD = 2
 CASE = make_case(
@@ -204,14 +201,6 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dtensor")
-    run_checks(__name__, WORLD, folder)
-    return folder
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +16,8 @@ from fa_ops.distributed import (
     shard,
     unshard,
 )
-from tests.distributed.processes import assert_passed, run_checks
 
-WORLD, TOKENS = 2, 2048
+WORLD, DEVICE, TOKENS = 2, "cuda", 2048
 ENDS = [0, 100, 700, 701, 1500, TOKENS]
 
 pytestmark = [
@@ -127,13 +124,6 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("context_parallel_gpu")
-    run_checks(__name__, WORLD, folder, "cuda")
-    return folder
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)

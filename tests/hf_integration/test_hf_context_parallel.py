@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_integration
-from tests.distributed.processes import assert_passed, run_checks
 from tests.hf_integration import tiny_models
 
 WORLD = 2
@@ -112,14 +109,6 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("hf_context_parallel")
-    run_checks(__name__, WORLD, folder)
-    return folder
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)
