@@ -67,6 +67,7 @@ TOP = {
         "fa_ops.api",
         "fa_ops.cache_checks",
         "fa_ops.checks",
+        "fa_ops.distributed",
         "fa_ops.kv_cache",
         "fa_ops.ops",
         "fa_ops.types",

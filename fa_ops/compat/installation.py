@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _FLASH = "fa_ops.compat.flash_attn"
 _FLASH_3 = "fa_ops.compat.flash_attn_interface"
+_RING = "fa_ops.compat.ring_flash_attn"
 
 
 class Package(NamedTuple):
@@ -43,6 +44,7 @@ PACKAGES = {
             "flash_attn_3.flash_attn_interface": _FLASH_3,
         },
     ),
+    "ring_flash_attn": Package("ring_flash_attn", {"ring_flash_attn": _RING}),
 }
 
 
@@ -54,7 +56,8 @@ def install(name: str) -> None:
     are imported: many look for flash-attn only once. Nothing is written to disk.
 
     Args:
-        name: "flash_attn" (FlashAttention 2) or "flash_attn_interface" (FlashAttention 3).
+        name: "flash_attn" (FlashAttention 2), "flash_attn_interface" (FlashAttention 3) or
+            "ring_flash_attn".
 
     Raises:
         ValueError: another name.

@@ -96,6 +96,15 @@ class Exchange(NamedTuple):
         return received, self.start(sends, receives, what)
 
 
+def all_gather(
+    whole: Tensor, mine: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
+    """Gather tensors of equal shapes along their first dimension."""
+    # the second name is that until torch 2.12, which 2.13 deprecates
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, mine, group, async_op)
+
+
 def part(x: Tensor, held: tuple[Segment, ...], wanted: tuple[Segment, ...]) -> Tensor:
     """The wanted segments of (B, H, S, D), whose tokens are the segments held; contiguous."""
     pieces = [x[:, :, rows] for rows in rows_of(held, wanted)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops import api
 from fa_ops.distributed import agreement
+from fa_ops.distributed.exchange import all_gather
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
 from fa_ops.kv_cache import attention_with_kv_cache
@@ -134,9 +134,7 @@ def _gathered(x: Tensor, members: Members) -> Tensor:
     """The tensors of all processes, stacked."""
     x = x.contiguous()
     stacked = x.new_empty(members.size, *x.shape)
-    # the name until torch 2.12, which 2.13 deprecates
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(stacked.flatten(0, 1), x, members.group)
+    all_gather(stacked.flatten(0, 1), x, members.group)
     return stacked
 
 

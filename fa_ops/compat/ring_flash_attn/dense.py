@@ -1,0 +1,124 @@
+"""ring_flash_attn_func, zigzag_ring_flash_attn_func and their packed forms."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fa_ops.compat.flash.arguments import (
+    DENSE,
+    Window,
+    flag,
+    heads_first,
+    infinite_where_empty,
+    parts,
+    scalar,
+    shape,
+    sides,
+)
+from fa_ops.distributed import SequenceLayout, context_parallel_attention
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def ring_flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Result:  # fmt: skip
+    """Attention of this process's queries over the keys of all processes, in contiguous order.
+
+    Process ``r`` of ``n`` holds part ``r`` of the sequence.
+
+    Args:
+        q: ``(B, S, Hq, D)``.
+        k: ``(B, S, Hkv, D)``.
+        v: ``(B, S, Hkv, Dv)``.
+        dropout_p: 0.
+        softmax_scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
+        causal: whether token ``i`` of the whole sequence attends tokens ``j <= i`` alone.
+        window_size: number of visible keys on either side of a query's own position in the whole
+            sequence; negative: unbounded.
+        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
+        deterministic: whether the backward pass is bitwise repeatable.
+        return_attn_probs: also return the lse, float32 ``(B, Hq, S)``, and None.
+        group: ``None``: all processes.
+
+    Returns:
+        out ``(B, S, Hq, Dv)``, or ``(out, lse, None)``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as
+            :func:`fa_ops.distributed.context_parallel_attention`.
+        NotImplementedError: the same; dropout.
+
+    Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; the interface of
+    https://github.com/zhuzilin/ring-flash-attention.
+    """
+    options = options_of(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, return_attn_probs, group, "contiguous")
+
+
+def zigzag_ring_flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Result:  # fmt: skip
+    """:func:`ring_flash_attn_func` in zigzag order: chunks ``r`` and ``2 n - 1 - r`` of ``2 n``.
+
+    The original is causal alone; here `causal` may be False too.
+    """
+    options = options_of(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, return_attn_probs, group, "zigzag")
+
+
+def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+    """:func:`ring_flash_attn_func` with keys and values in one tensor ``(B, S, 2, Hkv, D)``."""
+    return ring_flash_attn_func(q, *parts("kv", kv, 2, "(B, S, 2, H, D)"), *args, **options)
+
+
+def ring_flash_attn_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+    """:func:`ring_flash_attn_func` of one tensor ``(B, S, 3, H, D)``."""
+    return ring_flash_attn_func(*parts("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
+
+
+def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+    """:func:`zigzag_ring_flash_attn_func` with keys and values in one ``(B, S, 2, Hkv, D)``."""
+    return zigzag_ring_flash_attn_func(q, *parts("kv", kv, 2, "(B, S, 2, H, D)"), *args, **options)
+
+
+def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+    """:func:`zigzag_ring_flash_attn_func` of one tensor ``(B, S, 3, H, D)``."""
+    return zigzag_ring_flash_attn_func(*parts("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
+
+
+def options_of(
+    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+) -> dict:  # fmt: skip
+    """The options of context_parallel_attention for the arguments of ring-flash-attention."""
+    if scalar(dropout_p):
+        raise NotImplementedError(f"dropout_p must be 0 in a ring, got {dropout_p}")
+    return {
+        "scale": scalar(softmax_scale), "is_causal": flag("causal", causal),
+        "window": sides(window_size), "alibi_slopes": alibi_slopes,
+        "deterministic": flag("deterministic", deterministic),
+    }  # fmt: skip
+
+
+def in_ring(
+    tensors: tuple[Tensor, Tensor, Tensor], options: dict, group: ProcessGroup | None,
+    layout: str | SequenceLayout,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out ``(B, S, Hq, Dv)`` and the lse of FlashAttention 2 of tensors ``(B, S, H, D)``."""
+    out, lse = context_parallel_attention(
+        *map(heads_first, tensors), group, "ring", layout=layout, return_lse=True, **options
+    )
+    return out.transpose(1, 2), infinite_where_empty(lse)
+
+
+def _attend(q, k, v, options: dict, with_lse, group, layout: str) -> Result:
+    shape(DENSE, q=q, k=k, v=v)
+    out, lse = in_ring((q, k, v), options, group, layout)
+    return (out, lse, None) if flag("return_attn_probs", with_lse) else out

@@ -1,0 +1,116 @@
+"""llama3_flash_attn_varlen_func, its packed forms, and what prepares its arguments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fa_ops.api import need_int, need_tensor
+from fa_ops.compat.flash.arguments import (
+    PACKED,
+    Window,
+    flag,
+    infinite_where_empty,
+    parts,
+    scalar,
+    shape,
+)
+from fa_ops.compat.ring_flash_attn.dense import Result, options_of
+from fa_ops.distributed.gathered_heads import gathered_attention
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """What :func:`llama3_flash_attn_varlen_func` takes on one process.
+
+    Args:
+        cu_seqlens: int32 ``(B + 1,)``, the borders of the sequences in the packed whole, of which
+            process ``rank`` of ``world_size`` holds part ``rank``. Read by the host.
+        causal: as in the call.
+        rank: of this process in the group.
+        world_size: the number of processes, which divides the number of tokens.
+
+    Returns:
+        ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: the borders of
+        the sequences among this process's queries, and among the keys of the whole that these
+        attend, which are ``local_k_slice`` of it.
+
+    Raises:
+        ValueError: borders that do not rise from 0, or tokens that the processes do not divide.
+    """
+    ends = need_tensor("cu_seqlens", cu_seqlens).tolist()
+    rank, size = need_int("rank", scalar(rank)), need_int("world_size", scalar(world_size))
+    if len(ends) < 2 or ends[0] or ends != sorted(ends) or ends[-1] % size:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to a multiple of world_size {size}, got {ends[:16]}"
+        )
+    local = ends[-1] // size
+    first, last = rank * local, (rank + 1) * local
+    here = [(a, b) for a, b in zip(ends, ends[1:]) if a < last and b > first]
+    if not here:  # no tokens at all
+        here = [(0, 0)]
+    start, stop = here[0][0], last if flag("causal", causal) else here[-1][1]
+    ends_q = [0, *(min(b, last) - first for _, b in here)]
+    ends_k = [0, *(min(b, stop) - start for _, b in here)]
+    longest = (max(b - a for a, b in zip(e, e[1:])) for e in (ends_q, ends_k))
+    return *map(cu_seqlens.new_tensor, (ends_q, ends_k)), *longest, slice(start, stop)
+
+
+def llama3_flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Result:  # fmt: skip
+    """Attention within packed sequences, of which each process holds a contiguous part.
+
+    Keys and values of all processes are gathered, some heads at a time while the heads before are
+    attended, again in the backward pass. Results need no merging.
+
+    Args:
+        q: ``(T, Hq, D)``.
+        k: ``(T, Hkv, D)``.
+        v: ``(T, Hkv, Dv)``.
+        cu_seqlens_q: as :func:`llama3_flash_attn_prepare_cu_seqlens` returns it, like the next
+            three and `local_k_slice`.
+        heads_k_stride: key heads that are gathered at a time; it divides ``Hkv``.
+        window_size: needs `causal`, as do `alibi_slopes`.
+        return_attn_probs: also return the lse, float32 ``(Hq, T)``, and None.
+
+    All other arguments are those of :func:`ring_flash_attn_func`.
+
+    Returns:
+        out ``(T, Hq, Dv)``, or ``(out, lse, None)``.
+
+    Raises:
+        ValueError, TypeError: shapes and options that do not fit each other or those of other
+            processes, or as :func:`fa_ops.attention_varlen`.
+        RuntimeError: torch.distributed is not initialised, or another process raised an error.
+        NotImplementedError: dropout; a window or ALiBi without causality, where the position of
+            the queries in the last sequence is not known.
+
+    Source: Dubey et al., The Llama 3 Herd of Models, section 3.3.2,
+    https://arxiv.org/abs/2407.21783.
+    """
+    shape(PACKED, q=q, k=k, v=v)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    packing = (cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k))
+    if not isinstance(local_k_slice, slice):
+        raise TypeError(f"local_k_slice must be a slice, got {type(local_k_slice).__name__}")
+    stride = need_int("heads_k_stride", scalar(heads_k_stride))
+    out, lse = gathered_attention(q, k, v, packing, local_k_slice, stride, group, **options)
+    with_lse = flag("return_attn_probs", return_attn_probs)
+    return (out, infinite_where_empty(lse), None) if with_lse else out
+
+
+def llama3_flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **options) -> Result:
+    """:func:`llama3_flash_attn_varlen_func` with keys and values in one ``(T, 2, Hkv, D)``."""
+    return llama3_flash_attn_varlen_func(q, *parts("kv", kv, 2, "(T, 2, H, D)"), *args, **options)
+
+
+def llama3_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *args, **options) -> Result:
+    """:func:`llama3_flash_attn_varlen_func` of one tensor ``(T, 3, H, D)``."""
+    return llama3_flash_attn_varlen_func(*parts("qkv", qkv, 3, "(T, 3, H, D)"), *args, **options)
