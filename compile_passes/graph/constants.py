@@ -43,7 +43,7 @@ def constant_value(x: object, depth: int = 8) -> float | int | bool | None:
 
 def guarded_constant(x: object) -> float | int | bool | None:
     """As `constant_value`, but a symbolic float becomes its current number, with a guard: dropout
-    probabilities and mask fills rarely change.
+    probabilities, mask fills and scales of masks rarely change.
     """
     known = constant_value(x)
     if known is None and isinstance(x, Value) and x.op in ("tensor", "scalar_tensor"):
@@ -118,27 +118,24 @@ def round_to(value: float, dtype: torch.dtype) -> float | None:
 
 # The elements of the result are elements of the input.
 _MOVES = LAYOUT | set("repeat repeat_interleave index_select gather tril triu flip".split())
-# The result is finite if all tensor arguments are.
-_FINITE = frozenset("cumsum arange cat stack zeros ones zeros_like ones_like".split())
+# The result is bounded if all tensor arguments are.
+_OF_BOUNDED = frozenset("cumsum arange cat stack zeros ones zeros_like ones_like".split())
 _BOUNDED = frozenset("tanh sigmoid sin cos".split())  # whatever their input is
 # The same, but numbers among the arguments become elements too.
 _NUMERIC = frozenset(
     "add sub mul neg abs clamp minimum maximum where masked_fill pad full tensor "
     "scalar_tensor".split()
 )
-# Layers of a network: an infinity in their input would make everything NaN.
+# Layers of a network, whose results are not used as masks.
 _ACTIVATIONS = frozenset("linear matmul einsum embedding layer_norm conv1d conv2d".split())
 
 
-def is_finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
-    """Whether a tensor provably holds no infinity: it is made of outputs of layers, parameters
-    that require grad, positions and constants.
-
-    With a limit, whether it is also no mask: its constants are below the limit, and it contains
-    no integers of unknown size.
+def is_bounded(x: object, limit: float, depth: int = 24) -> bool:
+    """Whether a tensor is no mask: it is made of outputs of layers, parameters that require grad,
+    and constants below the limit, and contains no integers of unknown size.
     """
     if isinstance(x, (tuple, list)):
-        return all(is_finite(y, depth, limit) for y in x)
+        return all(is_bounded(y, limit, depth) for y in x)
     if not is_tensor(x):
         x = x.tensor if isinstance(x, Value) else x
         if isinstance(x, torch.SymFloat):
@@ -149,20 +146,19 @@ def is_finite(x: object, depth: int = 24, limit: float = math.inf) -> bool:
     if not x.dtype.is_floating_point and torch.iinfo(x.dtype).max < limit:
         return True
     if x.node.op in ("placeholder", "get_attr"):
-        learned = limit == math.inf or isinstance(x.tensor, torch.nn.Parameter)
-        return x.tensor.requires_grad and learned
+        return x.tensor.requires_grad and isinstance(x.tensor, torch.nn.Parameter)
     if x.op in _ACTIVATIONS or (x.op in _BOUNDED and not x.writes):
         return True
     if x.op in _MOVES:
-        return not x.writes and is_finite(x.args.get("input"), depth - 1, limit)
+        return not x.writes and is_bounded(x.args.get("input"), limit, depth - 1)
     if x.op in _NUMERIC and not all(abs(y) < limit for y in x.args.values() if type(y) is int):
         return False
-    if x.op in ("div", "pow"):
+    if x.op == "div":
         known = constant_value(x.args.get("other"))
-        near = limit == math.inf or (x.op == "div" and known and abs(known) * limit > 1)
-        return bool(known and near) and _all_args_finite(x, depth, limit)
-    return x.op in _FINITE | _NUMERIC and not x.writes and _all_args_finite(x, depth, limit)
+        near = known and abs(known) * limit > 1
+        return bool(near) and _all_args_bounded(x, limit, depth)
+    return x.op in _OF_BOUNDED | _NUMERIC and not x.writes and _all_args_bounded(x, limit, depth)
 
 
-def _all_args_finite(x: Value, depth: int, limit: float) -> bool:
-    return all(is_finite(y, depth - 1, limit) for y in x.args.values())
+def _all_args_bounded(x: Value, limit: float, depth: int) -> bool:
+    return all(is_bounded(y, limit, depth - 1) for y in x.args.values())

@@ -1,5 +1,5 @@
-"""Removal of nodes whose results nobody reads: a model may compute copies of its scores or averages
-of its weights that the caller drops.
+"""Removal of unused nodes, such as copies of the scores or averages of the weights that the caller
+ignores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = vocabulary.LAYOUT | set(
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
-    """Erase the nodes without readers and without effect, the last first."""
+    """Erase unused nodes that have no effect, the last first."""
     for node in reversed(list(graph.nodes)):
         if not node.users and _has_no_effect(node):
             graph.erase_node(node)

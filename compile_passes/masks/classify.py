@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
+
 from compile_passes.graph.axes import resolve_dims
-from compile_passes.graph.constants import is_finite
+from compile_passes.graph.constants import is_bounded
 from compile_passes.graph.ir import Value, requires_grad, same_contents
 from compile_passes.masks.affine import all_of
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
@@ -22,7 +24,6 @@ from compile_passes.masks.mask_terms import (
     MaskEffect,
     Term,
     Window,
-    check_rescaled,
     common_window,
     every_row_attends,
     mask_effect,
@@ -151,7 +152,7 @@ def _grad_share(site: AttentionSite, term: BiasTerm, effects: Effects) -> float:
     fill = effects[term].fill
     if not clamps or fill == -math.inf:
         return 1.0
-    if len(clamps) > 1 or not (absorbs_scores(fill, term.dtype) or clamps[0].value < 2 * fill):
+    if len(clamps) > 1 or not (_absorbs(term, fill) or clamps[0].value < 2 * fill):
         raise Refused("masked scores may lie below a lower bound on the scores")
     return clamps[0].grad_share if fill == clamps[0].value else 1.0
 
@@ -225,11 +226,10 @@ def _as_single_mask(site: AttentionSite, term: Term, effects: Effects) -> Classi
 
 def _additive_mask(site: AttentionSite, term: BiasTerm, effects: Effects) -> ClassifiedMasks:
     """The treatment of empty rows under an additive mask of 0 and one fill."""
-    check_rescaled(term, effects[term])
     fill, empty_rows = effects[term].fill, EmptyRows.ADDED
     if fill == -math.inf:
         empty_rows = EmptyRows.ZERO
-    elif absorbs_scores(fill, term.dtype):
+    elif _absorbs(term, fill):
         empty_rows = EmptyRows.ABSORBED
     share = _grad_share(site, term, effects)
     return ClassifiedMasks(empty_rows=empty_rows, grad_share=share, fill=fill)
@@ -252,9 +252,6 @@ def _as_dense(
     """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
-    for term in biases:
-        if effects[term]:
-            check_rescaled(term, effects[term])
     fills = [t for t in dense if isinstance(t, FillTerm)]
     finite = [t for t in fills if t not in exact]
     if site.requires_grad and any(_may_empty_rows(t, effects[t], site) for t in biases):
@@ -278,7 +275,7 @@ def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> Cl
     with -inf, is among the terms and a flag as well, unless a later fill replaces that -inf.
     """
     fills = [t for t in terms if isinstance(t, FillTerm)]
-    near = any(not _replaces_absorbed(t, site) for t in fills)
+    near = any(not _absorbs(t, t.value) for t in fills)
     clamped = any(isinstance(t, ClampTerm) for t in site.scores.terms)
     if near or (site.has_sink and fills) or clamped:
         raise Refused("several masks with different fill values: rows without keys would differ")
@@ -291,9 +288,11 @@ def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> Cl
     return ClassifiedMasks(*window, float_terms=tuple(terms), empty_rows=EmptyRows.ABSORBED)
 
 
-def _replaces_absorbed(fill: FillTerm, site: AttentionSite) -> bool:
-    """Whether adding the fill would give the same as replacing the scores by it."""
-    return absorbs_scores(fill.value, site.scores.product.dtype)
+def _absorbs(term: Term, fill: float) -> bool:
+    """Whether real scores are lost beside the fill of a mask where the model adds it. For one that
+    replaces scores: whether adding it would give the same.
+    """
+    return absorbs_scores(fill, term.dtype, term.rescaled)
 
 
 def _may_empty_rows(term: BiasTerm, effect: MaskEffect | None, site: AttentionSite) -> bool:
@@ -302,13 +301,13 @@ def _may_empty_rows(term: BiasTerm, effect: MaskEffect | None, site: AttentionSi
     """
     if effect is None:
         return _may_hide_keys(term, effect)
-    return not site.has_sink and absorbs_scores(effect.fill, term.dtype)
+    return not site.has_sink and _absorbs(term, effect.fill)
 
 
 def _may_hide_keys(term: BiasTerm, effect: MaskEffect | None) -> bool:
     """Whether a bias is not provably free of mask fills."""
     x, small = term.leaf.value, abs(term.coefficient) < MAX_BIAS
-    bounded = small and is_finite(x, limit=MAX_BIAS)
+    bounded = small and is_bounded(x, MAX_BIAS)
     return effect is not None or (isinstance(x, Value) and not bounded)
 
 
@@ -324,10 +323,10 @@ def _can_add_fill(terms: list[Term], fills: list[FillTerm], site: AttentionSite)
         return False
     (fill,), before = fills, terms[: terms.index(fills[0])]
     biased_later = any(isinstance(t, BiasTerm) for t in terms[len(before) + 1 :])
-    absorbed = _replaces_absorbed(fill, site) and math.isfinite(fill.value)
-    bounded = all(
-        isinstance(t, BiasTerm) and is_finite(t.leaf.value, limit=MAX_BIAS) for t in before
-    )
+    added_in = torch.promote_types(site.dtype, torch.float32)  # by the kernels
+    absorbed = _absorbs(fill, fill.value) and absorbs_scores(fill.value, added_in)
+    absorbed = absorbed and math.isfinite(fill.value)
+    bounded = all(isinstance(t, BiasTerm) and is_bounded(t.leaf.value, MAX_BIAS) for t in before)
     return biased_later and absorbed and bounded
 
 

@@ -66,7 +66,7 @@ def _without_constants(site: AttentionSite) -> list[Term]:
     for term in site.scores.terms:
         if isinstance(term, BiasTerm) and isinstance(term.leaf.value, float):
             added = term.coefficient * term.leaf.value
-            if absorbs_scores(added, term.dtype):
+            if absorbs_scores(added, term.dtype, term.rescaled):
                 raise Refused(f"{added:g} is added to the scores, which vanish beside it")
             shift += added
         elif isinstance(term, ClampTerm):
@@ -133,15 +133,6 @@ def mask_effect(term: Term, evaluator: SymbolicEvaluator) -> MaskEffect | None:
         keep = negate(element) if term.where else element
         return MaskEffect(keep, term.value) if term.value <= MAX_MASK_FILL else None
     return _additive_effect(element, term.coefficient)
-
-
-def check_rescaled(term: BiasTerm, effect: MaskEffect) -> None:
-    """Raises Refused where scores vanish beside a fill, but not beside the fill as it was scaled
-    with them later, or the other way round: rows without keys would differ.
-    """
-    before, after = effect.fill / term.rescaled, effect.fill
-    if absorbs_scores(before, term.dtype) != absorbs_scores(after, term.dtype):
-        raise Refused("scores vanish beside a mask before both are scaled, but not after")
 
 
 def _additive_effect(x: Element, coefficient: float) -> MaskEffect | None:

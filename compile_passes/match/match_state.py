@@ -21,9 +21,16 @@ MIN_ABSORBING_SPACING = 63.0
 MAX_ROW_MASK = 64.0
 
 
-def absorbs_scores(number: float, dtype: torch.dtype) -> bool:
-    """Whether real scores added to the number in this dtype are lost to rounding."""
-    return abs(number) * torch.finfo(dtype).eps >= MIN_ABSORBING_SPACING
+def absorbing_number(dtype: torch.dtype, rescaled: float = 1.0) -> float:
+    """The smallest magnitude of a number to which real scores are lost by rounding when both are
+    added in this dtype. The number is given after later multiplications, by `rescaled` in all.
+    """
+    return MIN_ABSORBING_SPACING / torch.finfo(dtype).eps * abs(rescaled)
+
+
+def absorbs_scores(number: float, dtype: torch.dtype, rescaled: float = 1.0) -> bool:
+    """Whether real scores are lost beside a number, as `absorbing_number` says."""
+    return abs(number) >= absorbing_number(dtype, rescaled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +59,15 @@ class BiasTerm:
 
 @dataclasses.dataclass(frozen=True)
 class FillTerm:
-    """Scores are replaced by `value` where the mask equals `where`."""
+    """Scores are replaced in `dtype` where the mask equals `where`. `value` is the number after all
+    later multiplications, whose product is `rescaled`.
+    """
 
     mask: Leaf
     where: bool
     value: float
+    dtype: torch.dtype
+    rescaled: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import torch
 
 from compile_passes.graph.axes import Axis
-from compile_passes.graph.constants import constant_value, guarded_constant, is_finite, stored_value
+from compile_passes.graph.constants import constant_value, guarded_constant, stored_value
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, reduced, without_inversion
 from compile_passes.match.match_state import (
@@ -45,6 +45,9 @@ def mul(value: Value, s: MatchedScores, name: str) -> State:
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
         raise Refused("they are a divisor, or rounded")
     leaf, dims = align(value, s, other_operand(value, name))
+    if s.shift or s.terms or s.softcap:  # which a number rescales
+        known = guarded_constant(leaf.value)
+        leaf = leaf if known is None else Leaf(float(known))
     if isinstance(leaf.value, Value):
         if s.shift:
             raise Refused("they are multiplied by a tensor after their maximum was subtracted")
@@ -67,12 +70,21 @@ def _scaled(value: Value, s: MatchedScores, c: float) -> State:
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c, rescaled=t.rescaled * c)
         if isinstance(t, BiasTerm)
-        else dataclasses.replace(t, value=stored_value(t.value * c, value.dtype))
+        else _scaled_number(t, c, value.dtype)
         for t in s.terms
     )
     # what was subtracted is scaled too, so that a sink can no longer be recognised by it
     shift = s.shift and s.shift.extend(value)
     return s.extend(value, scale=s.scale * c, softcap=s.softcap * c, terms=terms, shift=shift)
+
+
+def _scaled_number(
+    term: FillTerm | ClampTerm, c: float, dtype: torch.dtype
+) -> FillTerm | ClampTerm:
+    scaled = dataclasses.replace(term, value=stored_value(term.value * c, dtype))
+    if isinstance(term, FillTerm):
+        scaled = dataclasses.replace(scaled, rescaled=term.rescaled * c)
+    return scaled
 
 
 def neg(value: Value, s: MatchedScores, name: str) -> State:
@@ -83,14 +95,8 @@ def neg(value: Value, s: MatchedScores, name: str) -> State:
 
 
 def nan_to_num(value: Value, s: MatchedScores, name: str) -> State:
-    """Scores that are provably finite are kept."""
-    leaves = [t.leaf for t in s.terms if isinstance(t, BiasTerm)]
-    factors = (s.a, s.b, *s.factors, *leaves)
-    finite = all(is_finite(leaf.value) for leaf in factors) and not s.divisors
-    finite = finite and all(math.isfinite(t.value) for t in s.terms if isinstance(t, FillTerm))
-    if name != "input" or not finite or s.product.dtype == torch.float16:
-        raise Refused("nan_to_num is applied to them, and they may be infinite")
-    return s.extend(value)
+    """NaN and infinities are replaced."""
+    raise Refused("nan_to_num is applied to them, and they may be infinite")
 
 
 def tanh(value: Value, s: MatchedScores, name: str) -> State:
@@ -131,7 +137,7 @@ def _filled(value: Value, s: MatchedScores, mask: object, when: bool, fill: obje
             raise Refused("they are replaced everywhere")
         return s.extend(value)
     leaf, dims = align(value, s, mask)
-    term = FillTerm(leaf, when, stored_value(float(constant), value.dtype))
+    term = FillTerm(leaf, when, stored_value(float(constant), value.dtype), value.dtype)
     return s.extend(value, dims=dims, terms=(*s.terms, term))
 
 

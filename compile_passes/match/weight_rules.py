@@ -138,7 +138,7 @@ def _zeroed(value: Value, w: MatchedWeights, mask: object, when: bool) -> State:
     leaf, dims = align(value, w, mask)
     if not isinstance(leaf.value, Value) or leaf.value.dtype != torch.bool:
         raise Refused("they are masked")
-    fill = FillTerm(leaf, when, 0.0)
+    fill = FillTerm(leaf, when, 0.0, value.dtype)
     if not leaf.axes() & w.key_axes() and len(all_axes(dims)) == len(all_axes(w.dims)):
         return w.extend(value, row_fills=(*w.row_fills, fill))
     if w.zero_fill or w.dropout_p:

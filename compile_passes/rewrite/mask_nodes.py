@@ -16,10 +16,10 @@ from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, Ke
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
     MAX_ROW_MASK,
-    MIN_ABSORBING_SPACING,
     BiasTerm,
     FillTerm,
     Leaf,
+    absorbing_number,
 )
 from compile_passes.rewrite.emitter import Emitter
 from compile_passes.rewrite.operands import aligned, bias, cast, fill_where, inverted
@@ -83,31 +83,37 @@ def emit_masks(
 def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> MaskNodes:
     """All masks as the float that eager mode adds to each score, or replaces it by.
 
-    A row is empty if its maximum absorbs real scores; it averages the keys that have the maximum.
+    A row is empty if the scores of the keys that have its maximum are lost; it averages these keys.
     In other rows a large maximum is subtracted, because the backward pass reads the weights from a
     float32 log-sum-exp.
     """
-    total, filled = None, None
+    total, filled, lost = None, None, None
+    limits_differ = len({absorbing_number(t.dtype, t.rescaled) for t in masks.float_terms}) > 1
     for term in masks.float_terms:
         if isinstance(term, BiasTerm):
             one = bias(emitter, term)
             total = one if total is None else emitter.function(operator.add, total, one)
             total = cast(emitter, total, term.dtype)
+            if limits_differ:
+                lost = _either(emitter, lost, _absorbing(emitter, total, term))
             continue
         mask = emitter.arrange(term.mask.value.node, term.mask.dims, emitter.site.mask_dims)
         kept = inverted(emitter, mask) if term.where else mask
         hidden = mask if term.where else inverted(emitter, mask)
         total = fill_where(emitter, kept, total, term.value, _mask_dtype(emitter))
         if math.isfinite(term.value):
-            filled = hidden if filled is None else emitter.function(operator.or_, filled, hidden)
+            filled = _either(emitter, filled, hidden)
     dtype = example(total).dtype
-    limits = torch.finfo(dtype)
     row_max = emitter.method("amax", emitter.method("detach", total), dim=-1, keepdim=True)
     size = emitter.method("abs", row_max)
-    finite = emitter.function(operator.le, size, limits.max)
-    absorbing = emitter.function(operator.ge, size, MIN_ABSORBING_SPACING / limits.eps)
-    empty = emitter.function(operator.and_, absorbing, finite)
+    finite = emitter.function(operator.le, size, torch.finfo(dtype).max)
     is_max = emitter.function(operator.eq, total, row_max)
+    if limits_differ:
+        lost = emitter.function(operator.and_, is_max, _either(emitter, lost, filled))
+        empty = emitter.method("any", lost, dim=-1, keepdim=True)
+    else:
+        empty = _absorbing(emitter, row_max, masks.float_terms[0])
+    empty = emitter.function(operator.and_, empty, finite)
     averaged = emitter.function(operator.and_, is_max, empty)
     large = emitter.function(operator.gt, size, MAX_ROW_MASK)
     large = emitter.function(operator.and_, large, finite)
@@ -117,6 +123,16 @@ def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> Ma
     mask = emitter.method("masked_fill", mask, averaged, 0.0)
     q = emitter.method("masked_fill", q, empty, 0.0)
     return MaskNodes(mask, q, empty, averaged, filled, total, row_max, shift)
+
+
+def _absorbing(emitter: Emitter, number: fx.Node, term: BiasTerm | FillTerm) -> fx.Node:
+    """Where the scores to which a term was added are lost beside this sum of masks."""
+    limit = absorbing_number(term.dtype, term.rescaled)
+    return emitter.function(operator.ge, emitter.method("abs", number), limit)
+
+
+def _either(emitter: Emitter, a: fx.Node | None, b: fx.Node | None) -> fx.Node | None:
+    return emitter.reduce(operator.or_, [x for x in (a, b) if x is not None])
 
 
 def _mask_dtype(emitter: Emitter) -> torch.dtype:

@@ -1,11 +1,12 @@
-"""Random attention, written by hand or as a call of SDPA: masks, fills, windows, rows without keys,
-layouts, repeated heads and guards. Fused or not, results and gradients are those of eager mode.
+"""Random attention, written by hand or as a call of SDPA: masks of known and unknown content, fills,
+windows, rows without keys, scales before and after them, layouts, repeated heads and guards. Fused or not, results and gradients are those of eager mode.
 
 FA_OPS_ATTENTION_PROGRAMS=2000 runs that many instead of the default 24.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable
@@ -27,6 +28,8 @@ EXPECTED = (
     "the softmax runs over a dimension of size 1",
     "they are masked, and scaled after their maximum was subtracted",
     "the attention weights are masked after the softmax, not as the scores were",
+    "a bias that requires grad is added after a finite fill value",
+    "several masks with different fill values: rows without keys would differ",
 )
 Mask = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]  # of query and key positions
 
@@ -44,6 +47,13 @@ PARTS: dict[str, Mask] = {
     "random": lambda i, j, given: given["random"],
     "documents": lambda i, j, given: _same_document(given),
 }
+
+
+def _added(rng: random.Random, shape: tuple, generator: torch.Generator) -> Tensor:
+    """A mask whose contents are not known when the program is compiled, with rows without keys."""
+    keep = torch.rand(shape, generator=generator) > 0.4
+    keep &= torch.rand(shape[:-1], generator=generator)[..., None] > 0.3
+    return torch.zeros(shape).masked_fill(~keep, rng.choice((-INF, MIN, -1e9, -1e9)))
 
 
 def _same_document(given: dict[str, Tensor]) -> Tensor:
@@ -69,18 +79,80 @@ def inputs(rng: random.Random, seed: int) -> dict[str, Tensor]:
         "tokens": torch.randint(0, 2, (B, Sk), generator=generator),
         "rows": torch.rand(B, Sq, generator=generator) > 0.3,
         "random": torch.rand(B, 1, Sq, Sk, generator=generator) > 0.4,
+        "added": _added(rng, (B, 1, Sq, Sk), generator),
         "starts": torch.rand(B, max(Sk, Sq), generator=generator)[:, :Sk] > 0.7,
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """How the scores and weights of a program are written."""
+
+    form: str  # of the mask
+    fill: float
+    scale: float
+    bias: str  # where it is added
+    softcap: bool
+    rescale: float  # after masks and bias
+    second: str  # another mask, after the rescaling
+    late: bool  # a scale after the maximum is subtracted
+    guard: str  # of the weights
+
+    def scores(self, q: Tensor, k: Tensor, keep: Tensor | None, given: dict[str, Tensor]) -> Tensor:
+        s = q @ k.mT * self.scale
+        s = torch.tanh(s / 4) * 4 if self.softcap else s
+        s = s + given["bias"] if self.bias == "first" else s
+        if self.form == "given":
+            s = s + given["added"]
+        elif keep is not None:
+            s = self.masked(s, keep)
+        s = s + given["bias"] if self.bias == "last" else s
+        s = s * self.rescale if self.rescale > 0 else s / -self.rescale
+        if self.second == "added":
+            s = s + given["added"]
+        elif self.second == "filled":
+            s = s.masked_fill(given["random"], self.fill)
+        return (s - s.amax(-1, keepdim=True)) * 1.5 if self.late else s
+
+    def masked(self, s: Tensor, keep: Tensor) -> Tensor:
+        if self.form == "bool-filled":
+            return s.masked_fill(~keep, self.fill)
+        if self.form == "bool-where":
+            return torch.where(keep, s, self.fill)
+        added = torch.zeros(keep.shape).masked_fill(~keep, self.fill)
+        return s + added + (added if self.form == "added-twice" and self.fill == -INF else 0.0)
+
+    def weights(self, s: Tensor, keep: Tensor | None) -> Tensor:
+        w = s.softmax(-1)
+        if self.guard == "nan":
+            return w.masked_fill(w.isnan(), 0.0)
+        if self.guard == "rows":
+            return w.masked_fill((torch.arange(w.shape[-2]) % 3 == 0)[:, None], 0.0)
+        if self.guard == "masked" and keep is not None:
+            return w.masked_fill(~keep, 0.0)
+        return w
+
+
+def by_hand(rng: random.Random) -> ByHand:
+    return ByHand(
+        form=rng.choice("bool-filled bool-where added added-twice given".split()),
+        fill=rng.choice((-INF, -INF, MIN, -1e9)),
+        scale=rng.choice((D**-0.5, 0.3, 1.0)),
+        bias=rng.choice("none none none none first last".split()),
+        softcap=rng.random() < 0.2,
+        rescale=rng.choice((1.0, 1.0, 1.0, 0.3, 2.0, -3.0)),
+        second=rng.choice("none none none none added filled".split()),
+        late=rng.random() < 0.15,
+        guard=rng.choice("none none none none nan rows masked".split()),
+    )
+
+
 def program(rng: random.Random) -> Callable:
     names = rng.sample(list(PARTS), rng.choice((0, 1, 1, 2, 2, 3)))
-    form = rng.choice("sdpa sdpa bool-filled bool-where added added-twice".split())
-    fill = rng.choice((-INF, -INF, -INF, MIN, -1e9))
-    biased, scale = rng.random() < 0.25, rng.choice((None, 0.3, 1.0))
-    layout = rng.choice("heads projected three".split())
-    guard = rng.choice("none none none nan rows masked".split())
-    late, repeat = rng.random() < 0.2, rng.choice(("interleave", "expand", "gqa"))
+    written = None if rng.random() < 0.3 else by_hand(rng)  # None: a call of SDPA
+    fill, scale = rng.choice((-INF, -INF, MIN, -1e9)), rng.choice((None, 0.3, 1.0))
+    layout, biased = rng.choice("heads projected three".split()), rng.random() < 0.25
+    causal, repeat = rng.random() < 0.2, rng.choice(("interleave", "expand", "gqa"))
 
     def mask(given: dict[str, Tensor]) -> Tensor | None:
         i = torch.arange(given["q"].shape[2])[:, None]
@@ -92,47 +164,26 @@ def program(rng: random.Random) -> Callable:
             total = part if total is None else total & part
         return total
 
-    def by_hand(q, k, v, keep, bias):
-        scores = q @ k.mT * (D**-0.5 if scale is None else scale)
+    def call(q, k, v, keep, bias):
+        added = None if keep is None else keep
         if biased:
-            scores = scores + bias
-        if keep is not None and form == "bool-filled":
-            scores = scores.masked_fill(~keep, fill)
-        elif keep is not None and form == "bool-where":
-            scores = torch.where(keep, scores, fill)
-        elif keep is not None:
-            added = torch.zeros(keep.shape).masked_fill(~keep, fill)
-            scores = scores + added + (added if form == "added-twice" and fill == -INF else 0.0)
-        if late:
-            scores = (scores - scores.amax(-1, keepdim=True)) * 1.5
-        weights = scores.softmax(-1)
-        if guard == "nan":
-            weights = weights.masked_fill(weights.isnan(), 0.0)
-        elif guard == "rows":
-            weights = weights.masked_fill((torch.arange(q.shape[2]) % 3 == 0)[:, None], 0.0)
-        elif guard == "masked" and keep is not None:
-            weights = weights.masked_fill(~keep, 0.0)
-        return weights @ v
+            base = bias if keep is None else bias.masked_fill(~keep, fill)
+            added = base.expand(B, -1, -1, -1)
+        return F.scaled_dot_product_attention(
+            q, k, v, added, is_causal=causal and added is None, scale=scale,
+            enable_gqa=repeat == "gqa",
+        )  # fmt: skip
 
-    def function(q, k, v, bias, **masks):
-        keep = mask({"q": q, "k": k, "v": v, **masks})
+    def function(q, k, v, **given):
+        keep = mask({"q": q, "k": k, "v": v, **given})
         if layout == "projected":  # as a view of (B, S, H, D)
             q = q.transpose(1, 2).contiguous().transpose(1, 2)
-        times = H // k.shape[1]
-        if form == "sdpa":
-            added = None if keep is None else keep
-            if biased:
-                base = bias if keep is None else bias.masked_fill(~keep, fill)
-                added = base.expand(B, -1, -1, -1)
-            if repeat != "gqa":
-                k, v = _repeated(k, times, repeat), _repeated(v, times, repeat)
-            causal = added is None and late
-            out = F.scaled_dot_product_attention(
-                q, k, v, added, is_causal=causal, scale=scale, enable_gqa=repeat == "gqa"
-            )
+        if written or repeat != "gqa":
+            k, v = (_repeated(x, H // k.shape[1], repeat) for x in (k, v))
+        if written:
+            out = written.weights(written.scores(q, k, keep, given), keep) @ v
         else:
-            k, v = _repeated(k, times, repeat), _repeated(v, times, repeat)
-            out = by_hand(q, k, v, keep, bias)
+            out = call(q, k, v, keep, given["bias"])
         if layout == "projected":
             return out.transpose(1, 2).reshape(B, q.shape[2], -1)
         return out

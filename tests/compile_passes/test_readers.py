@@ -74,7 +74,7 @@ def random_copy(q, k, v, out):
 
 @pytest.mark.parametrize("function", [written_copy, random_copy])
 def test_nodes_with_an_effect_are_kept(function):
-    """The copy is visible to the caller; a dropout that nobody reads advances the generator."""
+    """The copy is visible to the caller; an unused dropout advances the generator."""
     inputs = qkv()
     outs = [torch.zeros(2, 4, 12, 12) for _ in range(2)]
     fusion = fuse(function)

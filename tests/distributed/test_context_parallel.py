@@ -113,7 +113,7 @@ def sent_elements(function) -> int:
 
 
 def check_skipped_steps() -> None:
-    """Keys that nobody attends are not sent, and steps without keys are not computed."""
+    """Keys that no query attends are not sent, and steps without keys are not computed."""
     q, k, v = inputs()
     rank, token = dist.get_rank(), 2 * 2 * 8  # key heads, keys and values, features
     contiguous = {"layout": "contiguous"}

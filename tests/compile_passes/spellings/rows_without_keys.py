@@ -90,3 +90,21 @@ class mask_from_another_graph(nn.Module):
     @torch.compiler.disable
     def outside(self, keep):
         return torch.zeros(B, 1, S, S).masked_fill(~keep, MIN)
+
+
+def two_given_masks():
+    """Masks of known size and unknown content, each with rows without keys."""
+    masks = [torch.zeros(B, 1, S, S).masked_fill(randn(B, 1, S, S) > 0.5, -1e9) for _ in range(2)]
+    masks[0][:, :, 2], masks[1][:, :, 5] = -1e9, -1e9
+    return (*bsc(), *masks)
+
+
+@case("fuse", two_given_masks)
+def fill_scaled_with_a_fill_after_it(q, k, v, first, second):
+    scores = (split(q) @ split(k).mT).masked_fill(first != 0, -1e9) * 0.3
+    return join(scores.masked_fill(second != 0, -1e9).softmax(-1) @ split(v))
+
+
+@case("no_fuse", lambda: (*bsc(), randn(B, 1, S, S)))
+def number_that_absorbs_before_a_scale(q, k, v, mask):
+    return join(((split(q) @ split(k).mT + 1e9) * 0.3 + mask).softmax(-1) @ split(v))

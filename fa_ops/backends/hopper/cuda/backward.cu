@@ -91,7 +91,7 @@ struct BackwardConsumer : KeyConsumerBase {
   }
 
   // Signals that this consumer's dS is stored. Its products from the other buffer must have ended. With
-  // ALTERNATES nobody waits for what this consumer alone reads.
+  // ALTERNATES it does not signal a dS that this consumer alone reads.
   DEVICE void signal_stored(u32 to) {
     fence_async_shared();
     if (!ALTERNATES || to != c) named_barrier_arrive(Barrier::DS_STORED + c * 2 + to, 128 * CONSUMERS);
