@@ -3,6 +3,7 @@
 The path of one graph, which `fuse.py` follows from top to bottom:
 
     graph/dead_nodes.py      unused nodes are dropped
+    graph/stored_outputs.py  on request, so are weights that are only stored in attributes
     graph/multi_head.py      calls of nn.MultiheadAttention are inlined
     graph/ir.py              nodes become values with canonical operation names; writes are tracked
     match/matcher.py         each softmax: product of query and key -> scores -> weights -> output

@@ -11,7 +11,13 @@ from compile_passes.fuse import fuse
 from compile_passes.report import Finding, Report
 
 
-def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **kwargs) -> Report:
+def explain(
+    function: Callable,
+    *inputs: object,
+    dynamic: bool | None = None,
+    drop_stored_weights: bool = False,
+    **kwargs,
+) -> Report:
     """Run the pass on what `torch.compile` captures of `function(*inputs, **kwargs)`.
 
     The function runs once, eagerly. The report lists every softmax with its source location and
@@ -22,6 +28,7 @@ def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **
         function: a function or module, compiled or not.
         inputs, kwargs: its arguments.
         dynamic: as in `torch.compile`.
+        drop_stored_weights: as in `compile_passes.install`; the attributes are set all the same.
     """
     findings: list[Finding] = []
     graphs = 0
@@ -31,7 +38,7 @@ def explain(function: Callable, *inputs: object, dynamic: bool | None = None, **
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 graphs += 1
-                findings.extend(fuse(_copy(module.graph)))
+                findings.extend(fuse(_copy(module.graph), False, drop_stored_weights))
         return gm.forward
 
     function = getattr(function, "_orig_mod", function)

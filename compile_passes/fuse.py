@@ -14,6 +14,7 @@ from compile_passes.graph.dead_nodes import drop_dead_nodes
 from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.graph.ir import GraphView, Value
 from compile_passes.graph.metadata_readers import detach_metadata_readers
+from compile_passes.graph.stored_outputs import StoredOutputs
 from compile_passes.graph.vocabulary import raw_name
 from compile_passes.masks import call_rules
 from compile_passes.masks.classified_masks import ClassifiedMasks
@@ -30,16 +31,18 @@ from compile_passes.rewrite.replace import rewrite
 NO_VALUE = "its result is not multiplied with a value"
 
 
-def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
+def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False) -> list[Finding]:
     """Rewrite every attention of the graph in place. One finding per softmax, and per call of
     scaled_dot_product_attention or flex_attention, in graph order.
 
-    With `verify`, each rewrite is first run beside what it replaces, on random inputs.
+    With `verify`, each rewrite is first run beside what it replaces, on random inputs. With
+    `drop_stored_weights`, attributes of modules that would store attention weights become None.
     """
     if not _may_hold_attention(graph):
         return []
     detach_metadata_readers(graph)
     drop_dead_nodes(graph)
+    stored = StoredOutputs(graph) if drop_stored_weights else None
     inlined, not_inlined = multi_head.inline_calls(graph)
     sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
@@ -53,8 +56,11 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         report.log.warning("could not read a graph, nothing in it is fused", exc_info=True)
         counters["fa_ops"]["internal error"] += 1
         _finish_inlined(inlined, set())
+        if stored:
+            stored.restore()
         return []
-    fusion = CoreFusion(view, matcher.lses, SymbolicEvaluator(Exactness(graph)), verify, calls)
+    evaluator = SymbolicEvaluator(Exactness(graph))
+    fusion = CoreFusion(view, matcher.lses, evaluator, verify, calls, stored)
     nodes = {value: value.node for value in matcher.softmaxes}  # a rewrite changes value.node
     results: dict[Value, FusedCore | str] = dict(matcher.misses)
     for core in matcher.cores:
@@ -71,6 +77,8 @@ def fuse(graph: fx.Graph, verify: bool = False) -> list[Finding]:
         origin = (call.call, result, call.operation) if call else (node, result)
         found[node] = report.make_finding(*origin)
     _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
+    if stored:
+        stored.restore()
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
     return findings
@@ -101,6 +109,7 @@ class CoreFusion:
     evaluator: SymbolicEvaluator
     verify: bool
     calls: dict[fx.Node | None, InlinedAttention]
+    stored: StoredOutputs | None = None
 
     def fuse(self, core: Core) -> FusedCore | str:
         """The call that replaced the core, or the reason why the core stays."""
@@ -117,13 +126,17 @@ class CoreFusion:
         masks = classify_masks(site, self.evaluator)
         why = self._reason_to_take(site, masks)
         try:
-            return FusedCore(rewrite(site, masks, self.view, self.verify), masks, why)
+            return self._rewritten(site, masks, why)
         except Refused:
             if not masks.interval and not masks.conditions:
                 raise
         masks = classify_masks(site, self.evaluator, intervals=False)
         why = self._reason_to_take(site, masks)
-        return FusedCore(rewrite(site, masks, self.view, self.verify), masks, why)
+        return self._rewritten(site, masks, why)
+
+    def _rewritten(self, site: AttentionSite, masks: ClassifiedMasks, why: str) -> FusedCore:
+        call = rewrite(site, masks, self.view, self.verify)
+        return FusedCore(call, masks, why, self.stored.take_erased() if self.stored else ())
 
     def _reason_to_take(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
         """Why a call is replaced, empty for code written by hand. Raises Refused where the
@@ -138,12 +151,14 @@ class CoreFusion:
         return reason
 
 
-def fuse_module(module: torch.nn.Module, verify: bool = False) -> list[Finding]:
+def fuse_module(
+    module: torch.nn.Module, verify: bool = False, drop_stored_weights: bool = False
+) -> list[Finding]:
     """Run `fuse` on a graph module and on those inside it, such as checkpointed regions."""
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
-            found = fuse(child.graph, verify)
+            found = fuse(child.graph, verify, drop_stored_weights)
             if any(f.fused for f in found):
                 child.recompile()
             findings += found

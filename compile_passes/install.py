@@ -40,16 +40,21 @@ def source_hash() -> str:
 class FusionPass(CustomGraphPass):
     """Inductor's `pre_grad_custom_pass`: rewrites attention in a graph as Dynamo captured it."""
 
-    def __init__(self, verify: bool = False) -> None:
+    def __init__(self, verify: bool = False, drop_stored_weights: bool = False) -> None:
         self.verify = verify
+        self.drop_stored_weights = drop_stored_weights
 
     def __call__(self, graph: fx.Graph) -> None:
         """Fuse the attention of a graph in place."""
         with dynamo_timed(TIMER):
-            fuse(graph, self.verify)
+            fuse(graph, self.verify, self.drop_stored_weights)
 
-    def uuid(self) -> str:
-        """The pass's part of Inductor's cache key."""
+    def uuid(self) -> str | None:
+        """The pass's part of Inductor's cache key. None, with which nothing is cached, if weights
+        are dropped: equal graphs may store an output or return it.
+        """
+        if self.drop_stored_weights:
+            return None
         return source_hash() + "-verified" * self.verify
 
 
@@ -66,16 +71,17 @@ class PassChain(CustomGraphPass):
 
     def uuid(self) -> tuple | None:
         """All passes' keys; None where one has none, so that Inductor caches nothing."""
-        ids = [step.uuid() if hasattr(step, "uuid") else None for step in self.others]
-        return None if None in ids else (*ids, self.fusion.uuid())
+        steps = (*self.others, self.fusion)
+        ids = tuple(step.uuid() if hasattr(step, "uuid") else None for step in steps)
+        return None if None in ids else ids
 
 
-def append_fusion(existing: object, verify: bool = False) -> CustomGraphPass:
-    """The fusion pass, after the passes that the slot holds already."""
+def append_fusion(existing: object, *options: bool) -> CustomGraphPass:
+    """The fusion pass with these options, after the passes that the slot holds already."""
     if not existing:
-        return FusionPass(verify)
+        return FusionPass(*options)
     others = existing if isinstance(existing, (list, tuple)) else (existing,)
-    return PassChain(tuple(others), FusionPass(verify))
+    return PassChain(tuple(others), FusionPass(*options))
 
 
 def contains_fusion(slot: object) -> bool:
@@ -99,12 +105,16 @@ class Installation:
             uninstall()
 
 
-def install(verify: bool = False) -> Installation:
+def install(verify: bool = False, drop_stored_weights: bool = False) -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
     With `verify`, each rewrite is checked at compile time: the original and its replacement run on
     random inputs of the example's shapes, forward and backward, and where they differ the original
     is kept and the reason in the report states by how much. This costs their time and memory once.
+
+    With `drop_stored_weights`, attention is fused also where its weights, or a copy or mean of
+    them, are only stored in an attribute of a module (`self.attention_map = weights`). The
+    attribute is then None, which the report states, and Inductor's caches are not used.
 
     Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
     already runs first. A second call changes nothing. `with install(): ...` uninstalls at the end.
@@ -112,7 +122,7 @@ def install(verify: bool = False) -> Installation:
     slot = config.pre_grad_custom_pass
     if contains_fusion(slot):
         return Installation(False)
-    config.pre_grad_custom_pass = append_fusion(slot, verify)
+    config.pre_grad_custom_pass = append_fusion(slot, verify, drop_stored_weights)
     return Installation(True)
 
 

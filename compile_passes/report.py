@@ -30,11 +30,14 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class FusedCore:
-    """A call of the operator that replaced an attention; `why` if that depends on its speed."""
+    """A call of the operator that replaced an attention; `why` if that depends on its speed.
+    `dropped` are the attributes that would store its weights.
+    """
 
     call: fx.Node
     masks: ClassifiedMasks
     why: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Location:
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One softmax, or call of `operation`: the call that replaced its attention, or the reason why
-    there is none. What is replaced only where it pays has a reason too.
+    there is none. What is replaced only where it pays has a reason too. `dropped` are the
+    attributes that are None instead of storing the weights.
     """
 
     softmax: str
@@ -63,6 +67,7 @@ class Finding:
     masks: str = ""
     reason: str = ""
     operation: str = "softmax"
+    dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         left = "not fused" if self.operation == "softmax" else f"{self.operation} is left"
@@ -71,6 +76,7 @@ class Finding:
         if self.fused:
             lines.append(f"    mask: {self.masks}")
             lines += [f"    {self.operation} is replaced: {self.reason}"] if self.reason else []
+        lines += [f"    {name} is None instead of the weights" for name in self.dropped]
         if self.location.code:
             lines.append(f"    > {self.location.code}")
         return "\n".join(lines)
@@ -112,7 +118,7 @@ def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softm
     if isinstance(result, str):
         return Finding(node.name, place, False, reason=result, operation=operation)
     call, masks = _describe_call(result.call), _describe_masks(result.masks)
-    return Finding(node.name, place, True, call, masks, result.why, operation)
+    return Finding(node.name, place, True, call, masks, result.why, operation, result.dropped)
 
 
 def internal_error(error: Exception) -> str:

@@ -163,13 +163,14 @@ _SHAPE_READERS = frozenset(
     "size dim numel shape full_like zeros_like ones_like rand_like new_zeros new_full".split()
 )
 _SHAPE_OF_SECOND = frozenset("expand_as view_as reshape_as type_as".split())
+_COPIES = frozenset("mean detach clone contiguous".split())
 _VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze".split())
 
 
 def _reads_shape_only(node: fx.Node, user: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether `user` depends on the shape alone, and only nodes of the core need its result."""
     name = raw_name(user)
-    if name in _VIEWS and _is_unread(user):  # tracing replaced its shape by numbers
+    if _is_unread(user):
         return True
     as_second = name in _SHAPE_OF_SECOND and user.args[0] is not node
     return (as_second or name in _SHAPE_READERS) and _only_feeds(user, inside)
@@ -180,10 +181,10 @@ def _only_feeds(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _is_unread(node: fx.Node) -> bool:
-    """Whether a view is not read, or only by an unused mean: exported programs compute
-    nn.MultiheadAttention's average over the heads.
+    """Whether a view, copy or mean is not read: tracing replaced its shape by numbers, an exported
+    program averages the weights of nn.MultiheadAttention, or an attribute would store it.
     """
-    known = raw_name(node) in _VIEWS | _SHAPE_READERS | {"mean"}
+    known = raw_name(node) in _VIEWS | _SHAPE_READERS | _COPIES
     return known and all(map(_is_unread, node.users))
 
 
