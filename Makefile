@@ -19,12 +19,13 @@ SHELL := /bin/bash
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS  := $(VENV)/.installed-docs
+DIFFUSERS := $(VENV)/.installed-diffusers
 
 # Models come from packages, never from a hub. Each pytest worker uses one OpenMP thread.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo doctor test test-core test-interpreter test-compile-only fuzz lint docs bench lines clean
+.PHONY: help install demo doctor test test-core test-interpreter test-compile-only test-diffusers fuzz lint docs bench lines clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -83,6 +84,13 @@ lint: $(STAMP)  ## ruff, formatting and layering
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(TEST_ENV) $(PY) -m pytest -q tests/test_layering.py
+
+test-diffusers: $(STAMP) $(DIFFUSERS)  ## the diffusers integration, which other targets skip
+	$(TEST_ENV) $(PY) -m pytest -q tests/hf_integration/test_diffusers*.py $(ARGS)
+
+$(DIFFUSERS): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[diffusers]'
+	@touch $@
 
 docs: $(STAMP) $(DOCS)  ## build the documentation; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

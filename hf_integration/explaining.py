@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+import fa_ops
 from fa_ops import dispatch
 from hf_integration import architectures, hooks, latent, masks
 
@@ -86,13 +87,19 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
     tensors = _example(layer, config)
     if tensors is None:
         return "fa_ops", "; ".join(["its head dimension is unknown", *notes])
-    found = dispatch.explain(*tensors)
-    refused = [f"{name}: {why}" for name, why in found.reasons.items() if why]
+    runs, refused = backend_of(*tensors)
+    return runs, "; ".join([*refused, *notes])
+
+
+def backend_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[str, list[str]]:
+    """What runs a call, and why each backend that is preferred to it does not."""
+    found = fa_ops.explain(query, key, value)
     order = list(dispatch.BACKENDS)
-    if found.backend is not None:
-        before = order[: order.index(found.backend)]
-        refused = [line for line in refused if line.split(":")[0] in before]
-    return f"fa_ops, backend {found.backend or 'none'}", "; ".join([*refused, *notes])
+    before = order[: order.index(found.backend)] if found.backend else order
+    refused = [f"{name}: {found.reasons[name]}" for name in before if found.reasons[name]]
+    return f"fa_ops, backend {found.backend or 'none'}", refused
 
 
 def _features(layer: nn.Module) -> Iterator[str]:
@@ -121,10 +128,17 @@ def _example(layer: nn.Module, config) -> tuple[torch.Tensor, ...] | None:
     """
     D = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
     D = D or getattr(config, "head_dim", None) or getattr(layer, "attention_head_size", None)
+    return example(layer, D, getattr(layer, "v_head_dim", None) or D)
+
+
+def example(layer: nn.Module, D: int | None, Dv: int | None) -> tuple[torch.Tensor, ...] | None:
+    """A query, key and value of one token, with the dtype and device of a layer's weights.
+
+    None if the head dimension is None, or the layer has no weights.
+    """
     weight = next(layer.parameters(), None)
     if not isinstance(D, int) or weight is None:
         return None
-    Dv = getattr(layer, "v_head_dim", None) or D
     device = weight.device
     if device.type == "meta":  # explain the device where the model will most likely be loaded
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,29 @@
+"""fa_ops for diffusers: importing this package registers the attention backend "fa_ops".
+
+"fa_ops_8bit" is the same with 8-bit products, for inference.
+
+    import hf_integration.diffusers
+    pipeline.transformer.set_attention_backend("fa_ops")
+
+With `DIFFUSERS_ATTN_BACKEND=fa_ops` it is the default of all models; this import must then come
+before the first model of diffusers is imported.
+"""
+
+from __future__ import annotations
+
+try:
+    import diffusers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "hf_integration.diffusers needs diffusers 0.42 or later: pip install 'fa-ops[diffusers]'"
+    ) from error
+
+from hf_integration.diffusers import default  # noqa: F401  # before diffusers' models are imported
+from hf_integration.diffusers.explaining import explain
+from hf_integration.diffusers.key_masks import counts as mask_counts
+from hf_integration.diffusers.registration import register
+from hf_integration.hooks import EIGHT_BIT, NAME
+
+__all__ = ["EIGHT_BIT", "NAME", "explain", "mask_counts", "register"]
+
+register()

@@ -1,0 +1,63 @@
+"""Register the backends with diffusers, whose list of names is closed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from diffusers import ModelMixin
+from diffusers.models import attention_dispatch, attention_processor
+from diffusers.models.attention_dispatch import AttentionBackendName
+
+from hf_integration.diffusers import default, sdpa_calls
+from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_attention
+from hf_integration.hooks import EIGHT_BIT, NAME
+
+_registry = attention_dispatch._AttentionBackendRegistry
+
+
+def register() -> None:
+    """Register "fa_ops" and "fa_ops_8bit" with diffusers; called on import. Idempotent.
+
+    Raises RuntimeError if this diffusers release lacks a method that must be wrapped.
+    """
+    _add(NAME, fa_ops_attention, supports_context_parallel=True)
+    _add(EIGHT_BIT, fa_ops_8bit_attention, supports_context_parallel=False)
+    set_backend = getattr(ModelMixin, "set_attention_backend", None)
+    if set_backend is None:
+        raise RuntimeError(
+            "this diffusers release has no ModelMixin.set_attention_backend; "
+            "hf_integration.diffusers supports 0.42 and later"
+        )
+    if not hasattr(set_backend, "_fa_ops"):
+        ModelMixin.set_attention_backend = _answering_sdpa(set_backend)
+
+
+def _add(name: str, function: Callable, supports_context_parallel: bool) -> None:
+    if name in AttentionBackendName._value2member_map_:
+        return
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__, member._sort_order_ = AttentionBackendName, len(AttentionBackendName)
+    AttentionBackendName._member_names_.append(member.name)
+    AttentionBackendName._member_map_[member.name] = member
+    AttentionBackendName._value2member_map_[name] = member
+    type.__setattr__(AttentionBackendName, member.name, member)
+    _registry.register(member, supports_context_parallel=supports_context_parallel)(function)
+    if name == default.requested:
+        _registry.set_active_backend(member)
+        sdpa_calls.install(attention_processor)
+
+
+def _answering_sdpa(set_backend: Callable) -> Callable:
+    """`set_attention_backend` that also concerns processors which call SDPA themselves."""
+
+    @functools.wraps(set_backend)
+    def wrapper(self, backend: str) -> None:
+        set_backend(self, backend)
+        if backend.lower() in (NAME, EIGHT_BIT):
+            for module in sdpa_calls.modules_of(self):
+                sdpa_calls.install(module)
+
+    wrapper._fa_ops = True
+    return wrapper
