@@ -153,7 +153,7 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -165,6 +165,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -181,10 +182,11 @@ def attention_varlen(
 
     Args:
         query: ``(Tq, Hq, D)``.
-        key: ``(Tk, Hkv, D)``.
-        value: ``(Tk, Hkv, Dv)``.
+        key: ``(Tk, Hkv, D)``; with ``page_table`` ``(pages, page_size, Hkv, D)``.
+        value: the same with ``Dv``.
         cu_seqlens_q: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tq]``.
-        cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tk]``.
+        cu_seqlens_k: int32 ``(B + 1,)`` on query's device, not decreasing, within ``[0, Tk]``. With
+            ``page_table`` ``None``, or the cumulative numbers of keys, in place of ``kv_lens``.
         max_seqlen_q: at least the longest sequence's number of queries; ``None``: ``Tq``, which is
             safe and needs no synchronisation.
         max_seqlen_k: the same for keys.
@@ -196,6 +198,10 @@ def attention_varlen(
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``. No gradient.
         sinks: ``(Hq,)``. May require grad.
         kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
+        page_table: int32 ``(B, max_pages)``: the keys of sequence ``b`` lie in the pages that row
+            ``b`` names, and are ``key_cache`` and ``value_cache`` of
+            :func:`attention_with_kv_cache`, in errors too. Prompts and decoding steps may share a
+            batch. Then there is no gradient, and ``dropout_p`` must be 0.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: a bitwise repeatable backward.
         backend: as in :func:`attention`.
@@ -206,7 +212,7 @@ def attention_varlen(
 
     Raises:
         ValueError: shapes, devices or values that do not fit each other; on CPU also sequences that
-            are not among the tokens.
+            are not among the tokens or pages; with ``page_table`` an argument that requires grad.
         TypeError: a dtype or Python type that is not accepted.
         NotImplementedError: no backend, or not the one named, can run the call; the message gives
             the reasons.
@@ -217,6 +223,16 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
+    if page_table is not None:
+        from fa_ops import varlen_pages
+
+        given = varlen_pages.arguments(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q,
+            dropout_p, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
+        )  # fmt: skip
+        out, lse = varlen_pages.attention(*given)
+        return (out, lse) if return_lse else out
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, kv_cache, planning, quantized
+from fa_ops import api, dispatch, kv_cache, planning, quantized, varlen_pages
 from fa_ops.call import (
     CACHED,
     DENSE,
@@ -37,7 +37,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
             :func:`attention_varlen`, those with an argument that only
             :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
             with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
-            all others are of :func:`attention`.
+            all others are of :func:`attention`. Of packed queries over pages, the call of
+            :func:`attention_with_kv_cache` is explained by which they are attended.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -58,6 +59,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           cpu: can run this
           reference: can run this
     """
+    if "cu_seqlens_q" in options and options.get("page_table") is not None:
+        query, options = _of_tiles(query, key, value, options)
     describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
     call = describe(query, key, value, options)
     planning.check(call)
@@ -72,6 +75,19 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
 
 
 _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
+
+
+def _of_tiles(query: Tensor, key: Tensor, value: Tensor, options: dict) -> tuple[Tensor, dict]:
+    """The query and options of attention over a cache with which packed queries attend pages."""
+    given = _bound(api.attention_varlen, query, key, value, options)
+    for name in ("max_seqlen_k", "deterministic", "return_lse"):
+        del given[name]
+    call = varlen_pages.arguments(**given)
+    varlen_pages.check(*call[:-1])
+    _, _, rows, kv_lens, page_table, options = varlen_pages.tiled_call(
+        call.query, call.key, *call[3:]
+    )
+    return rows, {"kv_lens": kv_lens, "page_table": page_table, **options}
 
 
 def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:
