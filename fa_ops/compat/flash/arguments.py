@@ -52,6 +52,14 @@ def parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, .
     return packed.unbind(-3)
 
 
+def score_options(softmax_scale, causal, window_size, softcap) -> dict:
+    """The options of scores and masks, which all functions have in common."""
+    return {
+        "is_causal": flag("causal", causal), "scale": scalar(softmax_scale),
+        "window": sides(window_size), "softcap": scalar(softcap),
+    }  # fmt: skip
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """The tensor, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

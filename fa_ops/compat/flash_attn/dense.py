@@ -13,8 +13,8 @@ from fa_ops.compat.flash.arguments import (
     infinite_where_empty,
     parts,
     scalar,
+    score_options,
     shape,
-    sides,
 )
 from fa_ops.compat.flash.weights import signed_weights
 from fa_ops.ops import dense
@@ -89,12 +89,9 @@ def options_of(
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 ) -> dict:
     """The options of fa_ops.attention for the arguments of flash-attn."""
-    return {
-        "dropout_p": scalar(dropout_p), "is_causal": flag("causal", causal),
-        "scale": scalar(softmax_scale), "window": sides(window_size),
-        "softcap": scalar(softcap), "alibi_slopes": alibi_slopes,
-        "deterministic": flag("deterministic", deterministic),
-    }  # fmt: skip
+    options = score_options(softmax_scale, causal, window_size, softcap)
+    options |= {"dropout_p": scalar(dropout_p), "alibi_slopes": alibi_slopes}
+    return options | {"deterministic": flag("deterministic", deterministic)}
 
 
 def keywords_of(options: dict, seed: Tensor | None) -> dict:

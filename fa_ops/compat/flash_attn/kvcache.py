@@ -11,8 +11,8 @@ from fa_ops.compat.flash.arguments import (
     infinite_where_empty,
     lengths,
     scalar,
+    score_options,
     shape,
-    sides,
     unit_stride,
 )
 from fa_ops.compat.flash.cache import (
@@ -84,11 +84,8 @@ def flash_attn_with_kvcache(
     caches = caches_of(q.shape[0], k_cache, v_cache, "block_table", block_table, cache_batch_idx)
     q, new = unit_stride(without_gradient(q)), new_keys(k, v, DENSE)
     lens = lengths("cache_seqlens", cache_seqlens, q.shape[0], caches.room, q.device)
-    options = {
-        "is_causal": flag("causal", causal), "scale": scalar(softmax_scale),
-        "window": sides(window_size), "softcap": scalar(softcap), "alibi_slopes": alibi_slopes,
-        "num_splits": scalar(num_splits),
-    }  # fmt: skip
+    options = score_options(softmax_scale, causal, window_size, softcap)
+    options |= {"alibi_slopes": alibi_slopes, "num_splits": scalar(num_splits)}
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     out, lse = attend_rows(

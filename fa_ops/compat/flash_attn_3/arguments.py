@@ -6,15 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.api import need_int
-from fa_ops.compat.flash.arguments import flag, scalar, sides
-
-
-def options_of(softmax_scale, causal, window_size, softcap) -> dict:
-    """The options of fa_ops.attention and of attention over a cache."""
-    return {
-        "is_causal": flag("causal", causal), "scale": scalar(softmax_scale),
-        "window": sides(window_size), "softcap": scalar(softcap),
-    }  # fmt: skip
+from fa_ops.compat.flash.arguments import scalar
 
 
 def chunk_of(attention_chunk: int) -> int:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_ops.api import attention
-from fa_ops.compat.flash.arguments import DENSE, Window, flag, heads_first, shape
+from fa_ops.compat.flash.arguments import (
+    DENSE,
+    Window,
+    flag,
+    heads_first,
+    score_options,
+    shape,
+)
 from fa_ops.compat.flash.segments import chunk_ranges
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -57,10 +64,8 @@ def flash_attn_func(
     """
     shape(DENSE, q=q, k=k, v=v)
     refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    options, chunk = (
-        options_of(softmax_scale, causal, window_size, softcap),
-        chunk_of(attention_chunk),
-    )
+    options = score_options(softmax_scale, causal, window_size, softcap)
+    chunk = chunk_of(attention_chunk)
     if chunk:
         options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
     options["deterministic"] = flag("deterministic", deterministic)

@@ -13,6 +13,7 @@ from fa_ops.compat.flash.arguments import (
     flag,
     lengths,
     scalar,
+    score_options,
     shape,
     unit_stride,
 )
@@ -24,7 +25,7 @@ from fa_ops.compat.flash.cache import (
     rotation_of,
     without_gradient,
 )
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 from fa_ops.compat.flash_attn_3.packed_cache import Packed
 
 
@@ -107,7 +108,7 @@ def flash_attn_with_kvcache(
     rows = q.shape[0] if ends is None else ends.numel() - 1
     caches = caches_of(rows, k_cache, v_cache, "page_table", page_table, cache_batch_idx)
     lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = scalar(num_splits)
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)

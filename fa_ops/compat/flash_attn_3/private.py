@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.api import checked_packing
-from fa_ops.compat.flash.arguments import heads_first, scalar, unit_stride
+from fa_ops.compat.flash.arguments import heads_first, scalar, score_options, unit_stride
 from fa_ops.compat.flash_attn.dense import keywords_of
 from fa_ops.compat.flash_attn_3 import dense, kvcache, varlen
-from fa_ops.compat.flash_attn_3.arguments import options_of
 from fa_ops.ops import dense as dense_operators
 from fa_ops.ops import varlen as varlen_operators
 
@@ -108,7 +107,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns the row sums of ``dout * out``."""
     window = window_size_left, window_size_right
-    options = options_of(softmax_scale, is_causal, window, softcap)
+    options = score_options(softmax_scale, is_causal, window, softcap)
     causal = options["is_causal"]
     options = options | {"alibi_slopes": None, "deterministic": bool(scalar(deterministic))}
     inputs, sums = (dout, q, k, v, out), (dout.float() * out.float()).sum(-1)

@@ -6,8 +6,16 @@ from torch import Tensor
 
 from fa_ops.api import attention_varlen, checked_packing
 from fa_ops.compat.flash import segments
-from fa_ops.compat.flash.arguments import PACKED, Window, flag, scalar, shape, unit_stride
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, options_of, refuse
+from fa_ops.compat.flash.arguments import (
+    PACKED,
+    Window,
+    flag,
+    scalar,
+    score_options,
+    shape,
+    unit_stride,
+)
+from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 from fa_ops.compat.flash_attn_3.dense import Result
 from fa_ops.types import Packing
 
@@ -70,7 +78,7 @@ def flash_attn_varlen_func(
     return attention_varlen(
         *map(unit_stride, (q, k, v)), *packing, kv_lens=kv_lens, return_lse=with_lse,
         deterministic=flag("deterministic", deterministic),
-        **options_of(softmax_scale, causal, window_size, softcap),
+        **score_options(softmax_scale, causal, window_size, softcap),
     )  # fmt: skip
 
 
