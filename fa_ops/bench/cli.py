@@ -1,4 +1,4 @@
-"""`python -m fa_ops bench`: forward, backward, decode, first, host, features, accuracy, cpu."""
+"""`python -m fa_ops bench`: each command measures one thing; the performance pages list them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fa_ops.bench import decode as decode_calls
 from fa_ops.bench import features as feature_costs
 from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
+from fa_ops.bench import memory as memory_peaks
 from fa_ops.bench import peers, problems, report, timing
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
@@ -123,3 +124,4 @@ app.command("accuracy")(accuracy_errors.main)
 app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
 app.command("first")(first_calls.main)
+app.command("memory")(memory_peaks.main)

@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -21,9 +22,12 @@ from fa_ops.bench.timing import Time
 
 
 def environment(device: str) -> dict[str, str]:
-    """The command, the device and the versions, which are reported with every result."""
+    """The command, the date, the device and the versions, which are reported with every result."""
+    spec = sys.modules["__main__"].__spec__  # None unless started by `python -m`
+    module = spec.name.removesuffix(".__main__") if spec else "fa_ops"
     facts = {
-        "command": " ".join(["python -m fa_ops", *sys.argv[1:]]),
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "fa_ops": f"{fa_ops.__version__} {_commit()}".strip(),
         "torch": torch.__version__,

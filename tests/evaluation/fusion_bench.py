@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import random
 import statistics
@@ -29,6 +28,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from compile_passes.backend import fa_ops
 from compile_passes.install import TIMER, install
+from fa_ops.bench import report
 from fa_ops.cli import options
 
 # name: (attn_implementation, whether the pass runs)
@@ -256,7 +256,9 @@ def speed(
         if device == "cuda":
             torch.cuda.empty_cache()
     show(results, Console())
-    _write(json_file, device, {"results": [dataclasses.asdict(r) for r in results]})
+    if json_file is not None:
+        records = [dataclasses.asdict(result) for result in results]
+        report.write_json(json_file, device, "fusion speed", records)
 
 
 @app.command()
@@ -284,19 +286,13 @@ def cost(
         fused = str(counters["fa_ops"]["fused"])
         table.add_row(str(layers), f"{total:.1f}", f"{spent:.3f}", f"{spent / total:.1%}", fused)
     Console().print(table)
-    _write(json_file, device, {"cost": rows})
+    if json_file is not None:
+        report.write_json(json_file, device, "fusion cost", rows)
 
 
 def _without_caches():
     """A context without Inductor's caches, because cached graphs skip the pass."""
     return torch._inductor.config.patch(force_disable_caches=True)
-
-
-def _write(path: Path | None, device: str, figures: dict) -> None:
-    if path is not None:
-        gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
-        host = {"torch": torch.__version__, "device": device} | gpu
-        path.write_text(json.dumps(host | figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
