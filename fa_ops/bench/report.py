@@ -170,9 +170,9 @@ def sweep_records(rows: list[tuple[Problem, list[Result]]], backward: bool) -> l
     return records
 
 
-def write_json(path: Path, device: str, family: str, records: list[dict]) -> None:
-    """Write the records with the environment that they were measured in."""
-    content = {"family": family, "environment": environment(device), "records": records}
+def write_json(path: Path, device: str, family: str, records: list[dict], **facts: object) -> None:
+    """Write the records with the environment that they were measured in, and further facts."""
+    content = {"family": family, "environment": environment(device) | facts, "records": records}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

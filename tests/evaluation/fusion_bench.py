@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -258,7 +259,8 @@ def speed(
     show(results, Console())
     if json_file is not None:
         records = [dataclasses.asdict(result) for result in results]
-        report.write_json(json_file, device, "fusion speed", records)
+        facts = {"transformers": metadata.version("transformers")}
+        report.write_json(json_file, device, "fusion speed", records, **facts)
 
 
 @app.command()

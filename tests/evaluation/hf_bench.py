@@ -24,6 +24,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import hf_integration
+from fa_ops.bench import report
 from fa_ops.cli.options import in_existing_folder
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_bench_parts import PARTS
@@ -191,14 +192,12 @@ def main(
     bench.only = case
     names = _names(implementations.split(","))
     about = {
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch_device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "layers": sizes.layers,
         "repeats": repeats,
     }
-    print(json.dumps(about), flush=True)
+    print(json.dumps(report.environment(torch_device.type) | about), flush=True)
     for part in parts.split(","):
         for compiled in (mode == "compiled" for mode in modes.split(",")):
             for name in names:
@@ -207,7 +206,8 @@ def main(
                 about_part = {"implementation": name, "part": part, "compiled": compiled}
                 if bench.can_use(name, about_part):
                     PARTS[part](bench, name, compiled)
-                json_file.write_text(json.dumps(about | {"rows": bench.rows}, indent=1))
+                kind = torch_device.type
+                report.write_json(json_file, kind, "transformers", bench.rows, **about)
 
 
 if __name__ == "__main__":

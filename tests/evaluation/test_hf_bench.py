@@ -25,7 +25,7 @@ def test_the_benchmark_runs(tmp_path):
     names = "sdpa,flash_attention_3,fa_ops"
     options = {"implementations": names, "device": "cpu", "modes": "eager", "repeats": 1}
     bench.main(file, **options, tiny=True)
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text())["records"]
     measured = {
         (row["implementation"], row["part"])
         for row in rows
@@ -47,7 +47,7 @@ def test_cases_after_the_budget_are_skipped(tmp_path):
         "4 x 32",
     ]
     subprocess.run([*command, "--json", str(file)], check=True, timeout=200, cwd=ROOT)
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text())["records"]
     assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
     assert {row["error"] for row in rows} == {"TimeoutError: skipped: the time budget is spent"}
 
