@@ -2,6 +2,8 @@
 
 import doctest
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,13 @@ def examples(page: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if examples(p)], ids=lambda p: p.name)
-def test_examples_run(page, request):
+def test_examples_run(page, request, monkeypatch):
     request.addfinalizer(compile_passes.uninstall)  # examples may install the pass
-    namespace = {"__name__": page.stem}
+    module = types.ModuleType(f"docs_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dynamo imports it by its name
     for line, source in examples(page):
         padded = "\n" * line + source  # so that errors have the line numbers of the page
-        exec(compile(padded, str(page), "exec"), namespace)
+        exec(compile(padded, str(page), "exec"), vars(module))
 
 
 FUNCTIONS = (
@@ -53,3 +56,23 @@ def test_every_page_is_in_the_navigation():
     menu = (ROOT / "mkdocs.yml").read_text()
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     assert pages == set(re.findall(r"[\w/-]+\.md", menu))
+
+
+def test_messages_on_troubleshooting_are_those_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| (?:\w+: )?`([^`]+)` \|", page, re.M)
+    assert len(messages) > 15
+    code = ""
+    for package in ("fa_ops", "hf_integration"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            code += path.read_text()
+    code = re.sub(r'"\s*f?"', "", code)  # a literal may continue on the next line
+    code = code.replace("{oldest}", "12.1")
+    missing = [message for message in messages if message not in code]
+    assert not missing
+
+
+def test_pictures_exist_and_have_words():
+    for page in PAGES:
+        for words, target in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text()):
+            assert words and (page.parent / target).is_file(), f"{page.name}: {target}"
