@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names files that exist, docs/environment.md every variable that the code reads."""
+"""CONTRIBUTING.md names files that exist, docs/environment.md the variables that the code reads."""
 
 from __future__ import annotations
 
