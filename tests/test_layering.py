@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,23 +142,32 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 def imports(tree: ast.AST) -> set[str]:
     """Full names of all imports in the tree; `from a import b` counts as a.b."""
+    return _names(ast.walk(tree))
+
+
+def top_level_imports(tree: ast.Module) -> set[str]:
+    """Imports that run with the module: not those in functions or for type checking."""
+    return _names(_run_with_module(tree))
+
+
+def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    yield node
+    children = node.orelse if _is_type_checking(node) else ast.iter_child_nodes(node)
+    for child in children:
+        yield from _run_with_module(child)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
-
-
-def top_level_imports(tree: ast.Module) -> set[str]:
-    """Imports that run with the module: not those in functions or for type checking."""
-    tree = copy.deepcopy(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node):
-            node.body = []
-    return imports(tree)
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -184,6 +192,27 @@ MODULES = list(modules())
 def test_modules_are_found():
     names = {name for name, _ in MODULES}
     assert {"fa_ops.api", "fa_ops.ops.dense", "fa_ops.backends.reference"} <= names
+
+
+def test_imports_that_run_with_a_module_are_found():
+    code = """
+import a
+if TYPE_CHECKING:
+    import b
+else:
+    from c import d
+def f():
+    import e
+class G:
+    import h
+    def i(self):
+        import j
+try:
+    import k
+except ImportError:
+    l = None
+"""
+    assert top_level_imports(ast.parse(code)) == {"a", "c.d", "h", "k"}
 
 
 @pytest.mark.parametrize("module, tree", MODULES, ids=[name for name, _ in MODULES])
