@@ -1,10 +1,8 @@
 """The benchmark command with tiny sizes, and FlashAttention 3 from its own wheel."""
 
 import json
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from tests.evaluation import hf_bench as bench
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_sweep import tiny
 from tests.evaluation.hf_sweep.inputs import padding, tokens
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -37,16 +33,8 @@ def test_the_benchmark_runs(tmp_path):
 
 def test_cases_after_the_budget_are_skipped(tmp_path):
     file = tmp_path / "bench.json"
-    options = "--tiny --modes eager --device cpu --parts prefill --implementations sdpa --budget 0"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.evaluation.hf_bench",
-        *options.split(),
-        "--case",
-        "4 x 32",
-    ]
-    subprocess.run([*command, "--json", str(file)], check=True, timeout=200, cwd=ROOT)
+    options = {"implementations": "sdpa", "device": "cpu", "modes": "eager", "parts": "prefill"}
+    bench.main(file, **options, case="4 x 32", budget=0.0, tiny=True)
     rows = json.loads(file.read_text())["records"]
     assert [row["case"] for row in rows] == ["4 x 32", "4 x 32, left padded"]
     assert {row["error"] for row in rows} == {"TimeoutError: skipped: the time budget is spent"}
