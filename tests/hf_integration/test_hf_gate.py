@@ -25,45 +25,52 @@ def test_registering_again_changes_nothing():
     assert AttentionMaskInterface()["fa_ops"] is hf_integration.fa_ops_mask
 
 
-def test_without_the_import_transformers_raises_for_an_unknown_name():
-    code = """
+CONFIG = """
 from transformers import AutoModel, LlamaConfig
 sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8)
 config = LlamaConfig(vocab_size=9, **sizes)
-try:
-    AutoModel.from_config(config, attn_implementation="fa_ops")
-except ValueError as error:
-    print(error)
-import hf_integration
-print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_implementation)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    error, name = run.stdout.strip().splitlines()
-    assert 'attn_implementation="fa_ops"` is not supported' in error
-    assert name == "fa_ops"
-
-
-@pytest.mark.parametrize("first", ["fa_ops", "transformers.modeling_utils"])
-def test_the_error_names_the_import_if_fa_ops_is_imported(first):
-    code = f"""
-import {first}
-import fa_ops
-from transformers import AutoModel, LlamaConfig
-sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8)
-config = LlamaConfig(vocab_size=9, **sizes)
-for name in ("fa_ops", "unknown"):
+def attempt(name):
     try:
-        AutoModel.from_config(config, attn_implementation=name)
+        print(AutoModel.from_config(config, attn_implementation=name).config._attn_implementation)
     except ValueError as error:
         print(error)
-import hf_integration
-print(AutoModel.from_config(config, attn_implementation="fa_ops").config._attn_implementation)
 """
+
+
+def printed(code: str) -> list[str]:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    error, other, name = run.stdout.strip().splitlines()
-    assert "is not supported" in error and "`import hf_integration` registers 'fa_ops'" in error
+    return run.stdout.strip().splitlines()
+
+
+def assert_hints(hinted: str, other: str, name: str) -> None:
+    assert "is not supported" in hinted and "`import hf_integration` registers 'fa_ops'" in hinted
     assert "is not supported" in other and "hf_integration" not in other
     assert name == "fa_ops"
+
+
+def test_without_the_import_transformers_raises_for_an_unknown_name():
+    """The error names the import as soon as fa_ops is imported, here after transformers' models."""
+    code = (
+        CONFIG
+        + """
+attempt("fa_ops")
+import fa_ops
+attempt("fa_ops")
+attempt("unknown")
+import hf_integration
+attempt("fa_ops")
+"""
+    )
+    error, *others = printed(code)
+    assert 'attn_implementation="fa_ops"` is not supported' in error
+    assert "hf_integration" not in error
+    assert_hints(*others)
+
+
+def test_the_error_names_the_import_if_fa_ops_is_imported_first():
+    code = f"import fa_ops\n{CONFIG}"
+    code += "attempt('fa_ops'); attempt('unknown'); import hf_integration; attempt('fa_ops')"
+    assert_hints(*printed(code))
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt", "codegen", "xglm"])
