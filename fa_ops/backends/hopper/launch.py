@@ -285,10 +285,10 @@ class Params:
 
 
 class PreparedLaunch:
-    """A launch that writes one tensor, of which calls with one geometry differ in addresses only.
+    """A launch that writes one tensor; calls of one geometry differ in addresses only.
 
-    The kernel's first parameters are those of its inputs, then of the result; `layout` is the
-    result's shape, strides and dtype.
+    The kernel's first parameters are the addresses of its inputs, then that of the result. `layout`
+    is the result's shape, strides and dtype.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class PreparedLaunch:
         self._kernel, self._grid, self._params, self.layout = entry, grid, params, layout
 
     def run(self, stream: int, *inputs: int) -> Tensor:
-        """The result, given the addresses of the inputs; the kernel's device is the current one."""
+        """Launch on the current device; `inputs` are addresses."""
         result = empty(*self.layout)
         params = self._params.take(*inputs, result.data_ptr())
         self._kernel.launch(self._grid, stream, params[1])
