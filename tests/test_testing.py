@@ -16,6 +16,7 @@ from fa_ops.testing import (
     PackedCase,
     assert_close_to_oracle,
     assert_within_budget,
+    budget,
     make_case,
     naive,
     random_case,
@@ -192,3 +193,11 @@ def test_slightly_wrong_results_are_named(name, monkeypatch):
     with pytest.raises(AssertionError) as error:
         assert_close_to_oracle(CASE, "cpu")
     assert str(error.value).startswith(f"{CASE!r}: {name}: error")
+
+
+def test_naive_gradients_are_finite_where_a_sink_has_all_the_weight():
+    case = make_case(D=8, Dv=8, Hq=4, Hkv=2, sinks="3e38", dtype=torch.float16)
+    inputs = case.fresh(requires_grad=True)
+    solution = budget._Solution("naive", case, budget._copies(*inputs, torch.float16))
+    solution.differentiate(case.grad_outputs(*solution.results.values()))
+    assert all(x.isfinite().all() for x in solution.results.values())

@@ -156,13 +156,15 @@ def test_decoding(changes):
         torch.testing.assert_close(out[1], expected[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 30), (1, 1, 20, 30), (1, 1, 1, 1)])
-def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shape):
+@pytest.mark.parametrize(
+    "shape, softcap", [((1, 1, 1, 30), 0.0), ((1, 1, 20, 30), 0.0), ((1, 1, 1, 30), 2.0)]
+)
+def test_an_infinite_key_that_a_float_mask_excludes_leaves_gradients_finite(shape, softcap):
     q, k, v, spec = make_case(Sq=20, Sk=30, Hq=2, Hkv=1).fresh()
     k[0, 0, 7, 3] = INF
     mask = torch.zeros(shape)
-    mask[..., 7 if shape[-1] > 1 else 0] = -INF
-    spec = spec._replace(attn_mask=mask)
+    mask[..., 7] = -INF
+    spec = spec._replace(attn_mask=mask, softcap=softcap)
     out, lse = backend.forward(q, k, v, spec)
     given = torch.randn_like(out), None, q, k, v, out, lse, spec, True
     for found, expected in zip(backend.backward(*given)[:4], reference.backward(*given)[:4]):

@@ -83,11 +83,11 @@ def score_gradients(
         w = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
-    if EXACT:
-        ds = tl.where(p == 0.0, 0.0, ds)
     dx = ds
     if cap is not None:
         dx = ds * (1.0 - t * t)
+    if EXACT:
+        ds, dx = tl.where(p == 0.0, 0.0, ds), tl.where(p == 0.0, 0.0, dx)
     return w, ds, dx
 
 
