@@ -74,7 +74,7 @@ def test_figures_agree_with_the_table_of_decoding():
 
 
 def test_figures_agree_with_the_table_of_memory():
-    rows = rows_of("performance.md") | rows_of("performance-cpu.md")
+    rows = rows_of("performance.md")
     for r in Results(FOLDER).records("memory"):
         if "mib" in r:
             assert f"{r['mib']:.1f}" in rows[str(r["S"])]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.evaluation.plots.svg import Drawing
 
-LEFT, BOTTOM, TOP = 52, 44, 26  # margins of a panel for the labels of its axes and its title
+LEFT, BOTTOM, TOP = 60, 44, 26  # margins of a panel for the labels of its axes and its title
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,9 @@ def bars(drawing: Drawing, x: float, y: float, width: float, rows: Sequence[Comp
     """Draw a bar for each row: `after` as a part of `before`. Returns the y below the last row."""
     for row in rows:
         drawing.text(x, y + 12, row.label, "panel")
-        factor = f"{row.before / row.after:.2f}x {row.unit}"
-        drawing.text(x + width, y + 12, factor, "number", "end")
+        factor = row.before / row.after
+        words = f"{factor:.{2 if factor < 10 else 0}f}x {row.unit}"
+        drawing.text(x + width, y + 12, words, "number", "end")
         drawing.text(x, y + 31, row.without, "faint")
         drawing.bar(x, y + 40, width, 16, "track")
         drawing.bar(x, y + 40, width * row.after / row.before, 16, "fill0")

@@ -178,9 +178,19 @@ def _model(results: Results, case: str, label: str) -> Comparison:
     return Comparison(label, words, before, after, "as fast")
 
 
+def _peaks(results: Results, label: str) -> Comparison:
+    """Memory at the largest length at which attention written by hand could be measured."""
+    records = [r for r in results.records("memory") if "mib" in r]
+    S = max(r["S"] for r in records if r["implementation"] == "eager")
+    peaks = {r["implementation"]: r["mib"] for r in records if r["S"] == S}
+    before, after = peaks["eager"], peaks["fa_ops"]
+    words = f"{S} tokens, written by hand {before:.0f} MiB, fa_ops {after:.0f} MiB"
+    return Comparison(label, words, before, after, "less")
+
+
 def overview(results: Results) -> Drawing:
     """One picture of the gains: kernels, compiled models, transformers, memory."""
-    names = ("forward", "backward", "fusion", "transformers")
+    names = ("forward", "backward", "memory", "fusion", "transformers")
     title = f"What fa_ops gains, {results.device(*names)}"
     drawing = Drawing(WIDTH, title, "; ".join(results.source(name) for name in names))
     drawing.text(16, 30, title, "title")
@@ -191,6 +201,7 @@ def overview(results: Results) -> Drawing:
     rows = [
         _kernels(results, "forward", "Forward kernels"),
         _kernels(results, "backward", "Backward kernels"),
+        _peaks(results, "Memory of causal attention, forward and backward"),
         *_fusion_rows(fused, "ms", prefill),
         *_fusion_rows(fused, "gib", memory),
         _model(results, "8 documents packed to 8192", "transformers, training on packed documents"),
