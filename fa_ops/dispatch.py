@@ -111,7 +111,7 @@ def _warn_if_missing(name: str) -> None:
 
 def load(name: str) -> ModuleType:
     """The backend's module."""
-    return importlib.import_module(f"fa_ops.backends.{name}")
+    return importlib.import_module(f".backends.{name}", __package__)
 
 
 def available_error(name: str) -> str | None:

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 class _Commands(TyperGroup):
     """A group that imports its commands, which are functions `run` with typer's annotations."""
 
-    names = ("demo", "doctor", "warm", "fuzz", "bench")
+    names = ("demo", "doctor", "warm", "fuzz", "bench", "hub-kernel")
 
     def list_commands(self, ctx):
         return list(self.names)
@@ -23,7 +23,7 @@ class _Commands(TyperGroup):
             command = typer.main.get_group(import_module("fa_ops.bench.cli").app)
         else:
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command()(import_module(f"fa_ops.cli.{name}").run)
+            single.command()(import_module(f"fa_ops.cli.{name.replace('-', '_')}").run)
             command = typer.main.get_command(single)
         command.name = name
         return command

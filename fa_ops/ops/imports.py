@@ -8,7 +8,7 @@ from importlib.abc import MetaPathFinder
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds a module by the other finders, and makes its loader run an action afterwards."""
+    """Finds a module by the finders behind it, and makes its loader run an action afterwards."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name, self.action = name, action
@@ -16,8 +16,10 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        finders = (one.find_spec for one in others if hasattr(one, "find_spec"))
+        # Those behind this one alone, as another copy of this class may ask this one in turn.
+        all_finders = list(sys.meta_path)
+        at = all_finders.index(self) if self in all_finders else -1
+        finders = (one.find_spec for one in all_finders[at + 1 :] if hasattr(one, "find_spec"))
         spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -155,7 +155,7 @@ def register_flops() -> None:
 
 def register_sharding() -> None:
     """Register the operators' sharding rules with DTensor."""
-    import fa_ops.distributed.sharding  # noqa: F401
+    from fa_ops.distributed import sharding  # noqa: F401
 
 
 after_import("torch.utils.flop_counter", register_flops)  # which imports Triton where it can

@@ -1,0 +1,106 @@
+"""The sources of fa_ops as a package of any name, which registers its operators in a namespace.
+
+Hugging Face `kernels` imports a kernel under a name of its own, so that several versions can be
+loaded in one process. Imports within the package must therefore be relative, and its operators must
+not be those of another version.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import fa_ops
+
+_ROOT = Path(fa_ops.__file__).parent
+_SUFFIXES = (".py", ".cu", ".cuh")
+# Commands, what they and tests need, and what changes other packages.
+_LEFT_OUT = (
+    "__init__.py", "__main__.py", "bench", "cli", "testing", "hint.py", "compat/__init__.py",
+    "compat/aten_flash.py", "compat/installation.py", "compat/replacement.py", "compat/sdpa.py",
+)  # fmt: skip
+_FUNCTIONS = """\
+from .api import attention, attention_varlen, merge_states
+from .compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .dispatch import use_backend
+from .explanation import explain
+from .kv_cache import attention_with_kv_cache
+from .ops.rules import SAC_OPS
+from .quantized import quantized_attention
+"""
+
+
+def sources(namespace: str) -> dict[str, str]:
+    """The files of the package by path, whose operators are ``torch.ops.<namespace>``.
+
+    Raises:
+        ValueError: an import that cannot be made relative, or of a module that is left out.
+    """
+    names = [name for name in _files() if not _is_left_out(name)]
+    found = {name: (_ROOT / name).read_text() for name in names}
+    for name in names:
+        if name.endswith(".py"):
+            found[name] = _in_namespace(_relative(name, found[name], names), namespace)
+    found["compat/__init__.py"] = '"""Functions with the names of other libraries."""\n'
+    found["__init__.py"] = (
+        f'"""fa_ops {fa_ops.__version__}: fused attention, also under the names of flash-attn."""\n'
+        f'\n{_FUNCTIONS}\n__version__ = "{fa_ops.__version__}"\n'
+    )
+    return found
+
+
+def _files() -> Iterator[str]:
+    for path in sorted(_ROOT.rglob("*")):
+        if path.suffix in _SUFFIXES:
+            yield path.relative_to(_ROOT).as_posix()
+
+
+def _is_left_out(name: str) -> bool:
+    return any(name == other or name.startswith(other + "/") for other in _LEFT_OUT)
+
+
+def _relative(name: str, source: str, names: list[str]) -> str:
+    """The source of a file with relative imports of the package."""
+    lines, dots = source.splitlines(keepends=True), "." * len(Path(name).parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            ours = [alias.name for alias in node.names if alias.name.split(".")[0] == "fa_ops"]
+            if ours:
+                raise ValueError(f"{name}:{node.lineno}: import {ours[0]} cannot be made relative")
+        if not isinstance(node, ast.ImportFrom) or node.module.split(".")[0] != "fa_ops":
+            continue
+        inside = node.module.split(".")[1:]
+        for alias in node.names:
+            if not _is_there([*inside, alias.name], names):
+                raise ValueError(f"{name}:{node.lineno}: {node.module}.{alias.name} is left out")
+        line, start = lines[node.lineno - 1], node.col_offset
+        before = f"from {node.module} import"
+        assert line.startswith(before, start), line
+        after = f"from {dots}{'.'.join(inside)} import"
+        lines[node.lineno - 1] = line[:start] + after + line[start + len(before) :]
+    return "".join(lines)
+
+
+def _is_there(parts: list[str], names: list[str]) -> bool:
+    """Whether a module, or the module of which this is an attribute, is in the package."""
+    module, attribute_of = "/".join(parts), "/".join(parts[:-1])
+    files = {f"{module}.py", f"{module}/__init__.py"}
+    if attribute_of:
+        files |= {f"{attribute_of}.py", f"{attribute_of}/__init__.py"}
+    return not files.isdisjoint(names)
+
+
+def _in_namespace(source: str, namespace: str) -> str:
+    source = re.sub(r"\btorch\.ops\.fa\b", f"torch.ops.{namespace}", source)
+    source = re.sub(r"\bfa::", f"{namespace}::", source)
+    return source.replace('Library("fa",', f'Library("{namespace}",')
