@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.attention.bias  # torch 2.11 does not import it with torch.nn.attention
 import torch.nn.functional as F
 from torch.nn import attention as torchs
 
