@@ -89,11 +89,14 @@ def test_one_kernel_serves_all_lengths_and_tables(driver, monkeypatch):
     monkeypatch.setattr(
         compiler, "program", lambda source, entry, defines: compiled.append(defines) or entry
     )
-    for Sq, row in ((64, 40), (200, 7), (1000, 3)):
+    for Sq, row in ((256, 40), (500, 7), (1000, 3)):
         prefill.forward(*paged(Sq=Sq, row=row))
     assert len(compiled) == 1
-    found = [compiled[0][name] for name in ("IS_PAGED", "COPY_KEYS", "BLOCK_N")]
-    assert found == [1, 16, 64]
+    found = [compiled[0][name] for name in ("IS_PAGED", "COPY_KEYS", "BLOCK_N", "PACKED_HEADS")]
+    assert found == [1, 16, 64, 1]
+    for Sq, row in ((64, 40), (17, 7), (77, 3)):  # tiles that one head does not fill
+        prefill.forward(*paged(Sq=Sq, row=row))
+    assert len(compiled) == 2 and compiled[1]["PACKED_HEADS"] == 16
 
 
 def test_a_table_without_pages_has_no_keys(driver):

@@ -40,6 +40,7 @@ class Config(HeadDims):
     rescale_threshold: int = 8  # a running max moves when a weight would exceed 2^this
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
+    packed_heads: int = 1  # of a group, whose rows share a tile
 
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
@@ -49,6 +50,16 @@ class Config(HeadDims):
     def threads(self) -> int:
         """Threads of a CTA."""
         return self.block_m * 2 + 128
+
+    @property
+    def consumer_queries(self) -> int:
+        """Queries in the 64 rows of a consumer."""
+        return 64 // self.packed_heads
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries in the rows of a tile."""
+        return self.block_m // 64 * (64 // self.packed_heads)
 
     def shared_bytes(self, has_mask: bool = False) -> int:
         """Bytes of shared memory of a CTA."""
@@ -70,6 +81,7 @@ class Config(HeadDims):
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
+            "PACKED_HEADS": self.packed_heads,
         }  # fmt: skip
 
 
@@ -294,6 +306,26 @@ def forward_config(
         stages=2,
         block_n=128 if config.head_dim <= 128 else 64,
     )
+
+
+def with_packed_heads(
+    config: Config, B: int, Hq: int, Hkv: int, Sq: int, processors: int
+) -> Config:
+    """The configuration whose tiles have the queries of several heads of a group, if those of one
+    head fill so little of a tile that this saves a quarter of the rounds of tiles.
+
+    How many heads depends on the group alone, so that lengths have two kernels at most.
+    """
+    group = Hq // Hkv
+    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
+    heads = max(divisors, key=lambda n: (64 // n * n, n), default=1)  # most rows in use
+    packed = dataclasses.replace(config, packed_heads=heads)
+
+    def rounds(one: Config) -> int:
+        tiles = B * Hq // one.packed_heads * -(-Sq // one.tile_queries)
+        return -(-tiles // processors)
+
+    return packed if rounds(packed) * 4 <= rounds(config) * 3 else config
 
 
 def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.configs import Config, forward_config, with_packed_heads
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -19,6 +19,7 @@ from fa_ops.backends.hopper.launch import (
     kernel,
     on_device,
     one_parameter,
+    processors,
     set_zero,
 )
 from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
@@ -161,14 +162,15 @@ class ForwardPlan:
         left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        by_row = bool(ranges) or slopes is not None
-        config = forward_config(D, Dv, bias_bits, bool(mask) or dropout_p > 0, page, by_row)
-        is_uneven = Sq % config.block_m > 0 or has_window or has_lens or bool(ranges or mask)
+        is_crowded, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
+        config = forward_config(D, Dv, bias_bits, is_crowded, page, by_row)
+        if Hq > Hkv and not (bias or is_crowded or by_row):
+            config = with_packed_heads(config, B, Hq, Hkv, Sq, processors(device))
         self.device = device
-        self.kernel, self.grid, self.is_dynamic, tiles = self._schedule(
+        self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
             config,
-            B * Hq * -(-Sq // config.block_m),
-            is_uneven,
+            (B * Hq, Sq),
+            has_window or has_lens or bool(ranges or mask),
             features=dict(
                 dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
                 ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
@@ -181,21 +183,18 @@ class ForwardPlan:
         if sequences is not None:
             self.out = (Sq, Hq, Dv), (Hq * Dv, Dv, 1), dtype
             self.lse = (Hq, Sq), (Sq, 1), torch.float32
-        keys = config.copy_keys or config.block_n
-        boxes = (64, keys, keys)
-        layouts = zip(shapes, strides, boxes)
+        self.maps = _maps(dtype, shapes, strides, config)
         self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
-        self.maps = [TensorMap(dtype, shape, stride, rows) for shape, stride, rows in layouts]
         group = Hq // Hkv
-        section = group * key_section(B * Hkv, Sk, D + Dv)
+        section = group // config.packed_heads * key_section(B * Hkv, Sk, D + Dv)
         self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None
         *self.mask_strides, mask_range = self.packer.bits_layout if mask else (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, group, Sq, Sk, D, Dv),
-            *(left, right, -(-Sq // config.block_m), tiles, section),
+            *(left, right, *blocks, section),
             *(ranges or (0, 0, 0)),
             slopes[0] if slopes else 0,
             units.inside_tanh,
@@ -207,16 +206,19 @@ class ForwardPlan:
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
 
-    def _schedule(self, config: Config, tiles: int, is_uneven: bool, features: dict):
+    def _schedule(self, config: Config, queries: tuple[int, int], is_uneven: bool, features: dict):
         """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
+        (heads, Sq), per_tile = queries, config.tile_queries
+        m_blocks = -(-Sq // per_tile)
+        tiles = heads // config.packed_heads * m_blocks
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        is_dynamic = is_uneven and tiles > sms
+        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > sms
         defines = kernel_defines(config, **features)
         found = kernel(
             "forward", "forward", self.device, config.threads, defines["SHARED_BYTES"],
             tuple(defines.items()),
         )  # fmt: skip
-        return found, min(tiles, sms), is_dynamic, tiles
+        return found, min(tiles, sms), is_dynamic, m_blocks, tiles
 
     def run(
         self,
@@ -260,6 +262,22 @@ class ForwardPlan:
                 set_zero(counter, stream)
             self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
         return out, lse
+
+
+def _maps(
+    dtype: torch.dtype, shapes: Sequence, strides: Sequence, config: Config
+) -> list[TensorMap]:
+    """Of q, k and v; a box of packed queries has some of them, of each some heads."""
+    (q_shape, *others), (q_strides, *other_strides) = shapes, strides
+    keys = config.copy_keys or config.block_n
+    maps = [TensorMap(dtype, shape, stride, keys) for shape, stride in zip(others, other_strides)]
+    if config.packed_heads == 1:
+        return [TensorMap(dtype, q_shape, q_strides, 64), *maps]
+    swapped = [(x[0], x[2], x[1], x[3]) for x in (q_shape, q_strides)]
+    return [
+        TensorMap(dtype, *swapped, rows=config.packed_heads, heads=config.consumer_queries),
+        *maps,
+    ]
 
 
 def _addresses(tensors: DenseTensors) -> Sequence[int]:

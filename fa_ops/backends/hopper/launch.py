@@ -50,6 +50,11 @@ def on_device(index: int) -> AbstractContextManager:
 _SAME = nullcontext()
 
 
+def processors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class DriverError(RuntimeError):
     """A CUDA driver call failed, with this status."""
 

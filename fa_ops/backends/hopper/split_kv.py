@@ -24,6 +24,7 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     launch_dependent,
+    processors,
 )
 from fa_ops.backends.hopper.problem import MISALIGNED, limit_error, tma_aligned
 from fa_ops.call import CacheTensors
@@ -136,11 +137,6 @@ def check_tiles(B: int, items: int, keys: int) -> None:
     """
     if B * items * keys >= 2**37:
         raise NotImplementedError(f"counts tiles in 32 bits, got {B} x {items} x {keys} keys")
-
-
-def processors(device: int) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def by_head(x: tuple[int, ...], paged: bool) -> tuple[int, ...]:

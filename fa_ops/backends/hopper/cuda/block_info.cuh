@@ -55,8 +55,8 @@ DEVICE BlockRange blocks_of(const ForwardParams& p, const Tile& t, int keys, int
   any.begin = __reduce_min_sync(~0u, any.begin), any.end = __reduce_max_sync(~0u, any.end);
   all.begin = __reduce_max_sync(~0u, all.begin), all.end = __reduce_min_sync(~0u, all.end);
 #else
-  const KeyRange first = row_range(p, t, t.m0, keys),
-                 last = row_range(p, t, min(t.m0 + rows, p.Sq) - 1, keys);
+  const KeyRange first = row_range(p, t, query_of(t.m0), keys),
+                 last = row_range(p, t, min(query_of(t.m0 + rows), p.Sq) - 1, keys);
   any = {first.begin, last.end}, all = {last.begin, first.end};
 #endif
 #if HAS_MASK

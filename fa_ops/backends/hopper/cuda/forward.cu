@@ -5,8 +5,8 @@
 // (forward_mainloop.cuh, forward_epilogue.cuh).
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
-// RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
-// HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS
+// PACKED_HEADS RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP
+// HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS
 #include "exact_row.cuh"
 #include "softmax.cuh"
 #include "forward_producer.cuh"
@@ -28,11 +28,24 @@ DEVICE void init_barriers(const ForwardShared& sm) {
   mbar_init_fence();
 }
 
+#if 64 % PACKED_HEADS
+// Rows that no copy brings: their scores must be finite.
+DEVICE void clear_unused_rows(const ForwardShared& sm) {
+  constexpr int UNUSED = (64 - CONSUMER_ROWS) * 8, COLUMNS = QUERY_STAGES * CONSUMERS * QK_COLUMNS;
+  for (int i = threadIdx.x; i < COLUMNS * UNUSED; i += blockDim.x)
+    store_shared(sm.q + i / UNUSED * 64 * 128 + CONSUMER_ROWS * 128 + i % UNUSED * 16, make_int4(0, 0, 0, 0));
+  fence_async_shared();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const ForwardShared sm{smem_address(shared)};
   if (threadIdx.x == 0) init_barriers(sm);
+#if 64 % PACKED_HEADS
+  clear_unused_rows(sm);
+#endif
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

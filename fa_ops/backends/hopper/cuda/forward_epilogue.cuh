@@ -94,14 +94,30 @@ DEVICE void write_lse(const ForwardParams& p, const Tile& tile, int row, float l
   p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
 }
 
+// The tile of one head, to which a row belongs.
+DEVICE Tile tile_of_row(const Tile& tile, int row) { return {tile.m0, tile.h + packed_head(row), tile.b}; }
+
+// How many of 16 rows exist from `top` on.
+DEVICE int existing_rows(const ForwardParams& p, int top) {
+  if (PACKED_HEADS == 1) return p.Sq - top;
+  const int queries = min(CONSUMER_QUERIES, p.Sq - query_of(top & ~63));
+  return queries * PACKED_HEADS - top % 64;
+}
+
+DEVICE bool row_exists(const ForwardParams& p, int row) {
+  return query_of(row) < p.Sq && (CONSUMER_ROWS == 64 || row % 64 < CONSUMER_ROWS);
+}
+
 // Executed by one warp, after its rows have been written: replaces row `first + i` for each bit i of
 // `unusable`. Nothing of the rows in `overflowed` is right.
-DEVICE void replace_rows(const ForwardParams& p, const Tile& tile, int first, u32 unusable, u32 overflowed) {
+DEVICE void replace_rows(const ForwardParams& p, const Tile& packed, int first, u32 unusable,
+                         u32 overflowed) {
   const int lane = threadIdx.x & 31;
   __syncwarp();
 #pragma unroll 1
   for (; unusable; unusable &= unusable - 1) {
-    const int i = __ffs(unusable) - 1, row = first + i;
+    const int i = __ffs(unusable) - 1, row = query_of(first + i);
+    const Tile tile = tile_of_row(packed, first + i);
     const ForwardExactRow exact(p, tile, row);
     u32* const to = (u32*)output_row(p, tile, row);
 #pragma unroll 1
@@ -135,26 +151,27 @@ struct EpilogueConsumer : ScoreConsumer {
     const bool overflowed0 = has_overflowed(softmax.max0, softmax.sum0);
     const bool overflowed1 = has_overflowed(softmax.max1, softmax.sum1);
     const u32 unusable = vote_rows(overflowed0 || probes[0], overflowed1 || probes[1]);
-    const u32 existing = (1u << warp_uniform(max(0, min(16, p.Sq - top)))) - 1;
+    const u32 existing = (1u << warp_uniform(max(0, min(16, existing_rows(p, top))))) - 1;
     if (unusable & existing)
       replace_rows(p, tile, top, unusable & existing, vote_rows(overflowed0, overflowed1));
   }
 
   // Writes the normalised output and the LSE of this consumer's rows.
   DEVICE void finish() {
-    const Tile tile = load_tile(slot_at<WORK_ITEM_BYTES>(
+    const Tile packed = load_tile(slot_at<WORK_ITEM_BYTES>(
         sm.work, work.stage));  // loaded again, so that it takes no registers until here
     mbar_arrive(barrier(sm.work_empty, work.stage));
     softmax.reduce_sums();
-    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    const int first = packed.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
     u32 probes[2] = {0, 0};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first + 8 * r;
+      const int row = query_of(first + 8 * r);
+      const Tile tile = tile_of_row(packed, first + 8 * r);
       float inverse;
       const float row_max = r ? softmax.max1 : softmax.max0, sum = r ? softmax.sum1 : softmax.sum0;
       const float lse = finish_row(p, tile, row_max, sum, inverse);
-      if ((lane & 3) == 0 && p.lse && row < p.Sq) write_lse(p, tile, row, lse);
+      if ((lane & 3) == 0 && p.lse && row_exists(p, first + 8 * r)) write_lse(p, tile, row, lse);
       Element* to = output_row(p, tile, row);
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
@@ -168,7 +185,8 @@ struct EpilogueConsumer : ScoreConsumer {
         }
         transpose_quad(x);
         const int column = (i / 4 + (lane & 3)) * 8;
-        if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+        if (row_exists(p, first + 8 * r) && column < p.Dv)
+          *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
     bool is_usual = fminf(softmax.sum0, softmax.sum1) > 0.f && fmaxf(softmax.sum0, softmax.sum1) < INFINITE;
@@ -176,6 +194,6 @@ struct EpilogueConsumer : ScoreConsumer {
       is_usual =
           is_usual && fmaxf(fabsf(softmax.max0), fabsf(softmax.max1)) * p.scale_log2 <= MAX_EXACT_SCORE;
     if (__any_sync(~0u, (probes[0] | probes[1]) != 0 || !is_usual))
-      replace_unusable_rows(tile, first - (lane >> 2), probes);
+      replace_unusable_rows(packed, first - (lane >> 2), probes);
   }
 };

@@ -202,7 +202,7 @@ struct ForwardConsumer : EpilogueConsumer {
       Tile rows = item.tile;
       rows.m0 += c * 64;
       n = blocks_of(p, rows, item.keys, 64);
-      if (rows.m0 >= p.Sq || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
+      if (query_of(rows.m0) >= p.Sq || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
       n.key_end = item.blocks.key_end;
     }
     return n;
@@ -242,7 +242,8 @@ struct ForwardConsumer : EpilogueConsumer {
       const Tile& tile = item.tile;
       if (tile.m0 == NO_WORK) break;
       const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
-      range0 = row_range(p, tile, row, item.keys), range1 = row_range(p, tile, row + 8, item.keys);
+      range0 = row_range(p, tile, query_of(row), item.keys),
+      range1 = row_range(p, tile, query_of(row + 8), item.keys);
 #if HAS_ALIBI
       slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
       diagonal = row + item.keys - p.Sq;

@@ -24,6 +24,8 @@ static_assert(!HAS_MASK || BLOCK_N <= 128, "eight lanes of 16 keys, and four wor
 static_assert(!HAS_HELPERS || CONSUMERS <= 3, "a warp for each consumer beside the one that copies");
 static_assert(!IS_PAGED || !(HAS_HELPERS || HAS_RANGES),
               "pages may hold anything before the begin of a range");
+static_assert(PACKED_HEADS == 1 || !(HAS_HELPERS || HAS_RANGES || HAS_ALIBI || HAS_DROPOUT),
+              "one head's are looked up");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
