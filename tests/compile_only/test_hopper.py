@@ -1,5 +1,6 @@
 """The Hopper kernels without a GPU: no spills, asynchronous products, shared memory that fits."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -151,6 +152,16 @@ def test_forward_over_pages(dims, page, tmp_path):
 
 def test_larger_pages_run_the_kernel_of_pages_of_64():
     assert configs.forward_config(128, 128, page=192) == configs.forward_config(128, 128, page=64)
+
+
+@pytest.mark.parametrize("D, heads, page", [(64, 4, 0), (128, 7, 0), (128, 4, 64)])
+def test_forward_with_packed_heads(D, heads, page, tmp_path):
+    config = dataclasses.replace(configs.forward_config(D, D, page=page), packed_heads=heads)
+    sass, log = compiled(tmp_path, "forward", config, HAS_WINDOW=1, HAS_KV_LENS=1, HAS_SINKS=1)
+    assert_clean(log)
+    assert sass.count("HGMMA") == 2 * (D // 16) + 2 * (config.block_n // 16)
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 1
+    assert not unwritten_uniform_registers(sass)
 
 
 BACKWARD_FEATURES = dict(zip(FEATURE_IDS, FEATURES)) | {

@@ -162,9 +162,9 @@ class ForwardPlan:
         left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        is_crowded, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
-        config = forward_config(D, Dv, bias_bits, is_crowded, page, by_row)
-        if Hq > Hkv and not (bias or is_crowded or by_row):
+        few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
+        config = forward_config(D, Dv, bias_bits, few_registers, page, by_row)
+        if Hq > Hkv and not (bias or few_registers or by_row):
             config = with_packed_heads(config, B, Hq, Hkv, Sq, processors(device))
         self.device = device
         self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
