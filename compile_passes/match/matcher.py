@@ -39,6 +39,7 @@ from compile_passes.match.products import Contraction, Labels, contraction
 from compile_passes.report import Refused
 
 NO_SCORES = "its input is not the product of a query and a key"
+TALKING_HEADS = "their heads are mixed (talking heads), which needs all of them at once"
 ONE_KEY = "the softmax runs over a dimension of size 1"
 
 
@@ -203,6 +204,8 @@ class Matcher:
         axes = {x: resolve(g) for x, g in zip(labels, state.dims, strict=True) if x is not None}
         keys = [a for x in c.summed for a in axes.get(x, ())]
         if isinstance(state, MatchedWeights) and set(keys) != state.key_axes():
+            if keys and set(keys) <= state.scores.a.axes() & state.scores.b.axes():
+                raise Refused(TALKING_HEADS)
             raise Refused("they are multiplied along another dimension than the keys")
         new = [x for x in c.out_labels if x is not None and x not in axes]
         if len(new) > 1:
@@ -259,6 +262,8 @@ def _without_nan(value: Value, w: MatchedWeights, mask: NanWeights) -> State:
 
 
 def _unsupported(value: Value, state: Tracked, name: str) -> State:
+    if raw_name(value.node) in ("conv1d", "conv2d", "linear") and name == "input":
+        raise Refused(TALKING_HEADS)
     raise Refused(f"{raw_name(value.node)} is applied to them")
 
 

@@ -65,12 +65,12 @@ def _scaled(value: Value, s: MatchedScores, c: float) -> State:
         raise Refused("they are negated after a mask or a softcap")
     if c < 0 and any(isinstance(t, ClampTerm) for t in s.terms):
         raise Refused("they are negated after a lower bound")
-    if s.shift and not all(isinstance(t, FillTerm) and t.value == -math.inf for t in s.terms):
-        raise Refused("they are masked, and scaled after their maximum was subtracted")
+    if s.shift and c > 1.0 and any(isinstance(t, BiasTerm) for t in s.terms):
+        raise Refused("they are masked, and enlarged after their maximum was subtracted")
     terms = tuple(
         dataclasses.replace(t, coefficient=t.coefficient * c, rescaled=t.rescaled * c)
         if isinstance(t, BiasTerm)
-        else _scaled_number(t, c, value.dtype)
+        else _scaled_number(t, c, value.dtype, s.shift is not None)
         for t in s.terms
     )
     # what was subtracted is scaled too, so that a sink can no longer be recognised by it
@@ -79,9 +79,15 @@ def _scaled(value: Value, s: MatchedScores, c: float) -> State:
 
 
 def _scaled_number(
-    term: FillTerm | ClampTerm, c: float, dtype: torch.dtype
+    term: FillTerm | ClampTerm, c: float, dtype: torch.dtype, shifted: bool
 ) -> FillTerm | ClampTerm:
-    scaled = dataclasses.replace(term, value=stored_value(term.value * c, dtype))
+    """The fill or bound times c. A row that it fills is 0 once its maximum is subtracted, so that
+    the product cannot overflow.
+    """
+    number = stored_value(term.value * c, dtype)
+    if shifted and math.isfinite(term.value):
+        number = max(number, torch.finfo(dtype).min)
+    scaled = dataclasses.replace(term, value=number)
     if isinstance(term, FillTerm):
         scaled = dataclasses.replace(scaled, rescaled=term.rescaled * c)
     return scaled

@@ -26,7 +26,7 @@ CHUNK = 12
 # The reasons for which a program written by hand may stay.
 EXPECTED = (
     "the softmax runs over a dimension of size 1",
-    "they are masked, and scaled after their maximum was subtracted",
+    "they are masked, and enlarged after their maximum was subtracted",
     "the attention weights are masked after the softmax, not as the scores were",
     "a bias that requires grad is added after a finite fill value",
     "several masks with different fill values: rows without keys would differ",
@@ -95,7 +95,7 @@ class ByHand:
     softcap: bool
     rescale: float  # after masks and bias
     second: str  # another mask, after the rescaling
-    late: bool  # a scale after the maximum is subtracted
+    late: float  # a scale after the maximum is subtracted, or 0
     guard: str  # of the weights
 
     def scores(self, q: Tensor, k: Tensor, keep: Tensor | None, given: dict[str, Tensor]) -> Tensor:
@@ -112,7 +112,7 @@ class ByHand:
             s = s + given["added"]
         elif self.second == "filled":
             s = s.masked_fill(given["random"], self.fill)
-        return (s - s.amax(-1, keepdim=True)) * 1.5 if self.late else s
+        return (s - s.amax(-1, keepdim=True)) * self.late if self.late else s
 
     def masked(self, s: Tensor, keep: Tensor) -> Tensor:
         if self.form == "bool-filled":
@@ -142,7 +142,7 @@ def by_hand(rng: random.Random) -> ByHand:
         softcap=rng.random() < 0.2,
         rescale=rng.choice((1.0, 1.0, 1.0, 0.3, 2.0, -3.0)),
         second=rng.choice("none none none none added filled".split()),
-        late=rng.random() < 0.15,
+        late=rng.choice((0, 0, 0, 0, 0, 0.5, 1.5)),
         guard=rng.choice("none none none none nan rows masked".split()),
     )
 

@@ -145,7 +145,7 @@ over_heads: the softmax runs over a batch or head dimension, or over several, no
 over_queries: the attention weights are not used as they are: they are multiplied along another dimension than the keys
 rectified: the scores are not scale, bias and mask alone: relu is applied to them
 squared: the scores are not scale, bias and mask alone: they are combined with themselves
-mixed_heads: the attention weights are not used as they are: they are multiplied along another dimension than the keys
+mixed_heads: the attention weights are not used as they are: their heads are mixed (talking heads), which needs all of them at once
 cumulative: the attention weights are not used as they are: cumsum is applied to them
 smoothed: the attention weights are not used as they are: add is applied to them
 detached: the scores are not scale, bias and mask alone: detach is applied to them

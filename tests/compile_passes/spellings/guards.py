@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.compile_passes.cases import INF, B, S, bhsd, registry, triangle
+from tests.compile_passes.cases import INF, B, H, S, bhsd, registry, triangle
 
 CASES, case = registry()
 
@@ -106,6 +106,25 @@ def scaled_before_the_other_maximum(q, k, v):
     e = (s - s.amax(-1, keepdim=True)).exp()
     f = ((s - s.amax(-1, keepdim=True)) * 0.5).exp()
     return (e / f.sum(-1, keepdim=True)) @ v
+
+
+@case("fuse", with_rows)
+def lowest_replaced_score_enlarged_after_the_maximum(q, k, v, rows, hidden):
+    s = (q @ k.mT).masked_fill(hidden, torch.finfo(torch.float32).min)
+    return ((s - s.amax(-1, keepdim=True)) * 1.5).softmax(-1) @ v
+
+
+@case("fuse", with_rows)
+def mask_reduced_after_the_maximum(q, k, v, rows, hidden):
+    s = q @ k.mT + torch.zeros(S, S).masked_fill(hidden, torch.finfo(torch.float32).min)
+    return ((s - s.amax(-1, keepdim=True)) * 0.5).softmax(-1) @ v
+
+
+@case("no_fuse", with_rows)
+def conv_over_heads(q, k, v, rows, hidden):
+    """Talking heads."""
+    w = torch.nn.functional.conv2d((q @ k.mT).softmax(-1), torch.eye(H)[:, :, None, None] * 0.5)
+    return w @ v
 
 
 @case("no_fuse", with_rows)
