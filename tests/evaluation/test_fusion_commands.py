@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers", reason="the sweep is over its models")
 
 from tests.compile_passes.spellings import refused
-from tests.evaluation import fusion_bench, fusion_corpus, fusion_sweep
+from tests.evaluation import fusion_bench, fusion_corpus, fusion_libraries, fusion_sweep
 
 REFUSED = refused.__file__
 
@@ -33,6 +33,8 @@ def invoke(command, arguments):
         (fusion_sweep, ["--json", __file__], "test_fusion_commands.py holds no results"),
         (fusion_sweep, ["--json", "nowhere/a.json"], "no such folder: nowhere"),
         (fusion_sweep, ["nosuchmodel"], "no architecture 'nosuchmodel'"),
+        (fusion_libraries, ["--libraries", "nosuchlibrary"], "of timm, x-transformers"),
+        (fusion_libraries, ["--json", __file__], "test_fusion_commands.py holds no results"),
         (fusion_bench, ["cost", "--json", "nowhere/a.json"], "no such folder: nowhere"),
         (fusion_bench, ["cost", "--device", "cuda"], "torch finds no CUDA device"),
         (fusion_bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
@@ -49,6 +51,34 @@ def test_bad_arguments_are_refused(command, arguments, message, monkeypatch):
 def test_the_corpus_command_runs():
     result = invoke(fusion_corpus, [REFUSED, "--modes", "eval", "--no-peer"])
     assert result.exit_code == 0 and "0 wrong" in result.output
+
+
+def test_the_table_of_libraries(monkeypatch, tmp_path):
+    """One model that is fused, one that cannot be built, and a library that is not installed."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.q(x) @ x.mT).softmax(-1) @ x
+
+    def missing():
+        raise ImportError("No module named 'timm'")
+
+    models = {"one": lambda: (Attention(), {"x": torch.randn(2, 4, 12, 8)}), "two": missing}
+    libraries = {"x-transformers": lambda: models, "timm": missing}
+    monkeypatch.setattr(fusion_libraries, "LIBRARIES", libraries)
+    monkeypatch.setattr(fusion_libraries.importlib.metadata, "version", lambda name: "1.0")
+    arguments = ["--libraries", "x-transformers,timm", "--json", str(tmp_path / "a.json")]
+    output = invoke(fusion_libraries, arguments).output
+    assert "timm: not installed" in output and "two: skipped: ImportError" in output
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if "x-transformers 1.0 " in line]
+    assert [[cell.strip() for cell in row[1:5]] for row in rows] == [
+        ["1", "eval", "1", "1"],
+        ["1", "train", "1", "1"],
+    ]
 
 
 def test_the_interval_of_a_median():
