@@ -26,6 +26,9 @@ DUPLICATED_LINES = {
     # loops over the registers of one kernel, which ptxas allocates
     (f"{HOPPER}/mla.cu", f"{HOPPER}/forward_mainloop.cuh"): 7,
     (f"{HOPPER}/backward.cu", f"{HOPPER}/backward_keys.cu"): 7,
+    (f"{HOPPER}/forward_mainloop.cuh", f"{HOPPER}/quantized_mainloop.cuh"): 13,
+    (f"{HOPPER}/forward_epilogue.cuh", f"{HOPPER}/quantized_epilogue.cuh"): 6,
+    (f"{HOPPER}/forward_shared.cuh", f"{HOPPER}/quantized_shared.cuh"): 6,
     # constexpr arguments of a kernel, by name
     ("fa_ops/backends/triton/backward.py", "fa_ops/backends/triton/forward.py"): 7,
 }

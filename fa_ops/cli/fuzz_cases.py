@@ -123,7 +123,8 @@ def _case_of(target: Target, number: int, index: int, family: draws.Family) -> d
     for attempt in itertools.count():
         pick = random.Random(f"{number}.{index}.{attempt}").choice
         case = family.case(pick, target.device)
-        if not isinstance(case, CacheCase) or refusal(target.backend, case) is None:
+        may_differ = isinstance(case, CacheCase | QuantizedCase)
+        if not may_differ or refusal(target.backend, case) is None:
             return case  # a backend supports dense and packed calls of a family in every size
         if attempt == MAX_DRAWS:
             raise LookupError(f"{target.backend} supports none of {MAX_DRAWS} calls of {family}")

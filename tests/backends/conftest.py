@@ -17,10 +17,14 @@ from fa_ops.backends.hopper import (
     launch,
     mla,
     packed,
+    quantize,
+    quantized,
+    scaled,
     split_kv,
 )
 
-HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv)
+HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
+HOSTS += quantized, scaled
 
 
 class Launched(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla
+from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, quantized
 from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Cache, Spec
@@ -57,7 +57,7 @@ def few_processors(count: int) -> Iterator[None]:
 def _clear_plans() -> None:
     """Drop plans made for another number of processors."""
     planning.forget()
-    for module in (decode, dense_backward, dense_forward, mla):
+    for module in (decode, dense_backward, dense_forward, mla, quantized):
         for name in ("_plan", "_family"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()

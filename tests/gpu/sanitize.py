@@ -4,12 +4,14 @@
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize triton
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize hopper broken
     compute-sanitizer --tool initcheck python -m tests.gpu.sanitize hopper forward
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitize hopper quantized
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize triton broken 3/8
 
 The last runs every eighth call from number 3 on: eight processes compile Triton's kernels faster.
 `broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
-of a cache. Prints the number of calls; results are checked by other tests.
+of a cache. `quantized` makes calls with 8-bit products. Prints the number of calls; results are
+checked by other tests.
 """
 
 import contextlib
@@ -24,6 +26,8 @@ from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.testing.caches import call as call_cached
+from fa_ops.testing.quantized import call as call_quantized
+from fa_ops.testing.quantized import random_quantized_case
 from fa_ops.types import Packing, Spec, keywords
 from tests.gpu.cases import few_processors
 
@@ -135,6 +139,20 @@ def run_forward(backend: str, first: int, step: int) -> int:
     return calls
 
 
+def run_quantized(backend: str, first: int, step: int) -> int:
+    """Calls with 8-bit products, every second one on few processors, and with NaN beyond keys."""
+    calls = 0
+    for seed in range(first, 100, step):
+        case = random_quantized_case(seed, "cuda", HALF[seed % 2])
+        if calls * step >= CASES or refusal(backend, case) is not None:
+            continue
+        with few_processors(2) if seed // 2 % 2 else contextlib.nullcontext():
+            q, k, v, how, spec = case.fresh()
+            call_quantized(q, k, v, how, spec._replace(backend=backend))
+        calls += 1
+    return calls
+
+
 def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
     """Call the operator, so that the host code of the backend runs too."""
     if isinstance(case, CacheCase):
@@ -152,7 +170,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
         torch.autograd.grad(out, (q, k, v), case.grad_outputs(out, lse)[0])
 
 
-MODES = {"": run, "broken": run_broken, "forward": run_forward}
+MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

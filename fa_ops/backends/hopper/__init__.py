@@ -3,8 +3,8 @@
 `plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
 `cuda/forward.cu` and `cuda/backward.cu`), `packed` and `prefill`, which run packed sequences and
 many queries of a cache on the same kernels, `decode` for few queries against a long cache, and
-`mla` for a latent cache, which share `split_kv`. Tiles are in `configs`; `launch` loads and
-launches kernels.
+`mla` for a latent cache, which share `split_kv`, and `quantized` for 8-bit products, of tensors
+from `quantize` or `scaled`. Tiles are in `configs`; `launch` loads and launches kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from fa_ops.call import (
     Call,
     Plan,
     decoding,
+    general,
 )
 from fa_ops.types import (
     MAX_HEAD_DIM,
     Cache,
     Gradients,
     Packing,
+    Quantization,
     Spec,
     default_scale,
     is_decoding,
@@ -74,7 +76,7 @@ def supports(call: Call) -> str | None:
     if call.kind == APPEND:
         return f"does not write to caches; {_ALTERNATIVE}"
     if call.kind == QUANTIZED:
-        return f"has no kernel with 8-bit products; {_ALTERNATIVE}"
+        return _quantized_error(q, k, v, call.quantization, spec)
     if call.kind == CACHED:
         return cache_error(q, k, v, call.cache, spec)
     if call.kind == MERGE:
@@ -89,9 +91,11 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the tier runs the call."""
-    from fa_ops.backends.hopper import dense_backward, dense_forward, packed
+    from fa_ops.backends.hopper import dense_backward, dense_forward, packed, quantized
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
+    if call.kind == QUANTIZED:
+        return general("8-bit forward", quantized.quantized_forward)
     if call.kind == PACKED:
         if call.saved is None:
             return Plan("forward", packed.prepare)
@@ -126,6 +130,18 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     is_wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM
     alternative = "the reference backend takes any" if is_wide else _ALTERNATIVE
     return reason and f"{reason}; {alternative}"
+
+
+def _quantized_error(
+    q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec
+) -> str | None:
+    """Why the tier cannot run a call with 8-bit products, or None."""
+    from fa_ops.backends.hopper import quantized
+
+    if q.device.type != "cuda":
+        return _device_error(q)
+    reason = quantized.support_error(q, k, v, quantization, spec)
+    return reason and f"{reason}; {_ALTERNATIVE}"
 
 
 def _device_error(q: Tensor) -> str:

@@ -8,6 +8,7 @@ import functools
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
+_ONES = 8  # rows of ones behind transposed values
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
 
@@ -82,6 +83,43 @@ class Config(HeadDims):
             "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
             "PACKED_HEADS": self.packed_heads,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedConfig:
+    """The tile of the forward with 8-bit products: a consumer warpgroup for each 64 queries."""
+
+    head_features: int  # of q and k, a multiple of 16
+    value_features: int  # a multiple of 8
+    block_m: int = 128
+    stages: int = 3
+
+    block_n = 128  # a row of transposed values is one swizzle atom
+
+    @property
+    def head_dim(self) -> int:
+        """Bytes of a row of q or k in shared memory, whole swizzle atoms."""
+        return -(-self.head_features // 128) * 128
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.block_m * 2 + 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        keys = self.stages * self.block_n * (self.head_dim + self.value_features + _ONES)
+        barriers = 2 * (self.block_m // 64) + 4 * self.stages + 4
+        return self.block_m * self.head_dim + keys + 8 * barriers + _WORK_BYTES
+
+    def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
+        return {
+            "HEAD_DIM": self.head_dim, "HEAD_FEATURES": self.head_features,
+            "VALUE_FEATURES": self.value_features, "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n, "STAGES": self.stages, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
 

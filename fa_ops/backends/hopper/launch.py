@@ -16,7 +16,7 @@ from fa_ops.backends.hopper import compiler
 from fa_ops.backends.hopper.kernel_params import ParamsLayout
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_DTYPE = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_DTYPE = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE_128B = 3
 PROMOTE_128B, PROMOTE_256B = 2, 3  # bytes that the L2 fetches at once
 _MAX_CACHED_MAPS = 256
@@ -311,9 +311,9 @@ class PreparedLaunch:
         return result
 
 
-def set_zero(word: Tensor, stream: int) -> None:
-    """Zero a 32-bit word in stream order."""
-    call("cuMemsetD32Async", word.data_ptr(), 0, 1, stream)
+def set_zero(words: Tensor, stream: int) -> None:
+    """Zero 32-bit words in stream order."""
+    call("cuMemsetD32Async", words.data_ptr(), 0, words.numel(), stream)
 
 
 def address(t: Tensor | None) -> int:

@@ -14,6 +14,8 @@ _MAJOR_K, _MAJOR_MN = 0, 1
 
 def header(source: str, defines: dict[str, int]) -> str:
     """The products that a source file calls, as C++."""
+    if source == "quantized.cu":
+        return "".join(wgmma(*product) for product in _eight_bit_products(defines))
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     return "".join(
         wgmma(name, n, dtype, a, b, steps) for name, n, a, b, steps in _products(source, defines)
@@ -28,15 +30,18 @@ def wgmma(
     Args:
         name: of the wrappers.
         n: columns of the accumulator.
-        dtype: PTX type of both operands.
+        dtype: PTX type of both operands. 8-bit ones are K-major; those of s8 have sums in s32.
         a: "registers", or the major dimension of an operand in shared memory.
         b: the major dimension of operand b.
-        steps: byte offsets of a and b for each 16 of the inner dimension. All steps are one
+        steps: byte offsets of a and b for each 32 bytes of the inner dimension. All steps are one
             statement, because NVRTC takes an eighth longer over one statement each.
     """
     count, words = n // 2, 4 * len(steps) if a == "registers" else 0
     accumulator = ", ".join(f"%{i}" for i in range(count))
-    operation = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+    is_wide, is_integer = dtype in ("bf16", "f16"), dtype == "s8"
+    sums, depth = ("s32" if is_integer else "f32"), (16 if is_wide else 32)
+    operation = f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{sums}.{dtype}.{dtype}"
+    kind, constraint = ("u32", "r") if is_integer else ("float", "f")
     bases = count + words  # the operands after the accumulator and the registers of a
     base_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
 
@@ -51,18 +56,19 @@ def wgmma(
         else:
             operand_a, majors = "a", f"{a}, {b}"
             setup += descriptor("a", bases, steps[i][0])
+        signs = "" if is_integer else ", 1, 1" + f", {majors}" * is_wide
         return (
             f'  "{setup} {descriptor("b", base_b, steps[i][1])} "\n'
-            f'  "{operation} {{{accumulator}}}, {operand_a}, b, p, 1, 1, {majors}; "\n'
+            f'  "{operation} {{{accumulator}}}, {operand_a}, b, p{signs}; "\n'
         )
 
     def function(suffix: str, starts: bool) -> str:
         text = "".join(step(i, starts) for i in range(len(steps)))
-        outputs = ", ".join(f'"{"=" if starts else "+"}f"(d[{i}])' for i in range(count))
+        outputs = ", ".join(f'"{"=" if starts else "+"}{constraint}"(d[{i}])' for i in range(count))
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"r"(a)'
         first = f"const u32 (&a)[{words}]" if words else "u32 a"
         return (
-            f"DEVICE void {name}{suffix}(float (&d)[{count}], {first}, u32 b) {{\n"
+            f"DEVICE void {name}{suffix}({kind} (&d)[{count}], {first}, u32 b) {{\n"
             f'  asm volatile("{{ .reg .pred p; .reg .b32 x; .reg .b64 a, b; "\n{text}  "}}"\n'
             f'  : {outputs} : {inputs}, "r"(b), "n"(DESCRIPTOR_HIGH));\n}}\n'
         )
@@ -108,6 +114,19 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
     columns = columns if defines["ALTERNATES"] else columns * M // 128
     steps = _rows(N, a_step=2048)
     return [*products, ("wgmma_queries", columns, _MAJOR_MN, _MAJOR_MN, steps)]
+
+
+def _eight_bit_products(defines: dict[str, int]) -> list[tuple]:
+    """Arguments of `wgmma` for quantized.cu, whose tiles are columns of 128 bytes."""
+    D, Dv, N = defines["HEAD_FEATURES"], defines["VALUE_FEATURES"], defines["BLOCK_N"]
+    offsets = [(i // 4 * 128, i % 4 * 32) for i in range(-(-D // 32))]
+    features = [(column * 64 + x, column * N + x) for column, x in offsets]
+    keys = [(0, 32 * i) for i in range(N // 64)]  # of one half of a block
+    dtype = "s8" if defines["IS_INT8"] else "e4m3"
+    return [
+        ("wgmma_scores", N // 2, dtype, _MAJOR_K, _MAJOR_K, features),
+        ("wgmma_output", Dv + 8, "e4m3", "registers", _MAJOR_K, keys),
+    ]
 
 
 def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@
 #include "seqlen_info.cuh"
 #include "tile_scheduler.cuh"
 
-DEVICE KeyRange row_range(const ForwardParams& p, const Tile& t, int row, int keys) {
+template <class Params>
+DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   KeyRange r = {0, keys};
 #if HAS_WINDOW
   const int diagonal = row + keys - p.Sq;
@@ -24,7 +25,7 @@ DEVICE KeyRange row_range(const ForwardParams& p, const Tile& t, int row, int ke
 
 #if HAS_MASK
 // From the first to the last key that the mask keeps for some row of a tile. Executed by one warp.
-DEVICE KeyRange mask_range(const ForwardParams& p, const Tile& t) {
+template <class Params> DEVICE KeyRange mask_range(const Params& p, const Tile& t) {
   const unsigned char* from = p.mask + t.b * p.mask_b + t.h * p.mask_h + p.mask_range;
   int begin = UNBOUNDED, end = 0;
   for (int i = threadIdx.x & 31; i < BLOCK_M; i += 32) {
@@ -42,7 +43,8 @@ struct BlockRange {
 };
 
 // Executed by one warp.
-DEVICE BlockRange blocks_of(const ForwardParams& p, const Tile& t, int keys, int rows = BLOCK_M) {
+template <class Params>
+DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows = BLOCK_M) {
   KeyRange any, all;  // attended by some row, by every row
 #if HAS_RANGES
   const int lane = threadIdx.x & 31;
@@ -86,7 +88,7 @@ struct WorkItem {
 constexpr int NO_WORK = -1;  // as m0: there are no more tiles
 constexpr u32 WORK_ITEM_BYTES = 48;
 
-DEVICE WorkItem work_item_at(const ForwardParams& p, int t) {
+template <class Params> DEVICE WorkItem work_item_at(const Params& p, int t) {
   WorkItem item;
   item.tile = tile_at(p, t);
   item.keys = keys_of(p, item.tile.b);

@@ -14,14 +14,7 @@
 #include "forward_mainloop.cuh"
 
 DEVICE void init_barriers(const ForwardShared& sm) {
-  for (int i = 0; i < QUERY_STAGES * CONSUMERS; i++)
-    mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 4);
-  for (int i = 0; i < 2; i++)
-    mbar_init(barrier(sm.work_full, i), 1), mbar_init(barrier(sm.work_empty, i), READERS);
-  for (int i = 0; i < STAGES; i++) {
-    mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.v_full, i), 1);
-    mbar_init(barrier(sm.k_empty, i), 4 * CONSUMERS), mbar_init(barrier(sm.v_empty, i), CONSUMERS);
-  }
+  init_tile_barriers(sm, QUERY_STAGES * CONSUMERS);
   if (HAS_HELPERS)
     for (int c = 0; c < CONSUMERS; c++)
       mbar_init(barrier(sm.helper_full, c), HAS_MASK ? 32 : 1), mbar_init(barrier(sm.helper_empty, c), 128);

@@ -2,6 +2,7 @@
 // bias one more warp for each consumer brings those.
 #pragma once
 #include "forward_shared.cuh"
+#include "tile_producer.cuh"
 
 // Copies one block of K or V into the next slot of its ring.
 template <int COLUMNS>
@@ -105,29 +106,16 @@ DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, cons
 }
 #endif
 
-// Executed by one warp: all lanes compute a tile's bounds, one issues the copies.
+// Executed by one warp.
 DEVICE void produce(const ForwardParams& p, const ForwardShared& sm) {
-  const bool leader = elect_one();
   PipelineState<STAGES> k, v;
-  PipelineState<2> work;
-  for (int t = blockIdx.x;; work.next()) {
-    WorkItem item;
-    if (t < p.tiles) item = work_item_at(p, t);
-    else item.tile.m0 = NO_WORK;
-    if (leader) {
-      mbar_wait(barrier(sm.work_empty, work.stage), work.phase ^ 1);
-      store_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage), item);
-      mbar_arrive(barrier(sm.work_full, work.stage));
-    }
-    if (t >= p.tiles) break;
-    if (leader) t = next_tile(p, t);
+  produce_tiles(p, sm, [&](const WorkItem& item, const PipelineState<2>& work, bool leader) {
 #if IS_PAGED
     load_work_item(p, sm, item, work, k, v, leader);
 #else
     if (leader) load_work_item(p, sm, item.tile, item.blocks, work, k, v);
 #endif
-    t = __reduce_max_sync(~0u, leader ? t : 0);
-  }
+  });
 }
 
 // Executed by a warp that serves a consumer.

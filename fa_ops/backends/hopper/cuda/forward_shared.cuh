@@ -1,6 +1,7 @@
 // Tile sizes, and the layout of shared memory, of the forward kernel.
 #pragma once
 #include "block_info.cuh"
+#include "forward_params.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 

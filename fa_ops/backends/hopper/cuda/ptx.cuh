@@ -246,7 +246,17 @@ DEVICE u32 pack(float low, float high) {
   return y;
 }
 
-// The same with negative numbers as 0.
+// Four floats rounded to e4m3, the first in the lowest byte; larger numbers become 448.
+DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
+  u32 y;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+// Two floats rounded to the 16-bit input type, negative numbers as 0.
 DEVICE u32 pack_relu(float low, float high) {
   u32 y;
 #if IS_BF16

@@ -1,7 +1,7 @@
 // Tile scheduler of the forward pass: persistent CTAs take tiles of BLOCK_M rows. Rows are the queries of one
 // head, or each query of PACKED_HEADS heads in turn (pack_gqa of FlashAttention-3).
 #pragma once
-#include "forward_params.cuh"
+#include "ptx.cuh"
 
 struct Tile {
   int m0, h, b;  // m0: the first row, h: the first head
@@ -20,13 +20,13 @@ DEVICE int packed_head(int row) { return (u32)row % 64 % PACKED_HEADS; }
 
 // The tile after `t`. Where tiles differ in length they are handed out on demand, so that no CTA is left with
 // a long one at the end.
-DEVICE int next_tile(const ForwardParams& p, int t) {
+template <class Params> DEVICE int next_tile(const Params& p, int t) {
   return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : t);
 }
 
 // Tiles in order of sections of heads whose K and V share the L2. Inside a section of a causal call the
 // longest tiles of all heads come first.
-DEVICE Tile tile_at(const ForwardParams& p, int t) {
+template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
   const int row_heads = p.Hq / PACKED_HEADS, heads = p.B * row_heads, per = p.section * p.m_blocks;
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);

@@ -1,0 +1,60 @@
+// The state of a consumer of the forward kernel with 8-bit products, and its epilogue.
+#pragma once
+#include "quantized_softmax.cuh"
+
+struct QuantizedEpilogue {
+  const QuantizedParams& p;
+  const QuantizedShared& sm;
+  const int c, tid, lane;
+  PipelineState<2> work;
+  float o[OUTPUTS], sums[2];  // of what the steps before the last one accumulated
+  QuantizedSoftmax softmax;
+
+  DEVICE QuantizedEpilogue(const QuantizedParams& p, const QuantizedShared& sm, int c)
+      : p(p), sm(sm), c(c), tid(threadIdx.x & 127), lane(threadIdx.x & 31) {}
+
+  // The factor of a row's output, whose LSE is written.
+  DEVICE float finish_one_row(const Tile& tile, int row, float row_max, float sum) const {
+    const long long at = (long long)(tile.b * p.Hq + tile.h) * p.Sq + min(row, p.Sq - 1);
+    const float offset = p.offset ? p.offset[at] : 0.f;
+    float inverse;
+    sum *= 1.f / 256;
+#if HAS_SINKS
+    const float lse = finish_row(row_max, sum, 1.f, true, p.sinks[tile.h] - offset, inverse);
+#else
+    const float lse = finish_row(row_max, sum, 1.f, false, 0.f, inverse);
+#endif
+    if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[at] = lse + offset;
+    return inverse * (1.f / 256);
+  }
+
+  // Writes the normalised output and the LSE of this consumer's rows.
+  DEVICE void finish() {
+    const Tile tile = load_tile(slot_at<WORK_ITEM_BYTES>(
+        sm.work, work.stage));  // loaded again, so that it takes no registers until here
+    mbar_arrive(barrier(sm.work_empty, work.stage));
+    const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
+    const float* v_scale = p.v_scale + (long long)(tile.b * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = first + 8 * r;
+      const float inverse = finish_one_row(tile, row, softmax.max[r], sums[r]);
+      Element* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
+#pragma unroll
+      for (int i = 2 * r; i < OUTPUTS; i += 16) {
+        u32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int at = i + 4 * j, channel = (at / 4) * 8 + (lane & 3) * 2;
+          x[j] = 0;
+          if (at >= OUTPUTS || channel >= p.Dv) continue;
+          const float2 scale = *(const float2*)(v_scale + channel);
+          x[j] = pack(o[at] * inverse * scale.x, o[at + 1] * inverse * scale.y);
+        }
+        transpose_quad(x);
+        const int column = (i / 4 + (lane & 3)) * 8;
+        if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+};

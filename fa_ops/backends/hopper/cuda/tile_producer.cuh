@@ -1,0 +1,37 @@
+// The warp that hands out the tiles of a forward kernel, and the barriers between it and the consumers.
+#pragma once
+#include "block_info.cuh"
+#include "pipeline.cuh"
+
+// Those of tiles, of work items, and of each slot of queries.
+template <class Shared> DEVICE void init_tile_barriers(const Shared& sm, int query_slots) {
+  for (int i = 0; i < query_slots; i++)
+    mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 4);
+  for (int i = 0; i < 2; i++)
+    mbar_init(barrier(sm.work_full, i), 1), mbar_init(barrier(sm.work_empty, i), READERS);
+  for (int i = 0; i < STAGES; i++) {
+    mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.v_full, i), 1);
+    mbar_init(barrier(sm.k_empty, i), 4 * CONSUMERS), mbar_init(barrier(sm.v_empty, i), CONSUMERS);
+  }
+}
+
+// Executed by one warp: all lanes compute a tile's bounds, and `load(item, work, leader)` copies it.
+template <class Params, class Shared, class Load>
+DEVICE void produce_tiles(const Params& p, const Shared& sm, Load load) {
+  const bool leader = elect_one();
+  PipelineState<2> work;
+  for (int t = blockIdx.x;; work.next()) {
+    WorkItem item;
+    if (t < p.tiles) item = work_item_at(p, t);
+    else item.tile.m0 = NO_WORK;
+    if (leader) {
+      mbar_wait(barrier(sm.work_empty, work.stage), work.phase ^ 1);
+      store_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage), item);
+      mbar_arrive(barrier(sm.work_full, work.stage));
+    }
+    if (t >= p.tiles) break;
+    if (leader) t = next_tile(p, t);
+    load(item, work, leader);
+    t = __reduce_max_sync(~0u, leader ? t : 0);
+  }
+}

@@ -1,0 +1,119 @@
+"""Quantisation of 16-bit query, key and value, in two launches: statistics, then the numbers.
+
+Everything that the kernels write for a call lies in one allocation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper.kernel_params import struct_layout
+from fa_ops.backends.hopper.launch import Entry, empty, kernels, one_parameter, set_zero
+from fa_ops.types import SCALE_BLOCK, Quantization
+
+VALUE_BLOCK = 128  # keys whose values are transposed together
+THREADS = 256
+_CTAS = 4  # of the statistics, on a multiprocessor
+_PARAMS = struct_layout("quantize_params.cuh", "QuantizeParams")
+ADDRESSES, SCALARS = _PARAMS.packer("q", "kv_lens"), _PARAMS.packer("q_strides")
+_ALIGNMENT = 256
+
+
+class Addresses(NamedTuple):
+    """Where the quantised tensors of a call lie, by address."""
+
+    query: int  # (B, Hq, Sq, D), int8 or e4m3
+    key: int  # (B, Hkv, Sk, D)
+    value: int  # (B, Hkv, Dv, blocks of VALUE_BLOCK keys), e4m3, in the order of quantize.cu
+    q_scale: int  # (B, Hq, Sq)
+    k_scale: int  # (B, Hkv, 2 blocks), of SCALE_BLOCK keys each
+    v_scale: int  # (B, Hkv, Dv)
+    offset: int  # (B, Hq, Sq), what the scores lack, or 0
+    counter: int  # a word that is 0
+
+
+class Quantizer:
+    """Quantises the tensors of calls with one geometry.
+
+    `blocks` of keys, and the `strides` of quantised query and key, describe what it writes.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: int, shapes, strides, scale: float, is_int8: bool,
+        subtracts_mean: bool, rotate: bool,
+    ):  # fmt: skip
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        self.blocks = -(-Sk // VALUE_BLOCK)
+        self.strides = (Hq * Sq * D, Sq * D, D, 1), (Hkv * Sk * D, Sk * D, D, 1)
+        self._subtracts_mean = subtracts_mean
+        largest, mean = B * Hkv * Dv, B * Hkv * D if subtracts_mean else 0
+        tokens = B * Hq * Sq
+        sizes = (
+            4 * (largest + 1), 4 * mean, tokens * D, B * Hkv * Sk * D,
+            B * Hkv * Dv * self.blocks * VALUE_BLOCK, 4 * tokens, 8 * B * Hkv * self.blocks,
+            4 * largest, 4 * tokens if subtracts_mean else 0,
+        )  # fmt: skip
+        self._offsets, total = [], 0
+        for size in sizes:
+            self._offsets.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._memory = (total // 4,), (1,), torch.int32
+        self._zeroed = largest + 1
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        parts = max(1, min(-(-_CTAS * sms // (B * Hkv)), -(-Sk // SCALE_BLOCK)))
+        self._grids = (
+            (parts + subtracts_mean, B * Hkv),
+            (B * (3 * Hkv * self.blocks + Hq * -(-Sq // SCALE_BLOCK)), 1),
+        )
+        self._scalars = SCALARS.pack(
+            *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
+            *(B, Hq, Hq // Hkv, Sq, Sk, D, Dv, parts, scale, (D & -D) ** -0.5),
+        )
+        defines = kernel_defines(dtype, D, Dv, is_int8, rotate)
+        entries = [Entry(name, THREADS) for name in ("statistics", "quantize")]
+        self._kernels = kernels("quantize", device, entries, tuple(defines.items()))
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, how: Quantization, kv_lens: Tensor | None,
+        stream: int,
+    ) -> tuple[Addresses, Tensor]:  # fmt: skip
+        """The addresses of the results, and the memory that holds them."""
+        memory = empty(*self._memory)
+        set_zero(memory[: self._zeroed], stream)
+        largest, mean, q8, k8, v8, q_scale, k_scale, v_scale, offset = (
+            memory.data_ptr() + x for x in self._offsets
+        )
+        if not self._subtracts_mean:
+            mean = offset = 0
+        found = Addresses(
+            q8, k8, v8, q_scale, k_scale, v_scale, offset, largest + 4 * (self._zeroed - 1)
+        )
+        params = one_parameter(
+            ADDRESSES.pack(
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
+                offset, mean, largest, 0 if kv_lens is None else kv_lens.data_ptr(),
+            )
+            + self._scalars
+        )  # fmt: skip
+        for kernel, grid in zip(self._kernels, self._grids):
+            kernel.launch(grid, stream, params)
+        return found, memory
+
+
+def kernel_defines(
+    dtype: torch.dtype, D: int, Dv: int, is_int8: bool = True, rotate: bool = False
+) -> dict[str, int]:
+    """The macros of the kernels; a row has a power of two of lanes, each of eight features."""
+    return {
+        "IS_BF16": int(dtype == torch.bfloat16), "IS_INT8": int(is_int8),
+        "HEAD_LANES": lanes(D), "VALUE_LANES": lanes(Dv),
+        "ROTATED_BITS": (D & -D).bit_length() - 1 if rotate else 0,
+    }  # fmt: skip
+
+
+def lanes(features: int) -> int:
+    """Lanes that hold a row, eight features each."""
+    return 8 if features <= 64 else 16 if features <= 128 else 32

@@ -1,0 +1,176 @@
+"""Attention with 8-bit products on sm_90a: tensors are brought into 8 bits, then attended."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fa_ops.backends.hopper import quantize, scaled
+from fa_ops.backends.hopper.configs import QuantizedConfig
+from fa_ops.backends.hopper.kernel_params import struct_layout
+from fa_ops.backends.hopper.launch import (
+    TensorMap,
+    address,
+    current_stream,
+    empty,
+    kernel,
+    on_device,
+    one_parameter,
+)
+from fa_ops.backends.hopper.problem import (
+    UNBOUNDED,
+    ScoreUnits,
+    key_section,
+    limit_error,
+    shared_strides,
+    softcap_kind,
+    tma_aligned,
+    window_sides,
+)
+from fa_ops.types import Quantization, Spec, default_scale
+
+_PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
+_ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B")
+E4M3 = torch.float8_e4m3fn
+_MAX_HEAD_DIM, _MAX_VALUE_DIM = 256, 128
+
+
+def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> str | None:
+    """Why the kernels cannot run a call with 8-bit products, or None."""
+    D, Dv = q.shape[3], v.shape[3]
+    if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
+        return f"quantises bfloat16 and float16, query is {q.dtype}"
+    if D % 16 or D > _MAX_HEAD_DIM:
+        return f"needs a head dim that is a multiple of 16, at most {_MAX_HEAD_DIM}, got {D}"
+    if Dv % 8 or Dv > _MAX_VALUE_DIM:
+        return f"needs a value head dim that is a multiple of 8, at most {_MAX_VALUE_DIM}, got {Dv}"
+    if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):
+        return reason
+    return limit_error(default_scale(spec, D), q.shape[2], k.shape[2])
+
+
+def quantized_forward(
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) in q's dtype, bfloat16 for e4m3, laid out (B, Sq, Hq, Dv), and lse."""
+    q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
+    lens, ranges, sinks = spec.kv_lens, spec.key_ranges, spec.sinks
+    if lens is not None:
+        lens = lens.contiguous()
+    if ranges is not None and ranges.stride(3) != 1:
+        ranges = ranges.contiguous()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    plan = _plan(
+        q.dtype,
+        q.device.index,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
+        how[3:],
+        lens is not None,
+        None if ranges is None else shared_strides(ranges),
+        sinks is not None,
+    )
+    return plan.run(q, k, v, how, lens, ranges, sinks)
+
+
+class QuantizedPlan:
+    """The part of a call that depends on its geometry only, not on addresses or values."""
+
+    def __init__(
+        self, dtype, device, shapes, strides, scalar_options, how, has_lens, ranges, has_sinks
+    ):
+        (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
+        causal, scale, left, right, softcap = scalar_options
+        qk_dtype, smooth_key, rotate = how
+        left, right, has_window = window_sides(causal, left, right)
+        units = ScoreUnits.of(D, scale, softcap)
+        is_int8 = dtype != E4M3 and qk_dtype in (None, torch.int8)
+        config = QuantizedConfig(D, Dv)
+        self.device = device
+        signs = dtype == E4M3
+        if dtype == E4M3:
+            self.source, dtype = scaled.Scaled(device, shapes, strides), torch.bfloat16
+        else:
+            self.source = quantize.Quantizer(
+                dtype, device, shapes, strides, units.gradient, is_int8,
+                smooth_key and not softcap, rotate,
+            )  # fmt: skip
+        m_blocks = -(-Sq // config.block_m)
+        tiles = B * Hq * m_blocks
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        is_uneven = Sq % config.block_m > 0 or has_window or has_lens or bool(ranges)
+        self.is_dynamic, self.grid = is_uneven and tiles > sms, min(tiles, sms)
+        defines = kernel_defines(
+            config, dtype, is_int8, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
+            ranges=ranges is not None, softcap=softcap and softcap_kind(softcap), sinks=has_sinks,
+            signs=signs,
+        )  # fmt: skip
+        self.kernel = kernel(
+            "quantized", "quantized", device, config.threads, config.shared_bytes,
+            tuple(defines.items()),
+        )  # fmt: skip
+        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
+        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
+        keys = self.source.blocks * quantize.VALUE_BLOCK
+        of_values = (B, Hkv, Dv, keys), (Hkv * Dv * keys, Dv * keys, keys, 1)
+        rows = 64, config.block_n, Dv
+        layouts = (*zip(shapes, self.source.strides), of_values)
+        self.maps = [TensorMap(torch.uint8, *layout, n) for layout, n in zip(layouts, rows)]
+        group = Hq // Hkv
+        self.scalars = _SCALARS.pack(
+            *(B, Hq, group, Sq, Sk, Dv, left, right, m_blocks, tiles),
+            group * key_section(B * Hkv, Sk, (D + Dv) // 2),
+            *(ranges or (0, 0, 0)),
+            units.inside_tanh,
+            units.log2,
+        )
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, how: Quantization, kv_lens: Tensor | None = None,
+        key_ranges: Tensor | None = None, sinks: Tensor | None = None, with_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """out and lse, which is None unless asked for."""
+        with on_device(self.device):
+            stream, out = current_stream(self.device), empty(*self.out)
+            lse = empty(*self.lse) if with_lse else None
+            eight, memory = self.source.run(q, k, v, how, kv_lens, stream)
+            words = _ADDRESSES.pack(
+                out.data_ptr(), 0 if lse is None else lse.data_ptr(), eight.q_scale, eight.k_scale,
+                eight.v_scale, eight.offset,
+                *map(address, (kv_lens, key_ranges, sinks)),
+                eight.counter if self.is_dynamic else 0,
+            )  # fmt: skip
+            maps = b"".join(one.at(where) for one, where in zip(self.maps, eight))
+            self.kernel.launch((self.grid, 1), stream, one_parameter(maps + words + self.scalars))
+            del memory  # what runs later in this stream may use it
+        return out, lse
+
+
+def kernel_defines(
+    config: QuantizedConfig, dtype: torch.dtype, is_int8: bool = True, *, window: bool = False,
+    left: bool = False, kv_lens: bool = False, ranges: bool = False, softcap: int = 0,
+    sinks: bool = False, signs: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The macros of a kernel.
+
+    `window`: causal or a window; `left`: the window has a left side; `signs`: scales may be
+    negative.
+    """
+    return config.defines() | {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "IS_INT8": int(is_int8),
+        "HAS_WINDOW": int(window),
+        "HAS_LEFT": int(left or ranges),
+        "HAS_KV_LENS": int(kv_lens),
+        "HAS_RANGES": int(ranges),
+        "HAS_SOFTCAP": int(softcap),
+        "HAS_SINKS": int(sinks),
+        "HAS_SIGNS": int(signs),
+    }
+
+
+_plan = functools.lru_cache(maxsize=1024)(QuantizedPlan)

@@ -1,0 +1,114 @@
+"""Attention with 8-bit products on the Hopper tier's host: what its kernels find."""
+
+import struct
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fa_ops.backends import hopper
+from fa_ops.backends.hopper import quantize, quantized
+from fa_ops.call import QUANTIZED, Call
+from fa_ops.types import Quantization, Spec
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def driver(driver):
+    driver.struct_bytes = 384 + 10 * 8 + 16 * 4
+    return driver
+
+
+def test_a_16_bit_call_is_quantised_first(driver):
+    q, k, v = (
+        torch.randn(2, n, S, 64, dtype=torch.half) for n, S in ((4, 300), (2, 200), (2, 200))
+    )
+    lens = torch.tensor([200, 7], dtype=torch.int32)
+    spec = Spec(is_causal=True, kv_lens=lens)
+    out, lse = quantized.quantized_forward(q, k, v, Quantization(), spec)
+    assert [one.name for one in driver.launched] == ["statistics", "quantize", "quantized"]
+    assert driver.called.count("cuMemsetD32Async") == 1
+    words = struct.unpack_from("<13Q", driver.last("quantize")[1])
+    assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[12] == lens.data_ptr()
+    # two blocks of 128 keys, four of 64, and five of 64 queries
+    assert driver.last("quantize")[0] == (2 * (2 * (2 + 4) + 4 * 5), 1)
+    grid, params = driver.last("quantized")
+    assert grid == (4, 1)  # of 24 tiles, on four multiprocessors
+    maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128, 256)]
+    assert maps == list(words[3:6])
+    found = struct.unpack_from("<10Q", params, 384)
+    assert (
+        found[:6] == (out.data_ptr(), lse.data_ptr(), *words[6:10]) and found[6] == lens.data_ptr()
+    )
+    assert found[9] != 0  # tiles are handed out on demand
+    assert struct.unpack_from("<6i", params, 464) == (2, 4, 2, 300, 200, 64)
+
+
+@pytest.mark.parametrize("scales", ["one", "heads", "blocks"])
+def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
+    q, k, v = (torch.randn(2, n, 100, 64).to(E4M3) for n in (4, 2, 2))
+    shape = {"one": (1,), "heads": (2, 2), "blocks": (2, 2, 2)}[scales]
+    how = Quantization(torch.rand(()), torch.rand(shape), torch.rand(2, 2), None, False, False)
+    out, _ = quantized.quantized_forward(q, k, v, how, Spec())
+    assert out.dtype == torch.bfloat16
+    assert [one.name for one in driver.launched] == ["turn_values", "quantized"]
+    params = driver.last("quantized")[1]
+    maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128)]
+    assert maps == [q.data_ptr(), k.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "softcap, smooth, has_offset", [(0.0, True, 1), (0.0, False, 0), (2.0, True, 0)]
+)
+def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, has_offset):
+    q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
+    how = Quantization(smooth_key=smooth)
+    quantized.quantized_forward(q, k, v, how, Spec(softcap=softcap))
+    words = struct.unpack_from("<13Q", driver.last("quantize")[1])
+    assert bool(words[9]) == bool(words[10]) == bool(has_offset)
+
+
+def test_results_of_a_call_do_not_overlap(driver):
+    shapes = (1, 2, 33, 80), (1, 1, 65, 80), (1, 1, 65, 40)
+    tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    strides = [t.stride() for t in tensors]
+    quantizer = quantize.Quantizer(torch.bfloat16, None, shapes, strides, 1.0, True, True, False)
+    found, memory = quantizer.run(*tensors, Quantization(), None, 0)
+    sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4
+    spans = sorted((at, at + size) for at, size in zip(found, sizes))
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+    begin = memory.data_ptr()
+    assert begin <= spans[0][0] and spans[-1][1] <= begin + memory.nbytes
+
+
+REFUSED = {
+    "needs a positive scale, got -1.0": ({}, Spec(scale=-1.0)),
+    "quantises bfloat16 and float16, query is torch.float32": ({"dtype": torch.float32}, Spec()),
+    "needs a head dim that is a multiple of 16, at most 256, got 24": ({"D": 24}, Spec()),
+    "needs a value head dim that is a multiple of 8, at most 128, got 256": ({"D": 256}, Spec()),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message):
+    given, spec = REFUSED[message]
+    with FakeTensorMode():
+        dtype, D = given.get("dtype", torch.half), given.get("D", 64)
+        q = torch.empty(1, 2, 64, D, dtype=dtype, device="cuda")
+        call = Call(QUANTIZED, q, q, q, spec, quantization=Quantization())
+        assert hopper.supports(call) == f"{message}; the triton backend can run it"
+
+
+def test_scales_of_single_keys_are_refused():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 100, 64, dtype=E4M3, device="cuda")
+        scale = torch.empty(1, 2, 100, device="cuda")
+        call = Call(
+            QUANTIZED,
+            q,
+            q,
+            q,
+            quantization=Quantization(scale, scale, torch.empty(1, device="cuda")),
+        )
+        assert "no scale for each key, but for each 64" in hopper.supports(call)
