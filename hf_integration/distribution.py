@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+_SDPA = F.scaled_dot_product_attention
 IGNORED = -100  # the label of tokens without a loss, in transformers
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "token_type_ids")
 
@@ -100,6 +101,21 @@ def context_parallel(
         yield local
     finally:
         _active.clear()
+
+
+def refuse_context_parallel_of_torch() -> None:
+    """Raise NotImplementedError inside torch's `context_parallel`.
+
+    It replaces `scaled_dot_product_attention` alone; other attention would attend the tokens of its
+    own process, without an error.
+    """
+    current = F.scaled_dot_product_attention
+    if current is not _SDPA and "_context_parallel" in (current.__module__ or ""):
+        raise NotImplementedError(
+            'attn_implementation="fa_ops" does not support torch\'s context_parallel, which '
+            "accelerate's cp_size enters and which distributes sequences for SDPA alone: enter "
+            "hf_integration.context_parallel in its place"
+        )
 
 
 def active() -> Distribution | None:

@@ -15,7 +15,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once, in the process that the others are forked from.
-_PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "fa_ops.distributed", "fa_ops.testing"]
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "fa_ops.distributed",
+    "fa_ops.testing",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class Verdicts(NamedTuple):

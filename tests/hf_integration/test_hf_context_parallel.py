@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 import hf_integration
 from tests.hf_integration import tiny_models
@@ -92,6 +93,16 @@ def check_errors() -> None:
         refused(chunked, batches()[kind], "chunked attention without padding and packed documents")
 
 
+def check_torch_context_parallel() -> None:
+    """Inside torch's context_parallel, which accelerate and Trainer enter, a call raises."""
+    model, ids = tiny_models.build("llama"), batches()["plain"]["input_ids"]
+    shards = {"buffers": [ids], "buffer_seq_dims": [1]}
+    refused = pytest.raises(NotImplementedError, match="does not support torch's context_parallel")
+    with context_parallel(init_device_mesh("cpu", (WORLD,)), **shards), refused:
+        model(input_ids=ids)
+    assert model(input_ids=ids).logits.isfinite().all()
+
+
 def refused(model, batch: dict, match: str) -> None:
     with hf_integration.context_parallel(batch) as part:
         allowed = {n: x for n, x in part.items() if n != "position_ids" or "labels" in batch}
@@ -106,6 +117,7 @@ CHECKS |= {
     "all-to-all": lambda: check("mistral", "packed", scheme="ulysses", layout="contiguous"),
     "a mesh": lambda: check("llama", "plain", init_device_mesh("cpu", (2,))),
     "errors": check_errors,
+    "torch's context_parallel": check_torch_context_parallel,
 }
 
 
