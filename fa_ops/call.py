@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ CACHED = "cached"  # queries against a key-value cache, which new keys and value
 APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
 QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
 MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
+MERGE_INTO = "merge into"  # one such result into another, in place; all three are its `out`
 
 
 class PackedTensors(NamedTuple):
@@ -189,6 +191,7 @@ class Call(NamedTuple):
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, tensors) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
 # APPEND: run(query, key, value, tensors) -> query. MERGE: run(outs, lses) -> (out, lse).
+# MERGE_INTO: run(out, lse, part, part_lse) -> None, which writes out and lse.
 Run = Callable[..., Any]
 
 
@@ -251,11 +254,22 @@ def plan_by_kind(
     """The plan of a backend that has one function for each kind of call."""
     if call.kind == MERGE:
         return Plan("merge", lambda call: merge_states)
+    if call.kind == MERGE_INTO:
+        return Plan("merge", lambda call: functools.partial(_merge_into, merge_states))
     if call.kind == CACHED:
         return general("cache", cache_forward)
     if call.saved is not None:
         return general("backward", backward if call.kind == DENSE else varlen_backward)
     return general("forward", forward if call.kind == DENSE else varlen_forward)
+
+
+def _merge_into(
+    merge_states: Callable, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
+) -> None:
+    outs = torch.stack((out, part.to(out.dtype)))
+    merged, merged_lse = merge_states(outs, torch.stack((lse, part_lse)))
+    out.copy_(merged)
+    lse.copy_(merged_lse)
 
 
 def _dense_rows(grad_out, grad_lse, q, k, v, out, lse) -> tuple[Tensor | None, ...]:

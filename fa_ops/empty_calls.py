@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import MERGE, PACKED, Call, Plan, general
+from fa_ops.call import MERGE, MERGE_INTO, PACKED, Call, Plan, general
 from fa_ops.checks import FP8, lse_dtype
 from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec
 
@@ -29,6 +29,8 @@ def plan(call: Call) -> Plan:
     """The plan of an empty call: zeros, and of lse what a row without keys has."""
     if call.kind == MERGE:
         return Plan("empty", lambda call: _merged)
+    if call.kind == MERGE_INTO:
+        return Plan("empty", lambda call: _merged_into)
     if call.kind == PACKED:
         return general("empty", _packed if call.saved is None else _packed_gradients)
     return general("empty", _dense if call.saved is None else _dense_gradients)
@@ -36,6 +38,10 @@ def plan(call: Call) -> Plan:
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), torch.logsumexp(lses, 0)
+
+
+def _merged_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def _dense(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import reference
+from fa_ops.call import MERGE_INTO, Call
 from fa_ops.testing.caches import CacheCase
 from fa_ops.types import Cache
 
@@ -37,3 +38,30 @@ def assert_merges(backend, outs: Tensor, lses: Tensor) -> None:
     rtol = max(2 * torch.finfo(out.dtype).eps, 1e-5)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=rtol)
     torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
+
+
+def assert_merges_into(plan, dtype: torch.dtype, device: str, D: int = 16, **sum_dtype) -> None:
+    """Merge one result into rows of another, (B, S, H, D) in memory, as against the reference."""
+    draw = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
+    out = draw(2, 40, 3, D).to(sum_dtype.get("sum_dtype", dtype)).transpose(1, 2)
+    part, lse, part_lse = (
+        draw(2, 33, 3, D).to(dtype).transpose(1, 2),
+        draw(2, 3, 40),
+        draw(2, 3, 33),
+    )
+    rows = slice(5, 38)
+    lse[:, :, 6], part_lse[:, 1] = float("-inf"), float("-inf")
+    out[:, :, 6], part[:, 1] = float("nan"), float("nan")  # of no key, which may be anything
+    outs, lses = (
+        torch.stack((out[:, :, rows], part.to(out.dtype))),
+        torch.stack((lse[:, :, rows], part_lse)),
+    )
+    expected, expected_lse = reference.merge_states(outs, lses)
+    others = out[:, :, :5].clone(), out[:, :, 38:].clone(), lse[:, :, :5].clone()
+    call = Call(MERGE_INTO, out, out, out)
+    plan(call).prepare(call)(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    rtol = max(2 * torch.finfo(out.dtype).eps, 1e-5)
+    torch.testing.assert_close(out[:, :, rows], expected, atol=1e-6, rtol=rtol)
+    torch.testing.assert_close(lse[:, :, rows], expected_lse, atol=1e-6, rtol=1e-6)
+    for kept, now in zip(others, (out[:, :, :5], out[:, :, 38:], lse[:, :, :5])):
+        assert torch.equal(kept, now)

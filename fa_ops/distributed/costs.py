@@ -183,8 +183,9 @@ def _stepwise(name: str, pairs: list, received: list, sizes: Sizes, rates: Rates
         # a step's keys arrive while the step before is computed
         total = sum(map(max, compute, [*transfer[1:], 0.0]))
         merges = max(0, sum(p > 0 for p in of_steps) - 1)
-        # a merge reads the part and reads and writes the sum, in float32 after a conversion
-        total += merges * sizes.tokens * sizes.out_elements * 18 / rates.memory
+        # a merge reads the part and reads and writes the sum, in float32 if there are several
+        bytes_of_sum = 2 * (sizes.out_bytes if merges < 2 else 4 * sizes.out_elements)
+        total += merges * sizes.tokens * (sizes.out_bytes + bytes_of_sum) / rates.memory
         slowest = max(slowest, total)
     return slowest
 

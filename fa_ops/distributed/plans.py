@@ -43,14 +43,8 @@ class StepPlan(NamedTuple):
     steps: tuple[Step, ...]
     queries: tuple[Segment, ...]
     keys: tuple[Segment, ...]  # of this process
+    parts: int  # the most partial results of a row
     device_tensors: dict  # the calls' tensors on devices, made when first used
-
-    @property
-    def merges(self) -> bool:
-        """Whether a row has several partial results."""
-        spans = [(c.batches.start or 0, c.rows.start, c.rows.stop) for c in self.calls]
-        spans.sort()
-        return any(a[0] == b[0] and a[2] > b[1] for a, b in zip(spans, spans[1:]))
 
     @property
     def calls(self) -> list[StepCall]:
@@ -139,7 +133,22 @@ def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
         step = Step(receives, sends, own, ())
         calls = _calls(problem, known(rank), step.buffer, problem.queries.segments[rank])
         steps.append(step._replace(calls=tuple(calls)))
-    return StepPlan(tuple(steps), problem.queries.segments[rank], problem.keys.segments[rank], {})
+    parts = _most_parts([call for step in steps for call in step.calls])
+    held = problem.queries.segments[rank], problem.keys.segments[rank]
+    return StepPlan(tuple(steps), *held, parts, {})
+
+
+def _most_parts(calls: list[StepCall]) -> int:
+    """The largest number of calls that share a row."""
+    ends: list[tuple[int, int, int]] = []
+    for call in calls:
+        batch = call.batches.start or 0
+        ends += [(batch, call.rows.start, 1), (batch, call.rows.stop, -1)]
+    most = now = 0
+    for _, _, change in sorted(ends):
+        now += change
+        most = max(most, now)
+    return most
 
 
 def _calls(

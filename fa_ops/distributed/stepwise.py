@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops import planning
+from fa_ops.call import MERGE_INTO, Call
 from fa_ops.distributed.exchange import Exchange, rows_of
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import StepPlan
@@ -39,7 +41,7 @@ class Job(NamedTuple):
     def sinks_in_calls(self, sinks: Tensor | None) -> bool:
         """Whether the operator adds the sinks, as each row has one call; saves a rounding."""
         biased = any(isinstance(call.alibi, LinearBias) for call in self.plan.calls)
-        return sinks is not None and not self.plan.merges and not biased
+        return sinks is not None and self.plan.parts < 2 and not biased
 
 
 class StepwiseAttention(torch.autograd.Function):
@@ -48,7 +50,7 @@ class StepwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, job: Job):
         """Attend the keys of all steps."""
-        partial, sinks_in_calls = Partial(q, v, job.plan.merges), job.sinks_in_calls(sinks)
+        partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
         for _, step, (keys, values) in job.exchange.keys(job.plan, k, v):
             for call in step.calls:
                 options, row_terms = arguments(job, call, q)
@@ -75,7 +77,8 @@ class StepwiseAttention(torch.autograd.Function):
         job, plan = ctx.job, ctx.job.plan
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         saved = (grad_out, grad_lse, q, out, lse)
-        dq = torch.zeros_like(q, dtype=sum_dtype(q))
+        # a sum of two gradients is rounded once in any dtype
+        dq = torch.zeros_like(q, dtype=sum_dtype(q) if plan.parts > 2 else q.dtype)
         own = tuple(torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v))
         arriving = None
         for number, step, buffers in job.exchange.keys(plan, k, v):
@@ -94,37 +97,42 @@ class StepwiseAttention(torch.autograd.Function):
 
 
 class Partial:
-    """The result over the keys so far."""
+    """The result over the keys so far.
 
-    def __init__(self, q: Tensor, v: Tensor, merges: bool) -> None:
-        self.merges, self.dtype, self.sum_dtype = merges, q.dtype, sum_dtype(q)
+    Where rows have at most two partial results, these are merged in float32 and rounded once, in
+    place. More are summed in float32.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, parts: int) -> None:
+        self.dtype, self.sum_dtype = q.dtype, sum_dtype(q)
+        self.wide = self.sum_dtype if parts > 2 else q.dtype
         self.shape = (*q.shape[:3], v.shape[3])
         self.device, self.out, self.lse = q.device, None, None
+        self.covered: list[tuple] = []  # rows that have a result
 
     def add(self, call: StepCall, part: Tensor, part_lse: Tensor) -> None:
         """Merge the result of a call, which attends keys that no other call of its rows does."""
+        rows = (call.batches.start or 0, call.rows.start, call.rows.stop)
+        is_first = all(a != rows[0] or c <= rows[1] or b >= rows[2] for a, b, c in self.covered)
+        self.covered.append(rows)
         if self.out is None and part.shape == self.shape:  # nothing to merge with, no copy
-            self.out = part.to(self.sum_dtype) if self.merges else part
-            self.lse = part_lse
+            self.out, self.lse = part.to(self.wide), part_lse
             return
         self._allocate()
         out = self.out[call.batches, :, call.rows]
         lse = self.lse[call.batches, :, call.rows]
-        if not self.merges:
+        if is_first:
             out.copy_(part)
             lse.copy_(part_lse)
             return
-        # the part's share of the sum of both, which would be NaN where neither has a key
-        share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == float("-inf"), 0.0)
-        out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
-        lse.copy_(torch.logaddexp(lse, part_lse))
+        merging = Call(MERGE_INTO, out, out, out, backend="auto")
+        planning.plan_for(merging).prepare(merging)(out, lse, part, part_lse)
 
     def _allocate(self) -> None:
         """Results of rows without keys."""
         if self.out is None:
             B, H, S, D = self.shape
-            dtype = self.sum_dtype if self.merges else self.dtype
-            out = torch.zeros(B, S, H, D, dtype=dtype, device=self.device)
+            out = torch.zeros(B, S, H, D, dtype=self.wide, device=self.device)
             self.out = out.transpose(1, 2)
             lse = torch.full((B, H, S), float("-inf"), dtype=self.sum_dtype, device=self.device)
             self.lse = lse
@@ -196,13 +204,13 @@ def _gradients(job: Job, calls, saved: tuple, buffers: list, dq: Tensor) -> tupl
             *(x[call.batches, :, call.keys] for x in buffers),
             out[at], lse[at] if row_terms is None else lse[at] - row_terms, **options,
         )  # fmt: skip
-        dq[at] += parts[0]
+        dq[at].add_(parts[0])
         if len(calls) == 1 and parts[1].shape == buffers[0].shape:
             return tuple(parts[1:3])
         if grads is None:
             grads = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in buffers]
         for total, part in zip(grads, parts[1:3]):
-            total[call.batches, :, call.keys] += part
+            total[call.batches, :, call.keys].add_(part)
     return tuple(torch.zeros_like(x) for x in buffers) if grads is None else tuple(grads)
 
 
@@ -210,7 +218,7 @@ def _add_own(plan: StepPlan, step, total: Tensor, grads: Tensor) -> None:
     """Add a step's gradients of this process's own keys."""
     to, of = rows_of(plan.keys, step.own), rows_of(step.buffer, step.own)
     for rows, there in zip(to, of, strict=True):
-        total[:, :, rows] += grads[:, :, there]
+        total[:, :, rows].add_(grads[:, :, there])
 
 
 def _receive(plan: StepPlan, own: tuple, sends, received: list, waiting) -> None:
@@ -221,7 +229,7 @@ def _receive(plan: StepPlan, own: tuple, sends, received: list, waiting) -> None
             at = 0
             for rows in rows_of(plan.keys, segments):
                 length = rows.stop - rows.start
-                total[:, :, rows] += grads[:, :, at : at + length]
+                total[:, :, rows].add_(grads[:, :, at : at + length])
                 at += length
 
 

@@ -134,7 +134,7 @@ def _to_tokens(split: HeadSplit, tensors, are_keys) -> tuple[Tensor, ...]:
             continue
         total = x.new_zeros(x.shape[0], split.Hkv, *parts[0].shape[2:], dtype=sum_dtype(x))
         for rank, part in enumerate(parts):
-            total[:, split.key_heads(rank)] += part
+            total[:, split.key_heads(rank)].add_(part)
         results.append(total.to(x.dtype))
     return tuple(results)
 

@@ -16,6 +16,7 @@ from fa_ops.backends.cpu.key_ranges import attended_ranges
 from fa_ops.cli.measure import peak_memory
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case
 from fa_ops.types import Packing, Spec
+from tests.kernels import assert_merges_into
 
 # more than one tile of rows and of keys
 LONG = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 150, "Sk": 300, "D": 16, "Dv": 16}
@@ -507,3 +508,8 @@ def test_rows_that_overlap(name, dtype, softcap):
                 )
             results.append((out, *grads, cached, *cache))
         torch.testing.assert_close(*results)
+
+
+def test_merge_into():
+    assert_merges_into(cpu.plan, torch.float32, "cpu")
+    assert_merges_into(cpu.plan, torch.bfloat16, "cpu", sum_dtype=torch.float32)

@@ -12,7 +12,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Packing, Spec
-from tests.kernels import DTYPES, assert_merges, relative_error
+from tests.kernels import DTYPES, assert_merges, assert_merges_into, relative_error
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -194,3 +194,9 @@ def test_an_unknown_launch_convention_warns_and_works(monkeypatch):
 def test_merge_states(dtype):
     outs = torch.randn(5, 2, 3, 777, 128, device="cuda").to(dtype)
     assert_merges(backend, outs, torch.randn(5, 2, 3, 777, device="cuda") * 4)
+
+
+@pytest.mark.parametrize("D", [128, 24, 5])
+def test_merge_into(D):
+    assert_merges_into(backend.plan, torch.bfloat16, "cuda", D)
+    assert_merges_into(backend.plan, torch.bfloat16, "cuda", D, sum_dtype=torch.float32)

@@ -15,7 +15,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from fa_ops.types import Packing, Spec
-from tests.kernels import assert_merges
+from tests.kernels import assert_merges, assert_merges_into
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -155,6 +155,12 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
     outs[1], lses[1] = math.nan, -math.inf
     expected = backend.merge_states(outs[[0, 2]], lses[[0, 2]])
     torch.testing.assert_close(backend.merge_states(outs, lses), expected)
+
+
+@pytest.mark.parametrize("D", [16, 24, 5])
+def test_merge_into(D):
+    assert_merges_into(backend.plan, torch.float16, "cpu", D)
+    assert_merges_into(backend.plan, torch.float16, "cpu", D, sum_dtype=torch.float32)
 
 
 def test_unsupported_calls_are_refused():

@@ -60,7 +60,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     shares = torch.exp(lses - top)
     total = shares.sum(0)
     shares.div_(total.clamp(min=1.0)).unsqueeze_(-1)  # the largest share is exp(0) before
-    acc = torch.zeros(outs.shape[1:], dtype=lses.dtype)
+    acc = lses.new_zeros(outs.shape[1:])
     for out, share in zip(outs, shares):
         acc.addcmul_(out, share)
     return acc.to(outs.dtype), top + total.log()

@@ -21,6 +21,7 @@ from fa_ops.call import (
     CACHED,
     DENSE,
     MERGE,
+    MERGE_INTO,
     PACKED,
     QUANTIZED,
     Call,
@@ -79,7 +80,7 @@ def supports(call: Call) -> str | None:
         return _quantized_error(q, k, v, call.quantization, spec)
     if call.kind == CACHED:
         return cache_error(q, k, v, call.cache, spec)
-    if call.kind == MERGE:
+    if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
         return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"
     is_forward = call.kind == DENSE and call.saved is None

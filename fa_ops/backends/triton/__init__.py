@@ -16,13 +16,14 @@ from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, pre
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
-from fa_ops.backends.triton.merge import merge_states
+from fa_ops.backends.triton.merge import merge_into, merge_states
 from fa_ops.backends.triton.quantized import architecture_error, quantized_forward
 from fa_ops.call import (
     APPEND,
     CACHED,
     DENSE,
     MERGE,
+    MERGE_INTO,
     PACKED,
     QUANTIZED,
     Call,
@@ -51,7 +52,7 @@ def supports(call: Call) -> str | None:
         return cache_error(q, k, v, call.cache, call.spec)
     if call.kind == QUANTIZED:
         return _quantized_error(q, k, v, call.spec)
-    if call.kind == MERGE:
+    if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
     return support_error(q, k, v, call.spec)
 
@@ -60,6 +61,8 @@ def plan(call: Call) -> Plan:
     """How this backend runs the call."""
     if call.kind == MERGE:
         return Plan("merge", lambda call: merge_states)
+    if call.kind == MERGE_INTO:
+        return Plan("merge", lambda call: merge_into)
     if call.kind == APPEND:
         return Plan("append", prepare_append)
     if call.kind == QUANTIZED:
