@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fa_ops import api, dispatch, planning
 from fa_ops.call import DENSE, Call
@@ -57,15 +58,62 @@ class CheckedCall(NamedTuple):
     text: str  # describes the call; equal on all processes
 
 
+_LIMIT = 256
+_known: dict[tuple, tuple[StepProblem, str]] = {}
+
+
 def checked(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
 ) -> CheckedCall:
-    """Check a call by what this process alone can know.
+    """Check a call by what this process alone can know; once for calls that are alike.
 
     Raises:
         ValueError, TypeError: the call is not legal.
         NotImplementedError: no backend, or not the one asked for, can run it.
     """
+    alike = _alike(query, key, value, groups, options)
+    known = None if alike is None else _known.get(alike)
+    if known is not None:
+        return CheckedCall(known[0], options, known[1])
+    request = _checked(query, key, value, groups, options)
+    if alike is not None:
+        if len(_known) >= _LIMIT:
+            _known.clear()
+        _known[alike] = request.problem, request.text
+    return request
+
+
+def _alike(
+    q: object, k: object, v: object, groups: tuple[Members, ...], options: Options
+) -> tuple | None:
+    """What calls have in common that are checked alike; None where that is not known."""
+    tensors = (q, k, v, options.alibi_slopes, options.sinks)
+    masks = (options.kv_lens, options.cu_seqlens)
+    if options.key_ranges is not None or not all(
+        x is None or type(x) in (Tensor, Parameter) for x in (*tensors, *masks)
+    ):
+        return None
+    geometry = [
+        x is None or (x.shape, x.dtype, x.device, x.requires_grad) for x in (*tensors, *masks)
+    ]
+    values = [None if x is None else on_host(x).numpy().tobytes() for x in masks]
+    sides = options.window if isinstance(options.window, tuple) else ()
+    plain = options._replace(alibi_slopes=None, sinks=None, kv_lens=None, cu_seqlens=None)
+    key = (
+        *geometry, *values, plain, *map(type, (*plain, *sides)), dispatch.default,
+        torch.is_grad_enabled(),
+        *((group.rank, group.size) for group in groups),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:  # an option of a type that the checks refuse
+        return None
+    return key
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
+) -> CheckedCall:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if api.need_tensor(name, t).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")

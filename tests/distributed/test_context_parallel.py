@@ -213,6 +213,32 @@ def check_errors() -> None:
         attend(q, k, v, cu_seqlens=ENDS.clamp(max=32), alibi_slopes=torch.ones(5, 4))
 
 
+def check_repeated_calls() -> None:
+    """Calls that are alike are checked once; others are refused or attended by their own masks."""
+    q, k, v = inputs()
+    attend = context_parallel_attention
+    attend(q, k, v, is_causal=True, window=(1, 0))
+    with pytest.raises(TypeError, match="is_causal must be a bool"):
+        attend(q, k, v, is_causal=1, window=(1, 0))
+    with pytest.raises(TypeError, match="key is float64"):
+        attend(q, k.double(), v, is_causal=True, window=(1, 0))
+    for mask in ({"cu_seqlens": [0, 8, 32]}, {"kv_lens": [32]}):
+        ((name, values),) = mask.items()
+        values = torch.tensor(values, dtype=torch.int32)
+        first = attend(q, k, v, **{name: values})
+        assert torch.equal(attend(q, k, v, **{name: values}), first)
+        values[0 if name == "kv_lens" else 1] = 5
+        changed = attend(q, k, v, **{name: values})
+        everywhere = [None] * WORLD
+        dist.all_gather_object(everywhere, torch.equal(changed, first))
+        assert not all(everywhere)
+    values = torch.tensor([0, 8, 32], dtype=torch.int32)
+    attend(q, k, v, cu_seqlens=values)
+    values[2] = 33
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
+        attend(q, k, v, cu_seqlens=values)
+
+
 def check_disagreement() -> None:
     """Errors that one process causes end all of them, before anything is sent."""
     rank = dist.get_rank()
@@ -320,6 +346,7 @@ CHECKS |= {
     "explanation": check_explanation,
     "choice": check_choice,
     "errors": check_errors,
+    "repeated calls": check_repeated_calls,
     "disagreement": check_disagreement,
     "other processes": check_other_processes,
     "failure": check_failure,  # the last, as messages of its group may remain
