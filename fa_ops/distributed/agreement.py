@@ -74,7 +74,7 @@ def _exchanged(members: Members, text: str, device: torch.device) -> list[str]:
 
 
 def _text(message: Tensor) -> str:
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    return message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _connect(members: Members, device: torch.device) -> None:

@@ -87,7 +87,7 @@ def context_parallel_attention(
         deterministic: whether the backward pass is bitwise repeatable.
         backend: as in :func:`fa_ops.attention`; "reference" only without gradients.
         check: whether the processes compare their arguments before anything else is sent. This
-            takes a message between hosts, about 0.2 ms, and no GPU waits. Where it is off, unequal
+            takes a message between hosts, 0.2 to 1 ms, and no GPU waits. Where it is off, unequal
             arguments may hang.
         timeout: seconds after which waiting for another process fails, on gloo. ``None``: the
             group's. On NCCL the group's timeout always holds.
