@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 from fa_ops import planning
 from fa_ops.testing.allocators import poisoned_memory
@@ -15,6 +16,8 @@ def nan_poisoned_memory():
     with poisoned_memory():
         yield
     torch._dynamo.reset()
+    if torch.empty not in trace_rules.get_torch_obj_rule_map():
+        trace_rules.clear_lru_cache()  # a table that Dynamo made while functions were replaced
 
 
 @pytest.fixture(autouse=True)
