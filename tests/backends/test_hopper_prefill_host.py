@@ -62,6 +62,24 @@ def test_the_kernel_finds_pages_and_their_table(driver, page):
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
 
 
+def test_copies_bring_pages_with_all_features_where_groups_of_keys_are_regular(driver):
+    q, _, _, cache, spec = paged()
+    q, driver.struct_bytes = torch.cat((q, q), -1), 712
+    pages = torch.randn(90, 2, 16, 4, 128, dtype=torch.bfloat16)  # keys and values of a page
+    k, v = pages[:, 0], pages[:, 1]
+    prefill.forward(q, k, v, cache, spec)
+    params = driver.launched[-1].params
+    row = 4 * 128 * 2
+    for at, x in ((128, k), (256, v)):
+        where, sizes, steps, box = told(params, at)
+        assert where == (x.data_ptr(),) and sizes == (64, 8, 2, 89 * 4 + 2, 4)
+        assert steps == (row, 128, 8 * row, 256) and box == (64, 8, 2, 2, 1)
+    assert struct.unpack_from("<5i", params, 688) == (45, 16, 90, 4, 4)
+    apart = torch.randn(90, 17, 4, 128, dtype=torch.bfloat16)[:, :16]  # 17 keys from page to page
+    prefill.forward(q, apart, apart, cache, spec)
+    assert told(driver.launched[-1].params, 128)[3] == (64, 16, 1, 1)
+
+
 @pytest.mark.parametrize("page", [0, 64])
 def test_a_prepared_call_fills_the_same_struct(driver, page):
     q, k, v, cache, spec = paged()

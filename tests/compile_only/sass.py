@@ -82,11 +82,13 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
 
     ptxas 12.8 can leave a wgmma descriptor's base unwritten, which shows as nothing else: the
     kernel reads shared memory from anywhere. Descriptors themselves (desc[..], gdesc[..]) are
-    skipped, for they name only the first of the registers they read.
+    skipped, for they name only the first of the registers they read, and so are moves whose result
+    is overwritten before anything can read it: ptxas moves pairs of which it then replaces a half.
     """
     written: set[int] = set()
     found = []
-    for name, operands in _INSTRUCTION.findall(sass):
+    lines = _INSTRUCTION.findall(sass)
+    for at, (name, operands) in enumerate(lines):
         parts = operands.split(",")
         if "SETP" not in name and "PLOP" not in name:  # what else it writes, and where it says so
             while re.fullmatch(r"\s*U?P\w", parts[0]):
@@ -94,7 +96,8 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
         registers = [[int(n) for n in _UNIFORM.findall(part)] for part in parts]
         writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "LDCU", "REDUX", "CREDUX", "ELECT"))
         sources = registers[1:] if writes else registers
-        if any(n not in written for part in sources for n in part):
+        unwritten = any(n not in written for part in sources for n in part)
+        if unwritten and not (name == "UMOV" and _is_overwritten(registers[0][0], lines[at + 1 :])):
             found.append(f"{name} {operands}")
         if writes and registers[0]:
             wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
@@ -123,3 +126,18 @@ def early_reads(ptx: str) -> list[str]:
             if in_flight and in_flight.intersection(_REGISTER.findall(line)):
                 early.append(line.strip())
     return early
+
+
+def _is_overwritten(register: int, lines: list[tuple[str, str]]) -> bool:
+    """Whether a uniform register is written before an instruction that might read it."""
+    for name, operands in lines:
+        if not re.match(
+            r"U(IADD3|MOV|LEA|LOP3|SEL|SHF|IMAD|LDC)|IMAD|IADD3|VIADD|MOV|R2UR|ULDC", name
+        ):
+            return False
+        first, *others = [[int(n) for n in _UNIFORM.findall(part)] for part in operands.split(",")]
+        if any(register in part for part in others):
+            return False
+        if register in first:
+            return True
+    return False

@@ -139,14 +139,21 @@ def assert_forward(dims, features, tmp_path):
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)])
-def test_forward_over_pages(dims, page, tmp_path):
+@pytest.mark.parametrize(
+    "dims, whole_rows",
+    [((64, 64), 0), ((128, 128), 1), ((128, 128), 0), ((192, 128), 1), ((256, 256), 1)],
+)
+def test_forward_over_pages(dims, whole_rows, page, tmp_path):
     config = configs.forward_config(*dims, page=page)
+    assert config.whole_rows == (dims[0] > 64)
+    config = dataclasses.replace(config, whole_rows=bool(whole_rows))
     sass, log = compiled(tmp_path, "forward", config, HAS_WINDOW=1, HAS_KV_LENS=1)
     # with four consumers the warp that copies and finds pages has 32 registers
     assert_clean(log, spilled_bytes=80 if config.head_dim == 64 else 0)
     assert sass.count("HGMMA") == 2 * (config.head_dim // 16) + 2 * (config.block_n // 16)
-    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 1
+    # one thread of each of two warps copies
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 2
+    assert sass.count("UTMALDG.5D") == (2 * config.block_n // config.copy_keys if whole_rows else 0)
     assert not unwritten_uniform_registers(sass)
 
 
@@ -160,7 +167,7 @@ def test_forward_with_packed_heads(D, heads, page, tmp_path):
     sass, log = compiled(tmp_path, "forward", config, HAS_WINDOW=1, HAS_KV_LENS=1, HAS_SINKS=1)
     assert_clean(log)
     assert sass.count("HGMMA") == 2 * (D // 16) + 2 * (config.block_n // 16)
-    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == 1
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == (2 if page else 1)
     assert not unwritten_uniform_registers(sass)
 
 

@@ -41,6 +41,7 @@ class Config(HeadDims):
     rescale_threshold: int = 8  # a running max moves when a weight would exceed 2^this
     bias_bits: int = 0  # of an element of a float mask; 0: there is none
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
+    whole_rows: bool = False  # a copy from a page brings keys with all their features
     packed_heads: int = 1  # of a group, whose rows share a tile
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Config(HeadDims):
             "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
-            "PACKED_HEADS": self.packed_heads,
+            "WHOLE_ROWS": int(self.whole_rows), "PACKED_HEADS": self.packed_heads,
         }  # fmt: skip
 
 
@@ -334,7 +335,10 @@ def forward_config(
         config = Config(D, Dv, 192, 96, stages=3)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
-        return dataclasses.replace(config, block_n=block_n, copy_keys=min(page, 64))
+        whole_rows = D % 64 == Dv % 64 == 0 and D > 64  # of one column a copy brings as much
+        return dataclasses.replace(
+            config, block_n=block_n, copy_keys=min(page, 64), whole_rows=whole_rows
+        )
     if bias_bits == 0:
         return config
     # a tile of the bias beside the others, of whole boxes: what shared memory holds

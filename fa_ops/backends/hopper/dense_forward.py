@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -156,7 +157,7 @@ class ForwardPlan:
     ):  # fmt: skip
         (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
         page = Sk if table else 0
-        self.pages = (table[1], page, count) if table else (0, 0, 0)
+        self.pages = (table[1], page, count, *_page_groups(shapes, strides)) if table else ()
         Sk = page * table[0] if table else Sk
         causal, scale, left, right, softcap = scalar_options
         left, right, has_window = window_sides(causal, left, right)
@@ -166,6 +167,8 @@ class ForwardPlan:
         config = forward_config(D, Dv, bias_bits, few_registers, page, by_row)
         if Hq > Hkv and not (bias or few_registers or by_row):
             config = with_packed_heads(config, B, Hq, Hkv, Sq, processors(device))
+        if config.whole_rows and not min(self.pages[3:]):
+            config = dataclasses.replace(config, whole_rows=False)
         self.device = device
         self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
             config,
@@ -264,13 +267,29 @@ class ForwardPlan:
         return out, lse
 
 
+def _page_groups(shapes: Sequence, strides: Sequence) -> list[int]:
+    """Groups of 8 keys from one page to the next, of k and v (pages, Hkv, page, D).
+
+    0 where one copy cannot bring whole groups with all their features.
+    """
+    found = []
+    for (count, _, page, D), (batch, _, token, _) in zip(shapes[1:], strides[1:]):
+        fits = count > 0 < token and D % 64 == page % 8 == batch % (8 * max(token, 1)) == 0
+        found.append(batch // (8 * token) if fits else 0)
+    return found
+
+
 def _maps(
     dtype: torch.dtype, shapes: Sequence, strides: Sequence, config: Config
 ) -> list[TensorMap]:
     """Of q, k and v; a box of packed queries has some of them, of each some heads."""
     (q_shape, *others), (q_strides, *other_strides) = shapes, strides
     keys = config.copy_keys or config.block_n
-    maps = [TensorMap(dtype, shape, stride, keys) for shape, stride in zip(others, other_strides)]
+    groups = _page_groups(shapes, strides) if config.whole_rows else (0, 0)
+    maps = [
+        TensorMap(dtype, shape, stride, keys, batch_groups=group)
+        for shape, stride, group in zip(others, other_strides, groups)
+    ]
     if config.packed_heads == 1:
         return [TensorMap(dtype, q_shape, q_strides, 64), *maps]
     swapped = [(x[0], x[2], x[1], x[3]) for x in (q_shape, q_strides)]

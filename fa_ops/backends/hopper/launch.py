@@ -326,7 +326,9 @@ class TensorMap:
 
     Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
     `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
-    box has all features of a token, 64 after 64, and coordinates lack the first.
+    box has all features of a token, 64 after 64, and coordinates lack the first. With
+    `batch_groups` a box has the features of 8 tokens, 64 after 64, and then of the next 8;
+    coordinates are (group of 8 tokens, head), and a batch row begins so many groups after the last.
     """
 
     def __init__(
@@ -338,6 +340,7 @@ class TensorMap:
         heads: int = 1,
         promotion: int = PROMOTE_256B,
         whole_rows: bool = False,
+        batch_groups: int = 0,
     ):
         (B, H, S, D), (b, h, s, _), size = shape, strides, dtype.itemsize
         # the stride of a dimension of one element is never used, but must be legal
@@ -345,6 +348,10 @@ class TensorMap:
         if whole_rows:
             packed = _pack("<5Q", 64, D // 64, S, H, B), _pack("<4Q", 128, s, h, b)
             self._rank, box = 5, _pack("<5I", 64, D // 64, rows, heads, 1)
+        elif batch_groups:
+            groups = (B - 1) * batch_groups + S // 8
+            packed = _pack("<5Q", 64, 8, D // 64, groups, H), _pack("<4Q", s, 128, 8 * s, h)
+            self._rank, box = 5, _pack("<5I", 64, 8, D // 64, rows // 8, 1)
         else:
             packed = _pack("<4Q", D, S, H, B), _pack("<3Q", s, h, b)
             self._rank, box = 4, _pack("<4I", 128 // size, rows, heads, 1)

@@ -18,13 +18,14 @@ def header(source: str, defines: dict[str, int]) -> str:
         return "".join(wgmma(*product) for product in _eight_bit_products(defines))
     dtype = "bf16" if defines.get("IS_BF16") else "f16"
     return "".join(
-        wgmma(name, n, dtype, a, b, steps) for name, n, a, b, steps in _products(source, defines)
+        wgmma(name, n, dtype, a, b, *rest) for name, n, a, b, *rest in _products(source, defines)
     )
 
 
 def wgmma(
-    name: str, n: int, dtype: str, a: str | int, b: int, steps: Sequence[tuple[int, int]]
-) -> str:
+    name: str, n: int, dtype: str, a: str | int, b: int, steps: Sequence[tuple[int, int]],
+    b_group: int = 1024,
+) -> str:  # fmt: skip
     """Wrappers of `wgmma.mma_async` for a 64 x n accumulator.
 
     Args:
@@ -35,6 +36,7 @@ def wgmma(
         b: the major dimension of operand b.
         steps: byte offsets of a and b for each 32 bytes of the inner dimension. All steps are one
             statement, because NVRTC takes an eighth longer over one statement each.
+        b_group: bytes from 8 rows of b to the next 8.
     """
     count, words = n // 2, 4 * len(steps) if a == "registers" else 0
     accumulator = ", ".join(f"%{i}" for i in range(count))
@@ -45,8 +47,9 @@ def wgmma(
     bases = count + words  # the operands after the accumulator and the registers of a
     base_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
 
-    def descriptor(to: str, base: int, offset: int) -> str:
-        return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {to}, {{x, %{high}}};"
+    def descriptor(to: str, base: int, offset: int, group: int = 1024) -> str:
+        word = f"%{high}" if group == 1024 else f"{1 << 30 | group >> 4}"
+        return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {to}, {{x, {word}}};"
 
     def step(i: int, starts: bool) -> str:
         setup = f"setp.ne.b32 p, {int(not (starts and i == 0))}, 0;"
@@ -58,7 +61,7 @@ def wgmma(
             setup += descriptor("a", bases, steps[i][0])
         signs = "" if is_integer else ", 1, 1" + f", {majors}" * is_wide
         return (
-            f'  "{setup} {descriptor("b", base_b, steps[i][1])} "\n'
+            f'  "{setup} {descriptor("b", base_b, steps[i][1], b_group)} "\n'
             f'  "{operation} {{{accumulator}}}, {operand_a}, b, p{signs}; "\n'
         )
 
@@ -83,6 +86,12 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
     M, N = defines.get("BLOCK_M", 0), defines["BLOCK_N"]
     scores = _MAJOR_K, _MAJOR_K
     registers = "registers", _MAJOR_MN
+    if source == "forward.cu" and defines.get("WHOLE_ROWS"):
+        columns = defines["HEAD_DIM"] // 64, defines["VALUE_DIM"] // 64
+        return [
+            ("wgmma_scores", N, *scores, _features(D, 64, 8), columns[0] * 1024),
+            ("wgmma_output", Dv, *registers, _rows(N, b_step=columns[1] * 2048), columns[1] * 1024),
+        ]
     if source == "forward.cu":
         return [
             ("wgmma_scores", N, *scores, _features(D, 64, N)),
@@ -138,6 +147,6 @@ def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:
     return [(column * a_rows // 64 + x, column * b_rows // 64 + x) for column, x in offsets]
 
 
-def _rows(count: int, a_step: int = 0) -> list[tuple[int, int]]:
+def _rows(count: int, a_step: int = 0, b_step: int = 2048) -> list[tuple[int, int]]:
     """Steps over rows of 64 features, for an MN-major operand b."""
-    return [(a_step * i, 2048 * i) for i in range(count // 16)]
+    return [(a_step * i, b_step * i) for i in range(count // 16)]

@@ -6,7 +6,7 @@
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // PACKED_HEADS RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP
-// HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS
+// HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS WHOLE_ROWS
 #include "exact_row.cuh"
 #include "softmax.cuh"
 #include "forward_producer.cuh"
@@ -47,6 +47,10 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) produce(p, sm);
     else if (warp <= CONSUMERS) produce_bias(p, sm, warp - 1);
+#elif IS_PAGED
+    const int warp = warp_uniform(threadIdx.x / 32);
+    if (warp == 0) produce(p, sm);
+    else if (warp == 1) produce_values(p, sm);
 #else
     if (threadIdx.x < 32) produce(p, sm);
 #if HAS_MASK

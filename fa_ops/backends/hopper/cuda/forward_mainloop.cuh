@@ -27,6 +27,18 @@ static_assert(!SPECULATES_MAX || (SCORES / 2 << RESCALE_THRESHOLD) < MAX_PARTIAL
 // of the tile.
 constexpr bool SKIPS_BLOCKS = !HAS_HELPERS;
 
+// The address of 16 bytes, `i` from the start of a column of keys or values.
+DEVICE u32 kv_address(u32 base, int columns, int column, int i) {
+  if (!WHOLE_ROWS) return base + column * BLOCK_N * 128 + i * 16;
+  return base + (i / 64 * columns + column) * 1024 + i % 64 * 16;
+}
+
+// The address of 16 bytes of a key, as it is swizzled.
+DEVICE u32 key_chunk(u32 base, int row, int chunk) {
+  if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, chunk);
+  return swizzled(base + (row >> 3) * QK_COLUMNS * 1024, 8, row & 7, chunk);
+}
+
 struct ForwardConsumer : EpilogueConsumer {
   using Barrier = ForwardBarriers<CONSUMERS>;
   using EpilogueConsumer::EpilogueConsumer;
@@ -47,7 +59,7 @@ struct ForwardConsumer : EpilogueConsumer {
   }
 
   DEVICE void value_product() {
-    const u32 values = descriptor_base(slot_at<V_BYTES>(sm.v, v.stage), BLOCK_N * 128);
+    const u32 values = descriptor_base(slot_at<V_BYTES>(sm.v, v.stage), KV_COLUMN_BYTES);
     wgmma_fence();
     wgmma_output(o, weights, values);
     wgmma_commit();
@@ -90,7 +102,7 @@ struct ForwardConsumer : EpilogueConsumer {
     for (int i = from * 8 + tid; i < BLOCK_N * 8; i += 128)
 #pragma unroll
       for (int x = 0; x < V_COLUMNS; x++)
-        store_shared(values_at + x * BLOCK_N * 128 + i * 16, make_int4(0, 0, 0, 0));
+        store_shared(kv_address(values_at, V_COLUMNS, x, i), make_int4(0, 0, 0, 0));
     fence_async_shared();
     named_barrier_sync(Barrier::WARPGROUP + c, 128);
   }
@@ -116,7 +128,7 @@ struct ForwardConsumer : EpilogueConsumer {
         u32 a[4], b[4];
         ldmatrix_x4<false>(a, swizzled(rows, 64, lane & 15, chunk + (lane >> 4)));
         ldmatrix_x4<false>(
-            b, swizzled(keys, BLOCK_N, key + (lane & 7) + (lane >> 4) * 8, chunk + (lane >> 3 & 1)));
+            b, key_chunk(keys, key + (lane & 7) + (lane >> 4) * 8, chunk + (lane >> 3 & 1)));
         mma(*(float (*)[4])(s + SCORES - 8), a, b[0], b[1]),
             mma(*(float (*)[4])(s + SCORES - 4), a, b[2], b[3]);
       }

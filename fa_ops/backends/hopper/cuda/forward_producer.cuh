@@ -35,56 +35,69 @@ DEVICE void load_queries(const ForwardParams& p, const ForwardShared& sm, const 
 #if IS_PAGED
 constexpr int COPIES = BLOCK_N / COPY_KEYS;
 
-// The page of this lane's copy of a block, or a negative number.
-DEVICE int page_of_copy(const ForwardParams& p, const WorkItem& item, int block) {
-  const int copy = threadIdx.x & 31, key = block * BLOCK_N + copy * COPY_KEYS;
-  if (block < item.blocks.begin || copy >= COPIES || key >= item.blocks.key_end) return -1;
-  const int page = p.pages.page_of(item.tile.b, key);
-  return page < p.pages.count ? page : -1;
+// Where one copy of a block begins, of each lane. `page` may be any number until it is compared, which waits
+// for its load.
+struct PagedCopy {
+  int page, token;
+};
+
+DEVICE PagedCopy find_copy(const ForwardParams& p, const WorkItem& item, int block) {
+  const int copy = threadIdx.x & 31, key = block * BLOCK_N + copy * COPY_KEYS, i = key / p.pages.size;
+  PagedCopy found = {-1, key - i * p.pages.size};
+  if (block >= item.blocks.begin && copy < COPIES && key < item.blocks.key_end)
+    found.page = p.pages.table[(long long)item.tile.b * p.pages.stride + i];
+  return found;
 }
 
-// Executed by one warp, each lane of which holds the page of one copy. Where a page does not exist zeros are
-// copied; `found`, unless 0, is where consumers read which copies have a page.
+// Executed by one warp, each lane of which holds the place of one copy. Where a page does not exist zeros are
+// copied; `found`, unless 0, is where consumers read which copies have a page. `groups` are those of a page.
 template <int COLUMNS>
 DEVICE void load_paged_block(const ForwardParams& p, u32 slots, u32 full, u32 empty, u32 found,
-                             const TensorMap& map, PipelineState<STAGES>& state, int block, int h, int page,
-                             bool leader) {
+                             const TensorMap& map, PipelineState<STAGES>& state, int h, const PagedCopy& own,
+                             [[maybe_unused]] int groups, bool leader) {
   constexpr u32 BYTES = COLUMNS * BLOCK_N * 128;
   const u32 bar = barrier(full, state.stage), at = slot_at<BYTES>(slots, state.stage),
-            exists = __ballot_sync(~0u, page >= 0);
+            exists = __ballot_sync(~0u, p.pages.exists(own.page));
+#if WHOLE_ROWS
+  const int first = p.pages.exists(own.page) ? own.page * groups + own.token / 8 : -COPY_KEYS;
+#endif
   mbar_wait(barrier(empty, state.stage), state.phase ^ 1);
   if (leader) {
     if (found) store_shared(found + 4 * state.stage, exists);
     mbar_arrive_expect(bar, BYTES);
   }
-#pragma unroll 1
+#pragma unroll
   for (int j = 0; j < COPIES; j++) {
-    const int copy_page = __shfl_sync(~0u, page, j);
-    const int token = COPY_KEYS < 64 ? 0 : (block * BLOCK_N + j * COPY_KEYS) % p.pages.size;
+#if WHOLE_ROWS
+    const int group = __shfl_sync(~0u, first, j);
+    if (leader) tma_load_groups(at + j * COPY_KEYS * COLUMNS * 128, map, bar, group, h);
+#else
+    const int page = __shfl_sync(~0u, own.page, j);
+    const int token = COPY_KEYS < 64 ? 0 : __shfl_sync(~0u, own.token, j);
     if (leader)
 #pragma unroll
       for (int x = 0; x < COLUMNS; x++)
-        tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, map, bar, x * 64, token, h, copy_page);
+        tma_load(at + (x * BLOCK_N + j * COPY_KEYS) * 128, map, bar, x * 64, token, h, page);
+#endif
   }
   state.next();
 }
 
-// Executed by one warp. A block's pages are looked up while the block before it is copied.
+// Executed by the warp that copies keys; another copies values. A block's pages are looked up while the block
+// before it is copied.
 DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, const WorkItem& item,
-                           const PipelineState<2>& work, PipelineState<STAGES>& k, PipelineState<STAGES>& v,
-                           bool leader) {
+                           const PipelineState<2>& work, PipelineState<STAGES>& k, bool leader) {
   const int h = item.tile.h / p.group;
   const BlockRange& n = item.blocks;
-  int value_page = -1, key_page, next = page_of_copy(p, item, n.end - 1);
+  PagedCopy keys, next = find_copy(p, item, n.end - 1);
 #pragma unroll 1
-  for (int j = n.end - 1;; j--, value_page = key_page) {
-    key_page = next, next = page_of_copy(p, item, j - 1);
+  for (int j = n.end - 1;; j--) {
+    keys = next, next = find_copy(p, item, j - 1);
     if (j >= n.begin)
-      load_paged_block<QK_COLUMNS>(p, sm.k, sm.k_full, sm.k_empty, sm.pages, p.k, k, j, h, key_page, leader);
-    if (j < n.end - 1)
-      load_paged_block<V_COLUMNS>(p, sm.v, sm.v_full, sm.v_empty, 0, p.v, v, j + 1, h, value_page, leader);
-    else if (leader) load_queries(p, sm, item.tile, work);
-    if (j < n.begin) break;
+      load_paged_block<QK_COLUMNS>(p, sm.k, sm.k_full, sm.k_empty, sm.pages, p.k, k, h, keys,
+                                   p.pages.key_groups, leader);
+    if (j == n.end - 1 && leader) load_queries(p, sm, item.tile, work);
+    if (j <= n.begin) break;
   }
 }
 #else
@@ -111,7 +124,7 @@ DEVICE void produce(const ForwardParams& p, const ForwardShared& sm) {
   PipelineState<STAGES> k, v;
   produce_tiles(p, sm, [&](const WorkItem& item, const PipelineState<2>& work, bool leader) {
 #if IS_PAGED
-    load_work_item(p, sm, item, work, k, v, leader);
+    load_work_item(p, sm, item, work, k, leader);
 #else
     if (leader) load_work_item(p, sm, item.tile, item.blocks, work, k, v);
 #endif
@@ -126,6 +139,28 @@ DEVICE WorkItem take_work_item(const ForwardShared& sm, const PipelineState<2>& 
   mbar_arrive(barrier(sm.work_empty, work.stage));
   return item;
 }
+
+#if IS_PAGED
+// Executed by a warp beside the one that copies keys.
+DEVICE void produce_values(const ForwardParams& p, const ForwardShared& sm) {
+  const bool leader = elect_one();
+  PipelineState<2> work;
+  PipelineState<STAGES> v;
+  for (;; work.next()) {
+    const WorkItem item = take_work_item(sm, work);
+    if (item.tile.m0 == NO_WORK) break;
+    const int h = item.tile.h / p.group;
+    const BlockRange& n = item.blocks;
+    PagedCopy values, next = find_copy(p, item, n.end - 1);
+#pragma unroll 1
+    for (int j = n.end - 1; j >= n.begin; j--) {
+      values = next, next = find_copy(p, item, j - 1);
+      load_paged_block<V_COLUMNS>(p, sm.v, sm.v_full, sm.v_empty, 0, p.v, v, h, values, p.pages.value_groups,
+                                  leader);
+    }
+  }
+}
+#endif
 
 #if HAS_MASK
 // Executed by one warp for each consumer: brings the mask of its rows, one block ahead. A row has eight lanes

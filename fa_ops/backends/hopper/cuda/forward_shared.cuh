@@ -10,6 +10,9 @@ constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
 // columns with zeros behind the features that exist, HEAD_FEATURES and VALUE_FEATURES, and products read no
 // more of them than a step of 16 features takes.
 constexpr int QK_COLUMNS = HEAD_DIM / 64, V_COLUMNS = VALUE_DIM / 64;
+// Bytes from column to column of a tile of keys or values. With WHOLE_ROWS the columns of 8 rows follow one
+// another, so that one copy brings all features of its keys.
+constexpr u32 KV_COLUMN_BYTES = WHOLE_ROWS ? 8 * 128 : BLOCK_N * 128;
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulator registers of a thread
 constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2,
               V_BYTES = BLOCK_N * VALUE_DIM * 2;
@@ -17,7 +20,7 @@ constexpr u32 MASK_BYTES = HAS_MASK ? 64 * 16 : 0;  // of a consumer: a bit for 
 constexpr u32 BIAS_BYTES = 64 * BLOCK_N * BIAS_BITS / 8;  // of a consumer
 constexpr bool HAS_HELPERS = HAS_MASK || BIAS_BITS;       // a warp for each consumer brings mask or bias
 constexpr int READERS =
-    128 * CONSUMERS + (HAS_HELPERS ? 32 * CONSUMERS : 0);  // threads that read a work item
+    128 * CONSUMERS + (HAS_HELPERS ? 32 * CONSUMERS : 0) + 32 * IS_PAGED;  // threads that read a work item
 
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0, "whole products");
 static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");

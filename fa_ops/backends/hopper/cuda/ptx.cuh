@@ -145,6 +145,14 @@ DEVICE void tma_load_rows_hinted(u32 dst, const TensorMap& map, u32 bar, int s, 
       "l"((u64)&map), "r"(bar), "r"(0), "r"(s), "r"(h), "r"(b), "l"(EVICT_FIRST)
       : "memory");
 }
+// By a map whose boxes are groups of 8 tokens with all features, 64 after 64.
+DEVICE void tma_load_groups(u32 dst, const TensorMap& map, u32 bar, int group, int h) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %3, %4, %5}], [%2];" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(0), "r"(group), "r"(h)
+      : "memory");
+}
 // Contiguous bytes, without a map.
 DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile(
