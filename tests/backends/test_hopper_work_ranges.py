@@ -63,6 +63,7 @@ extern "C" int run_combine(int ctas, int warps, CombinedColumns* to, CombinedRow
 DECODE = """
 #define HAS_KV_LENS 1
 #define HAS_RANGES 1
+#define SHARES_TOKENS 1
 #define ROWS 8
 #define VALUE_DIM 192
 #define RESCALE_THRESHOLD 8
@@ -72,7 +73,7 @@ struct DecodeParams {
   const int *kv_lens, *ranges;
   float* partial;
   float2* partial_stats;
-  int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group;
+  int B, Hkv, Sq, Sk, ranges_b, window_left, idle, group, width;
 };
 using Params = DecodeParams;
 #include "work_ranges.cuh"
@@ -98,8 +99,14 @@ Int, P = ctypes.c_int, ctypes.c_void_p
 
 class DecodeParams(ctypes.Structure):
     _fields_ = [(n, P) for n in ("lens", "ranges", "partial", "stats")] + [
-        (n, Int) for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left", "idle", "group")
+        (n, Int)
+        for n in ("B", "Hkv", "Sq", "Sk", "ranges_b", "window_left", "idle", "group", "width")
     ]
+
+
+def idle_groups(items, width, ctas):
+    """Of the last round, where each group of CTAs takes whole items of as many heads."""
+    return -(items // width) % (ctas // width)
 
 
 class LatentParams(ctypes.Structure):
@@ -180,7 +187,8 @@ def random_lens(g, B, Sk):
 def test_decode(kernels, seed):
     g = random.Random(seed)
     B, Hkv = g.choice((1, 2, 31, 33, 70, 256)), g.choice((1, 2, 8))
-    Sk, ctas = g.choice((64, 500, 3000)), g.choice((132, 7, 114))
+    Sk, ctas, width = g.choice((64, 500, 3000)), g.choice((132, 7, 114)), g.choice((1, 1, 2, 4))
+    width = min(width, Hkv)
     lens = random_lens(g, B, Sk)
     ranges = [sorted((g.randrange(Sk + 1), g.randrange(Sk + 1))) for _ in range(B)]
     if seed % 2:
@@ -195,12 +203,18 @@ def test_decode(kernels, seed):
     flat = [x for both in ranges for x in both]
     arrays = (Int * B)(*lens), (Int * (2 * B))(*flat)
     addresses = map(ctypes.addressof, arrays)
-    params = DecodeParams(*addresses, None, None, B, Hkv, 1, Sk, 2, window, -(B * Hkv) % ctas, 1)
+    idle = idle_groups(B * Hkv, width, ctas)
+    params = DecodeParams(*addresses, None, None, B, Hkv, 1, Sk, 2, window, idle, 1, width)
     by_cta = splits_of(kernels["decode"], params, ctas, B * Hkv + 1)
-    check(by_cta, Hkv, expected)
-    sizes = [sum(split[3] for split in splits) for splits in by_cta]
+    used = by_cta[: ctas // width * width]  # CTAs of a group have the same splits
+    assert all(used[i] == used[i - i % width] for i in range(len(used)))
+    assert not any(by_cta[len(used) :])
+    check(used[::width], Hkv // width, expected)
+    sizes = [sum(split[3] for split in splits) for splits in used]
     total = sum(sizes)
-    assert max(sizes) - total / ctas <= 2  # a tile more than others, or the one of an empty item
+    assert (
+        max(sizes) - total / len(used) <= 2
+    )  # a tile more than others, or an empty item
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,8 @@ def test_items_of_one_length_are_whole(kernels, B, keys, number):
     """An item has one split, unless a CTA would have more than a tile beyond its share."""
     lens, ranges = (Int * B)(*[keys] * B), (Int * 2)(0, keys)
     addresses = map(ctypes.addressof, (lens, ranges))
-    params = DecodeParams(*addresses, None, None, B, 8, 1, keys, 0, 1 << 29, -(B * 8) % 132, 1)
+    idle = idle_groups(B * 8, 1, 132)
+    params = DecodeParams(*addresses, None, None, B, 8, 1, keys, 0, 1 << 29, idle, 1, 1)
     by_cta = splits_of(kernels["decode"], params, 132, B * 8 + 1)
     assert {split[5] for splits in by_cta for split in splits} == number
 
@@ -295,10 +310,11 @@ def test_splits_are_combined(kernels, seed):
         params = LatentParams(*addresses, B, items, width, Sk, 1, rows)
         kernel, dim, params.slot_rows = kernels["latent"], 128, 64
     else:
-        rows, width, ranges = g.choice((1, 5, 8)), 1, (Int * 2)(0, Sk)
+        rows, ranges = g.choice((1, 5, 8)), (Int * 2)(0, Sk)
         addresses = ctypes.addressof(lens), ctypes.addressof(ranges), None, None
-        idle = -(B * items) % ctas
-        params = DecodeParams(*addresses, B, items, 1, Sk, 0, 1 << 29, idle, rows)
+        heads = items * width
+        idle = idle_groups(B * heads, width, ctas)
+        params = DecodeParams(*addresses, B, heads, 1, Sk, 0, 1 << 29, idle, rows, width)
         kernel, dim, params.slot_rows = kernels["decode"], 192, 8
     by_cta = splits_of(kernel, params, ctas, B * items + 1)
     check_combined(kernel, params, by_cta, rows, dim, g.choice((4, 8, 16)), width, seed)

@@ -24,6 +24,7 @@ from fa_ops.backends.hopper.split_kv import (
     by_head,
     cache_sizes,
     check_tiles,
+    processors,
     table_layout,
 )
 from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
@@ -31,9 +32,9 @@ from fa_ops.call import CACHED, CacheTensors, Call, Run
 from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec
 
 _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
-_SCALARS, _STRIDES = _LAYOUT.packer("B", "D"), _LAYOUT.packer("q_strides", "v_strides")
+_SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
 # maps and addresses, the scalars, addresses, the strides
-_PARAMS = _LAYOUT.packer(packed=("B:D", "q_strides:v_strides"))
+_PARAMS = _LAYOUT.packer(packed=("B:width", "q_strides:v_strides"))
 MAX_ROWS = MAX_DECODING_QUERIES  # of a KV head, of all its query heads
 
 
@@ -95,7 +96,7 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
 class DecodeFamily(SplitKvFamily):
     """The part of a plan that does not depend on the number and strides of keys and values."""
 
-    def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options):
+    def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, width, options):
         scalar_options, table, has_lens, slopes, has_sinks, ranges = options
         B, Hq, Sq, D = q_shape
         group = Hq // Hkv
@@ -114,20 +115,22 @@ class DecodeFamily(SplitKvFamily):
             softcap=softcap_kind(softcap),
             alibi=slopes is not None,
             sinks=has_sinks,
+            shares_tokens=width > 1,
         )
         q_map = TensorMap(dtype, q_shape, q_strides, Sq, heads=group)
         super().__init__(
             "decode", config, defines, q_map, (B, Hq, Sq, Dv), dtype, device, _PARAMS, options
         )
         self.cache_map = functools.partial(self.cache_map, whole_rows=config.whole_rows)
-        self.idle = -(B * Hkv) % self.ctas  # as in the kernel
+        self.groups = self.ctas // width
+        self.idle = -(B * Hkv // width) % self.groups  # as in the kernel
         self.has_uneven_items = has_lens or ranges is not None
         self._before_capacity = B, Hq, Hkv, group, Sq
         self._after_capacity = (
             *(Dv, self.idle, left, right, page, pages, 0 if table is None else table[1]),
             Hq if slopes == 2 else 0,
             2 if ranges and ranges > 1 else 0,
-            *(units.inside_tanh, units.log2, 1.0 / units.accumulator, D),
+            *(units.inside_tanh, units.log2, 1.0 / units.accumulator, D, width),
         )
 
     def scalars(self, capacity: int) -> bytes:
@@ -137,7 +140,7 @@ class DecodeFamily(SplitKvFamily):
     def shares_rows(self, capacity: int) -> bool:
         """Whether CTAs may share a row; the kernel uses the same rule."""
         tiles = -(-capacity // self.block_n)
-        return tiles > 1 and (self.has_uneven_items or self.idle * tiles > self.ctas)
+        return tiles > 1 and (self.has_uneven_items or self.idle * tiles > self.groups)
 
 
 class DecodePlan(SplitKvPlan):
@@ -154,8 +157,9 @@ class DecodePlan(SplitKvPlan):
         B, Hkv = q_shape[0], k_shape[1]
         check_tiles(B, Hkv, capacity)
         self.family = family = _family(
-            dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, options
-        )
+            dtype, device, q_shape, q_strides, Hkv, Dv, pages, page,
+            group_width(Hkv, k_shape, k_strides, processors(device)), options,
+        )  # fmt: skip
         self.kernels = family.kernels[: 1 + family.shares_rows(capacity)]
         self.k_map = family.cache_map(k_shape, k_strides)
         self.v_map = family.cache_map((*k_shape[:3], Dv), v_strides)
@@ -186,9 +190,21 @@ class DecodePlan(SplitKvPlan):
         return params, kept
 
 
+def group_width(Hkv: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int) -> int:
+    """How many CTAs attend the same tokens of a cache at about the same time, each for one kv head.
+
+    Where heads lie between tokens, memory is read in larger pieces so.
+    """
+    WIDTH = 4
+    if Hkv % WIDTH or ctas < WIDTH or k_strides[1] >= k_strides[2]:
+        return 1
+    return WIDTH
+
+
 def kernel_defines(
     config: DecodeConfig, dtype: torch.dtype, *, paged: bool = False, kv_lens: bool = True,
     ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
+    shares_tokens: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of a kernel."""
     return config.defines() | {
@@ -199,6 +215,7 @@ def kernel_defines(
         "HAS_SOFTCAP": int(softcap),
         "HAS_ALIBI": int(alibi),
         "HAS_SINKS": int(sinks),
+        "SHARES_TOKENS": int(shares_tokens),
     }
 
 

@@ -5,7 +5,7 @@
 // which they reduce at the end of an item.
 //
 // Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS WHOLE_ROWS
-// HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS
+// HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS SHARES_TOKENS
 #include "combine.cuh"
 #include "decode_params.cuh"
 #include "exact_cache_row.cuh"
@@ -95,8 +95,8 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
     store_shared(slot_at<4>(sm.pages, stage), found);
 #endif
     mbar_arrive_expect(k_full, K_BYTES), mbar_arrive_expect(v_full, V_BYTES);
-    copy_rows<QK_COLUMNS>(p.k, k_full, slot_at<K_BYTES>(sm.k, stage), t.item, token, page);
-    copy_rows<V_COLUMNS>(p.v, v_full, slot_at<V_BYTES>(sm.v, stage), t.item, token, page);
+    copy_rows<QK_COLUMNS>(p.k, k_full, slot_at<K_BYTES>(sm.k, stage), kv_head(p, t), token, page);
+    copy_rows<V_COLUMNS>(p.v, v_full, slot_at<V_BYTES>(sm.v, stage), kv_head(p, t), token, page);
   }
   kv.next();
 }
@@ -116,7 +116,7 @@ DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
 #pragma unroll
         for (int x = 0; x < QK_COLUMNS; x++)
           tma_load(slot_at<Q_BYTES>(sm.q, items.stage) + x * ROWS * 128, p.q, full, x * 64, 0,
-                   t.item * p.group, t.b);
+                   kv_head(p, t) * p.group, t.b);
       copy_tile(p, sm, t, leader, t.tile, kv);
       iterator.find_splits(t);
     }
@@ -144,7 +144,7 @@ template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int chunk) {
 // sums.
 DEVICE int finish_packed_row(const DecodeParams& p, const Split& t, int row, float max2, float total,
                              bool writes_lse, float& inverse) {
-  const int head = t.item * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
+  const int head = kv_head(p, t) * p.group + (u32)row / (u32)p.Sq, s = (u32)row % (u32)p.Sq;
 #if HAS_SINKS
   const float sink = p.sinks[head];
 #else
@@ -169,8 +169,8 @@ struct DecodeExactRow : ExactCacheRow<DecodeParams> {
 
   DEVICE DecodeExactRow(const DecodeParams& p, const Split& t, int row)
       : ExactCacheRow{p, t.b},
-        item(t.item),
-        head(t.item * p.group + (u32)row / (u32)p.Sq),
+        item(kv_head(p, t)),
+        head(kv_head(p, t) * p.group + (u32)row / (u32)p.Sq),
         s((u32)row % (u32)p.Sq),
         diagonal(s + t.keys - p.Sq),
         scale_log2(p.scale_log2),
@@ -240,7 +240,7 @@ struct DecodeConsumer {
       end_key[r] = min(t.end, diagonal[r] + p.window_right + 1);
 #if HAS_ALIBI
       slope[r] =
-          at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + t.item * p.group + at / p.Sq] * p.alibi_unit : 0.f;
+          at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + kv_head(p, t) * p.group + at / p.Sq] * p.alibi_unit : 0.f;
 #endif
     }
   }

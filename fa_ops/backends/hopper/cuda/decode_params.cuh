@@ -19,10 +19,11 @@ struct DecodeParams {
   const float* sinks;                 // (Hq,) or null
   const float* alibi;                 // (B|1, Hq) or null
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
-  int idle;                           // CTAs without an item in the last round, if each takes whole items
+  int idle;  // groups of CTAs without an item in the last round, if each takes whole items
   int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;
   float tanh_scale, scale_log2, alibi_unit;
   int D;
+  int width;  // CTAs of a group, with a kv head each
   const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
   Strides q_strides, k_strides, v_strides;
 };
@@ -38,14 +39,20 @@ DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
   return r;
 }
 
-DEVICE int items_per_row(const DecodeParams& p) { return p.Hkv; }
-DEVICE int group_width(const DecodeParams&) { return 1; }
+// Where tokens lie together with all their heads, the CTAs of a group attend the same tokens at about the same
+// time, each for one head.
+DEVICE int group_width(const DecodeParams& p) { return SHARES_TOKENS ? p.width : 1; }
+DEVICE int items_per_row(const DecodeParams& p) { return (u32)p.Hkv / (u32)group_width(p); }
+DEVICE int kv_head(const DecodeParams& p, const Split& t) {
+  return SHARES_TOKENS ? t.item * p.width + blockIdx.x % (u32)p.width : t.item;
+}
 DEVICE int packed_rows(const DecodeParams& p) { return p.group * p.Sq; }
 
 // Whole items, if all have the same length and no CTA gets more than a tile beyond its share: nothing is
 // merged then. Else tiles.
 DEVICE Partition partition_of(const DecodeParams& p, int total, int shortest, int longest) {
-  const int ctas = gridDim.x;
-  if (shortest == longest && (long long)p.idle * longest <= ctas) return {ctas, p.B * p.Hkv, longest};
-  return {ctas, total, 1};
+  const int groups = gridDim.x / (u32)group_width(p);
+  if (shortest == longest && (long long)p.idle * longest <= groups)
+    return {groups, p.B * items_per_row(p), longest};
+  return {groups, total, 1};
 }
