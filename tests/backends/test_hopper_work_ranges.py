@@ -212,9 +212,7 @@ def test_decode(kernels, seed):
     check(used[::width], Hkv // width, expected)
     sizes = [sum(split[3] for split in splits) for splits in used]
     total = sum(sizes)
-    assert (
-        max(sizes) - total / len(used) <= 2
-    )  # a tile more than others, or an empty item
+    assert max(sizes) - total / len(used) <= 2  # a tile more than others, or an empty item
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class DecodePlan(SplitKvPlan):
         check_tiles(B, Hkv, capacity)
         self.family = family = _family(
             dtype, device, q_shape, q_strides, Hkv, Dv, pages, page,
-            group_width(Hkv, k_shape, k_strides, processors(device)), options,
+            group_width(B, k_shape, k_strides, processors(device)), options,
         )  # fmt: skip
         self.kernels = family.kernels[: 1 + family.shares_rows(capacity)]
         self.k_map = family.cache_map(k_shape, k_strides)
@@ -190,15 +190,16 @@ class DecodePlan(SplitKvPlan):
         return params, kept
 
 
-def group_width(Hkv: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int) -> int:
+def group_width(B: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int) -> int:
     """How many CTAs attend the same tokens of a cache at about the same time, each for one kv head.
 
-    Where heads lie between tokens, memory is read in larger pieces so.
+    With 64 features, and heads between tokens in memory, one head alone reads every eighth line of
+    128 bytes: on an H200 groups of 8 CTAs are 5 to 7 % faster there. With more features they gain
+    1 % or nothing, and calls of few rows take up to 4 % longer.
     """
-    WIDTH = 4
-    if Hkv % WIDTH or ctas < WIDTH or k_strides[1] >= k_strides[2]:
-        return 1
-    return WIDTH
+    _, Hkv, _, D = k_shape
+    has_lines = D == 64 and k_strides[1] < k_strides[2]
+    return 8 if has_lines and Hkv % 8 == 0 and ctas <= 2 * B * Hkv and ctas >= 8 else 1
 
 
 def kernel_defines(

@@ -240,7 +240,9 @@ struct DecodeConsumer {
       end_key[r] = min(t.end, diagonal[r] + p.window_right + 1);
 #if HAS_ALIBI
       slope[r] =
-          at < p.group * p.Sq ? p.alibi[t.b * p.alibi_b + kv_head(p, t) * p.group + at / p.Sq] * p.alibi_unit : 0.f;
+          at < p.group * p.Sq
+              ? p.alibi[t.b * p.alibi_b + kv_head(p, t) * p.group + at / p.Sq] * p.alibi_unit
+              : 0.f;
 #endif
     }
   }

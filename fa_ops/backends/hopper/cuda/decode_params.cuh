@@ -39,8 +39,8 @@ DEVICE BatchRow batch_row(const DecodeParams& p, int b) {
   return r;
 }
 
-// Where tokens lie together with all their heads, the CTAs of a group attend the same tokens at about the same
-// time, each for one head.
+// Where tokens lie together with all their heads, the CTAs of a group attend the same tokens at about the
+// same time, each for one head.
 DEVICE int group_width(const DecodeParams& p) { return SHARES_TOKENS ? p.width : 1; }
 DEVICE int items_per_row(const DecodeParams& p) { return (u32)p.Hkv / (u32)group_width(p); }
 DEVICE int kv_head(const DecodeParams& p, const Split& t) {
