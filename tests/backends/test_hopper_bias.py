@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa_ops.backends.hopper import dense_backward, dense_forward, kernel_params
 from fa_ops.backends.hopper import mask_gradient as gradients
 from fa_ops.backends.hopper.bias import ROWS, Bias, bits_of
 from fa_ops.backends.hopper.configs import MaskGradientConfig, backward_config
+from fa_ops.types import Spec
 
 FULL = (2, 3, 70, 144)
 MASKS = {
@@ -131,3 +133,18 @@ def test_gradients_are_summed(shape, layout, processors, monkeypatch):
     found = gradients.mask_gradient(mask, q, k, backward_config(64, 64), (), params, 0)
     assert found.dtype == mask.dtype and found.stride() == torch.empty_like(mask).stride()
     assert torch.equal(found, scores.sum_to_size(shape).half())
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_kernels_find_the_mask_in_their_parameters(driver, kernel):
+    name = f"{kernel.title()}Params"
+    layout = kernel_params.struct_layout(f"{kernel}_params.cuh", name)
+    driver.struct_bytes = layout.size
+    q, mask = torch.randn(1, 2, 40, 64).half(), torch.randn(40, 40).half()
+    spec = Spec(attn_mask=mask[None, None])
+    out, lse = dense_forward.forward(q, q, q, spec)
+    if kernel == "backward":
+        dense_backward.backward(out, None, q, q, q, out, lse, spec, False)
+    data = driver.last(kernel)[1][layout.fields["bias"].offset :]
+    address, steps = struct.unpack_from("<Q", data), struct.unpack_from("<Q3q", data, 128)
+    assert address == (mask.data_ptr(),) and steps == (mask.data_ptr(), 0, 0, 80)

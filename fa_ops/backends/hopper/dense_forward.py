@@ -41,7 +41,7 @@ from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
 # behind the tensor maps: addresses, strides and scalars, dropout, pages, and a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
-_PAGES = struct_layout("paged_kv.cuh", "PageTable").packer()
+_PAGES = _PARAMS.packer("pages", "pages")  # up to the bias, whose tensor map is aligned
 _NO_PAGES = bytes(_PAGES.size)
 _NO_ADDRESSES = 0, 0, 0, 0
 _COUNTER = (1,), (1,), torch.int32
