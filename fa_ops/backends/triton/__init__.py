@@ -80,8 +80,8 @@ def plan(call: Call) -> Plan:
     return general("forward", forward)
 
 
-# On an H200 with Triton 3.6 most random calls failed their comparison with the oracle, which they
-# pass in the interpreter.
+# On an H200 with Triton 3.6, one of 211 comparisons with the oracle fails: some of the queries that
+# `quantize_kernel` rounds to e4m3 become NaN. The interpreter's do not, and sanitizers find nothing.
 EIGHT_BIT_ON_GPUS = False
 
 
