@@ -80,8 +80,9 @@ def plan(call: Call) -> Plan:
     return general("forward", forward)
 
 
-# On an H200 with Triton 3.6, one of 211 comparisons with the oracle fails: some of the queries that
-# `quantize_kernel` rounds to e4m3 become NaN. The interpreter's do not, and sanitizers find nothing.
+# On an H200 with Triton 3.6, one of 211 comparisons with the oracle fails: some queries that
+# `quantize_kernel` rounds to e4m3 become NaN. They do not in the interpreter, and sanitizers find
+# nothing.
 EIGHT_BIT_ON_GPUS = False
 
 
