@@ -24,8 +24,8 @@ from fa_ops.types import SCALE_BLOCK, Quantization, Spec, default_scale
 SHARE = 0.25  # of the error of quantisation, by which a backend may differ from the oracle
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
 # Tensor cores of sm_89 and sm_90 cut products of e4m3 numbers off 13 bits below the largest, and
-# their sums again with each 32 features: the error as a part of the sum of magnitudes. On an H200 it
-# is up to 1.7 times 2**-12, for 256 features.
+# their sums again with each 32 features: the error as a part of the sum of magnitudes. On an H200,
+# it is up to 1.7 times 2**-12, for 256 features.
 ALIGNMENT = 2.0**-11
 
 
