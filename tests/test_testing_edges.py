@@ -84,9 +84,9 @@ def test_every_allocation_function_is_replaced(backend):
     arena = Arena()
     with arena.outputs(backend):
         if backend == "hopper":
-            from fa_ops.backends.hopper import dense_backward, dense_forward, mask, split_kv
+            from fa_ops.backends.hopper import dense_backward, dense_forward, launch, split_kv
 
-            for module in (dense_backward, dense_forward, mask, split_kv):
+            for module in (dense_backward, dense_forward, launch, split_kv):
                 assert module.empty.__wrapped__ is not None
         if backend == "triton":
             from fa_ops.backends.triton.launch import empty
