@@ -103,15 +103,15 @@ class CompactMask(Tensor):
 
     def __init__(self, encoding: Encoding, packing: PackingHint, shape, *tensors: Tensor):
         self.encoding, self.packing = encoding, packing
-        for name, tensor in zip(_CODECS[encoding].tensors, tensors, strict=True):
+        for name, tensor in zip(_codec(encoding).tensors, tensors, strict=True):
             setattr(self, name, tensor)
 
     def __tensor_flatten__(self):
-        return list(_CODECS[self.encoding].tensors), (self.encoding, self.packing)
+        return list(_codec(self.encoding).tensors), (self.encoding, self.packing)
 
     @staticmethod
     def __tensor_unflatten__(tensors, context, shape, stride):
-        names = _CODECS[context[0]].tensors
+        names = _codec(context[0]).tensors
         return CompactMask(*context, shape, *(tensors[name] for name in names))
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class CompactMask(Tensor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the encoding."""
-        return tuple(getattr(self, name) for name in _CODECS[self.encoding].tensors)
+        return tuple(getattr(self, name) for name in _codec(self.encoding).tensors)
 
     def is_concrete(self) -> bool:
         """Whether the tensors have values, as they do not while being traced."""
@@ -237,7 +237,7 @@ def arguments(mask: Tensor, layer: nn.Module | None = None) -> MaskArguments:
                 f"{tuple(mask.shape)}"
             )
         return MaskArguments(attn_mask=mask)
-    return _CODECS[mask.encoding].arguments(mask, layer)
+    return _codec(mask.encoding).arguments(mask, layer)
 
 
 class Codec(NamedTuple):
@@ -278,6 +278,12 @@ _CODECS = {
     Encoding.RANGES_KEYS: Codec(("ranges", "kept"), _ranges_keys),
     Encoding.DENSE: Codec(("dense",), lambda mask, _: MaskArguments(attn_mask=mask.dense)),
 }
+_CODECS_BY_NAME = {encoding.value: codec for encoding, codec in _CODECS.items()}
+
+
+def _codec(encoding: Encoding) -> Codec:
+    """The codec of an encoding, by its name: Dynamo of torch 2.11 hashes no enum members."""
+    return _CODECS_BY_NAME[encoding.value]
 
 
 def added_to_scores(kept: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
