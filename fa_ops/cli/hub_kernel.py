@@ -40,6 +40,10 @@ def run(
         raise typer.BadParameter(f"must be lower-case letters, digits and dashes, got {name!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} is not an empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{folder} cannot be written: {error.strerror}") from None
     for variant in _BACKENDS:
         write(folder / "build" / variant, variant, name, version)
         typer.echo(f"{folder / 'build' / variant}")

@@ -57,7 +57,8 @@ def fa_ops_attention(
         NotImplementedError: no backend can run the call.
     """
     if _parallel_config is not None:
-        parallel.check(_parallel_config.context_parallel_config, attn_mask, dropout_p)
+        config = _parallel_config.context_parallel_config
+        parallel.check(config, attn_mask, dropout_p, is_causal)
         return _templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
             forward_op=parallel.forward_op, backward_op=parallel.backward_op,

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 _attend, _differentiate = torch.ops.fa.attention_with_lse, torch.ops.fa.attention_backward
 
 
-def check(config: ContextParallelConfig, attn_mask: Tensor | None, dropout_p: float) -> None:
+def check(
+    config: ContextParallelConfig, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> None:
     """Raise ValueError for arguments that the templates would treat wrongly.
 
-    Dropout would drop the same weights of each block of keys, and a ring would apply the mask of
-    this process to the keys of all others.
+    Causality would be that within each block of keys, dropout would drop the same weights of each
+    block, and a ring would apply the mask of this process to the keys of all others.
     """
+    if is_causal:
+        raise ValueError("is_causal must be False with context parallelism, got True")
     if dropout_p:
         raise ValueError(f"dropout_p must be 0 with context parallelism, got {dropout_p}")
     if attn_mask is None:

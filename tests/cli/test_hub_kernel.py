@@ -138,7 +138,11 @@ def test_kernels_and_transformers_load_it(folder):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["."], "not an empty folder"), (["new", "--name", "Fa_Ops"], "got 'Fa_Ops'")],
+    [
+        (["."], "not an empty folder"),
+        (["file/new"], "cannot be written: Not a directory"),
+        (["new", "--name", "Fa_Ops"], "got 'Fa_Ops'"),
+    ],
 )
 def test_refusals(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

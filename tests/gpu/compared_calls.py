@@ -37,7 +37,8 @@ def rows(group: str, preset: str, only: str) -> Iterator[tuple[str, Make]]:
         yield from HOST.items()
         return
     wanted = [set(words.split()) for words in only.split(",")]
-    for problem in decodes(preset) if group == "decode" else PRESETS[preset]():
+    problems = CACHED[group]() if group in CACHED else PRESETS[preset]()
+    for problem in problems:
         if any(words <= {*str(problem).split()} for words in wanted):
             yield str(problem), lambda fa, problem=problem: GROUPS[group](fa, problem)
 
@@ -90,55 +91,81 @@ def _grad_of(out: Tensor) -> Tensor:
     return torch.empty_like(out.detach()).normal_(generator=generator)
 
 
-class Decode(NamedTuple):
-    """B rows of one query token against S cached keys; with `append` a new key is written."""
+class Cached(NamedTuple):
+    """B rows of queries against S cached keys; with `append` a new key is written."""
 
     B: int
     S: int
     page: int = 0
     append: bool = False
     heads: tuple[int, int, int] = (32, 8, 128)  # of queries, of keys, dimension
+    queries: int = 1
+    heads_first: bool = False  # the cache is (B, H, S, D) in memory
 
     def __str__(self) -> str:
         words = [f"B{self.B} S{self.S} H{self.heads[0]}/{self.heads[1]} D{self.heads[2]}"]
-        return " ".join(words + [f"page{self.page}"] * (self.page > 0) + ["append"] * self.append)
+        words += [f"Q{self.queries}"] * (self.queries > 1) + [f"page{self.page}"] * (self.page > 0)
+        return " ".join(words + ["append"] * self.append + ["bhsd"] * self.heads_first)
 
 
-def decodes(preset: str) -> list[Decode]:
+def decodes() -> list[Cached]:
     if DEVICE == "cpu":
-        return [Decode(2, 128, page, append) for page in (0, 64) for append in (False, True)]
+        return [Cached(2, 128, page, append) for page in (0, 64) for append in (False, True)]
     sizes = ((1, 1024), (1, 16384), (8, 8192), (64, 4096))
-    plain = [Decode(B, S, page) for page in (0, 64) for B, S in sizes]
-    return [*plain, Decode(8, 8192, 64, append=True), Decode(8, 8192, heads=(32, 1, 576))]
+    plain = [Cached(B, S, page) for page in (0, 64) for B, S in sizes]
+    narrow = [
+        Cached(B, S, page, heads=(64, 8, 64), heads_first=heads_first)
+        for B, S in ((64, 4096), (16, 8192))
+        for page, heads_first in ((0, False), (0, True), (64, False))
+    ]
+    return [*plain, *narrow, Cached(8, 8192, 64, append=True), Cached(8, 8192, heads=(32, 1, 576))]
 
 
-def _decode(fa: ModuleType, p: Decode) -> Call:
+def prompts() -> list[Cached]:
+    """Long prompts, and chunks of a few queries, over contiguous caches and over pages."""
+    if DEVICE == "cpu":
+        return [Cached(2, 128, page, queries=16) for page in (0, 16)]
+    sizes = ((1, 8192, 8192), (1, 2048, 32768), (8, 512, 8192), (8, 64, 8192), (64, 32, 4096))
+    plain = [Cached(B, S, page, queries=Q) for page in (0, 16, 64) for B, Q, S in sizes]
+    narrow = [
+        Cached(8, 8192, heads=(64, 8, 64), queries=64),
+        Cached(64, 77, heads=(32, 8, 64), queries=77),
+    ]
+    return [*plain, *narrow, Cached(8, 8192, heads=(8, 4, 256), queries=64)]
+
+
+def _cached(fa: ModuleType, p: Cached) -> Call:
     g = torch.Generator(DEVICE).manual_seed(0)
     Hq, Hkv, D = p.heads
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=DEVICE, dtype=HALF)
 
-    q, table = draw(p.B, Hq, 1, D), None
+    q, table = draw(p.B, Hq, p.queries, D), None
     if p.page:
         pages = p.B * p.S // p.page
         table = torch.randperm(pages, generator=g, device=DEVICE, dtype=torch.int32).view(p.B, -1)
         caches = [draw(pages, p.page, Hkv, D) for _ in range(2)]
+    elif p.heads_first:
+        caches = [draw(p.B, Hkv, p.S, D) for _ in range(2)]
     else:
         caches = [draw(p.B, p.S, Hkv, D).transpose(1, 2) for _ in range(2)]
     if D == 576:  # latents: values are the first features of the keys
         caches[1] = caches[0][..., :512]
     lens = torch.full((p.B,), p.S - p.append, device=DEVICE, dtype=torch.int32)
     new = {"key": draw(p.B, Hkv, 1, D), "value": draw(p.B, Hkv, 1, D)} if p.append else {}
-    return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **new))
+    options = new | {"is_causal": True} if p.queries > 1 else new
+    return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **options))
 
 
+CACHED = {"decode": decodes, "prompts": prompts}
 GROUPS = {
     "forward": _forward,
     "backward": _backward,
     "varlen": _varlen,
     "varlen backward": _varlen_backward,
-    "decode": _decode,
+    "decode": _cached,
+    "prompts": _cached,
 }
 
 

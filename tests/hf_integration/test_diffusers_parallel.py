@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,7 +17,6 @@ from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 
 import hf_integration.diffusers
-from tests.distributed.processes import assert_passed, run_checks
 from tests.hf_integration import tiny_diffusers
 from tests.hf_integration.tiny_diffusers import TINY
 
@@ -102,6 +100,8 @@ def check_errors() -> None:
         attend(attn_mask=mask, parallel_config=ring)
     with pytest.raises(ValueError, match="dropout_p must be 0 with context parallelism, got 0.1"):
         attend(dropout_p=0.1, parallel_config=ulysses)
+    with pytest.raises(ValueError, match="is_causal must be False with context parallelism"):
+        attend(is_causal=True, parallel_config=ulysses)
     with pytest.raises(ValueError, match="attn_mask must not require grad"):
         attend(attn_mask=torch.zeros(6, 6, requires_grad=True), parallel_config=ulysses)
     model = TINY["flux"].build()
@@ -123,13 +123,6 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("diffusers_parallel")
-    run_checks(__name__, WORLD, folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_in_every_process(name, verdicts):
-    assert_passed(name, WORLD, verdicts)
+    verdicts.assert_passed(name)
