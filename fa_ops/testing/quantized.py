@@ -25,8 +25,9 @@ SHARE = 0.25  # of the error of quantisation, by which a backend may differ from
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
 # Tensor cores of sm_89 and sm_90 cut products of e4m3 numbers off 13 bits below the largest, and
 # their sums again with each 32 features: the error as a part of the sum of magnitudes. On an H200,
-# it is up to 1.7 times 2**-12, for 256 features.
-ALIGNMENT = 2.0**-11
+# the root mean square over many scores is up to 1.7 times 2**-12, for 256 features; where few rows
+# have few keys, single scores count, and errors of lse up to 2.7 * 2**-11 were seen.
+ALIGNMENT = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +173,11 @@ def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> Non
     assert bool(((lse == float("-inf")) == dead).all()), f"lse is -inf in other rows: {case}"
     lse, wanted_lse, true_lse = (x.double().masked_fill(dead, 0.0) for x in
                                  (lse, wanted_lse, true_lse))  # fmt: skip
-    _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30 + of_scores), case)
+    _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30 + 2 * of_scores), case)
 
 
 def _error_of_products(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> float:
-    """The typical error of scores that are sums of products of e4m3 numbers on a GPU."""
+    """A limit of the error of scores that are sums of products of e4m3 numbers on a GPU."""
     if torch.float8_e4m3fn not in (q.dtype, how.qk_dtype):
         return 0.0
     eight = quantization.quantised(q, k, v, how, spec, torch.float64)

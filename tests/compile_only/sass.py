@@ -22,7 +22,9 @@ def assert_fits(kernel: CompiledKernel, arch: int, folder: Path, spills: int = 0
     assert stack_bytes(cubin, folder) <= spills
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     if arch == 90:
-        assert not unwritten_uniform_registers(disassembled(cubin, folder))
+        sass = disassembled(cubin, folder)
+        assert not unwritten_uniform_registers(sass)
+        assert not merges_of_constants(sass)
         assert not early_reads(kernel.asm["ptx"])
 
 
@@ -106,6 +108,15 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
 
 
 _REGISTER = re.compile(r"%r\d+\b")
+
+
+def merges_of_constants(sass: str) -> list[str]:
+    """Conversions of one number to two of e4m3 beside two others.
+
+    ptxas makes one of two conversions of equal constants, and merges it with a register that is
+    not written before.
+    """
+    return re.findall(r"F2FP\S*\.PACK_AB_MERGE_C R\d+, (R\d+), \1, R\d+ ;", sass)
 
 
 def early_reads(ptx: str) -> list[str]:

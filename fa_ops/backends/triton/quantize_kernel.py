@@ -132,18 +132,22 @@ def mean_of_keys(sums, row, n, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return total / tl.maximum(tl.cdiv(n, step), 1).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk"])
+# ptxas 12.8 merges two conversions of equal constants to e4m3 with a register that it never sets. Zeros
+# of padding columns are such constants if their number is, so `features` and `channels` are variables.
+@triton.jit(do_not_specialize=["Sq", "Sk", "features", "channels"])
 def quantize_kernel(
     q, k, v, sums, largest, q8, k8, v8, q_scale, k_scale, v_scale, offset,
     q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s: tl.int64,
     k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s: tl.int64,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s: tl.int64,
     batch: tl.int32, Hq: tl.int32, group: tl.int32, Sq: tl.int32, Sk: tl.int32,
-    scale: tl.float32, factor: tl.float32, kv_lens,
+    features: tl.int32, channels: tl.int32, scale: tl.float32, factor: tl.float32, kv_lens,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SMOOTH: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Quantise BLOCKS blocks of SCALE_BLOCK tokens of one head of query, key or value.
+
+    `features` and `channels` are D and Dv.
 
     q8 (B, Hq, Sq, D'), k8 (B, Hkv, Sk, D'), D' = BLOCK_D; v8 (B, Hkv, Dv, Sk'), Sk' = Sk rounded up
     to VALUE_BLOCK, 0 beyond the keys; q_scale and offset (B, Hq, Sq), k_scale (B, Hkv, blocks of
@@ -167,7 +171,7 @@ def quantize_kernel(
             mean = mean_of_keys(sums, b * Hkv + h // group, n, D, BLOCK_D)
         for block in range(BLOCKS):
             rows = (pid % q_programs * BLOCKS + block) * SCALE_BLOCK + tokens
-            x = load_16(q, rows, cols, q_stride_s, 0, Sq, D).to(tl.float32)
+            x = load_16(q, rows, cols, q_stride_s, 0, Sq, features).to(tl.float32)
             if offset is not None:
                 both = tl.sum(x * mean[None, :], 1) * scale
                 tl.store(offset + at + rows, both, mask=rows < Sq)
@@ -189,7 +193,7 @@ def quantize_kernel(
         for block in range(BLOCKS):
             first = (of_keys % k_programs * BLOCKS + block) * SCALE_BLOCK
             rows = first + tokens
-            x = load_16(k, rows, cols, k_stride_s, 0, n, D).to(tl.float32)
+            x = load_16(k, rows, cols, k_stride_s, 0, n, features).to(tl.float32)
             if SMOOTH:
                 x = tl.where((rows < n)[:, None], x - mean, 0.0)
             if ROTATE:
@@ -216,7 +220,7 @@ def quantize_kernel(
         v8 += row.to(tl.int64) * Dv * width
         for block in range(BLOCKS):
             rows = (of_values % k_programs * BLOCKS + block) * SCALE_BLOCK + tokens
-            x = load_16(v, rows, cols_v, v_stride_s, 0, n, Dv).to(tl.float32)
+            x = load_16(v, rows, cols_v, v_stride_s, 0, n, channels).to(tl.float32)
             numbers = tl.trans(to_e4m3(x * inverse[None, :]))
             to = v8 + cols_v.to(tl.int64)[:, None] * width + rows[None, :]
             tl.store(to, numbers, mask=inside[:, None] & (rows < width)[None, :])

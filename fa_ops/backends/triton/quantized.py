@@ -108,7 +108,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> 
     args = (
         q, k, v, sums, largest, eight.query, eight.key, eight.value, eight.q_scale, eight.k_scale,
         eight.v_scale, eight.offset, *q.stride()[:3], *strides, B, Hq, Hq // Hkv, Sq, Sk,
-        default_scale(spec, D), (D & -D) ** -0.5, spec.kv_lens,
+        D, Dv, default_scale(spec, D), (D & -D) ** -0.5, spec.kv_lens,
     )  # fmt: skip
     tokens = BLOCKS * SCALE_BLOCK
     programs = B * (Hq * -(-Sq // tokens) + 2 * Hkv * -(-Sk // tokens))
