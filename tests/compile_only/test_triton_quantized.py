@@ -98,7 +98,8 @@ def test_quantisation_fits(arch, D, rotate, qk_dtype, tmp_path):
     args = (
         q, k, k, sums, sums, meta(B, Hq, S, D, dtype=qk_dtype), meta(B, Hkv, S, D, dtype=qk_dtype),
         meta(B, Hkv, D, S, dtype=E4M3), meta(B, Hq, S), meta(B, Hkv, S // 64), meta(B, Hkv, D),
-        meta(B, Hq, S), *q.stride()[:3], *strides, *strides, B, Hq, Hq // Hkv, S, S, D, D, 0.1, 0.1, lens,
+        meta(B, Hq, S), *q.stride()[:3], *strides, *strides, B, Hq, Hq // Hkv, S, S, D, D, 0.1, 0.1,
+        lens,
     )  # fmt: skip
     kernel = quantize_kernel.quantize_kernel
     hints = aligned(args, kernel.arg_names)

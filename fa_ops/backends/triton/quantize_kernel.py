@@ -132,8 +132,9 @@ def mean_of_keys(sums, row, n, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return total / tl.maximum(tl.cdiv(n, step), 1).to(tl.float32)
 
 
-# ptxas 12.8 merges two conversions of equal constants to e4m3 with a register that it never sets. Zeros
-# of padding columns are such constants if their number is, so `features` and `channels` are variables.
+# ptxas 12.8 merges two conversions of equal constants to e4m3 with a register that it never sets.
+# Zeros of padding columns are such constants if their number is one, so `features` and `channels`
+# are variables.
 @triton.jit(do_not_specialize=["Sq", "Sk", "features", "channels"])
 def quantize_kernel(
     q, k, v, sums, largest, q8, k8, v8, q_scale, k_scale, v_scale, offset,
