@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 class _Commands(TyperGroup):
     """A group that imports its commands, which are functions `run` with typer's annotations."""
 
-    names = ("demo", "doctor", "warm", "fuzz", "bench", "hub-kernel")
+    names = ("demo", "doctor", "warm", "cubins", "fuzz", "bench", "hub-kernel")
 
     def list_commands(self, ctx):
         return list(self.names)

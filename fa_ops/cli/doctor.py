@@ -17,7 +17,7 @@ from rich.console import Console
 from fa_ops import __version__, dispatch
 from fa_ops.backends.hopper import cubin_cache
 
-PACKAGES = ("torch", "triton", "transformers")
+PACKAGES = ("torch", "triton", "transformers", "fa-ops-cubins")
 
 
 def run(

@@ -11,30 +11,38 @@ from rich.progress import track
 from fa_ops.backends.hopper import compiler, warm
 from fa_ops.cli import options
 
+HeadDims = Annotated[
+    list[int] | None,
+    typer.Option(help="a multiple of 8; repeatable; default: 64, 128, 192, 256"),
+]
+Dtypes = Annotated[
+    list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
+]
 
-def run(
-    head_dim: Annotated[
-        list[int] | None,
-        typer.Option(help="a multiple of 8; repeatable; default: 64, 128, 192, 256"),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
-    ] = None,
-) -> None:
+
+def run(head_dim: HeadDims = None, dtype: Dtypes = None) -> None:
     """Compile the Hopper kernels of common calls into the cache, with or without a GPU."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
-    chosen = head_dim or warm.COMMON_HEAD_DIMS
-    head_dims = options.one_of("--head-dim", chosen, warm.HEAD_DIMS)
-    dtypes = options.one_of("--dtype", dtype, tuple(known))
-    console = Console(highlight=False)
-    variants = list(warm.variants(head_dims, [known[name] for name in dtypes]))
-    try:
-        shown = track(variants, "compiling", console=console, transient=True)
-        compiled = sum(warm.compile_variant(variant) for variant in shown)
-    except compiler.CompileError as error:
-        raise SystemExit(str(error)) from None
+    console, variants = Console(highlight=False), chosen(head_dim, dtype)
+    compiled = compile_all(variants, console)
     kernels = sum(len(variant.entries) for variant in variants)
     console.print(
         f"{compiled} kernels compiled, {kernels - compiled} were there: {compiler.cache_dir()}",
         soft_wrap=True,
     )
+
+
+def chosen(head_dim: list[int] | None, dtype: list[str] | None) -> list[warm.Variant]:
+    """The variants of the options `--head-dim` and `--dtype`."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
+    head_dims = options.one_of("--head-dim", head_dim or warm.COMMON_HEAD_DIMS, warm.HEAD_DIMS)
+    dtypes = options.one_of("--dtype", dtype, tuple(known))
+    return list(warm.variants(head_dims, [known[name] for name in dtypes]))
+
+
+def compile_all(variants: list[warm.Variant], console: Console) -> int:
+    """Compile into the cache what it lacks; returns the number of kernels."""
+    shown = track(variants, "compiling", console=console, transient=True)
+    try:
+        return sum(warm.compile_variant(variant) for variant in shown)
+    except compiler.CompileError as error:
+        raise SystemExit(str(error)) from None

@@ -47,9 +47,15 @@ def test_tensor_maps_of_a_thread_without_a_context(driver):
 def recompiled(driver, monkeypatch):
     """The sources that were compiled again, because the driver refused what was stored."""
     sources = []
+
+    def replacements(source, refused):
+        assert refused == b"stored"
+        sources.append(source)
+        yield b"new"
+
     monkeypatch.setattr(launch, "_load", load)
     monkeypatch.setattr(compiler, "compiled", lambda sources: [b"stored"] * len(sources))
-    monkeypatch.setattr(compiler, "recompiled", lambda source: sources.append(source) or b"new")
+    monkeypatch.setattr(compiler, "replacements", replacements)
     monkeypatch.setattr(compiler, "nvrtc", lambda: None)
     monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
     return sources

@@ -54,11 +54,12 @@ def test_doctor(tmp_path, monkeypatch):
         masked(result.output),
         """\
 versions
-  fa_ops        VERSION
-  python        VERSION
-  torch         VERSION
-  triton        VERSION
-  transformers  VERSION
+  fa_ops         VERSION
+  python         VERSION
+  torch          VERSION
+  triton         VERSION
+  transformers   VERSION
+  fa-ops-cubins  VERSION
 devices
   cpu   MACHINE
   cuda  none: torch is REASON
@@ -79,7 +80,7 @@ def test_doctor_runs_as_a_module():
     command = [sys.executable, "-m", "fa_ops", "doctor"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert f"fa_ops        {fa_ops.__version__}" in run.stdout
+    assert f"fa_ops         {fa_ops.__version__}" in run.stdout
 
 
 def test_doctor_names_the_backend_set_in_the_environment(monkeypatch):

@@ -4,7 +4,8 @@ Each entry point is a program of its own, with the headers in `cuda/` passed in 
 that a call needs are compiled in parallel threads, as NVRTC releases Python's lock.
 
 Cubins are cached on disk (`cubin_cache`). The name of a file is the hash of the program, its
-headers, the flags and NVRTC's version, so that it is never stale.
+headers, the flags and NVRTC's version, so that it is never stale. The optional package
+fa-ops-cubins brings those of common calls (`packaged_cubins`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import cubin_cache, kernel_params, wgmma
+from fa_ops.backends.hopper import cubin_cache, kernel_params, packaged_cubins, wgmma
 
 ARCH = "sm_90a"
 FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "--use_fast_math", "-default-device")
@@ -91,6 +92,10 @@ def _read_source(name: str) -> str:
     return "" if name == "wgmma.cuh" else (kernel_params.SOURCES / name).read_text()
 
 
+def _chosen_library() -> str | None:
+    return os.environ.get("FA_OPS_NVRTC")
+
+
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
     """Load the NVRTC of torch's CUDA build, or the one that FA_OPS_NVRTC names.
@@ -98,7 +103,7 @@ def nvrtc() -> ctypes.CDLL:
     Raises:
         CompileError: none was found that is new enough.
     """
-    chosen = os.environ.get("FA_OPS_NVRTC")
+    chosen = _chosen_library()
     names = (
         [chosen] if chosen else ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", *_installed()]
     )
@@ -153,12 +158,12 @@ def cubins(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[b
 
 
 def compiled(programs: Sequence[Program]) -> list[bytes]:
-    """The machine code of each program, from the cache or compiled now.
+    """The machine code of each program: packaged, from the cache or compiled now.
 
     Raises:
         CompileError: NVRTC is missing, or refuses the source; the message is its log.
     """
-    found = {program: cubin_cache.load(_path(program)) for program in programs}
+    found = {program: _found(program) for program in programs}
     missing = [program for program, code in found.items() if code is None]
     if len(missing) == 1:
         found[missing[0]] = _compiled(missing[0])
@@ -171,7 +176,7 @@ def compiled(programs: Sequence[Program]) -> list[bytes]:
 def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:
     """The entry points that `cubins` would compile."""
     programs = {entry: program(kind, entry, defines) for entry in entries}
-    return [entry for entry, unit in programs.items() if cubin_cache.load(_path(unit)) is None]
+    return [entry for entry, unit in programs.items() if _found(unit) is None]
 
 
 def _compiled(program: Program) -> bytes:
@@ -181,18 +186,31 @@ def _compiled(program: Program) -> bytes:
     return code
 
 
-def recompiled(program: Program) -> bytes:
-    """The machine code, compiled now to replace a stored one that the driver refuses."""
+def replacements(program: Program, refused: bytes) -> Iterator[bytes]:
+    """Machine code in place of what the driver refuses: the cached one, then one compiled now."""
+    stored = cubin_cache.load(_path(program))
+    if stored is not None and stored != refused:
+        yield stored
     code, _ = compile_source(program)
     cubin_cache.store(_path(program), code)
-    return code
+    yield code
+
+
+def _found(program: Program) -> bytes | None:
+    code = None if _chosen_library() else packaged_cubins.load(file_name(program))
+    return code or cubin_cache.load(_path(program))
 
 
 def _path(program: Program) -> Path:
     major, minor = version(nvrtc())
-    texts = (program.source, *itertools.chain(*program.headers), *FLAGS, f"{major}.{minor}")
+    return cache_dir() / file_name(program, f"{major}.{minor}")
+
+
+def file_name(program: Program, *compiler: str) -> str:
+    """The name of a program's machine code, by all that it depends on."""
+    texts = program.source, *itertools.chain(*program.headers), *FLAGS, *compiler
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return cache_dir() / f"{key[:32]}.{ARCH}.cubin"
+    return f"{key[:32]}.{ARCH}.cubin"
 
 
 def compile_source(program: Program, *extra: str) -> tuple[bytes, str]:

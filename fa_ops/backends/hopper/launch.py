@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -148,21 +149,20 @@ _REFUSED = 1, 200, 209, 218, 222, 223, 300, 302, 303, 500
 
 
 def _load_or_replace(code: bytes, program: str, entry: Entry) -> Kernel:
-    """Load an entry point; code that the driver refuses is compiled again, once."""
-    try:
-        return _load(code, entry)
-    except DriverError as error:
-        if error.status not in _REFUSED:
-            raise
-    try:
-        return _load(compiler.recompiled(program), entry)
-    except DriverError as error:
-        major, minor = compiler.version(compiler.nvrtc())
-        raise DriverError(
-            f"{error}, of a kernel that NVRTC {major}.{minor} has just compiled: a driver older "
-            "than that cannot load it; FA_OPS_NVRTC names the library to compile with",
-            error.status,
-        ) from None
+    """Load an entry point, or what replaces code that the driver refuses."""
+    for one in itertools.chain([code], compiler.replacements(program, code)):
+        try:
+            return _load(one, entry)
+        except DriverError as error:
+            if error.status not in _REFUSED:
+                raise
+            refused = error
+    major, minor = compiler.version(compiler.nvrtc())
+    raise DriverError(
+        f"{refused}, of a kernel that NVRTC {major}.{minor} has just compiled: a driver older "
+        "than that cannot load it; FA_OPS_NVRTC names the library to compile with",
+        refused.status,
+    ) from None
 
 
 def _load(code: bytes, entry: Entry) -> Kernel:
