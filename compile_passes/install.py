@@ -19,7 +19,11 @@ TIMER = "compile_passes.fuse"  # in torch._dynamo.utils.compilation_time_metrics
 
 # The cache key covers what decides a rewrite: these sources and the operators' schemas.
 HASHED_SOURCES = ("graph", "match", "masks", "rewrite", "fuse.py")
-_OPERATORS = (torch.ops.fa.attention.default, torch.ops.fa.attention_with_lse.default)
+_OPERATORS = (
+    torch.ops.fa.attention.default,
+    torch.ops.fa.attention_with_lse.default,
+    torch.ops.fa.attention_averaging_rows.default,
+)
 
 
 @cache

@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     reason: str
 
 
-def _needs_second_call(case: CallCase) -> bool:
+def _needs_second_pass(case: CallCase) -> bool:
     return case.masks.empty_rows is EmptyRows.ABSORBED and case.site.requires_grad
 
 
@@ -81,9 +81,9 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 RULES = (
     Rule(
-        _needs_second_call,
+        _needs_second_pass,
         False,
-        "its mask may leave rows without keys, whose gradients need a second call",
+        "its mask may leave rows without keys, whose gradients need a second pass",
     ),
     Rule(_computes_scores, False, "its scores or mask would be stored for every query and key"),
     # CPU, 2048 keys, one core: a window of 128 given as a mask takes 124 ms, the operator 24;

@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from compile_passes.graph.ir import example
+from compile_passes.graph.ir import example, requires_grad
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
@@ -22,13 +22,20 @@ from compile_passes.match.match_state import (
     absorbing_number,
 )
 from compile_passes.rewrite.emitter import Emitter
-from compile_passes.rewrite.operands import aligned, bias, cast, fill_where, inverted
+from compile_passes.rewrite.operands import (
+    aligned,
+    bias,
+    cast,
+    fill_where,
+    inverted,
+    only_backward,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskNodes:
     """`attn_mask` and the query for the call, and `empty_rows` (B or 1, Hq or 1, Sq or 1, 1), which
-    get a query of 0 and keys to average.
+    average their keys: with a query of 0, or because the call is told so.
 
     A float mask also has `averaged`, the keys that an empty row averages; `filled`, the keys whose
     scores a fill replaced; `total`, the sum of all masks; `row_max`, its maximum in each row; and
@@ -51,18 +58,20 @@ def emit_masks(
     q: fx.Node,
     empty_rows: fx.Node | None,
     conditions: list[fx.Node],
+    averaging: bool,
 ) -> MaskNodes:
     """The masks as nodes. `empty_rows` are known already where a key interval was emitted, and
-    `conditions` are bool masks.
+    `conditions` are bool masks. With `averaging`, the call is told which rows are empty, and its
+    query remains as it is.
     """
     if masks.float_terms:
-        return _emit_float_mask(emitter, masks, q)
+        return _emit_float_mask(emitter, masks, q, averaging)
     keeps = [_keep(emitter, mask) for mask in masks.keeps]
     keep = emitter.reduce(operator.and_, [*keeps, *conditions])
     if masks.empty_rows is not EmptyRows.ZERO and empty_rows is None:
         empty_rows = inverted(emitter, emitter.method("any", keep, dim=-1, keepdim=True))
-        keep = emitter.function(operator.or_, keep, empty_rows)
-    if masks.empty_rows not in (EmptyRows.ZERO, EmptyRows.ADDED):
+        keep = keep if averaging else emitter.function(operator.or_, keep, empty_rows)
+    if masks.empty_rows not in (EmptyRows.ZERO, EmptyRows.ADDED) and not averaging:
         q = emitter.method("masked_fill", q, empty_rows, 0.0)
     biases = [bias(emitter, term) for term in masks.biases]
     biases += [_added_fill(emitter, masks.added_fill)] if masks.added_fill else []
@@ -80,7 +89,9 @@ def emit_masks(
     return MaskNodes(total, q, empty_rows)
 
 
-def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> MaskNodes:
+def _emit_float_mask(
+    emitter: Emitter, masks: ClassifiedMasks, q: fx.Node, averaging: bool
+) -> MaskNodes:
     """All masks as the float that eager mode adds to each score, or replaces it by.
 
     A row is empty if the scores of the keys that have its maximum are lost; it averages these keys.
@@ -120,9 +131,26 @@ def _emit_float_mask(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> Ma
     shift = fill_where(emitter, inverted(emitter, large), None, row_max, dtype)
     mask = _supported_mask(emitter, emitter.function(operator.sub, total, shift))
     mask = emitter.method("masked_fill", mask, empty, -math.inf)
-    mask = emitter.method("masked_fill", mask, averaged, 0.0)
-    q = emitter.method("masked_fill", q, empty, 0.0)
+    mask = _with_averages(emitter, masks, mask, averaged, total)
+    q = q if averaging else emitter.method("masked_fill", q, empty, 0.0)
     return MaskNodes(mask, q, empty, averaged, filled, total, row_max, shift)
+
+
+def _with_averages(
+    emitter: Emitter, masks: ClassifiedMasks, mask: fx.Node, averaged: fx.Node, total: fx.Node
+) -> fx.Node:
+    """The mask with 0 at the keys that empty rows average, and there with the gradient of the sum
+    of masks that it stands for.
+    """
+    if not biases_require_grad(masks):
+        return emitter.method("masked_fill", mask, averaged, 0.0)
+    zero = cast(emitter, only_backward(emitter, total), example(mask).dtype)
+    return emitter.function(torch.where, averaged, zero, mask)
+
+
+def biases_require_grad(masks: ClassifiedMasks) -> bool:
+    """Whether a part of the sum of masks requires grad."""
+    return any(requires_grad(t.leaf.value) for t in masks.float_terms if isinstance(t, BiasTerm))
 
 
 def _absorbing(emitter: Emitter, number: fx.Node, term: BiasTerm | FillTerm) -> fx.Node:

@@ -66,3 +66,8 @@ def fill_where(
 def inverted(emitter: Emitter, mask: fx.Node) -> fx.Node:
     """not mask"""
     return emitter.function(torch.logical_not, mask)
+
+
+def only_backward(emitter: Emitter, x: fx.Node) -> fx.Node:
+    """0 with the gradient of x."""
+    return emitter.function(operator.sub, x, emitter.method("detach", x))

@@ -17,13 +17,18 @@ from compile_passes.graph import constants, vocabulary
 from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.ir import GraphView, Value, example
 from compile_passes.masks import symbolic_rules
-from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows
+from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import BiasTerm, FillTerm, Leaf
 from compile_passes.report import Refused, log
 from compile_passes.rewrite import lse_nodes, mask_nodes
 from compile_passes.rewrite.emitter import Emitter
-from compile_passes.rewrite.empty_rows import EmittedCall, add_gradients, scores_require_grad
+from compile_passes.rewrite.empty_rows import (
+    AVERAGING,
+    averaging_options,
+    has_averaging_rows,
+    with_lse_gradients,
+)
 from compile_passes.rewrite.interval_nodes import emit_conditions, emit_key_interval
 from compile_passes.rewrite.operands import aligned, cast, contiguous_rows, inverted, operand
 from compile_passes.rewrite.strides import restride
@@ -147,7 +152,8 @@ def _emit_call(
         keys, empty_rows = emit_key_interval(emitter, view, masks, q)
         options |= keys
     conditions = emit_conditions(emitter, view, masks)
-    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows, conditions)
+    averaging = has_averaging_rows(site, masks)
+    emitted = mask_nodes.emit_masks(emitter, masks, q, empty_rows, conditions, averaging)
     mask = emitted.mask
     if masks.zeroed_keys:
         k, mask = mask_nodes.zeroed_keys(emitter, masks.zeroed_keys, k)
@@ -158,17 +164,18 @@ def _emit_call(
         options["sinks"] = sink
     dropout_p = site.core.weights.dropout_p
     query, k, v = (contiguous_rows(emitter, x) for x in (emitted.query, k, v))
-    target = WITH_LSE if site.lses or separate else ATTENTION
-    causal = masks.right == 0
+    causal, needs_lse = masks.right == 0, bool(site.lses or separate)
+    target = WITH_LSE if needs_lse else ATTENTION
+    if averaging:
+        target = AVERAGING
+        options |= averaging_options(emitter, masks, emitted)
     call = result = emitter.function(target, query, k, v, mask, dropout_p, causal, **options)
     lse = None
-    if target is WITH_LSE:
-        result, lse = (emitter.function(operator.getitem, call, i) for i in (0, 1))
-        lse = lse_nodes.eager_lse(emitter, masks, emitted, lse)
-    if masks.empty_rows is EmptyRows.ABSORBED and scores_require_grad(site, masks):
-        q = contiguous_rows(emitter, q)
-        first = EmittedCall(q, k, v, dropout_p, options, result, lse)
-        result, lse = add_gradients(emitter, masks, emitted, first)
+    if target is not ATTENTION:
+        result, given = (emitter.function(operator.getitem, call, i) for i in (0, 1))
+        lse = lse_nodes.eager_lse(emitter, masks, emitted, given) if needs_lse else None
+    if site.lses and averaging:
+        lse = with_lse_gradients(emitter, emitted, k, given, lse)
     if separate:
         result = lse_nodes.scale_by_sink(emitter, result, lse, sink)
     out = site.core.out.node

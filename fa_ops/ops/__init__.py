@@ -1,5 +1,25 @@
 """The operators' contracts: schemas, kernels per dispatch key, gradients, rules."""
 
-from fa_ops.ops import dense, kv_cache, merge, nested, quantized, rules, varlen, vmap
+from fa_ops.ops import (
+    averaging_rows,
+    dense,
+    kv_cache,
+    merge,
+    nested,
+    quantized,
+    rules,
+    varlen,
+    vmap,
+)
 
-__all__ = ["dense", "kv_cache", "merge", "nested", "quantized", "rules", "varlen", "vmap"]
+__all__ = [
+    "averaging_rows",
+    "dense",
+    "kv_cache",
+    "merge",
+    "nested",
+    "quantized",
+    "rules",
+    "varlen",
+    "vmap",
+]

@@ -56,6 +56,8 @@ SCHEMAS = {
     # apply
     "attention_backward": f"({_SAVED}, {_DENSE}, bool mask_grad=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "attention_averaging_rows": f"({_QKV}, {_DENSE}, Tensor averaging_rows, "
+    "Tensor? filled_keys=None, float grad_share=1.0) -> (Tensor, Tensor)",
     "attention_varlen": f"({_QKV}, {_PACKED}) -> (Tensor, Tensor)",
     # gradients of query, key, value, sinks
     "attention_varlen_backward": f"({_SAVED}, {_PACKED}) -> (Tensor, Tensor, Tensor, Tensor)",

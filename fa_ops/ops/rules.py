@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.ops import dense, kv_cache, library, merge, quantized, varlen
+from fa_ops.ops import averaging_rows, dense, kv_cache, library, merge, quantized, varlen
 from fa_ops.ops.imports import after_import
 from fa_ops.types import Packing
 
@@ -38,7 +38,7 @@ def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
     library.lib.impl(operator._opname, kernel, f"Autocast{device.upper()}")
 
 
-for _operator in (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN):
+for _operator in (dense.ATTENTION, dense.WITH_LSE, averaging_rows.OPERATOR, varlen.VARLEN):
     for _device in ("cpu", "cuda"):
         _autocast(_operator, _device)
 

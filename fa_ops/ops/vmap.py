@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fa_ops.call import rows_contiguous
-from fa_ops.ops import axes, dense, kv_cache, library, merge, quantized, varlen
+from fa_ops.ops import averaging_rows, axes, dense, kv_cache, library, merge, quantized, varlen
 from fa_ops.ops.axes import BATCH, HEADS
 
 
@@ -123,7 +123,7 @@ def _merge_rule(operator: OpOverload, info, dims: dict, call: dict):
     return operator(behind_states("outs"), behind_states("lses")), (0, 0)
 
 
-def _cached_rule(operator: OpOverload, info, dims: dict, call: dict):
+def _separate_rule(operator: OpOverload, info, dims: dict, call: dict):
     """One call per sample. A cache that all samples share cannot be written by each of them."""
     mapped = {name for name, dim in dims.items() if dim is not None}
     if operator is kv_cache.APPEND and not {"key_cache", "value_cache"} <= mapped:
@@ -153,5 +153,5 @@ for _operator in (
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)
-for _operator in (kv_cache.READ, kv_cache.APPEND):
-    _register(_operator, _cached_rule)
+for _operator in (kv_cache.READ, kv_cache.APPEND, averaging_rows.OPERATOR):
+    _register(_operator, _separate_rule)

@@ -222,8 +222,8 @@ def test_rows_without_keys_match_eager(kind, Hkv, dynamic):
 
 
 @pytest.mark.parametrize("Sk, proven", [(12, True), (15, True), (9, False)])
-def test_prefixes_need_no_second_call_where_every_row_has_a_key(Sk, proven):
-    """Then no query is zeroed, and there is no second call in training."""
+def test_prefixes_average_no_rows_where_every_row_has_a_key(Sk, proven):
+    """Then the call is a plain one, in training too."""
 
     def function(q, k, v):
         i, j = torch.arange(12)[:, None] + (Sk - 12), torch.arange(Sk)
@@ -233,7 +233,8 @@ def test_prefixes_need_no_second_call_where_every_row_has_a_key(Sk, proven):
 
     fusion = check(function, qkv(Sk=Sk))
     assert fusion.findings[0].masks == "dense attn_mask"
-    assert fusion.code.count("fa.attention") == (1 if proven else 2)
+    assert fusion.code.count("fa.attention") == 1
+    assert ("averaging_rows" in fusion.code) != proven
 
 
 def test_rows_without_keys_under_inf_are_zero():
