@@ -1,7 +1,8 @@
 """`python -m tests.evaluation.fusion_bench`: the speed-up of fusion on a Llama, and its cost.
 
-`speed` compiles four variants of the model: eager attention with Inductor alone ("inductor"), the
-same with the fusion pass ("fused"), attn_implementation="sdpa" and "fa_ops". Each round times every
+`speed` compiles variants of the model: eager attention with Inductor alone ("inductor"), the same
+with the fusion pass ("fused"), attn_implementation="sdpa" without and with it ("sdpa_fused"), and
+"fa_ops". Each round times every
 variant once, in random order, and divides by the time of "fa_ops" in that round. Drift between
 rounds, for instance of clocks, then cancels out, and differences of a few per cent become visible.
 `cost` prints the share of the pass in the compile time. Weights are random; nothing is downloaded.
@@ -37,6 +38,7 @@ VARIANTS = {
     "fused": ("eager", True),
     "inductor": ("eager", False),
     "sdpa": ("sdpa", False),
+    "sdpa_fused": ("sdpa", True),
     "fa_ops": ("fa_ops", False),
 }
 LLAMA_3_8B = {
@@ -58,13 +60,27 @@ TINY = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A forward pass, or a training step (forward and backward), over `batch` x `length` tokens."""
+    """A forward pass, or a training step (forward and backward), over `batch` x `length` tokens.
+    With `padded`, row b is padded on the left by b / batch of its length.
+    """
 
     name: str
     layers: int
     batch: int
     length: int
-    train: bool
+    train: bool = False
+    padded: bool = False
+
+
+def workloads(layers: int, prefill: int, train: int) -> dict[str, Workload]:
+    """The workloads by name."""
+    found = (
+        Workload("prefill", layers, 1, prefill),
+        Workload("train", max(layers // 2, 1), 2, train, train=True),
+        Workload("batch", layers, 8, max(prefill // 8, 8)),
+        Workload("padded", layers, 8, max(prefill // 8, 8), padded=True),
+    )
+    return {workload.name: workload for workload in found}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +124,18 @@ def build(shape: dict, layers: int, variant: str, device: str, like: object = No
 def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool) -> Callable:
     """A function that runs a forward pass, or forward and backward, and returns hidden states."""
     compiled = torch.compile(model, backend=fa_ops if fused else "inductor", dynamic=False)
+    mask = None
+    if workload.padded:
+        rows = torch.arange(workload.batch, device=ids.device)[:, None]
+        first = rows * workload.length // workload.batch
+        mask = (torch.arange(workload.length, device=ids.device) >= first).long()
 
     def infer() -> Tensor:
         with torch.no_grad():
-            return compiled(ids).last_hidden_state
+            return compiled(ids, attention_mask=mask).last_hidden_state
 
     def train() -> Tensor:
-        hidden = compiled(ids).last_hidden_state
+        hidden = compiled(ids, attention_mask=mask).last_hidden_state
         hidden.float().square().mean().backward()
         for parameter in model.parameters():
             parameter.grad = None
@@ -238,6 +259,9 @@ def speed(
     rounds: Annotated[int, typer.Option(min=1)] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="steps of a variant in each round")] = 3,
     variants: Annotated[str, typer.Option(help="comma separated")] = ",".join(VARIANTS),
+    names: Annotated[
+        str, typer.Option("--workloads", help="comma separated: prefill, train, batch, padded")
+    ] = "prefill,train",
 ) -> None:
     """Time the variants on a prefill and on a training step."""
     device = options.device(device)
@@ -246,10 +270,8 @@ def speed(
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
     torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
     results = []
-    for workload in (
-        Workload("prefill", layers, 1, prefill, False),
-        Workload("train", max(layers // 2, 1), 2, train, True),
-    ):
+    known = workloads(layers, prefill, train)
+    for workload in map(known.get, options.one_of("--workloads", options.words(names), known)):
         with _without_caches():
             shape = TINY if tiny else LLAMA_3_8B
             results += measure(workload, shape, device, rounds, repeats, chosen)
