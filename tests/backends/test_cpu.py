@@ -253,6 +253,17 @@ def test_a_bad_query_reaches_its_row_however_few_keys_there_are(Sk, is_causal):
     assert torch.equal(lse.isnan(), bad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("Hq", [2, 4])
+def test_gradients_of_the_scores_of_one_key_are_exactly_zero(Hq, dtype):
+    q, k, v = (torch.randn(2, H, n, 64, dtype=dtype) for H, n in ((Hq, 9), (2, 1), (2, 1)))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    for options in ({}, {"window": (3, 2), "softcap": 2.0}):
+        out = fa_ops.attention(*tensors, **options)
+        dq, dk, dv = torch.autograd.grad(out, tensors, torch.randn_like(out))
+        assert not dq.any() and not dk.any() and dv.any()
+
+
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_bad_sink_reaches_its_head(softcap):
     q, k, v, spec = make_case(sinks=True, softcap=softcap).fresh()

@@ -231,8 +231,13 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (NotImplementedError, "qv must be None, got Tensor",
-         lambda: compat.flash_attn_func(q, q, q, qv=q)),
+        (NotImplementedError, "q_descale must be None, got Tensor",
+         lambda: compat.flash_attn_func(q, q, q, q_descale=q)),
+        (ValueError, r"qv must have shape \(1, 2, 2, 8\), got \(1, 2, 2, 7\)",
+         lambda: compat.flash_attn_func(q, q, q, qv=q[..., 1:])),
+        (ValueError, "qv must have q's dtype float32, got float64",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+                                                qv=q.double(), cache_seqlens=1)),
         (NotImplementedError, "q must be in 16 bits or more, got torch.float8_e4m3fn",
          lambda: compat.flash_attn_func(*[q.to(torch.float8_e4m3fn)] * 3)),
         (ValueError, "attention_chunk must not be negative, got -3",

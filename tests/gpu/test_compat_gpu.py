@@ -107,3 +107,25 @@ def test_dropped_weights(not_waiting):
     kept = weights.clamp(min=0) / weights.abs().sum(-1, keepdim=True) / 0.8
     expected = kept @ v.float().repeat_interleave(4, 2).transpose(1, 2)
     assert relative_error(out, expected.transpose(1, 2)) < 1e-2
+
+
+@pytest.mark.parametrize("Dv", [256, 512])
+@torch.no_grad()
+def test_queries_of_values(Dv):
+    """Batches and packed sequences whose products have more features than the dense kernels."""
+    q, k, v, qv = (
+        randn(2, 77, 8, 64),
+        randn(2, 300, 2, 64),
+        randn(2, 300, 2, Dv),
+        randn(2, 77, 8, Dv),
+    )
+    out = flash_attn_interface.flash_attn_func(q, k, v, causal=True, qv=qv)
+    packed = flash_attn_interface.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), borders([77, 77]), borders([300, 300]), 77, 300,
+        causal=True, qv=qv.flatten(0, 1),
+    )  # fmt: skip
+    for b in range(2):
+        joined = (torch.cat(pair, -1).float().cpu() for pair in ((q[b], qv[b]), (k[b], v[b])))
+        expected = naive(*joined, v[b].float().cpu(), causal=True)[0]
+        for found in (out[b], packed.view_as(out)[b]):
+            assert relative_error(found.cpu(), expected) < 1e-2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,9 +39,7 @@ def attend_pages(
     inputs = [unit_stride(x) for x in (q, k, v)]
     detached = (x.detach() for x in inputs)
     out, lse = varlen_pages.attention(*detached, ends, lens, table, longest, options)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Undifferentiable.apply(*inputs, out, lse)
-    return out, lse
+    return undifferentiable("attention over pages (block_table)", inputs, out, lse)
 
 
 def attend_chunks(
@@ -76,14 +76,24 @@ def attend_chunks(
     return out[:, :, 0], lse[:, :, 0].T.contiguous()
 
 
+def undifferentiable(
+    what: str, inputs: Sequence[Tensor], out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and lse, whose gradients raise NotImplementedError, if the inputs require any."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _Undifferentiable.apply(what, out, lse, *inputs)
+    return out, lse
+
+
 class _Undifferentiable(torch.autograd.Function):
     """Results whose gradients are refused instead of missing."""
 
     @staticmethod
-    def forward(ctx, q, k, v, out, lse):
+    def forward(ctx, what, out, lse, *inputs):
+        ctx.what = what
         ctx.set_materialize_grads(False)
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("attention over pages (block_table) has no backward pass")
+        raise NotImplementedError(f"{ctx.what} has no backward pass")

@@ -18,7 +18,7 @@ def chunk_of(attention_chunk: int) -> int:
 
 
 def refuse(q: Tensor, **arguments: Tensor | None) -> None:
-    """Raise NotImplementedError for what has no counterpart: qv and scales of fp8 inputs."""
+    """Raise NotImplementedError for scales of fp8 inputs and fp8 queries."""
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None, got {type(value).__name__}")

@@ -14,6 +14,7 @@ from fa_ops.compat.flash.arguments import (
     shape,
 )
 from fa_ops.compat.flash.segments import chunk_ranges
+from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -43,7 +44,9 @@ def flash_attn_func(
     Args:
         softmax_scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
         causal: causal mask, aligned at the bottom right.
-        qv: must be ``None``, as the three scales of fp8 inputs.
+        qv: the shape of out, queries of the values: scores are ``scale * (q . k + qv . v)`` and
+            the default scale ``1 / sqrt(D + Dv)``; has no backward pass.
+        q_descale: must be ``None``, as the other two scales of fp8 inputs.
         window_size: number of visible keys on either side of a query's own position; negative:
             unbounded.
         attention_chunk: a query at position p attends only keys of its chunk, those from
@@ -63,14 +66,19 @@ def flash_attn_func(
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
     shape(DENSE, q=q, k=k, v=v)
-    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = score_options(softmax_scale, causal, window_size, softcap)
     chunk = chunk_of(attention_chunk)
+    deterministic = flag("deterministic", deterministic)
+    with_lse = flag("return_attn_probs", return_attn_probs)
+    if qv is not None:
+        out, lse = values.batch(q, k, v, qv, chunk, options)
+        return (out, lse) if with_lse else out
     if chunk:
         options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
-    options["deterministic"] = flag("deterministic", deterministic)
-    with_lse = flag("return_attn_probs", return_attn_probs)
-    result = attention(*map(heads_first, (q, k, v)), **options, return_lse=with_lse)
+    result = attention(
+        *map(heads_first, (q, k, v)), **options, deterministic=deterministic, return_lse=with_lse
+    )
     return (result[0].transpose(1, 2), result[1]) if with_lse else result.transpose(1, 2)
 
 

@@ -70,7 +70,9 @@ def flash_attn_with_kvcache(
         v_cache: the same with ``Dv``.
         k: ``(B, Sn, Hkv, D)``, or ``(Tn, Hkv, D)`` with ``cu_seqlens_k_new``, appended in place.
         v: the same with ``Dv``.
-        qv: must be ``None``, as the three scales of fp8 inputs.
+        qv: as in :func:`flash_attn_func`; the cache is copied unless k_cache and v_cache are
+            views of one latent cache ``(..., Dv + D)`` that begins with the values.
+        q_descale: must be ``None``, as the other two scales of fp8 inputs.
         rotary_cos: ``(positions, R / 2)``; rotates the queries and ``k``, which must be given. New
             key ``j`` is at position ``rotary_seqlens + j``. Query ``i`` is at
             ``rotary_seqlens + i`` if the call is causal or has a window, else at
@@ -101,7 +103,7 @@ def flash_attn_with_kvcache(
 
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
-    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     shape(DENSE if cu_seqlens_q is None else PACKED, q=q)
     ends = cu_seqlens_q if cu_seqlens_q is None else need_tensor("cu_seqlens_q", cu_seqlens_q)
@@ -114,14 +116,14 @@ def flash_attn_with_kvcache(
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
     q = unit_stride(without_gradient(q))
     chunk = chunk_of(attention_chunk)
-    if cu_seqlens_q is cu_seqlens_k_new is None and not chunk:
+    if cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk:
         out, lse = attend_rows(
             q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
         )
     else:
         packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
         longest = None if max_seqlen_q is None else need_int("max_seqlen_q", scalar(max_seqlen_q))
-        out, lse = packed.attend(q, new, caches, longest, cache_leftpad, chunk, options)
+        out, lse = packed.attend(q, qv, new, caches, longest, cache_leftpad, chunk, options)
     nothing = q.new_empty(0, dtype=torch.float32)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     return (out, lse, nothing, nothing.clone()) if with_lse else out

@@ -12,6 +12,7 @@ from fa_ops.compat.flash.append import append
 from fa_ops.compat.flash.cache import Caches, ranges_from
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages
 from fa_ops.compat.flash.rotation import Rotation
+from fa_ops.compat.flash_attn_3.qv import check, with_features_of_values
 
 
 class Packed(NamedTuple):
@@ -24,13 +25,16 @@ class Packed(NamedTuple):
     offsets: Tensor | None  # of the rotation; None: lens
 
     def attend(
-        self, q: Tensor, new: tuple[Tensor, Tensor] | None, caches: Caches, longest: int | None,
-        leftpad: Tensor | None, chunk: int, options: dict,
+        self, q: Tensor, qv: Tensor | None, new: tuple[Tensor, Tensor] | None, caches: Caches,
+        longest: int | None, leftpad: Tensor | None, chunk: int, options: dict,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """out and lse in the layout of q."""
         rows, B = q.shape[:2], len(self.lens)
         ends, lens, caches = self.ends_q, self.lens, caches.in_pages()
         checks.integers(q, "cache_seqlens", lens)
+        if qv is not None:
+            check(q, qv, caches.v)
+            qv = qv.detach().reshape(-1, *qv.shape[-2:])
         if ends is None:
             longest, ends, q = q.shape[1], _even(B, q), q.flatten(0, 1)
         if new is not None:
@@ -40,6 +44,8 @@ class Packed(NamedTuple):
             q, k = self._rotated(q, k, ends, ends_k)
             append(caches, k, v, ends_k, lens)
             lens = (lens + ends_k.diff()).int()
+        if qv is not None:
+            q, caches = with_features_of_values(q, qv, caches)
         if chunk:
             out, lse = attend_chunks(q, caches, lens, ends, leftpad, chunk, options)
         else:

@@ -15,6 +15,7 @@ from fa_ops.compat.flash.arguments import (
     shape,
     unit_stride,
 )
+from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 from fa_ops.compat.flash_attn_3.dense import Result
 from fa_ops.types import Packing
@@ -71,14 +72,18 @@ def flash_attn_varlen_func(
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
     shape(PACKED, q=q, k=k, v=v)
-    refuse(q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), q.shape[0])
+    options = score_options(softmax_scale, causal, window_size, softcap)
+    deterministic = flag("deterministic", deterministic)
     with_lse = flag("return_attn_probs", return_attn_probs)
+    if qv is not None:
+        out, lse = values.packed(q, k, v, qv, packing, kv_lens, options)
+        return (out, lse) if with_lse else out
     return attention_varlen(
         *map(unit_stride, (q, k, v)), *packing, kv_lens=kv_lens, return_lse=with_lse,
-        deterministic=flag("deterministic", deterministic),
-        **score_options(softmax_scale, causal, window_size, softcap),
+        deterministic=deterministic, **options,
     )  # fmt: skip
 
 
