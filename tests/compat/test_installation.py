@@ -25,14 +25,18 @@ def installed():
         compat.uninstall(name)
 
 
-# What transformers, verl, InternLM, ring-flash-attention, TransformerEngine and diffusers import.
+# What these import: transformers, diffusers, TransformerEngine, Megatron-LM, xformers, verl,
+# OpenRLHF, axolotl, ms-swift, ColossalAI, DeepSpeed, llm-foundry, gpt-neox,
+# flash-linear-attention, InternLM, ring-flash-attention, long-context-attention, HunyuanVideo, Wan,
+# DiffSynth-Studio and FastVideo.
 NAMES = {
     "flash_attn": "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache "
     "flash_attn_qkvpacked_func flash_attn_kvpacked_func flash_attn_varlen_qkvpacked_func "
-    "flash_attn_varlen_kvpacked_func __version__",
+    "flash_attn_varlen_kvpacked_func __version__ bert_padding flash_attn_interface",
     "flash_attn.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
-    "flash_attn.flash_attn_interface": "flash_attn_func _flash_attn_forward _flash_attn_backward "
+    "flash_attn.flash_attn_interface": "flash_attn_func flash_attn_varlen_func "
+    "flash_attn_varlen_qkvpacked_func _flash_attn_forward _flash_attn_backward "
     "_flash_attn_varlen_forward _flash_attn_varlen_backward _wrapped_flash_attn_forward "
     "_wrapped_flash_attn_backward _wrapped_flash_attn_varlen_forward "
     "_wrapped_flash_attn_varlen_backward _get_block_size_n flash_attn_gpu",
@@ -43,7 +47,8 @@ NAMES = {
     "flash_attn_interface": "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache "
     "flash_attn_qkvpacked_func flash_attn_combine get_scheduler_metadata _flash_attn_forward "
     "_flash_attn_backward __version__",
-    "flash_attn_3.flash_attn_interface": "flash_attn_func _flash_attn_forward",
+    "flash_attn_3.flash_attn_interface": "flash_attn_func flash_attn_with_kvcache "
+    "_flash_attn_forward",
 }
 
 
