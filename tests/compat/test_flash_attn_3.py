@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fa_ops.compat import flash_attn_interface as compat
+from fa_ops.compat.flash_attn_3 import wide_values
 from tests.compat.test_flash_attn import caches, draw, rows_of
 
 # of the module at the end of 2025
@@ -97,6 +98,25 @@ def test_packed_sequences(name, used):
         expected[a : a + n], expected_lse[:, a : a + n] = row, row_lse.float()
     torch.testing.assert_close(lse, expected_lse)
     assert_same(out, expected, (q, k, v))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_with_more_features_than_a_kernel_takes(packed, monkeypatch):
+    monkeypatch.setattr(wide_values, "is_limited", lambda device: True)
+    q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 600)
+    if packed:
+        ends = torch.tensor([0, 9, 18], dtype=torch.int32)
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = compat.flash_attn_varlen_func(
+            *flat, ends, ends, 9, 9, causal=True, return_attn_probs=True
+        )
+        out, lse = out.view(2, 9, 4, 600), lse.view(4, 2, 9).transpose(0, 1)
+    else:
+        out, lse = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        assert torch.equal(compat.flash_attn_func(q, k, v, causal=True), out)
+    rows = [naive(*row, causal=True) for row in zip(q, k, v)]
+    torch.testing.assert_close(lse, torch.stack([row[1] for row in rows]), check_dtype=False)
+    assert_same(out, torch.stack([row[0] for row in rows]), (q, k, v))
 
 
 def test_one_tensor():

@@ -110,6 +110,21 @@ def test_dropped_weights(not_waiting):
 
 
 @pytest.mark.parametrize("Dv", [256, 512])
+def test_wide_values(Dv):
+    q, k, v = (
+        randn(2, n, H, D).requires_grad_() for n, H, D in ((300, 8, 64), (300, 2, 64), (300, 2, Dv))
+    )
+    out = flash_attn_interface.flash_attn_func(q, k, v, causal=True)
+    inputs = [x.detach().float().cpu().requires_grad_() for x in (q, k, v)]
+    expected = torch.stack([naive(*row, causal=True)[0] for row in zip(*inputs)])
+    grad = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    wanted = [expected, *torch.autograd.grad(expected, inputs, grad.float().cpu())]
+    for one, other in zip(found, wanted):
+        assert relative_error(one.cpu(), other) < 2e-2
+
+
+@pytest.mark.parametrize("Dv", [256, 512])
 @torch.no_grad()
 def test_queries_of_values(Dv):
     """Batches and packed sequences whose products have more features than the dense kernels."""

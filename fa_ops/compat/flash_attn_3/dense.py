@@ -16,6 +16,7 @@ from fa_ops.compat.flash.arguments import (
 from fa_ops.compat.flash.segments import chunk_ranges
 from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
+from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -76,9 +77,9 @@ def flash_attn_func(
         return (out, lse) if with_lse else out
     if chunk:
         options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
-    result = attention(
-        *map(heads_first, (q, k, v)), **options, deterministic=deterministic, return_lse=with_lse
-    )
+    options |= {"deterministic": deterministic, "return_lse": with_lse}
+    q, k, v = map(heads_first, (q, k, v))
+    result = attend_parts(lambda part: attention(q, k, part, **options), v)
     return (result[0].transpose(1, 2), result[1]) if with_lse else result.transpose(1, 2)
 
 

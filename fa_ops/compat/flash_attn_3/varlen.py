@@ -18,6 +18,7 @@ from fa_ops.compat.flash.arguments import (
 from fa_ops.compat.flash_attn_3 import qv as values
 from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
 from fa_ops.compat.flash_attn_3.dense import Result
+from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 from fa_ops.types import Packing
 
 
@@ -81,10 +82,9 @@ def flash_attn_varlen_func(
     if qv is not None:
         out, lse = values.packed(q, k, v, qv, packing, kv_lens, options)
         return (out, lse) if with_lse else out
-    return attention_varlen(
-        *map(unit_stride, (q, k, v)), *packing, kv_lens=kv_lens, return_lse=with_lse,
-        deterministic=deterministic, **options,
-    )  # fmt: skip
+    options |= {"kv_lens": kv_lens, "return_lse": with_lse, "deterministic": deterministic}
+    q, k, v = map(unit_stride, (q, k, v))
+    return attend_parts(lambda part: attention_varlen(q, k, part, *packing, **options), v)
 
 
 def packed(
