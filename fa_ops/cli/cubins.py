@@ -38,6 +38,7 @@ def run(
     folder: Annotated[Path, typer.Argument(help="where the wheel is written")] = Path("dist"),
     head_dim: warm.HeadDims = None,
     dtype: warm.Dtypes = None,
+    eight_bit: warm.EightBit = False,
 ) -> None:
     """Build a wheel of the Hopper kernels of common calls, with or without a GPU.
 
@@ -45,7 +46,7 @@ def run(
     time. Needs hatchling.
     """
     console = Console(highlight=False)
-    variants = warm.chosen(head_dim, dtype)
+    variants = warm.chosen(head_dim, dtype, eight_bit)
     warm.compile_all(variants, console)
     programs = [
         compiler.program(kind, entry, defines)

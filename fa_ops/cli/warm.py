@@ -19,10 +19,12 @@ Dtypes = Annotated[
     list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
 ]
 
+EightBit = Annotated[bool, typer.Option("--eight-bit", help="kernels with 8-bit products too")]
 
-def run(head_dim: HeadDims = None, dtype: Dtypes = None) -> None:
+
+def run(head_dim: HeadDims = None, dtype: Dtypes = None, eight_bit: EightBit = False) -> None:
     """Compile the Hopper kernels of common calls into the cache, with or without a GPU."""
-    console, variants = Console(highlight=False), chosen(head_dim, dtype)
+    console, variants = Console(highlight=False), chosen(head_dim, dtype, eight_bit)
     compiled = compile_all(variants, console)
     kernels = sum(len(variant.entries) for variant in variants)
     console.print(
@@ -31,12 +33,15 @@ def run(head_dim: HeadDims = None, dtype: Dtypes = None) -> None:
     )
 
 
-def chosen(head_dim: list[int] | None, dtype: list[str] | None) -> list[warm.Variant]:
-    """The variants of the options `--head-dim` and `--dtype`."""
+def chosen(
+    head_dim: list[int] | None, dtype: list[str] | None, eight_bit: bool
+) -> list[warm.Variant]:
+    """The variants of the options `--head-dim`, `--dtype` and `--eight-bit`."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in warm.DTYPES}
     head_dims = options.one_of("--head-dim", head_dim or warm.COMMON_HEAD_DIMS, warm.HEAD_DIMS)
-    dtypes = options.one_of("--dtype", dtype, tuple(known))
-    return list(warm.variants(head_dims, [known[name] for name in dtypes]))
+    dtypes = [known[name] for name in options.one_of("--dtype", dtype, tuple(known))]
+    more = warm.eight_bit_variants(head_dims, dtypes) if eight_bit else ()
+    return [*warm.variants(head_dims, dtypes), *more]
 
 
 def compile_all(variants: list[warm.Variant], console: Console) -> int:

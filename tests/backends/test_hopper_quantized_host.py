@@ -7,8 +7,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import quantize, quantized
-from fa_ops.call import QUANTIZED, Call
+from fa_ops.backends.hopper import compiler, quantize, quantized, warm
+from fa_ops.call import QUANTIZED, Call, QuantizedTensors
 from fa_ops.types import Quantization, Spec
 
 E4M3 = torch.float8_e4m3fn
@@ -45,6 +45,25 @@ def test_a_16_bit_call_is_quantised_first(driver):
     assert struct.unpack_from("<6i", params, 464) == (2, 4, 2, 300, 200, 64)
 
 
+def test_prepared_calls_find_their_own_tensors(driver):
+    q, k, v = (torch.randn(2, 4, 100, 64, dtype=torch.half) for _ in range(3))
+    lens, sinks = torch.tensor([90, 7], dtype=torch.int32), torch.randn(4, dtype=torch.half)
+    spec = Spec(kv_lens=lens, sinks=sinks)
+    run = quantized.prepare(Call(QUANTIZED, q, k, v, spec, quantization=Quantization()))
+    other = q.clone(), k.clone(), v.clone()
+    for tensors in ((q, k, v), other):
+        out, lse = run(*tensors, QuantizedTensors(sinks, lens), False)
+        assert lse is None and out.shape == q.shape
+        words = struct.unpack_from("<13Q", driver.last("quantize")[1])
+        assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[12] == lens.data_ptr()
+        found = struct.unpack_from("<10Q", driver.last("quantized")[1], 384)
+        assert found[:2] == (out.data_ptr(), 0) and found[6] == lens.data_ptr()
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
+    run(shifted, k, v, QuantizedTensors(sinks, lens))
+    read = struct.unpack_from("<13Q", driver.last("quantize")[1])[0]
+    assert read != shifted.data_ptr() and read % 16 == 0
+
+
 @pytest.mark.parametrize("scales", ["one", "heads", "blocks"])
 def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     q, k, v = (torch.randn(2, n, 100, 64).to(E4M3) for n in (4, 2, 2))
@@ -56,6 +75,25 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     params = driver.last("quantized")[1]
     maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128)]
     assert maps == [q.data_ptr(), k.data_ptr()]
+
+
+def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
+    warmed, used = set(), set()
+    for kind, entries, defines in warm.eight_bit_variants((64,), (torch.half,)):
+        warmed |= {(kind, entry, frozenset(defines.items())) for entry in entries}
+
+    def program(kind, entry, defines):
+        used.add((kind, entry, frozenset(defines.items())))
+        return entry
+
+    monkeypatch.setattr(compiler, "program", program)
+    scales = Quantization(*torch.rand(3), None, False, False)
+    for causal in (False, True):
+        q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.half) for _ in range(3))
+        quantized.quantized_forward(q, k, v, Quantization(), Spec(is_causal=causal))
+        eight = (x.to(E4M3) for x in (q, k, v))
+        quantized.quantized_forward(*eight, scales, Spec(is_causal=causal))
+    assert warmed == used
 
 
 @pytest.mark.parametrize(
@@ -74,7 +112,7 @@ def test_results_of_a_call_do_not_overlap(driver):
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     strides = [t.stride() for t in tensors]
     quantizer = quantize.Quantizer(torch.bfloat16, None, shapes, strides, 1.0, True, True, False)
-    found, memory = quantizer.run(*tensors, Quantization(), None, 0)
+    found, memory = quantizer.run(*tensors, QuantizedTensors(), 0)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))

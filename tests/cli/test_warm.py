@@ -67,6 +67,15 @@ def test_calls_use_the_kernels_that_were_compiled(folder, nvrtc, monkeypatch):
     )
 
 
+def test_kernels_with_8_bit_products_are_compiled_on_request(folder, nvrtc, monkeypatch):
+    def compile_source(program, *extra):
+        return b"stand-in for " + program.source.encode(), ""
+
+    monkeypatch.setattr(compiler, "compile_source", compile_source)
+    result = invoke("--head-dim", "64", "--dtype", "float16", "--eight-bit")
+    assert "46 kernels compiled" in result.output
+
+
 def test_variants_are_distinct():
     variants = list(warm.variants())
     assert len(variants) == 2 * (4 * (4 + 3 + 3 + 6) + 3)

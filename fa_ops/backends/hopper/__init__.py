@@ -27,7 +27,6 @@ from fa_ops.call import (
     Call,
     Plan,
     decoding,
-    general,
 )
 from fa_ops.types import (
     MAX_HEAD_DIM,
@@ -96,7 +95,7 @@ def plan(call: Call) -> Plan:
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == QUANTIZED:
-        return general("8-bit forward", quantized.quantized_forward)
+        return Plan("8-bit forward", quantized.prepare)
     if call.kind == PACKED:
         if call.saved is None:
             return Plan("forward", packed.prepare)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import Entry, empty, kernels, one_parameter, set_zero
-from fa_ops.types import SCALE_BLOCK, Quantization
+from fa_ops.backends.hopper.launch import Entry, address, empty, kernels, one_parameter, set_zero
+from fa_ops.call import QuantizedTensors
+from fa_ops.types import SCALE_BLOCK
 
 VALUE_BLOCK = 128  # keys whose values are transposed together
 THREADS = 256
@@ -77,15 +78,15 @@ class Quantizer:
         self._kernels = kernels("quantize", device, entries, tuple(defines.items()))
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, how: Quantization, kv_lens: Tensor | None,
-        stream: int,
-    ) -> tuple[Addresses, Tensor]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int
+    ) -> tuple[Addresses, Tensor]:
         """The addresses of the results, and the memory that holds them."""
         memory = empty(*self._memory)
-        set_zero(memory[: self._zeroed], stream)
-        largest, mean, q8, k8, v8, q_scale, k_scale, v_scale, offset = (
-            memory.data_ptr() + x for x in self._offsets
-        )
+        set_zero(memory, stream, self._zeroed)
+        begin = memory.data_ptr()
+        largest, mean, q8, k8, v8, q_scale, k_scale, v_scale, offset = [
+            begin + x for x in self._offsets
+        ]
         if not self._subtracts_mean:
             mean = offset = 0
         found = Addresses(
@@ -94,7 +95,7 @@ class Quantizer:
         params = one_parameter(
             ADDRESSES.pack(
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
-                offset, mean, largest, 0 if kv_lens is None else kv_lens.data_ptr(),
+                offset, mean, largest, address(tensors.kv_lens),
             )
             + self._scalars
         )  # fmt: skip

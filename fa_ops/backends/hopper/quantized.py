@@ -20,6 +20,7 @@ from fa_ops.backends.hopper.launch import (
     one_parameter,
 )
 from fa_ops.backends.hopper.problem import (
+    MISALIGNED,
     UNBOUNDED,
     ScoreUnits,
     key_section,
@@ -29,7 +30,8 @@ from fa_ops.backends.hopper.problem import (
     tma_aligned,
     window_sides,
 )
-from fa_ops.types import Quantization, Spec, default_scale
+from fa_ops.call import Call, QuantizedTensors, Run, general
+from fa_ops.types import Quantization, Spec, default_scale, rows_are_aligned
 
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B")
@@ -56,32 +58,60 @@ def quantized_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) in q's dtype, bfloat16 for e4m3, laid out (B, Sq, Hq, Dv), and lse."""
     q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
-    lens, ranges, sinks = spec.kv_lens, spec.key_ranges, spec.sinks
+    lens, ranges = spec.kv_lens, spec.key_ranges
     if lens is not None:
         lens = lens.contiguous()
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    plan = _plan(
+    tensors = QuantizedTensors(spec.sinks, lens, ranges, *how[:3])
+    return plan_of(q, k, v, how, spec, tensors).run(q, k, v, tensors)
+
+
+def prepare(call: Call) -> Run:
+    """What runs calls with the geometry of this one."""
+    q, k, v = call.query, call.key, call.value
+    if not rows_are_aligned(q, k, v):
+        return general("8-bit forward", quantized_forward).prepare(call)
+    options = call.without_tensors()
+    plan = plan_of(q, k, v, call.quantization, call.spec, call.tensors)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
+            return quantized_forward(q, k, v, *options.arguments_with(tensors))
+        return plan.run(q, k, v, tensors, with_lse)
+
+    return run
+
+
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec, tensors: QuantizedTensors
+) -> QuantizedPlan:
+    """The plan of a call whose lengths and ranges are contiguous."""
+    return _plan(
         q.dtype,
         q.device.index,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
-        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         how[3:],
-        lens is not None,
-        None if ranges is None else shared_strides(ranges),
-        sinks is not None,
+        (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
+        tensors.kv_lens is not None,
+        None if tensors.key_ranges is None else shared_strides(tensors.key_ranges),
+        tensors.sinks is not None,
     )
-    return plan.run(q, k, v, how, lens, ranges, sinks)
+
+
+def has_head_dim(D: int) -> bool:
+    """Whether there are kernels for heads of D features in query, key and value."""
+    return D in range(16, min(_MAX_HEAD_DIM, _MAX_VALUE_DIM) + 1, 16)
 
 
 class QuantizedPlan:
     """The part of a call that depends on its geometry only, not on addresses or values."""
 
     def __init__(
-        self, dtype, device, shapes, strides, scalar_options, how, has_lens, ranges, has_sinks
+        self, dtype, device, shapes, strides, how, scalar_options, has_lens, ranges, has_sinks
     ):
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = scalar_options
@@ -130,21 +160,23 @@ class QuantizedPlan:
         )
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, how: Quantization, kv_lens: Tensor | None = None,
-        key_ranges: Tensor | None = None, sinks: Tensor | None = None, with_lse: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """out and lse, which is None unless asked for."""
+        sinks, kv_lens, key_ranges, *_ = tensors
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)
             lse = empty(*self.lse) if with_lse else None
-            eight, memory = self.source.run(q, k, v, how, kv_lens, stream)
+            eight, memory = self.source.run(q, k, v, tensors, stream)
             words = _ADDRESSES.pack(
-                out.data_ptr(), 0 if lse is None else lse.data_ptr(), eight.q_scale, eight.k_scale,
-                eight.v_scale, eight.offset,
-                *map(address, (kv_lens, key_ranges, sinks)),
+                out.data_ptr(), address(lse), eight.q_scale, eight.k_scale, eight.v_scale,
+                eight.offset, address(kv_lens), address(key_ranges), address(sinks),
                 eight.counter if self.is_dynamic else 0,
             )  # fmt: skip
-            maps = b"".join(one.at(where) for one, where in zip(self.maps, eight))
+            q_map, k_map, v_map = self.maps
+            maps = q_map.at(eight.query) + k_map.at(eight.key) + v_map.at(eight.value)
             self.kernel.launch((self.grid, 1), stream, one_parameter(maps + words + self.scalars))
             del memory  # what runs later in this stream may use it
         return out, lse

@@ -18,6 +18,7 @@ from fa_ops.backends.hopper.quantize import (
     Addresses,
     lanes,
 )
+from fa_ops.call import QuantizedTensors
 from fa_ops.types import SCALE_BLOCK, Quantization
 
 
@@ -44,27 +45,25 @@ class Scaled:
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, Hq // Hkv, Sq, Sk, D, Dv, 1, 1.0, 1.0),
         )
-        defines = {"IS_BF16": 1, "IS_INT8": 0, "ROTATED_BITS": 0}
-        defines |= {"HEAD_LANES": 8, "VALUE_LANES": lanes(Dv)}
+        defines = kernel_defines(Dv)
         entries = [Entry("turn_values", THREADS)]
         self._kernel = kernels("quantize", device, entries, tuple(defines.items()))[0]
         self._grid = self.blocks, B * Hkv
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, how: Quantization, kv_lens: Tensor | None,
-        stream: int,
-    ) -> tuple[Addresses, tuple[Tensor, ...]]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int
+    ) -> tuple[Addresses, tuple[Tensor, ...]]:
         """Where the kernel finds everything, and what holds it."""
         (B, Hq, Sq, _), (_, Hkv, _, _), (_, _, _, Dv) = self._shapes
         memory = empty(*self._memory)
         counter = memory[self._values :]
         set_zero(counter, stream)
-        q_scale = _of_tokens(how.q_scale, Sq).expand(B, Hq, Sq).contiguous()
-        k_scale = _of_blocks(how.k_scale, 2 * self.blocks).expand(B, Hkv, -1).contiguous()
-        v_scale = _of_channels(how.v_scale).expand(B, Hkv, Dv).contiguous()
+        q_scale = _of_tokens(tensors.q_scale, Sq).expand(B, Hq, Sq).contiguous()
+        k_scale = _of_blocks(tensors.k_scale, 2 * self.blocks).expand(B, Hkv, -1).contiguous()
+        v_scale = _of_channels(tensors.v_scale).expand(B, Hkv, Dv).contiguous()
         v8 = memory.data_ptr()
         params = ADDRESSES.pack(
-            0, 0, v.data_ptr(), 0, 0, v8, 0, 0, 0, 0, 0, 0, address(kv_lens)
+            0, 0, v.data_ptr(), 0, 0, v8, 0, 0, 0, 0, 0, 0, address(tensors.kv_lens)
         ) + self._scalars  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
         found = Addresses(
@@ -72,6 +71,13 @@ class Scaled:
             v_scale.data_ptr(), 0, counter.data_ptr(),
         )  # fmt: skip
         return found, (memory, q_scale, k_scale, v_scale)
+
+
+def kernel_defines(Dv: int) -> dict[str, int]:
+    """The macros of the kernel that transposes values."""
+    return {
+        "IS_BF16": 1, "IS_INT8": 0, "ROTATED_BITS": 0, "HEAD_LANES": 8, "VALUE_LANES": lanes(Dv),
+    }  # fmt: skip
 
 
 def _of_tokens(scale: Tensor, tokens: int) -> Tensor:

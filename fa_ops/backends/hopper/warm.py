@@ -8,8 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from fa_ops.backends.hopper import compiler, decode, dense_backward, dense_forward, mla, split_kv
+from fa_ops.backends.hopper import (
+    compiler,
+    decode,
+    dense_backward,
+    dense_forward,
+    mla,
+    quantize,
+    quantized,
+    scaled,
+    split_kv,
+)
 from fa_ops.backends.hopper.configs import (
+    QuantizedConfig,
     backward_config,
     decode_config,
     forward_config,
@@ -72,6 +83,29 @@ def _forwards(D: int, dtype: torch.dtype) -> Iterator[Variant]:
     for features in _FORWARDS:
         defines = dense_forward.kernel_defines(config, dtype, **features)
         yield Variant("forward", ("forward",), defines)
+
+
+def eight_bit_variants(
+    head_dims: Sequence[int] = COMMON_HEAD_DIMS, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[Variant]:
+    """The kernels of `quantized_attention` with its defaults, and of `attention` of e4m3 tensors.
+
+    Full and causal, for the head dims that the kernels have.
+    """
+    for D in filter(quantized.has_head_dim, head_dims):
+        config = QuantizedConfig(D, D)
+        for window in (False, True):
+            for dtype in dtypes:
+                defines = quantized.kernel_defines(config, dtype, window=window)
+                yield Variant("quantized", ("quantized",), defines)
+            scale_defines = quantized.kernel_defines(
+                config, torch.bfloat16, is_int8=False, window=window, signs=True
+            )
+            yield Variant("quantized", ("quantized",), scale_defines)
+        for dtype in dtypes:
+            defines = quantize.kernel_defines(dtype, D, D)
+            yield Variant("quantize", ("statistics", "quantize"), defines)
+        yield Variant("quantize", ("turn_values",), scaled.kernel_defines(D))
 
 
 def _names(entries: Iterable[Entry]) -> tuple[str, ...]:
