@@ -20,6 +20,7 @@ from fa_ops.bench import first as first_calls
 from fa_ops.bench import host as host_calls
 from fa_ops.bench import memory as memory_peaks
 from fa_ops.bench import peers, problems, report, timing
+from fa_ops.bench import quantized as quantized_calls
 from fa_ops.bench.sweep import sweep
 from fa_ops.cli import options
 from fa_ops.cli.options import Device, Json, Only
@@ -125,3 +126,4 @@ app.command("cpu")(cpu_calls.main)
 app.command("decode")(decode_calls.main)
 app.command("first")(first_calls.main)
 app.command("memory")(memory_peaks.main)
+app.command("quantized")(quantized_calls.main)

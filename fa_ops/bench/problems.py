@@ -112,6 +112,21 @@ def _models() -> list[Problem]:
     return [Problem(B, Hq, Hkv, S, D, causal) for B, Hq, Hkv, S, D, causal in _MODELS]
 
 
+def _quantized() -> list[Problem]:
+    """Prompts, image and video models, whose attention has 8-bit kernels."""
+    shapes = (
+        (2, 16, 16, 8192, 128, False),
+        (2, 16, 16, 8192, 128, True),
+        (1, 16, 16, 16384, 128, False),
+        (1, 32, 8, 16384, 128, True),
+        (1, 24, 24, 16384, 128, False),  # Flux and Wan
+        (1, 40, 40, 32768, 128, False),
+        (2, 32, 32, 8192, 64, False),
+        (2, 32, 32, 8192, 64, True),
+    )
+    return [Problem(*shape) for shape in shapes]
+
+
 PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "issue": lambda: _grid(16384, 2048, (64, 128, 256), (2048, 8192)),
     "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
@@ -120,6 +135,7 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "cross": _cross,
     "models": _models,
     "dims": lambda: _grid(16384, 2048, (72, 80, 88, 96, 104, 112), (1024, 4096)),
+    "quantized": _quantized,
     "quick": lambda: _grid(16384, 2048, (64, 128), (2048,)),
     "cpu": lambda: _grid(2048, 512, (64, 128), (512, 2048), dtype=torch.float32),
     "tiny": lambda: _grid(128, 64, (16,), (64,), dtype=torch.float32),
