@@ -105,6 +105,7 @@ def features(
         typer.Option(min=1, help="sequence length; default: 16384 on a GPU, 512 on the CPU"),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="query and key heads")] = 16,
+    head_dim: Annotated[int, typer.Option(min=8, help="features of a head")] = 128,
     only: Only = None,
     flex: Annotated[bool, typer.Option(help="measure compiled FlexAttention too")] = False,
     budget: Budget = 200.0,
@@ -114,9 +115,10 @@ def features(
     device = options.device(device)
     tokens = tokens or (16384 if device == "cuda" else 512)
     chosen = feature_costs.choose(feature_costs.features(heads, tokens, device), only)
-    measured = feature_costs.times(chosen, heads, tokens, device, budget, flex)
+    measured = feature_costs.times(chosen, heads, tokens, head_dim, device, budget, flex)
     name = report.environment(device)["device"]
-    console.print(feature_costs.table(f"{heads} heads, {tokens} tokens, {name}", measured))
+    title = f"{heads} heads of {head_dim}, {tokens} tokens, {name}"
+    console.print(feature_costs.table(title, measured))
     if json is not None:
         report.write_json(json, device, "features", feature_costs.records(measured))
 

@@ -22,6 +22,7 @@ def _ours(backend: str | None) -> list[Implementation]:
     def build(p: DecodeProblem, data: Data) -> Call:
         width = p.Dv or p.D
         arguments: dict = {"num_splits": 1} if p.unsplit else {}
+        arguments |= {"batch_invariant": True} if p.invariant else {}
         arguments |= {"is_causal": True} if p.queries > 1 else {}
         arguments |= {"key_ranges": data.ranges} if p.padding else {}
         arguments |= {"unified_max": data.estimates} if p.unified else {}
@@ -37,7 +38,7 @@ def _ours(backend: str | None) -> list[Implementation]:
 
 def _check_plain(p: DecodeProblem) -> None:
     """Raise NotImplementedError for problems that SDPA and FlexAttention cannot compute."""
-    if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.unsplit:
+    if p.page or p.fp8 or p.ragged or p.padding or p.shared or p.only_ours:
         raise NotImplementedError("supports no pages, fp8, lengths, padding or shared values")
     if p.queries > 1:
         raise NotImplementedError("aligns causal queries at the first key")
@@ -60,7 +61,7 @@ def _flex(p: DecodeProblem, data: Data) -> Call:
 def _flash_attn_3(p: DecodeProblem, data: Data) -> Call:
     names = ("flash_attn_interface", "fa3_fwd_interface", "tokenspeed_fa3.flash_attn_interface")
     function = import_first(*names).flash_attn_with_kvcache
-    if p.fp8 or p.padding or p.shared or p.unsplit:
+    if p.fp8 or p.padding or p.shared or p.only_ours:
         raise NotImplementedError("measured with neither fp8, padding nor shared values")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

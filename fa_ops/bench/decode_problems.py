@@ -26,6 +26,7 @@ class DecodeProblem:
     ragged: bool = False  # lengths from 1 to S
     padding: int = 0  # keys at the start of every row that are masked out
     unsplit: bool = False  # ours with a single split
+    invariant: bool = False  # ours with results that do not depend on other rows
     unified: bool = False  # ours with an estimate of the largest scores
     queries: int = 1  # query tokens of a row, causally masked
     dtype: torch.dtype = torch.bfloat16
@@ -35,7 +36,8 @@ class DecodeProblem:
         words += [f"{self.queries} queries"] if self.queries > 1 else []
         words += [f"page {self.page}"] if self.page else []
         words += [f"padding {self.padding}"] if self.padding else []
-        words += [word for word in ("fp8", "ragged", "unsplit", "unified") if getattr(self, word)]
+        flags = "fp8", "ragged", "unsplit", "invariant", "unified"
+        words += [flag for flag in flags if getattr(self, flag)]
         return " ".join(words)
 
     @property
@@ -52,6 +54,11 @@ class DecodeProblem:
     def shared(self) -> bool:
         """Whether values are a view of the keys, as in MLA."""
         return self.Dv not in (0, self.D)
+
+    @property
+    def only_ours(self) -> bool:
+        """Whether peers have no such option."""
+        return self.unsplit or self.invariant
 
     def lengths(self) -> list[int]:
         """The number of keys of each row."""
@@ -148,6 +155,11 @@ PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
     "ragged": lambda: [DecodeProblem(64, 32768, ragged=True), DecodeProblem(64, 16384)],
     "padded": lambda: [DecodeProblem(8, 32768, padding=28672), DecodeProblem(8, 4096)],
     "unsplit": lambda: [DecodeProblem(1, 131072), DecodeProblem(1, 131072, unsplit=True)],
+    "invariant": lambda: [
+        DecodeProblem(B, S, page=page, invariant=invariant)
+        for B, S, page in ((1, 8192, 0), (8, 8192, 0), (64, 4096, 0), (64, 4096, 64))
+        for invariant in (False, True)
+    ],
     "unified": lambda: [
         DecodeProblem(B, S, unified=unified)
         for B, S in ((1, 8192), (8, 1024), (64, 4096))

@@ -15,7 +15,7 @@ from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
 from fa_ops.cli import options
 
-WINDOW, DOCUMENT, SOFTCAP, DROPOUT, DIM = 1024, 1024, 30.0, 0.1, 128
+WINDOW, DOCUMENT, SOFTCAP, DROPOUT = 1024, 1024, 30.0, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,7 @@ def features(H: int, S: int, device: str) -> Makers:
             lambda s, b, h, q, k: s - slopes[h] * (q - k),
         ),
         "causal, sinks": lambda: Feature(causal | {"sinks": sinks}),
+        "causal, deterministic": lambda: Feature(causal | {"deterministic": True}, past),
         f"causal, window {WINDOW}": lambda: Feature(
             causal | {"window": (WINDOW - 1, 0)},
             lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
@@ -111,12 +112,12 @@ def choose(known: Makers, only: str | None = None) -> Makers:
 
 
 def times(
-    chosen: Makers, H: int, S: int, device: str, budget: float, flex: bool = False
+    chosen: Makers, H: int, S: int, D: int, device: str, budget: float, flex: bool = False
 ) -> Measured:
     """Measure forward and backward passes of each feature; the first one is the baseline."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v, grad_out = (
-        torch.randn(1, S, H, DIM, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
+        torch.randn(1, S, H, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
     measured: Measured = {}
     for name, make in chosen.items():

@@ -84,7 +84,7 @@ def test_lengths_of_packed_documents_add_up_to_all_tokens(S):
 
 def test_features_agree_with_flex_attention():
     S, H = 64, 2
-    q, k, v = (torch.randn(1, H, S, features.DIM, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(1, H, S, 128, dtype=torch.float64) for _ in range(3))
     for name, make in features.features(H, S, "cpu").items():
         feature = make()
         ours = features._ours(feature, "cpu")(q, k, v)
