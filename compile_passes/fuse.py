@@ -13,9 +13,11 @@ from compile_passes.graph import flex, multi_head, sdpa
 from compile_passes.graph.dead_nodes import drop_dead_nodes
 from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.graph.ir import GraphView, Value
+from compile_passes.graph.joined_keys import split_joined_keys
 from compile_passes.graph.metadata_readers import detach_metadata_readers
 from compile_passes.graph.stored_outputs import StoredOutputs
 from compile_passes.graph.vocabulary import raw_name
+from compile_passes.graph.weight_sums import distribute_products
 from compile_passes.masks import call_rules
 from compile_passes.masks.classified_masks import ClassifiedMasks
 from compile_passes.masks.classify import classify_masks
@@ -47,7 +49,7 @@ def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = Fals
     sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
     calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
-    inlined += calls.values()
+    inlined += [*calls.values(), *split_joined_keys(graph), *distribute_products(graph)]
     order = {node: i for i, node in enumerate(graph.nodes)}
     try:
         view = GraphView(graph)
@@ -94,10 +96,10 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
 
 def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:
     for call in inlined:
-        if fused.isdisjoint(call.nodes):
-            call.undo()
-        else:
+        if call.is_fused(fused):
             call.commit()
+        else:
+            call.undo()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,10 @@ class InlinedCall:
     out: fx.Node | None = None
     result: fx.Node | None = None
 
+    def is_fused(self, fused: set[fx.Node]) -> bool:
+        """Whether any of its softmaxes is among the fused ones."""
+        return not fused.isdisjoint(self.nodes)
+
     def commit(self) -> None:
         """Replace the call by its operations."""
         for part in list(self.call.users):

@@ -207,11 +207,10 @@ class Matcher:
             if keys and set(keys) <= state.scores.a.axes() & state.scores.b.axes():
                 raise Refused(TALKING_HEADS)
             raise Refused("they are multiplied along another dimension than the keys")
+        # several where rows share their weights, as in an MSA transformer
         new = [x for x in c.out_labels if x is not None and x not in axes]
-        if len(new) > 1:
-            raise Refused("the value has dimensions that the weights lack")
         axes |= {x: (Axis(c.sizes[x], "features"),) for x in new}
-        features = axes[new[0]] if new else ()
+        features = tuple(axis for x in new for axis in axes[x])
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
         if isinstance(state, ScoreExps):
             path = (*state.path, value)

@@ -6,6 +6,7 @@ from tests.compile_passes.spellings import (
     decoders,
     encoders,
     guards,
+    joined,
     refused,
     rows_without_keys,
     sdpa_calls,
@@ -13,5 +14,15 @@ from tests.compile_passes.spellings import (
     vision,
 )
 
-FILES = (decoders, encoders, vision, styles, refused, rows_without_keys, sdpa_calls, guards)
+FILES = (
+    decoders,
+    encoders,
+    vision,
+    styles,
+    refused,
+    rows_without_keys,
+    sdpa_calls,
+    guards,
+    joined,
+)
 CASES = {name: case for file in FILES for name, case in file.CASES.items()}

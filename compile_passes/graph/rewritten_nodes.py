@@ -1,0 +1,63 @@
+"""Nodes that are written in another form before attention is matched, and restored if the pass
+fuses none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from compile_passes.graph.inlined_call import InlinedCall
+from compile_passes.graph.inserter import NodeInserter
+
+
+@dataclasses.dataclass
+class RewrittenNodes(InlinedCall):
+    """`removed` are the erased nodes with their arguments, in order; the last computed `call`,
+    whose readers now read `out`. The new form stays if one of the `softmaxes` was fused.
+    """
+
+    removed: list[tuple[fx.Node, tuple, dict]] = dataclasses.field(default_factory=list)
+    softmaxes: frozenset[fx.Node] = frozenset()
+
+    def is_fused(self, fused: set[fx.Node]) -> bool:
+        """Whether any of the softmaxes was fused."""
+        return not fused.isdisjoint(self.softmaxes)
+
+    def commit(self) -> None:
+        """Keep the new form."""
+
+    def undo(self) -> None:
+        """Restore the nodes, unless the pass has replaced an input of theirs."""
+        graph, copies = self.out.graph, {}
+        left = {*graph.nodes, *(node for node, _, _ in self.removed)}
+        inputs: list[fx.Node] = []
+        map_arg([given[1:] for given in self.removed], inputs.append)
+        if not left.issuperset(inputs):
+            return
+        with graph.inserting_before(self.out):
+            for node, args, kwargs in self.removed:
+                args, kwargs = map_arg((args, kwargs), lambda n: copies.get(n, n))
+                copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+                copies[node].meta = node.meta
+        self.out.replace_all_uses_with(copies[self.call])
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+        self.nodes.clear()
+
+
+def replace(
+    out: fx.Node, inserter: NodeInserter, nodes: Iterable[fx.Node], softmaxes: Iterable[fx.Node]
+) -> RewrittenNodes:
+    """Replace the last of `nodes`, which are given in graph order, by `out` and erase them."""
+    removed = [(node, node.args, node.kwargs) for node in nodes]
+    call = removed[-1][0]
+    out.meta.update(call.meta)
+    call.replace_all_uses_with(out)
+    for node, _, _ in reversed(removed):
+        node.graph.erase_node(node)
+    made = frozenset(softmaxes)
+    return RewrittenNodes(call, inserter.nodes, out, removed=removed, softmaxes=made)

@@ -1,0 +1,49 @@
+"""Sums of weights and joined keys: written in another form where that is fused, else restored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compile_passes.helpers import check, fuse, results, verified
+from tests.compile_passes.spellings import CASES
+
+
+@pytest.mark.parametrize("name", ["differential", "joined_keys_with_masks", "tied_rows"])
+def test_dynamic_shapes(name):
+    case = CASES[name]
+    check(case.fn, case.make_inputs(), case.cores, dynamic=True)
+
+
+def test_joined_keys_are_verified():
+    for name in ("differential", "joined_keys"):
+        case = CASES[name]
+        findings = verified(case.fn, case.make_inputs())
+        assert len(findings) == 2 and all(f.fused for f in findings)
+
+
+@pytest.mark.parametrize("name", ["weights_over_the_queries_are_added", "joined_rows_of_tables"])
+def test_a_form_that_is_not_fused_is_restored(name):
+    function, inputs = CASES[name].fn, CASES[name].make_inputs()
+    fusion = fuse(function)
+    actual, expected = fusion.run(*inputs), function(*inputs)
+    assert torch.equal(actual, expected)
+    names = [node.target for node in fusion.graphs[-1].nodes]
+    products = 1 if "queries" in name else 2
+    assert names.count("softmax") == 3 - products
+    assert [getattr(x, "__name__", x) for x in names].count("matmul") == (3 if products == 1 else 2)
+
+
+def test_an_input_that_was_replaced_keeps_the_new_form():
+    """The first attention replaces its result, an operand of the sum that is not fused."""
+
+    def function(q, k, v, k2):
+        first = (q @ k.mT).softmax(-1) @ v
+        a, b = (first @ k.mT).softmax(-2), (first @ k2.mT).softmax(-2)
+        return (a + b) @ first
+
+    inputs = (*(torch.randn(2, 4, 12, 8) for _ in range(4)),)
+    fusion = fuse(function)
+    for actual, expected in zip(results(fusion.run, inputs, True), results(function, inputs, True)):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert fusion.fused == 1
