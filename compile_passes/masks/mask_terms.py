@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import sympy
+import torch
 
 from compile_passes.graph import layout
 from compile_passes.graph.axes import Axis, Dims, broadcast_dims, resolve_dims
@@ -130,6 +131,9 @@ def mask_effect(term: Term, evaluator: SymbolicEvaluator) -> MaskEffect | None:
         return None
     element = evaluator.element(leaf.value, at)
     if isinstance(term, FillTerm):
+        element = evaluator.convert(element, torch.bool)
+        if element is None:
+            return None
         keep = negate(element) if term.where else element
         return MaskEffect(keep, term.value) if term.value <= MAX_MASK_FILL else None
     return _additive_effect(element, term.coefficient)

@@ -60,7 +60,8 @@ class BiasTerm:
 @dataclasses.dataclass(frozen=True)
 class FillTerm:
     """Scores are replaced in `dtype` where the mask equals `where`. `value` is the number after all
-    later multiplications, whose product is `rescaled`.
+    later multiplications, whose product is `rescaled`. The mask is bool, or holds 0 and 1.
+    `factor`: the tensor of 0 and 1 that they were multiplied by.
     """
 
     mask: Leaf
@@ -68,6 +69,7 @@ class FillTerm:
     value: float
     dtype: torch.dtype
     rescaled: float = 1.0
+    factor: Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)

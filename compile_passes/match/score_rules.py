@@ -23,13 +23,15 @@ from compile_passes.match.match_state import (
     RowStatistic,
     State,
 )
+from compile_passes.match.zero_one import is_zero_or_one, number_beside_zeros, without_cast
 from compile_passes.report import Refused
 
 
 def add(value: Value, s: MatchedScores, name: str) -> State:
     """A bias is added or subtracted."""
     alpha = constant_value(value.args.get("alpha", 1))
-    leaf, dims = align(value, s, other_operand(value, name))
+    x = other_operand(value, name)
+    leaf, dims = align(value, s, x)
     if alpha is None:
         raise Refused("alpha is not a number")
     sign = -1.0 if value.op == "sub" else 1.0
@@ -37,6 +39,13 @@ def add(value: Value, s: MatchedScores, name: str) -> State:
         if sign * alpha != 1.0:
             raise Refused("they are subtracted from something")
         alpha = 1.0
+    last = s.terms[-1] if s.terms else None
+    if isinstance(last, FillTerm) and last.factor:
+        number = number_beside_zeros(x, last.factor)
+        if number is not None:
+            number = stored_value(last.value + sign * alpha * number, value.dtype)
+            fill = FillTerm(last.mask, last.where, number, value.dtype)
+            return s.extend(value, dims=dims, terms=(*s.terms[:-1], fill))
     return s.extend(value, dims=dims, terms=(*s.terms, BiasTerm(leaf, value.dtype, sign * alpha)))
 
 
@@ -44,7 +53,12 @@ def mul(value: Value, s: MatchedScores, name: str) -> State:
     """They are multiplied or divided by a number or a tensor."""
     if value.op == "div" and (name != "input" or value.args.get("rounding_mode")):
         raise Refused("they are a divisor, or rounded")
-    leaf, dims = align(value, s, other_operand(value, name))
+    x = other_operand(value, name)
+    leaf, dims = align(value, s, x)
+    apart = leaf.axes() <= s.a.axes() or leaf.axes() <= s.b.axes()
+    if value.op == "mul" and not s.shift and not apart and is_zero_or_one(x):
+        fill = FillTerm(without_cast(leaf), False, 0.0, value.dtype, factor=x)
+        return s.extend(value, dims=dims, terms=(*s.terms, fill))
     if s.shift or s.terms or s.softcap:  # which a number rescales
         known = guarded_constant(leaf.value)
         leaf = leaf if known is None else Leaf(float(known))

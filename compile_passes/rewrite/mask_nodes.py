@@ -25,6 +25,7 @@ from compile_passes.rewrite.emitter import Emitter
 from compile_passes.rewrite.operands import (
     aligned,
     bias,
+    bool_mask,
     cast,
     fill_where,
     inverted,
@@ -108,7 +109,7 @@ def _emit_float_mask(
             if limits_differ:
                 lost = _either(emitter, lost, _absorbing(emitter, total, term))
             continue
-        mask = emitter.arrange(term.mask.value.node, term.mask.dims, emitter.site.mask_dims)
+        mask = bool_mask(emitter, term.mask, emitter.site.mask_dims)
         kept = inverted(emitter, mask) if term.where else mask
         hidden = mask if term.where else inverted(emitter, mask)
         total = fill_where(emitter, kept, total, term.value, _mask_dtype(emitter))
@@ -175,7 +176,7 @@ def _supported_mask(emitter: Emitter, mask: fx.Node) -> fx.Node:
 
 def _added_fill(emitter: Emitter, fill: FillTerm) -> fx.Node:
     """A fill as a bias."""
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
+    mask = bool_mask(emitter, fill.mask, emitter.site.mask_dims)
     kept = inverted(emitter, mask) if fill.where else mask
     return fill_where(emitter, kept, None, fill.value, _mask_dtype(emitter))
 
@@ -184,11 +185,11 @@ def zeroed_keys(emitter: Emitter, fill: FillTerm, k: fx.Node) -> tuple[fx.Node, 
     """(key, attn_mask) where a small fill replaces the scores of some keys: these are zeroed, and
     the fill is added.
     """
-    mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*emitter.site.key_dims, ()))
+    mask = bool_mask(emitter, fill.mask, (*emitter.site.key_dims, ()))
     if not fill.where:
         mask = inverted(emitter, mask)
     k = emitter.method("masked_fill", k, mask, 0.0)
-    full = emitter.arrange(fill.mask.value.node, fill.mask.dims, emitter.site.mask_dims)
+    full = bool_mask(emitter, fill.mask, emitter.site.mask_dims)
     added = emitter.method("to", full, torch.float32)
     if not fill.where:
         added = emitter.function(operator.sub, 1.0, added)
@@ -196,11 +197,10 @@ def zeroed_keys(emitter: Emitter, fill: FillTerm, k: fx.Node) -> tuple[fx.Node, 
 
 
 def _keep(emitter: Emitter, keep: KeepMask) -> fx.Node:
+    if isinstance(keep.kept_value, bool):
+        mask = bool_mask(emitter, keep.leaf, emitter.site.mask_dims)
+        return mask if keep.kept_value else inverted(emitter, mask)
     mask = emitter.arrange(keep.leaf.value.node, keep.leaf.dims, emitter.site.mask_dims)
-    if keep.kept_value is True:
-        return mask
-    if keep.kept_value is False:
-        return inverted(emitter, mask)
     return emitter.function(operator.eq, mask, keep.kept_value)
 
 

@@ -54,6 +54,11 @@ def bias(emitter: Emitter, term: BiasTerm) -> fx.Node:
     return node
 
 
+def bool_mask(emitter: Emitter, leaf: Leaf, dims: Dims) -> fx.Node:
+    """A mask of bools, or of 0 and 1, as bools that broadcast against `dims`."""
+    return cast(emitter, emitter.arrange(leaf.value.node, leaf.dims, dims), torch.bool)
+
+
 def fill_where(
     emitter: Emitter, kept: fx.Node, before: fx.Node | None, fill: float, dtype: torch.dtype
 ) -> fx.Node:

@@ -30,7 +30,14 @@ from compile_passes.rewrite.empty_rows import (
     with_lse_gradients,
 )
 from compile_passes.rewrite.interval_nodes import emit_conditions, emit_key_interval
-from compile_passes.rewrite.operands import aligned, cast, contiguous_rows, inverted, operand
+from compile_passes.rewrite.operands import (
+    aligned,
+    bool_mask,
+    cast,
+    contiguous_rows,
+    inverted,
+    operand,
+)
 from compile_passes.rewrite.strides import restride
 from compile_passes.rewrite.verify import Unverified, difference
 
@@ -214,7 +221,7 @@ def _restore_layout(emitter: Emitter, result: fx.Node) -> fx.Node:
         factor = aligned(emitter, leaf, (*site.row_dims, ()))
         result = emitter.function(operator.mul, result, factor)
     for fill in site.core.weights.row_fills:
-        mask = emitter.arrange(fill.mask.value.node, fill.mask.dims, (*site.row_dims, ()))
+        mask = bool_mask(emitter, fill.mask, (*site.row_dims, ()))
         mask = mask if fill.where else inverted(emitter, mask)
         result = emitter.method("masked_fill", result, mask, 0.0)
     result = cast(emitter, result, site.dtype)

@@ -12,6 +12,7 @@ from tests.compile_passes.spellings import (
     sdpa_calls,
     styles,
     vision,
+    zero_one,
 )
 
 FILES = (
@@ -24,5 +25,6 @@ FILES = (
     sdpa_calls,
     guards,
     joined,
+    zero_one,
 )
 CASES = {name: case for file in FILES for name, case in file.CASES.items()}
