@@ -25,9 +25,11 @@ SHARE = 0.25  # of the error of quantisation, by which a backend may differ from
 FLOOR = 1e-3  # of a result's root mean square, where that error is small by chance
 # Tensor cores of sm_89 and sm_90 cut products of e4m3 numbers off 13 bits below the largest, and
 # their sums again with each 32 features: the error as a part of the sum of magnitudes. On an H200,
-# the root mean square over many scores is up to 1.7 times 2**-12, for 256 features; where few rows
-# have few keys, single scores count, and errors of lse up to 2.7 * 2**-11 were seen.
+# the root mean square over many scores is up to 1.7 times 2**-12, for 256 features, and more where
+# few scores count. Where it moves a weight across the border between two e4m3 numbers, the weight
+# changes by up to STEP of itself; that one row does so is allowed.
 ALIGNMENT = 2.0**-10
+STEP = 2.0**-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +170,13 @@ def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> Non
     eps, smallest = torch.finfo(out.dtype).eps, torch.finfo(out.dtype).tiny
     tiny = max(smallest * eps, 1e-30)
     of_scores = _error_of_products(q, k, v, how, spec) if q.is_cuda else 0.0
+    of_scores += STEP / max(lse.numel(), 1) ** 0.5 if of_scores else 0.0
     _assert_close("out", out.double(), wanted, true, (FLOOR + eps + of_scores, tiny), case)
     dead = wanted_lse == float("-inf")
     assert bool(((lse == float("-inf")) == dead).all()), f"lse is -inf in other rows: {case}"
     lse, wanted_lse, true_lse = (x.double().masked_fill(dead, 0.0) for x in
                                  (lse, wanted_lse, true_lse))  # fmt: skip
-    _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30 + 2 * of_scores), case)
+    _assert_close("lse", lse, wanted_lse, true_lse, (1e-4, 1e-30 + of_scores), case)
 
 
 def _error_of_products(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> float:

