@@ -76,3 +76,30 @@ def test_pictures_exist_and_have_words():
     for page in PAGES:
         for words, target in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text()):
             assert words and (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+def test_links_lead_to_files_and_headings():
+    """`make docs` checks those within the site, but not those of the README and other files."""
+    outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    links = [
+        (page, *target.partition("#")[::2])
+        for page in [*outside, *PAGES[1:]]
+        for target in re.findall(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)", page.read_text())
+        if "://" not in target
+    ]
+    assert len(links) > 70
+    wrong = [
+        f"{page.name}: {file}#{heading}"
+        for page, file, heading in links
+        if not (page.parent / file).exists()
+        or heading
+        and heading not in headings(page.parent / file if file else page)
+    ]
+    assert not wrong
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which links reach the headings of a page."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    plain = (re.sub(r"[^\w\s-]", "", text).strip().lower() for text in found)
+    return {re.sub(r"[-\s]+", "-", text) for text in plain}
