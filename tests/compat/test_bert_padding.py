@@ -1,5 +1,6 @@
 """flash_attn.bert_padding: padded batches, packed and back."""
 
+import pytest
 import torch
 
 from fa_ops.compat.flash_attn import bert_padding
@@ -41,3 +42,15 @@ def test_rows_by_index():
     assert torch.equal(put[[3, 0]], x[:2]) and not put[[1, 2, 4]].any()
     found, kept = bert_padding.index_first_axis_residual(x, rows)
     assert torch.equal(found, x[[3, 0]]) and torch.equal(kept, x)
+
+
+def test_masks_and_indices_must_fit():
+    x = torch.randn(3, 4, 2)
+    for call in (
+        lambda: bert_padding.unpad_input(x, MASK[:, :3]),
+        lambda: bert_padding.unpad_input(x, MASK, MASK[:2]),
+        lambda: bert_padding.unpad_input_for_concatenated_sequences(x, MASK[0]),
+        lambda: bert_padding.pad_input(x[0], torch.arange(5), 3, 4),
+    ):
+        with pytest.raises(ValueError, match=r"(mask|length|indices) must have shape \("):
+            call()

@@ -123,6 +123,20 @@ ends, table = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, 1, dtype=t
         (NotImplementedError, "`generator` argument is no longer supported",
          lambda: interface.flash_attn_gpu.fwd(
              q, q, q, None, None, 0.0, 1.0, False, -1, -1, 0.0, False, object())),
+        (ValueError, r"leftpad_k must have shape \(1,\), got \(2,\)",
+         lambda: interface._flash_attn_varlen_forward(
+             packed, packed, packed, ends, ends, 2, 2, 0.0, 1.0, False, leftpad_k=ends)),
+        (ValueError, r"dv must have shape \(1, 2, 2, 8\), got \(2,\)",
+         lambda: interface._flash_attn_backward(
+             q, q, q, q, q, q[..., 0], None, None, ends, 0.0, 1.0, False, -1, -1, 0.0, None,
+             False)),
+        (ValueError, r"dq must have shape \(2, 2, 8\), got \(2,\)",
+         lambda: interface._flash_attn_varlen_backward(
+             packed, packed, packed, packed, packed, packed[..., 0], ends, None, None, ends, ends,
+             2, 2, 0.0, 1.0, False, -1, -1, 0.0, None, False)),
+        (ValueError, r"out must have shape \(1, 2, 2, 8\), got \(2,\)",
+         lambda: interface.flash_attn_gpu.fwd(
+             q, q, q, ends, None, 0.0, 1.0, False, -1, -1, 0.0, False)),
         (ValueError, "rng_state must be that of the forward pass with dropout, got p 0.5",
          lambda: interface._flash_attn_backward(
              q, q, q, q, q, q[..., 0].transpose(1, 2), q, q, q, 0.5, 1.0, False, -1, -1, 0.0, None,

@@ -82,6 +82,29 @@ def lengths(name: str, lens: object, rows: int, room: int, device: torch.device)
     return torch.full((rows,), lens, dtype=torch.int32, device=device)
 
 
+def of_sequences(name: str, x: Tensor | None, count: int) -> Tensor | None:
+    """One int32 number for each sequence. Raises TypeError or ValueError for another tensor."""
+    if x is None:
+        return None
+    if need_tensor(name, x).dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {str(x.dtype).removeprefix('torch.')}")
+    has_shape(name, x, (count,))
+    return x
+
+
+def has_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless the tensor has this shape; can be traced with symbolic sizes."""
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(x.shape)}")
+
+
+def buffers(**pairs: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise ValueError unless each buffer for a result is None or has the result's shape."""
+    for name, (buffer, expected) in pairs.items():
+        if buffer is not None:
+            has_shape(name, need_tensor(name, buffer), expected)
+
+
 def infinite_where_empty(lse: Tensor) -> Tensor:
     """The lse of FlashAttention 2, which is +inf in rows that attend no key, for ours."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.api import need_tensor
-from fa_ops.compat.flash.arguments import DENSE, PAGES, Window, flag, shape, unit_stride
+from fa_ops.compat.flash.arguments import (
+    DENSE,
+    PAGES,
+    Window,
+    flag,
+    of_sequences,
+    shape,
+    unit_stride,
+)
 from fa_ops.compat.flash.rotation import Rotation
 from fa_ops.kv_cache import attention_with_kv_cache
 
@@ -86,7 +94,7 @@ def attend_rows(
         else:
             q, k = rotation.of_rows(q, k, lens if offsets is None else offsets)
     if leftpad is not None:
-        options = options | {"key_ranges": ranges_from(leftpad)}
+        options = options | {"key_ranges": ranges_from(leftpad, q.shape[0])}
     if k is not None:
         options = options | {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
     result = attention_with_kv_cache(
@@ -121,11 +129,9 @@ def without_gradient(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def ranges_from(leftpad: Tensor) -> Tensor:
-    """Key ranges from the end of the padding to the end of each row."""
-    shape("(B)", cache_leftpad=leftpad)
-    if leftpad.dtype != torch.int32:
-        raise TypeError(f"cache_leftpad must be int32, got {leftpad.dtype}")
+def ranges_from(leftpad: Tensor, rows: int) -> Tensor:
+    """Key ranges from the end of the padding to the end of each of the rows."""
+    leftpad = of_sequences("cache_leftpad", leftpad, rows)
     ends = torch.full_like(leftpad, torch.iinfo(torch.int32).max)
     return torch.stack([leftpad, ends], -1)[:, None, None]
 

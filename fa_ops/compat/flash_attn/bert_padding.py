@@ -7,6 +7,8 @@ import importlib
 import torch
 from torch import Tensor
 
+from fa_ops.compat.flash.arguments import has_shape
+
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices`` of x ``(rows, ...)``. Differentiable."""
@@ -39,6 +41,9 @@ def unpad_input(
         ``(B + 1,)``, the longest length, and how many tokens of each sequence the first mask
         selects ``(B,)``.
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None:
+            has_shape(name, mask, hidden_states.shape[:2])
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     tokens, indices, lens = _selected(hidden_states, packed)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -60,6 +65,7 @@ def unpad_input_for_concatenated_sequences(
         sequences int32, and the longest length.
     """
     lens = attention_mask_in_length
+    has_shape("attention_mask_in_length", lens, hidden_states.shape[:2])
     columns = torch.arange(lens.shape[1], device=lens.device)
     tokens, indices, _ = _selected(hidden_states, columns < lens.sum(-1, keepdim=True))
     lens = lens[lens > 0]
@@ -68,6 +74,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Packed tokens ``(T, ...)`` as a padded batch ``(batch, seqlen, ...)``; padding is 0."""
+    has_shape("indices", indices, hidden_states.shape[:1])
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
 

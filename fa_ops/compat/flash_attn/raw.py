@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fa_ops.api import dropout_seed
 from fa_ops.compat.flash.arguments import (
+    buffers,
     finite_or_empty,
     heads_first,
+    of_sequences,
     scalar,
     unit_stride,
 )
@@ -31,6 +33,7 @@ def fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, lse, weights, rng_state] of a batch; the seed is in the state."""
     _refuse_generator(generator)
+    buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                False)  # fmt: skip
@@ -50,6 +53,7 @@ def varlen_fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, lse, weights, rng_state] of packed sequences, or of keys in pages."""
     _refuse_generator(generator)
+    buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
     if scalar(num_splits) > 1:
         raise NotImplementedError(
             f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
@@ -65,6 +69,7 @@ def varlen_fwd(
         found, lse = varlen.from_pages(q, k, v, packing, options, block_table, seqused_k)
         return [_into(out, found), lse, q.new_empty(0), state]
     if leftpad_k is not None:
+        of_sequences("leftpad_k", leftpad_k, cu_seqlens_k.numel() - 1)
         packing, seqused_k = _behind(packing, leftpad_k, seqused_k)
     tensors = map(unit_stride, (q, k, v))
     found, lse = varlen.seeded(*tensors, packing, seqused_k, seed, options)
@@ -79,6 +84,7 @@ def bwd(
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of fwd; gradients are written into the buffers that are given."""
     _refuse_generator(generator)
+    buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
@@ -102,6 +108,7 @@ def varlen_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of varlen_fwd without pages."""
     _refuse_generator(generator)
+    buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
@@ -124,6 +131,7 @@ def fwd_kvcache(
     softcap, rotary_interleaved, num_splits,
 ) -> list[Tensor]:  # fmt: skip
     """[out, lse] of attention over a cache."""
+    buffers(out=(out, (*q.shape[:-1], v_cache.shape[-1])))
     found, lse = flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, seqlens_k, cache_batch_idx, leftpad_k,
         block_table, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,

@@ -11,6 +11,7 @@ from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,
     flag,
+    has_shape,
     lengths,
     scalar,
     score_options,
@@ -112,6 +113,8 @@ def flash_attn_with_kvcache(
     lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = scalar(num_splits)
+    if rotary_seqlens is not None:
+        has_shape("rotary_seqlens", need_tensor("rotary_seqlens", rotary_seqlens), (rows,))
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
     q = unit_stride(without_gradient(q))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.compat.flash.append import append
+from fa_ops.compat.flash.arguments import of_sequences
 from fa_ops.compat.flash.cache import Caches, ranges_from
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages
 from fa_ops.compat.flash.rotation import Rotation
@@ -32,6 +33,7 @@ class Packed(NamedTuple):
         rows, B = q.shape[:2], len(self.lens)
         ends, lens, caches = self.ends_q, self.lens, caches.in_pages()
         checks.integers(q, "cache_seqlens", lens)
+        of_sequences("cache_leftpad", leftpad, B)
         if qv is not None:
             check(q, qv, caches.v)
             qv = qv.detach().reshape(-1, *qv.shape[-2:])
@@ -50,7 +52,7 @@ class Packed(NamedTuple):
             out, lse = attend_chunks(q, caches, lens, ends, leftpad, chunk, options)
         else:
             if leftpad is not None:
-                options = options | {"key_ranges": ranges_from(leftpad)}
+                options = options | {"key_ranges": ranges_from(leftpad, B)}
             k, v, table, _ = caches
             out, lse = attend_pages(q, k, v, lens, table, ends, longest, options)
         if self.ends_q is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.api import checked_packing
-from fa_ops.compat.flash.arguments import heads_first, scalar, score_options, unit_stride
+from fa_ops.compat.flash.arguments import buffers, heads_first, scalar, score_options, unit_stride
 from fa_ops.compat.flash_attn.dense import keywords_of
 from fa_ops.compat.flash_attn_3 import dense, kvcache, varlen
 from fa_ops.ops import dense as dense_operators
@@ -55,6 +55,7 @@ def _flash_attn_forward(
     Packed keys make it flash_attn_varlen_func; rows of queries, keys and values of equal length
     without anything of a cache flash_attn_func; everything else is flash_attn_with_kvcache.
     """
+    buffers(out_=(out_, (*q.shape[:-1], v.shape[-1])))
     descales = q_descale, k_descale, v_descale
     window = window_size_left, window_size_right
     if cu_seqlens_k is not None:
@@ -106,6 +107,7 @@ def _flash_attn_backward(
     sm_margin: int = 0,
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns the row sums of ``dout * out``."""
+    buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
     window = window_size_left, window_size_right
     options = score_options(softmax_scale, is_causal, window, softcap)
     causal = options["is_causal"]

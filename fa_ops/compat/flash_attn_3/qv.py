@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.api import need_tensor
-from fa_ops.compat.flash.arguments import unit_stride
+from fa_ops.compat.flash.arguments import has_shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages, undifferentiable
 from fa_ops.types import Packing
@@ -29,7 +29,7 @@ def with_features_of_values(q: Tensor, qv: Tensor, caches: Caches) -> tuple[Tens
 
 def check(q: Tensor, qv: Tensor, v: Tensor) -> None:
     """Raise ValueError or TypeError unless qv is of q's tokens and heads and v's features."""
-    checks.has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
+    has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
     checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}", q.dtype, qv.dtype)
     checks.need(qv.device == q.device, "qv must be on {}, got {}", q.device, qv.device)
 
@@ -40,7 +40,7 @@ def joined(k: Tensor, v: Tensor) -> Tensor:
     Nothing is copied where a latent cache holds them so, and k and v are views of it.
     """
     D, Dv = k.shape[-1], v.shape[-1]
-    checks.has_shape("k", k, (*v.shape[:-1], D))
+    has_shape("k", k, (*v.shape[:-1], D))
     if not torch.compiler.is_compiling() and k.stride() == v.stride() and k.stride(-1) == 1:
         behind = k.storage_offset() - v.storage_offset() == Dv
         if behind and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():

@@ -10,6 +10,7 @@ from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,
     flag,
+    of_sequences,
     scalar,
     score_options,
     shape,
@@ -92,6 +93,9 @@ def packed(
 ) -> tuple[Packing, Tensor | None]:
     """The packing of the used parts and chunks of sequences, and their numbers of keys."""
     packing = checked_packing(*given)
+    sequences = packing.cu_seqlens_q.numel() - 1
+    of_sequences("seqused_q", seqused_q, sequences)
+    of_sequences("seqused_k", seqused_k, sequences)
     if seqused_q is None and not chunk:
         return packing, seqused_k
     ends_q, ends_k, longest_q, longest_k = packing
