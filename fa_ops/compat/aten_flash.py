@@ -59,6 +59,14 @@ def forward(
     """aten::_flash_attention_forward of rows (B, S, H, D), packed tokens (T, H, D), or packed
     tokens over pages."""
     _refuse(dropout_p, return_debug_mask)
+    if block_table is None:
+        _need_both(cum_seq_q, cum_seq_k)
+    else:
+        _need_both(
+            cum_seq_q, cum_seq_k if seqused_k is None else seqused_k, "cum_seq_k (or seqused_k)"
+        )
+        if cum_seq_q is None:
+            raise ValueError("cum_seq_q must be given with block_table, got None")
     window = _window(window_size_left, window_size_right)
     options = {"scale": scale, "alibi_slopes": alibi_slopes}
     if block_table is not None:
@@ -98,6 +106,7 @@ def backward(
 ) -> Backward:  # fmt: skip
     """aten::_flash_attention_backward of rows or packed tokens."""
     _refuse(dropout_p)
+    _need_both(cum_seq_q, cum_seq_k)
     left, right = _window(window_size_left, window_size_right)
     options = {"scale": scale, "window_left": left, "window_right": right}
     saved = map(unit_stride, (grad_out, query, key, value, out))
@@ -132,6 +141,12 @@ def _refuse(dropout_p: float, return_debug_mask: bool = False) -> None:
         )
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask must be False: weights are never stored")
+
+
+def _need_both(cum_seq_q: Tensor | None, other: Tensor | None, name: str = "cum_seq_k") -> None:
+    if (cum_seq_q is None) != (other is None):
+        missing = "cum_seq_q" if cum_seq_q is None else name
+        raise ValueError(f"cum_seq_q and {name} must be given together, got no {missing}")
 
 
 def _dense_gradients(grad_out, query, key, value, out, lse, **options) -> tuple[Tensor, ...]:

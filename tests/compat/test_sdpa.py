@@ -290,3 +290,19 @@ def test_rows_and_their_gradients(options, active):
     torch.testing.assert_close(out[:, rows], wanted.transpose(1, 2)[:, rows])
     for found, other in zip(grads, torch.autograd.grad(loss, leaves), strict=True):
         torch.testing.assert_close(found, other.transpose(1, 2))
+
+
+@torch.no_grad()
+def test_borders_that_lack_each_other_are_refused(active):
+    q = torch.randn(11, 4, 8)
+    with pytest.raises(ValueError, match="given together, got no cum_seq_k"):
+        raw(q, q, q, ENDS, None, 7, 7)
+    out, lse = raw(q, q, q, ENDS, ENDS, 7, 7)
+    with pytest.raises(ValueError, match="given together, got no cum_seq_q"):
+        torch.ops.aten._flash_attention_backward(
+            q, q, q, q, out, lse, None, ENDS, 7, 7, 0.0, False, *[torch.zeros(2)] * 2
+        )
+    if "block_table" in RAW:
+        pages, table = torch.randn(6, 4, 2, 8), torch.zeros(3, 1, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"got no cum_seq_k \(or seqused_k\)"):
+            raw(q, pages, pages, ENDS, None, 7, 4, block_table=table)
