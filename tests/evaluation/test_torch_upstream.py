@@ -32,6 +32,13 @@ class TestFlash(TestCase):
         with self.assertRaises(NotImplementedError):
             flash(torch.randn(1, 2, 5, 8, device=device), 1.0)
 
+    def test_warned_once_in_a_process(self, device):
+        with self.assertWarnsRegex(UserWarning, "on tensors of dimension other than 2"):
+            torch.ones(2, 2, 2).T
+
+    def test_too_large(self, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     @onlyCUDA
     def test_elsewhere(self, device):
         pass
@@ -69,6 +76,8 @@ def test_cases_run_with_and_without_the_kernels(file, capsys):
         "test_scale": [("failed", "passed", 2)] * 2,  # a CPU has no such kernels of torch's own
         "test_scale_of_nothing": [("failed", "failed", 0)],
         "test_refused": [("passed", "failed", 1)],
+        "test_warned_once_in_a_process": [("passed", "passed", 0)],
+        "test_too_large": [("skipped", "skipped", 0)],
         "test_elsewhere": [("skipped", "skipped", 0)],
     }
     shown = capsys.readouterr().out

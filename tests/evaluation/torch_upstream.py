@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Annotated, NamedTuple
 from unittest import mock
 
+import torch
 import typer
 
 from fa_ops.cli.options import in_existing_folder
@@ -126,11 +127,26 @@ def replaced(device: str) -> Iterator[Counter[str]]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def warned_always() -> Iterator[None]:
+    """A context in which warnings are not left out because they were said before."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
+
+
 def run(case: unittest.TestCase) -> tuple[str, str]:
     """The status of a case, and its error in a line."""
     result = unittest.TestResult()
-    case.run(result)
+    with warned_always():
+        case.run(result)
     bad = result.failures + result.errors
+    if any("OutOfMemoryError" in text for _, text in bad):
+        torch.cuda.empty_cache()
+        return "skipped", "not enough memory"
     if bad or result.unexpectedSuccesses:
         text = bad[0][1].strip().splitlines() if bad else ["unexpected success"]
         errors = [x for x in text if x and not x.startswith(" ") and "Error" in x.split(":")[0]]
