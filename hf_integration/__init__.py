@@ -50,8 +50,11 @@ def register(as_flash_attention_2: bool = False) -> None:
             on fa_ops, without flash-attn and on the CPU too. False gives the name back.
 
     Raises:
+        TypeError: as_flash_attention_2 is no bool.
         RuntimeError: this transformers release lacks a method that must be wrapped.
     """
+    if not isinstance(as_flash_attention_2, bool):
+        raise TypeError(f"as_flash_attention_2 must be a bool, got {as_flash_attention_2!r}")
     gate.install()
     hooks.install_batching()
     hooks.states["padding in decoding"] = decoding.install()

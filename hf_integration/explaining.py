@@ -47,11 +47,16 @@ class Explanation(NamedTuple):
 def explain(model: nn.Module) -> Explanation:
     """Explain which attention runs in each layer of a transformers model, without running it.
 
+    Raises:
+        TypeError: the model is no module.
+
     Example:
         >>> print(hf_integration.explain(model))
         model.layers.0.self_attn and 29 more (LlamaAttention): fa_ops, backend cpu
             triton: needs an NVIDIA GPU; masks stay compact
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     groups: dict[tuple, list[str]] = {}
     for name, layer, owner in _attention_layers(model):
         groups.setdefault((type(layer).__name__, *_explain_layer(layer, owner)), []).append(name)

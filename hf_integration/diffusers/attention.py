@@ -118,6 +118,8 @@ def with_mask(
 
     Tensors are (B, S, H, D). fa_ops aligns causality at the last key, and SDPA at the first one.
     """
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a Tensor or None, got {type(mask).__name__}")
     if not is_causal:
         return key, value, key_masks.arguments(mask, key)
     if mask is not None:

@@ -20,10 +20,18 @@ def explain(model: nn.Module) -> Explanation:
         model: a transformer or UNet; of a pipeline, pass ``pipeline.transformer`` or
             ``pipeline.unet``.
 
+    Raises:
+        TypeError: the model is no module, such as a pipeline.
+
     Example:
         >>> print(hf_integration.diffusers.explain(pipeline.transformer))
         transformer_blocks.0.attn and 18 more (FluxAttnProcessor): fa_ops, backend hopper
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; of a pipeline, pass "
+            "pipeline.transformer or pipeline.unet"
+        )
     groups: dict[tuple, list[str]] = {}
     for name, layer in model.named_modules():
         if getattr(layer, "processor", None) is not None:

@@ -244,6 +244,13 @@ def test_explain():
     assert "lengths: 2" in str(hf_integration.diffusers.explain(model))
 
 
+def test_what_is_no_model_or_mask_is_refused():
+    with pytest.raises(TypeError, match="got dict; of a pipeline, pass pipeline.transformer"):
+        hf_integration.diffusers.explain({})
+    with pytest.raises(TypeError, match="attn_mask must be a Tensor or None, got list"):
+        dispatch_attention_fn(*qkv(), attn_mask=[1], backend="fa_ops")
+
+
 def test_explain_names_sdpa_calls_that_are_not_answered(monkeypatch):
     model = TINY["sd3"].build()
     model.set_attention_backend("fa_ops")

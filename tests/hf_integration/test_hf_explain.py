@@ -62,6 +62,13 @@ def test_a_model_on_the_meta_device_is_explained():
     assert layers(model)["LlamaAttention"][:2] == (2, "fa_ops, backend cpu")
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        hf_integration.explain("llama")
+    with pytest.raises(TypeError, match="as_flash_attention_2 must be a bool, got 'fa_ops'"):
+        hf_integration.register("fa_ops")
+
+
 def test_doctor_explains_a_model_type_at_its_full_size():
     assert "DogeAttention  32 x fa_ops" in (out := doctor("--model", "doge").stdout)
     assert "masks stay compact until the model computes with them" in out
