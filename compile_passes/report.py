@@ -168,6 +168,8 @@ def _describe_masks(masks: ClassifiedMasks) -> str:
         parts.append("is_causal")
     if masks.left is not None or masks.right not in (None, 0):
         parts.append(f"window=({masks.left}, {masks.right})")
+    if masks.alibi:
+        parts.append("ALiBi")
     if masks.interval:
         parts.append("a key range for each query")
     if masks.conditions:

@@ -51,13 +51,15 @@ class ClassifiedMasks:
     added_fill: FillTerm | None = None  # becomes a bias that absorbs the scores
     zeroed_keys: FillTerm | None = None  # becomes keys of 0 and a bias
     float_terms: tuple[BiasTerm | FillTerm, ...] = ()  # become one float mask
+    alibi: tuple[Leaf, float] | None = None  # slopes of the heads, and their factor
     inexact_dtype: torch.dtype | None = None  # why a mask of positions stays dense
 
     @property
     def leaves(self) -> list[Leaf]:
         """The tensors from which the masks are emitted."""
         terms = (*self.biases, *self.keeps, *self.float_terms)
-        return [t.mask if isinstance(t, FillTerm) else t.leaf for t in terms]
+        slopes = [self.alibi[0]] if self.alibi else []
+        return [*(t.mask if isinstance(t, FillTerm) else t.leaf for t in terms), *slopes]
 
     @property
     def is_dense(self) -> bool:

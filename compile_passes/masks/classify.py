@@ -17,6 +17,7 @@ from compile_passes.graph.axes import resolve_dims
 from compile_passes.graph.constants import is_bounded
 from compile_passes.graph.ir import Value, requires_grad, same_contents
 from compile_passes.masks.affine import all_of
+from compile_passes.masks.alibi import Alibi, alibi_of
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
 from compile_passes.masks.documents import with_indices_for_positions
 from compile_passes.masks.key_intervals import attends_itself, key_interval
@@ -55,15 +56,34 @@ def classify_masks(
     Raises Refused where a fill can't be kept. Without `intervals`, masks that are no windows stay
     dense.
     """
-    masks = _classified(site, evaluator, intervals)
+    terms = mask_terms(site, evaluator)
+    alibi = alibi_of(terms, site, evaluator)
+    masks = _beside_alibi(alibi, terms, site, evaluator) if alibi else None
+    masks = masks or _classified(site, terms, evaluator, intervals)
     inexact = (evaluator.inexact_dtype(leaf.value) for leaf in masks.leaves)
     return dataclasses.replace(masks, inexact_dtype=next(filter(None, inexact), None))
 
 
+def _beside_alibi(
+    alibi: Alibi, terms: list[Term], site: AttentionSite, evaluator: SymbolicEvaluator
+) -> ClassifiedMasks | None:
+    """The other masks with ALiBi as an option; None where they need it as a bias."""
+    others = [t for t in terms if t is not alibi.term]
+    if any(isinstance(t, ClampTerm) for t in site.scores.terms):
+        return None
+    for intervals in (True, False):
+        try:
+            masks = _classified(site, others, evaluator, intervals)
+        except Refused:
+            continue
+        if alibi.fits(masks, site):
+            return dataclasses.replace(masks, alibi=(alibi.slopes, alibi.coefficient))
+    return None
+
+
 def _classified(
-    site: AttentionSite, evaluator: SymbolicEvaluator, intervals: bool
+    site: AttentionSite, terms: list[Term], evaluator: SymbolicEvaluator, intervals: bool
 ) -> ClassifiedMasks:
-    terms = mask_terms(site, evaluator)
     effects = {t: _with_documents(mask_effect(t, evaluator)) for t in terms}
     _check_clamps(site, effects)
     terms = [t for t in terms if effects[t] is None or effects[t].keep is not True]

@@ -193,7 +193,7 @@ def _emit_call(
 
 
 def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dict[str, object]:
-    """The options that are not tensors, and the seed of a dropout."""
+    """The options that are not masks, and the seed of a dropout."""
     site = emitter.site
     options: dict[str, object] = {}
     if site.scores.softcap:
@@ -202,6 +202,12 @@ def _scalar_options(emitter: Emitter, masks: ClassifiedMasks, q: fx.Node) -> dic
         options["window_left"] = masks.left
     if masks.right not in (None, 0):
         options["window_right"] = masks.right
+    if masks.alibi:
+        slopes, factor = masks.alibi
+        node = operand(emitter, slopes, (site.heads,), torch.float32)
+        options["alibi_slopes"] = (
+            node if factor == 1.0 else emitter.function(operator.mul, node, factor)
+        )
     if site.core.weights.dropout_p:
         options["dropout_seed"] = emitter.function(
             torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=example(q).device
