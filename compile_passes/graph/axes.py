@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from torch import SymInt
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_passes.graph import exact_sizes
+
 Size = int | SymInt
 
 
@@ -38,7 +40,9 @@ Dims = tuple[Group, ...]
 
 def sizes_equal(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for all inputs, without adding a guard."""
-    return a == b if type(a) is int and type(b) is int else statically_known_true(a == b)
+    if type(a) is int and type(b) is int:
+        return a == b
+    return statically_known_true(a == b) or exact_sizes.are_equal(a, b)
 
 
 def is_one(n: Size) -> bool:
@@ -50,7 +54,7 @@ def divides(a: Size, b: Size) -> bool:
     """Whether b is a multiple of a for all inputs."""
     if type(a) is int and type(b) is int:
         return a != 0 and b % a == 0
-    return statically_known_true(b % a == 0)
+    return statically_known_true(b % a == 0) or exact_sizes.divides(a, b)
 
 
 def resolve(group: Iterable[Axis]) -> Group:

@@ -1,5 +1,6 @@
-"""Random attention, written by hand or as a call of SDPA: masks of known and unknown content, fills,
-windows, rows without keys, scales before and after them, layouts, repeated heads and guards. Fused or not, results and gradients are those of eager mode.
+"""Random attention, written by hand or as a call of SDPA or FlexAttention: masks of known and unknown
+content, fills, windows, rows without keys, ALiBi, scales before and after them, layouts, repeated
+heads and guards. Fused or not, results and gradients are those of eager mode.
 
 FA_OPS_ATTENTION_PROGRAMS=2000 runs that many instead of the default 24.
 """
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.compile_passes.helpers import Fusion, fuse, results
 
@@ -75,6 +77,7 @@ def inputs(rng: random.Random, seed: int) -> dict[str, Tensor]:
         "k": k,
         "v": v,
         "bias": torch.randn(H, Sq, Sk, generator=generator),
+        "slopes": torch.rand(H, generator=generator),
         "lengths": torch.randint(0, Sk + 2, (B,), generator=generator),
         "tokens": torch.randint(0, 2, (B, Sk), generator=generator),
         "rows": torch.rand(B, Sq, generator=generator) > 0.3,
@@ -102,6 +105,9 @@ class ByHand:
         s = q @ k.mT * self.scale
         s = torch.tanh(s / 4) * 4 if self.softcap else s
         s = s + given["bias"] if self.bias == "first" else s
+        if self.bias == "alibi":
+            far = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+            s = s + given["slopes"].detach().view(-1, 1, 1) * far
         if self.form == "given":
             s = s + given["added"]
         elif keep is not None:
@@ -124,6 +130,7 @@ class ByHand:
 
     def weights(self, s: Tensor, keep: Tensor | None) -> Tensor:
         w = s.softmax(-1)
+        w = F.dropout(w, 0.3, training=False) if self.scale == 0.3 else w
         if self.guard == "nan":
             return w.masked_fill(w.isnan(), 0.0)
         if self.guard == "rows":
@@ -138,7 +145,7 @@ def by_hand(rng: random.Random) -> ByHand:
         form=rng.choice("bool-filled bool-where added added-twice given".split()),
         fill=rng.choice((-INF, -INF, MIN, -1e9)),
         scale=rng.choice((D**-0.5, 0.3, 1.0)),
-        bias=rng.choice("none none none none first last".split()),
+        bias=rng.choice("none none none none first last alibi".split()),
         softcap=rng.random() < 0.2,
         rescale=rng.choice((1.0, 1.0, 1.0, 0.3, 2.0, -3.0)),
         second=rng.choice("none none none none added filled".split()),
@@ -147,7 +154,45 @@ def by_hand(rng: random.Random) -> ByHand:
     )
 
 
+FLEX_MASKS = {
+    "causal": lambda given, b, i, j: i >= j,
+    "window": lambda given, b, i, j: (i - j < 3) & (i >= j),
+    "chunks": lambda given, b, i, j: i // 4 == j // 4,
+    "prefix": lambda given, b, i, j: (i >= j) | (j < 3),
+    "lengths": lambda given, b, i, j: j < given["lengths"][b],
+    "tokens": lambda given, b, i, j: given["tokens"][b, j] > 0,
+    "random": lambda given, b, i, j: given["random"][b, 0, i, j],
+}
+FLEX_SCORES = {
+    "none": lambda given, s, h, i, j: s,
+    "softcap": lambda given, s, h, i, j: 4 * torch.tanh(s / 4),
+    "bias": lambda given, s, h, i, j: s * 0.5 + given["bias"][h, i, j],
+    "alibi": lambda given, s, h, i, j: s + given["slopes"][h] * (j - i),
+    "distance": lambda given, s, h, i, j: s - given["slopes"][h] * (i - j).abs(),
+}
+
+
+def flex(rng: random.Random) -> Callable:
+    names = rng.sample(list(FLEX_MASKS), rng.choice((0, 1, 1, 2)))
+    change, fill = rng.choice(list(FLEX_SCORES)), rng.choice((-INF, -INF, -INF, -1e9))
+    scale = rng.choice((None, 0.3))
+
+    def function(q, k, v, **given):
+        def score_mod(s, b, h, i, j):
+            s = FLEX_SCORES[change](given, s, h, i, j)
+            for name in names:
+                s = torch.where(FLEX_MASKS[name](given, b, i, j), s, fill)
+            return s
+
+        grouped = k.shape[1] != q.shape[1]
+        return flex_attention(q, k, v, score_mod, scale=scale, enable_gqa=grouped)
+
+    return function
+
+
 def program(rng: random.Random) -> Callable:
+    if rng.random() < 0.15:
+        return flex(rng)
     names = rng.sample(list(PARTS), rng.choice((0, 1, 1, 2, 2, 3)))
     written = None if rng.random() < 0.3 else by_hand(rng)  # None: a call of SDPA
     fill, scale = rng.choice((-INF, -INF, MIN, -1e9)), rng.choice((None, 0.3, 1.0))
@@ -213,7 +258,7 @@ def compare(seed: int) -> Fusion:
         return run(**dict(zip(names, tensors, strict=True)))
 
     fusion = fuse(function, dynamic=seed % 4 == 0 or None)
-    train = seed % 2 == 1
+    train = seed % 2 == 1 and "flex" not in run.__qualname__  # which has no backward on a CPU
     expected = results(function, tuple(given.values()), train)
     actual = results(fusion.run, tuple(given.values()), train)
     names_of_results = ["out", *(f"gradient {i}" for i in range(len(expected) - 1))]
