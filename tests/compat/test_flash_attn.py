@@ -392,7 +392,7 @@ long = torch.randn(1, 12, 2, 8)
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9)),
         (TypeError, "cache_leftpad must be a Tensor, got int",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_leftpad=3)),
-        (TypeError, "cache_leftpad must be int32, got torch.float32",
+        (TypeError, "cache_leftpad must be int32, got float32",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, cache_leftpad=angles[0])),
         (ValueError, r"block_table must have shape \(B, max_pages\), got \(2,\)",
          lambda: compat.flash_attn_with_kvcache(q, cache, cache, block_table=ends)),
