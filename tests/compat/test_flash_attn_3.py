@@ -271,6 +271,9 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
          lambda: compat._flash_attn_backward(q, q, q, q, q, q[..., 0], dk=ends)),
         (ValueError, r"out_ must have shape \(1, 2, 2, 8\), got \(2,\)",
          lambda: compat._flash_attn_forward(q, q, q, out_=ends)),
+        (TypeError, "return_softmax_lse must be a bool, got 'yes'",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+                                                cache_seqlens=1, return_softmax_lse="yes")),
         (NotImplementedError, "q_descale must be None, got Tensor",
          lambda: compat.flash_attn_func(q, q, q, q_descale=q)),
         (ValueError, r"qv must have shape \(1, 2, 2, 8\), got \(1, 2, 2, 7\)",
@@ -303,11 +306,34 @@ def test_errors(error, message, call):
     assert torch.equal(k_cache, kept)
 
 
-def test_tokens_that_have_no_place_are_not_written(monkeypatch):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"softcap": -1.0}, {"num_splits": "two"}, {"softmax_scale": float("nan")},
+        {"max_seqlen_q": -1}, {"page_table": torch.zeros(1, 1, dtype=torch.int64)},
+        {"cu_seqlens_q": ends[:1]}, {"cu_seqlens_q": 2 * ends}, {"q": new[:, :, 1:]},
+        {"q": new.double()}, {"qv": new[..., 1:]},
+    ],
+    ids="".join,
+)  # fmt: skip
+def test_nothing_is_written_before_an_error(wrong):
+    pages = torch.randn(1, 4, 2, 8)
+    kept, zero = pages.clone(), torch.zeros(1, 1, dtype=torch.int32)
+    arguments = {
+        "q": new, "k": new, "v": new, "cache_seqlens": 1, "cu_seqlens_q": ends,
+        "cu_seqlens_k_new": ends, "page_table": zero, "max_seqlen_q": 2,
+    }  # fmt: skip
+    with pytest.raises((ValueError, TypeError)):
+        compat.flash_attn_with_kvcache(k_cache=pages, v_cache=pages, **arguments | wrong)
+    assert torch.equal(pages, kept)
+    compat.flash_attn_with_kvcache(k_cache=pages, v_cache=pages, **arguments)
+    assert not torch.equal(pages, kept)
+
+
+def test_tokens_that_have_no_place_are_not_written():
     """On a GPU nothing is read by the host; a token beyond the cache must not overwrite others."""
     from fa_ops.compat.flash import append
 
-    monkeypatch.setattr(append, "_check", lambda *_: None)
     pages, table = torch.zeros(2, 4, 1, 2), torch.tensor([[1], [7]], dtype=torch.int32)
     caches = append.Caches(pages, pages.clone(), table, 4)
     tokens = torch.arange(1.0, 7).view(6, 1, 1).expand(6, 1, 2).contiguous()

@@ -20,10 +20,9 @@ def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> 
         ends: int32 ``(B + 1,)``, the cumulative numbers of new tokens.
         lens: int32 ``(B,)``, the number of keys of each row before.
 
-    Tokens outside every sequence or beyond the cache are not written; on the CPU the latter raise
-    ValueError. Nothing is waited for.
+    The arguments are those that `check_new` accepts. Tokens outside every sequence or beyond the
+    cache are not written. Nothing is waited for.
     """
-    _check(caches, k, v, ends, lens)
     if not k.shape[0]:
         return
     (pages, size), rows = caches.k.shape[:2], len(lens)
@@ -46,7 +45,11 @@ def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> 
         cache[page, slot] = torch.where(valid[:, None, None], new.to(cache.dtype), kept)
 
 
-def _check(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+def check_new(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+    """Raise ValueError or TypeError for tokens that `append` cannot write.
+
+    On the CPU also for tokens beyond the cache.
+    """
     shape(PACKED, k=k, v=v)
     for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
         checks.has_shape(name, x, (k.shape[0], *cache.shape[2:]))

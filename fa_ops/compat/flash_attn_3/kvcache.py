@@ -119,6 +119,7 @@ def flash_attn_with_kvcache(
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
     q = unit_stride(without_gradient(q))
     chunk = chunk_of(attention_chunk)
+    with_lse = flag("return_softmax_lse", return_softmax_lse)
     if cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk:
         out, lse = attend_rows(
             q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
@@ -128,5 +129,4 @@ def flash_attn_with_kvcache(
         longest = None if max_seqlen_q is None else need_int("max_seqlen_q", scalar(max_seqlen_q))
         out, lse = packed.attend(q, qv, new, caches, longest, cache_leftpad, chunk, options)
     nothing = q.new_empty(0, dtype=torch.float32)
-    with_lse = flag("return_softmax_lse", return_softmax_lse)
     return (out, lse, nothing, nothing.clone()) if with_lse else out

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import checks
-from fa_ops.compat.flash.append import append
+from fa_ops import checks, varlen_pages
+from fa_ops.compat.flash.append import append, check_new
 from fa_ops.compat.flash.arguments import of_sequences
 from fa_ops.compat.flash.cache import Caches, ranges_from
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages
 from fa_ops.compat.flash.rotation import Rotation
 from fa_ops.compat.flash_attn_3.qv import check, with_features_of_values
+from fa_ops.kv_cache import attention_with_kv_cache
 
 
 class Packed(NamedTuple):
@@ -43,9 +44,13 @@ class Packed(NamedTuple):
             ends_k, (k, v) = self.ends_k, new
             if ends_k is None:
                 ends_k, k, v = _even(B, k), k.flatten(0, 1), v.flatten(0, 1)
+            check_new(caches, k, v, ends_k, lens)
+            filled = (lens + ends_k.diff()).int()
+            varlen_pages.check(q, caches.k, caches.v, ends, filled, caches.table, longest)
+            check_options(q, qv, caches, filled, options)
             q, k = self._rotated(q, k, ends, ends_k)
             append(caches, k, v, ends_k, lens)
-            lens = (lens + ends_k.diff()).int()
+            lens = filled
         if qv is not None:
             q, caches = with_features_of_values(q, qv, caches)
         if chunk:
@@ -65,6 +70,16 @@ class Packed(NamedTuple):
         offsets = self.lens if self.offsets is None else self.offsets
         q = self.rotation.of_tokens(q, ends, offsets, self.rotation.queries_differ)
         return q, self.rotation.of_tokens(k, ends_k, offsets, True)
+
+
+def check_options(
+    q: Tensor, qv: Tensor | None, caches: Caches, lens: Tensor, options: dict
+) -> None:
+    """Raise what attention over the caches would, by a call without rows."""
+    more = 0 if qv is None else qv.shape[-1]
+    k, v = (x.new_empty(0, *x.shape[1:-1], x.shape[-1] + n) for x, n in zip(caches, (more, 0)))
+    query = q.new_empty(0, q.shape[1], 1, q.shape[-1] + more)
+    attention_with_kv_cache(query, k, v, lens[:0], caches.table[:0], **options)
 
 
 def _even(rows: int, x: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ def _flash_attn_forward(
     without anything of a cache flash_attn_func; everything else is flash_attn_with_kvcache.
     """
     buffers(out_=(out_, (*q.shape[:-1], v.shape[-1])))
-    descales = q_descale, k_descale, v_descale
-    window = window_size_left, window_size_right
+    descales, window = (q_descale, k_descale, v_descale), (window_size_left, window_size_right)
     if cu_seqlens_k is not None:
         result = varlen.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
