@@ -44,7 +44,7 @@ from tests.evaluation.hf_sweep.run import Base, time_limit
 # A softmax without these two products belongs to a router, a pooling or a loss.
 NOT_ATTENTION = (NO_SCORES, NO_VALUE)
 NO_RESULTS = {
-    **dict.fromkeys(("softmaxes", "attentions", "fused", "inductor", "seconds"), 0),
+    **dict.fromkeys(("softmaxes", "attentions", "fused", "operators", "inductor", "seconds"), 0),
     **{"output": None, "gradient": None, "wrong": "", "misses": [], "calls": []},
 }
 _DROPOUTS = "dropout pdrop drop_rate drop_path layerdrop mask_time_prob mask_feature_prob".split()
@@ -103,10 +103,10 @@ def run_mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
     """What is fused in one mode, and the differences from an eager run."""
     model.train(train)
     findings: list = []
-    by_inductor = 0
+    by_inductor = operators = 0
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        nonlocal by_inductor
+        nonlocal by_inductor, operators
         inner = lambda gm, *_, **__: make_boxed_func(gm.forward)  # noqa: E731
         counters["inductor"].clear()
         with contextlib.suppress(Exception):
@@ -116,6 +116,7 @@ def run_mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         found = fuse_module(gm)
         compiled = compile_fx(gm, example_inputs, inner_compile=inner)
         by_inductor += count  # after compiling: where that raises, Dynamo tries smaller graphs
+        operators += sum(str(node.target).startswith("fa.") for node in gm.graph.nodes)
         findings.extend(found)
         return compiled
 
@@ -143,6 +144,7 @@ def run_mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         "softmaxes": len(findings),
         "attentions": len(attentions),
         "fused": sum(f.fused for f in findings),
+        "operators": operators,
         "inductor": min(by_inductor, len(attentions)),
         "output": output,
         "gradient": gradient,
@@ -247,11 +249,12 @@ def summary(results: dict[str, Any], console: Console, rows: bool) -> int:
         attentions, fused, by_inductor = (
             sum(r[x] for r in modes) for x in ("attentions", "fused", "inductor")
         )
+        calls = sum(r.get("operators", 0) for r in modes)
         different = sum(bool(r["wrong"]) for r in modes)
         wrong += different
         share = fused / max(attentions, 1)
         console.print(
-            f"{mode}: {fused} of {attentions} attentions fused ({share:.1%}), "
+            f"{mode}: {fused} of {attentions} attentions fused ({share:.1%}) into {calls} calls, "
             f"Inductor alone {by_inductor}; {different} architectures differ beyond the budget"
         )
     reasons: dict[str, list[str]] = collections.defaultdict(list)

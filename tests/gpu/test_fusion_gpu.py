@@ -1,4 +1,6 @@
-"""Fused code on a GPU, forward and backward: fully masked rows, and nn.MultiheadAttention."""
+"""Fused code on a GPU, forward and backward: fully masked rows, several attentions in one product,
+nn.MultiheadAttention, SDPA and FlexAttention.
+"""
 
 import pytest
 import torch
@@ -107,6 +109,33 @@ def test_multi_head(weights, autocast, dtype, device="cuda"):
 
     inputs = (padding, torch.randn(B, S, E, device=device), *module.parameters())
     check("nn.MultiheadAttention", attention, inputs, torch.float32 if autocast else dtype)
+
+
+def several_attentions(kind):
+    """Differences of weights, two sets of keys, and ALiBi."""
+
+    def attention(q, k, v):
+        if kind == "differential":
+            a, b = ((x @ k.mT * 0.1).softmax(-1) for x in (q, q.flip(-1)))
+            return (a - 0.5 * b) @ v
+        if kind == "joined":
+            scores = torch.cat([q @ k[:, :, :100].mT * 0.1, q @ k[:, :, 100:].mT * 0.1], -1)
+            w = scores.softmax(-1)
+            return w[..., :100] @ v[:, :, :100] + w[..., 100:] @ v[:, :, 100:]
+        i = torch.arange(q.shape[2], device=q.device)
+        slopes = 0.5 ** torch.arange(1.0, q.shape[1] + 1, device=q.device).view(-1, 1, 1)
+        scores = (q @ k.mT).float() * 0.1 + slopes * (i - i[:, None])
+        return scores.masked_fill(i > i[:, None], -torch.inf).softmax(-1).to(v.dtype) @ v
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["differential", "joined", "alibi"])
+def test_several_attentions(kind, dtype, device="cuda"):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 8, 300, 64, device=device).to(dtype) for _ in range(3)]
+    check(kind, several_attentions(kind), inputs, dtype)
 
 
 def sdpa_call(kind):
