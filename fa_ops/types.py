@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 # Limits of the GPU kernels, on which backends, compile_passes and hf_integration decide.
-MAX_HEAD_DIM = 256  # of all kernels but those that decode over a latent cache
+MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
+MAX_QUANTIZED_HEAD_DIM = 256  # of products of 8-bit numbers
 MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
 ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
 MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import fa_ops
-from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM
+from fa_ops.types import MAX_DECODING_QUERIES, MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from hf_integration import encodings
 from hf_integration.encodings import MaskArguments, PackingHint
 from hf_integration.packing import Documents
@@ -101,14 +101,18 @@ def _why_not_eight_bit(call: LayerCall) -> str | None:
         return "a mask that is neither causal nor one range of keys for each query"
     if call.sinks is not None and call.sinks.dim() != 1:
         return "sinks for each query"
-    if is_too_wide(call):
-        return f"a head dimension above {MAX_HEAD_DIM}"
+    if call.query.is_cuda and _head_dim(call) > MAX_QUANTIZED_HEAD_DIM:
+        return f"a head dimension above {MAX_QUANTIZED_HEAD_DIM}"
     return None
 
 
 def is_too_wide(call: LayerCall) -> bool:
     """Whether no GPU kernel but the decoding kernel has the head dimensions of the call."""
-    return call.query.is_cuda and max(call.query.shape[-1], call.value.shape[-1]) > MAX_HEAD_DIM
+    return call.query.is_cuda and _head_dim(call) > MAX_HEAD_DIM
+
+
+def _head_dim(call: LayerCall) -> int:
+    return max(call.query.shape[-1], call.value.shape[-1])
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:

@@ -21,8 +21,8 @@ Pick = Callable[[Sequence], Any]
 AnyCase = Case | PackedCase | CacheCase | QuantizedCase
 
 KINDS = ("dense", "packed", "cached", "quantized")
-HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256)
-CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256)
+HEAD_DIMS = (64, 128, 8, 16, 32, 1, 3, 37, 72, 80, 96, 192, 256, 264, 512)
+CACHED_DIMS = (64, 128, 16, 32, 40, 96, 192, 256, 320, 512)
 # lengths just below, at and above multiples of the tile sizes of the kernels
 EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 LENGTHS = (range(1, 10), range(1, 151), EDGES)

@@ -21,6 +21,9 @@ from hf_integration.diffusers.attention import fa_ops_8bit_attention, fa_ops_att
 from hf_integration.hooks import EIGHT_BIT, NAME
 
 _logger = logging.get_logger(__name__)
+_MAX_SINGLE_DIM = (
+    256  # in float32 wider heads are slow without tf32: a kernel has few queries a tile
+)
 _functions = {NAME: fa_ops_attention, EIGHT_BIT: fa_ops_8bit_attention}
 
 
@@ -37,7 +40,8 @@ def scaled_dot_product_attention(
     """SDPA by the active backend of diffusers if that is ours, and by torch if it is not.
 
     torch also computes calls of tensors that do not have four dimensions, and on a GPU those with
-    head dimensions that no kernel has, as in the attention of an autoencoder, which has one head.
+    head dimensions that no kernel has, or none that is fast, as in the attention of an autoencoder
+    in float32, which has one head.
     """
     attend = _functions.get(_AttentionBackendRegistry._active_backend.value)
     if attend is None or query.dim() != 4 or _is_too_wide(query, value):
@@ -53,12 +57,13 @@ def scaled_dot_product_attention(
 
 def _is_too_wide(query: Tensor, value: Tensor) -> bool:
     widest = max(query.shape[-1], value.shape[-1])
-    if not query.is_cuda or widest <= MAX_HEAD_DIM:
+    limit = _MAX_SINGLE_DIM if query.dtype == torch.float32 else MAX_HEAD_DIM
+    if not query.is_cuda or widest <= limit:
         return False
     if not torch.compiler.is_compiling():
         _logger.warning_once(
-            f"no GPU kernel of fa_ops has head dimension {widest}: such calls of "
-            "scaled_dot_product_attention run in torch."
+            f"no fast GPU kernel of fa_ops has head dimension {widest} in {query.dtype}: such "
+            "calls of scaled_dot_product_attention run in torch."
         )
     return True
 

@@ -47,6 +47,7 @@ def test_packed_dropout_and_alibi():
 def test_what_is_named_instead_can_run_it():
     refused = {
         "got 576 and 512; the reference backend takes any": (576, 512),
+        "got 512 and 512; the triton backend can run it": (512,),
         "got 60 and 60; the triton backend can run it": (60,),
         "got 64 and 128; the triton backend can run it": (64, 128),
         "query is torch.float32; the triton backend can run it": (64, 64, torch.float32),

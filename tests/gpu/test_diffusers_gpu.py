@@ -66,7 +66,7 @@ def test_heads_that_no_kernel_has_run_in_torch():
     TINY["sd3"].build().set_attention_backend("fa_ops")
     attend = attention_processor.F.scaled_dot_product_attention
     with attention_backend("fa_ops"):
-        q = torch.randn(1, 1, 64, 512, device="cuda", dtype=DTYPE)
+        q = torch.randn(1, 1, 64, 512, device="cuda")
         expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         assert torch.equal(attend(q, q, q), expected)
 

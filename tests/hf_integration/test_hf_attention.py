@@ -254,7 +254,7 @@ def test_unsupported_arguments_raise(name):
         forward(q, k, v, **{name: SimpleNamespace()})
 
 
-@pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (288, False, 1), (16, False, 0)])
+@pytest.mark.parametrize("D, lengths, cached", [(16, True, 1), (520, False, 1), (16, False, 0)])
 def test_some_decoding_steps_run_the_cache_operator(D, lengths, cached, monkeypatch):
     """Lengths on the device, and head dimensions that other kernels do not support."""
     calls = []

@@ -166,8 +166,8 @@ def test_merge_into(D):
 def test_unsupported_calls_are_refused():
     q = torch.randn(1, 1, 4, 8)
     assert backend.support_error(q, q, q, Spec()) is None
-    wide = torch.randn(1, 1, 4, 264)
-    assert "head dimensions up to 256, got 264" in backend.support_error(q, q, wide, Spec())
+    wide = torch.randn(1, 1, 4, 520)
+    assert "head dimensions up to 512, got 520" in backend.support_error(q, q, wide, Spec())
     assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
 
 

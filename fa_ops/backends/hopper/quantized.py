@@ -31,12 +31,18 @@ from fa_ops.backends.hopper.problem import (
     window_sides,
 )
 from fa_ops.call import Call, QuantizedTensors, Run, general
-from fa_ops.types import Quantization, Spec, default_scale, rows_are_aligned
+from fa_ops.types import (
+    MAX_QUANTIZED_HEAD_DIM,
+    Quantization,
+    Spec,
+    default_scale,
+    rows_are_aligned,
+)
 
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B")
 E4M3 = torch.float8_e4m3fn
-_MAX_HEAD_DIM, _MAX_VALUE_DIM = 256, 128
+_MAX_VALUE_DIM = 128
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> str | None:
@@ -44,8 +50,10 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
         return f"quantises bfloat16 and float16, query is {q.dtype}"
-    if D % 16 or D > _MAX_HEAD_DIM:
-        return f"needs a head dim that is a multiple of 16, at most {_MAX_HEAD_DIM}, got {D}"
+    if D % 16 or D > MAX_QUANTIZED_HEAD_DIM:
+        return (
+            f"needs a head dim that is a multiple of 16, at most {MAX_QUANTIZED_HEAD_DIM}, got {D}"
+        )
     if Dv % 8 or Dv > _MAX_VALUE_DIM:
         return f"needs a value head dim that is a multiple of 8, at most {_MAX_VALUE_DIM}, got {Dv}"
     if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):
@@ -104,7 +112,7 @@ def plan_of(
 
 def has_head_dim(D: int) -> bool:
     """Whether there are kernels for heads of D features in query, key and value."""
-    return D in range(16, min(_MAX_HEAD_DIM, _MAX_VALUE_DIM) + 1, 16)
+    return D in range(16, min(MAX_QUANTIZED_HEAD_DIM, _MAX_VALUE_DIM) + 1, 16)
 
 
 class QuantizedPlan:

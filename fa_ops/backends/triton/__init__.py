@@ -13,6 +13,7 @@ from torch import Tensor
 from fa_ops.backends.triton.arguments import size_error
 from fa_ops.backends.triton.backward import backward, varlen_backward
 from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, prepare_append
+from fa_ops.backends.triton.configs_backward import holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
@@ -31,9 +32,16 @@ from fa_ops.call import (
     decoding,
     general,
 )
-from fa_ops.types import MAX_HEAD_DIM, Spec, is_decoding, is_prefill
+from fa_ops.types import (
+    MAX_HEAD_DIM,
+    MAX_QUANTIZED_HEAD_DIM,
+    Spec,
+    is_decoding,
+    is_prefill,
+)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_SINGLE_GRADIENT_DIM = 256  # of float32 in 99 KB of shared memory
 
 
 def available_error() -> str | None:
@@ -54,7 +62,7 @@ def supports(call: Call) -> str | None:
         return _quantized_error(q, k, v, call.spec)
     if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
-    return support_error(q, k, v, call.spec)
+    return support_error(q, k, v, call.spec) or _backward_error(call)
 
 
 def plan(call: Call) -> Plan:
@@ -83,12 +91,28 @@ def plan(call: Call) -> Plan:
 def _quantized_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     """Why this backend cannot run a call with 8-bit products."""
     dtypes = (*_DTYPES, torch.float8_e4m3fn)
-    return architecture_error(q) or support_error(q, k, v, spec, dtypes)
+    reason = architecture_error(q)
+    return reason or support_error(q, k, v, spec, dtypes, MAX_QUANTIZED_HEAD_DIM)
+
+
+def _backward_error(call: Call) -> str | None:
+    """Why this backend can compute a call's result but not its gradients, or None."""
+    q, widest = call.query, max(call.query.shape[-1], call.value.shape[-1])
+    is_wide = widest > MAX_SINGLE_GRADIENT_DIM and q.dtype == torch.float32
+    if call.saved is None or not is_wide or q.device.type != "cuda":
+        return None
+    if holds_wide_single(architecture(q.device)):
+        return None
+    return (
+        f"has gradients of float32 for head dimensions up to {MAX_SINGLE_GRADIENT_DIM} on a GPU "
+        f"with less than 128 KB of shared memory, got {widest}; the reference backend takes any"
+    )
 
 
 def support_error(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtypes: tuple[torch.dtype, ...] = _DTYPES
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, dtypes: tuple[torch.dtype, ...] = _DTYPES,
+    max_head_dim: int = MAX_HEAD_DIM,
+) -> str | None:  # fmt: skip
     """Why this backend cannot run this call, and what can."""
     device = q.device
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
@@ -99,9 +123,9 @@ def support_error(
     if q.dtype not in dtypes:
         return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > MAX_HEAD_DIM:
+    if widest > max_head_dim:
         return (
-            f"takes head dimensions up to {MAX_HEAD_DIM}, got {widest}; "
+            f"takes head dimensions up to {max_head_dim}, got {widest}; "
             "the reference backend takes any"
         )
     axis = 2 if q.dim() == 4 else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -155,30 +156,39 @@ def _query_key_value(
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out, "dq": dq}
     tensors = (q, k, v, grad_out, out, lse.contiguous(), grad_lse, dq, row_lse, row_delta)
     launch, tile, args = _prepare(
-        query_grad_kernel, _query_tile, problem, named, tensors, problem.wave(Hq),
-        (grad_lse is None,),
+        query_grad_kernel, functools.partial(_tile, 0), problem, named, tensors, problem.wave(Hq),
+        (grad_lse is None,), {"DIVIDES": max(problem.dims) > 256},
     )  # fmt: skip
     launch((problem.programs(Sq, tile.block_m, Hq), 1, 1), args)
 
     Hkv = Hq // group
     named = {"q": q, "k": k, "v": v, "grad_out": grad_out, "dk": dk, "dv": dv}
     tensors = (q, k, v, grad_out, row_lse, row_delta, dk, dv)
-    launch, tile, args = _prepare(
-        key_value_grad_kernel, _key_value_tile, problem, named, tensors, problem.wave(Hkv)
-    )
-    launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
+    for index, parts in enumerate(_launched_parts(problem), 1):
+        launch, tile, args = _prepare(
+            key_value_grad_kernel, functools.partial(_tile, index), problem, named, tensors,
+            problem.wave(Hkv), tuple(parts.values()), parts,
+        )  # fmt: skip
+        launch((problem.programs(Sk, tile.block_n, Hkv), 1, 1), args)
     dq, dk, dv = (_laid_out_as(g, x) for g, x in zip((dq, dk, dv), (q, k, v)))
     return dq, dk, dv, row_lse, row_delta
 
 
-def _query_tile(problem: BackwardProblem) -> Tile:
-    q = problem.q
-    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[0]
+def _launched_parts(problem: BackwardProblem) -> tuple[dict[str, bool], ...]:
+    """What each launch of `key_value_grad_kernel` computes.
+
+    Registers hold sums of both gradients up to 256 features. Two launches compute the scores twice:
+    eight products where one would take seven.
+    """
+    if max(problem.dims) <= 256:
+        return ({"WITH_DK": True, "WITH_DV": True, "DIVIDES": False},)
+    return tuple({"WITH_DK": dk, "WITH_DV": not dk, "DIVIDES": True} for dk in (True, False))
 
 
-def _key_value_tile(problem: BackwardProblem) -> Tile:
+def _tile(index: int, problem: BackwardProblem) -> Tile:
+    """The tile of the launch with that index: of dq, then of keys and values."""
     q = problem.q
-    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[1]
+    return backward_tiles(architecture(q.device), q.dtype, max(problem.dims))[index]
 
 
 def _mask_gradient(

@@ -92,6 +92,19 @@ def score_gradients(
 
 
 @triton.jit
+def divided(x, never):
+    """The product x, divided over all warps; `never` is a condition that does not hold.
+
+    Where Triton sees that a product is an operand of another one, it gives each warp 16 rows of its
+    own. Of a tile with fewer rows, the other warps would compute the same rows again. Behind a
+    branch it does not see that, and divides the columns too.
+    """
+    if never:
+        x = -x
+    return x
+
+
+@triton.jit
 def product_scale(scale, cap):
     """The constant factor of the derivative of a natural score with respect to its product q.k."""
     if cap is not None:

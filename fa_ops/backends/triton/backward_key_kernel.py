@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
+    divided,
     exact_size,
     load_rows,
     product_scale,
@@ -70,7 +71,8 @@ def key_value_grad_block(
     kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
     window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
 
@@ -118,19 +120,25 @@ def key_value_grad_block(
         n_begin = n0
         j = n0 + tl.arange(0, BLOCK_N)[:, None]
         kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
-        vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
-    dk_acc = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+        if WITH_DK:
+            vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    dk_acc, dv_acc = None, None
+    if WITH_DK:
+        dk_acc = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    if WITH_DV:
+        dv_acc = tl.zeros([KEYS, BLOCK_DV], tl.float32)
     for h in range(heads, heads_end):
         if EXACT:
             n_begin = n0 + h // group * KEYS
             h = hk * group + h % group
             j = n_begin + positions(KEYS, True)[:, None]
             kt = load_rows(k, n_begin, k_stride_s, 0, limit, D, KEYS, BLOCK_D, True)
-            vt = load_rows(v, n_begin, v_stride_s, 0, limit, Dv, KEYS, BLOCK_DV, True)
             is_first = h == hk * group
-            dk_acc = tl.where(is_first, 0.0, dk_acc)
-            dv_acc = tl.where(is_first, 0.0, dv_acc)
+            if WITH_DK:
+                vt = load_rows(v, n_begin, v_stride_s, 0, limit, Dv, KEYS, BLOCK_DV, True)
+                dk_acc = tl.where(is_first, 0.0, dk_acc)
+            if WITH_DV:
+                dv_acc = tl.where(is_first, 0.0, dv_acc)
             poisoned = tl.where(is_first, 0, poisoned)
         q_head = q + h * q_stride_h
         grad_out_head = grad_out + h * grad_out_stride_h
@@ -166,7 +174,13 @@ def key_value_grad_block(
                 delta = tl.reshape(delta, [BLOCK_M])
                 nonfinite = nonfinite | nonfinite_do | nonfinite_delta | (m != m)
                 m = tl.where(nonfinite, -1e38, m)  # makes every weight that is not masked Inf
-            dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+            dp = qk  # without dk, nothing reads what follows from it
+            if WITH_DK:
+                dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
+            if DIVIDES and not EXACT:
+                qk = divided(qk, m0 < begin)
+                if WITH_DK:
+                    dp = divided(dp, m0 < begin)
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
                 mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
@@ -174,17 +188,25 @@ def key_value_grad_block(
                 EXACT,
             )  # fmt: skip
             if EXACT:
-                found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
+                found = w != 0.0
+                if WITH_DK:
+                    found = found | (ds != 0.0)
+                found = found & nonfinite[None, :]
                 poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
                 w = tl.where(nonfinite[None, :], 0.0, w)
                 dx = tl.where(nonfinite[None, :], 0.0, dx)
-            dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
-            dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
+            if WITH_DV:
+                dv_acc = tl.dot(w.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+            if WITH_DK:
+                dk_acc = tl.dot(dx.to(qt.dtype), qt, dk_acc, input_precision=PRECISION)
         if EXACT:  # noqa: SIM102  (a constexpr and a runtime condition)
             if h == hk * group + group - 1:
                 is_poisoned = poisoned[:, None] > 0
-                dk_block = tl.where(is_poisoned, float("nan"), dk_acc)
-                dv_block = tl.where(is_poisoned, float("nan"), dv_acc)
+                dk_block, dv_block = dk_acc, dv_acc
+                if WITH_DK:
+                    dk_block = tl.where(is_poisoned, float("nan"), dk_acc)
+                if WITH_DV:
+                    dv_block = tl.where(is_poisoned, float("nan"), dv_acc)
                 store_gradients(
                     dk, dv, dk_block, dv_block, n_begin, j, limit, Sk, dk_stride_s, dv_stride_s,
                     scale, cap, seed, keep_scale, D, Dv, BLOCK_D, BLOCK_DV,
@@ -203,16 +225,27 @@ def store_gradients(
     dk, dv, dk_acc, dv_acc, n0, j, limit, Sk, dk_stride_s, dv_stride_s, scale, cap, seed,
     keep_scale, D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of keys j from their sums; returns whether any is NaN or Inf."""
-    dk_acc *= product_scale(scale, cap)
-    if seed is not None:
-        dv_acc *= keep_scale
+    """Store dk and dv of keys j from their sums, None for a gradient that this kernel does not
+    compute; returns whether any number is NaN or Inf.
+    """
     inside_limit = j < limit
-    dk_acc = tl.where(inside_limit, dk_acc, 0.0)
-    dv_acc = tl.where(inside_limit, dv_acc, 0.0)
-    store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
-    store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
-    return has_nonfinite(dk_acc) | has_nonfinite(dv_acc)
+    failed = tl.full([], 0, tl.int1)
+    if dk_acc is not None:
+        dk_acc *= product_scale(scale, cap)
+        dk_acc = tl.where(inside_limit, dk_acc, 0.0)
+    if dv_acc is not None:
+        if seed is not None:
+            dv_acc *= keep_scale
+        dv_acc = tl.where(inside_limit, dv_acc, 0.0)
+    if dk_acc is not None:
+        store_tile(dk, n0, dk_stride_s, Sk, D, dk_acc, D == BLOCK_D)
+    if dv_acc is not None:
+        store_tile(dv, n0, dv_stride_s, Sk, Dv, dv_acc, Dv == BLOCK_DV)
+    if dk_acc is not None:
+        failed = failed | has_nonfinite(dk_acc)
+    if dv_acc is not None:
+        failed = failed | has_nonfinite(dv_acc)
+    return failed
 
 
 @triton.jit(
@@ -235,9 +268,12 @@ def key_value_grad_kernel(
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, summed over the rows of all query heads that share them.
+
+    WITH_DK, WITH_DV: which of them; registers hold the sums of one alone where heads are wide.
+    DIVIDES: see `divided`.
 
     Tiles are transposed, keys by queries, so that weights and score gradients are register operands
     of the following products. row_lse, row_delta: from `query_grad_kernel`. The grid is
@@ -259,7 +295,7 @@ def key_value_grad_kernel(
         scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
         slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
         threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
-        BLOCK_N, EVEN, EXTREME, PRECISION, False,
+        BLOCK_N, EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, False,
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
@@ -274,5 +310,6 @@ def key_value_grad_kernel(
             mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
             ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
             window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-            2 * exact_size(q.dtype.element_ty), BLOCK_N, EVEN, EXTREME, PRECISION, True,
+            2 * exact_size(q.dtype.element_ty), BLOCK_N, EVEN, EXTREME, PRECISION,
+            WITH_DK, WITH_DV, DIVIDES, True,
         )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fa_ops.backends.triton.backward_kernels import (
+    divided,
     exact_size,
     load_rows,
     product_scale,
@@ -53,7 +54,7 @@ def query_grad_block(
     ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dq of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -157,6 +158,8 @@ def query_grad_block(
             vt, nonfinite_v = replace_nonfinite(vt)
             nonfinite = nonfinite | nonfinite_v
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
+        if DIVIDES and not EXACT:
+            qk, dp = divided(qk, n0 < begin), divided(dp, n0 < begin)
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], rows_m[:, None], j, Sq, shift, limit, scale, cap,
             slope, mask, mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h,
@@ -199,13 +202,13 @@ def query_grad_kernel(
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows, and the row statistics that the other kernels need.
 
     row_lse: lse in log2 units, inf for rows that attend nothing. row_delta: rowsum(dO * O) - dlse.
     Both are indexed by `row_offset`. Tensors, packing and grid as in `forward_kernel`, out by
-    strides.
+    strides. DIVIDES: see `divided`.
     """
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q is not None
@@ -224,7 +227,7 @@ def query_grad_kernel(
         rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
         mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
         ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
-        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, False,
+        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, DIVIDES, False,
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         # opaque indices take no registers from the loop above
@@ -240,5 +243,5 @@ def query_grad_kernel(
             mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
             ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
             window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
-            2 * exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, True,
+            2 * exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, DIVIDES, True,
         )  # fmt: skip

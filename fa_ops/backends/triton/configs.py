@@ -52,11 +52,13 @@ _FORWARD = {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
         256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        512: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     },
     "consumer": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
         128: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
         256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+        512: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
     },
     "H100": {
         # 419 / 400. 127 registers, so two blocks share a multiprocessor and one's softmax hides
@@ -68,11 +70,13 @@ _FORWARD = {
         128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
         # 551 / 504. The output alone takes 128 registers; 32 keys instead of 64: 1.1x the time
         256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        512: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
     },
     "B200": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
         128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
         256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        512: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),
     },
 }
 # Without tf32 the products run on the ordinary units, one FMA per element and register.
@@ -80,6 +84,7 @@ _FORWARD_FP32 = {
     64: (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     128: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     256: (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+    512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 

@@ -45,16 +45,33 @@ _SINGLE = (
     (Tile(16, 16, 4, 2), Tile(16, 16, 8, 2)),
 )
 
+# Heads to 512 wide: (query_tile, that of dk, that of dv). dq and dk read from four tiles in shared
+# memory, of which Hopper's holds one stage; dv reads from three, and has two.
+_WIDE_HALF = {
+    80: (Tile(64, 16, 8, 1), Tile(16, 64, 8, 1), Tile(16, 64, 8, 2)),
+    86: (Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
+    90: (Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 2)),
+    100: (Tile(64, 16, 8, 2), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1)),
+}
+_WIDE_SINGLE = Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)  # 128 KiB
 
-def backward_tiles(arch: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile]:
-    """Tiles of `query_grad_kernel` and `key_value_grad_kernel` on a GPU of capability `arch`.
+
+def backward_tiles(arch: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+    """Tiles of `query_grad_kernel` and of each launch of `key_value_grad_kernel` on a GPU of
+    capability `arch`: one for both gradients, or one for dk and one for dv.
 
     `head_dim` is the larger of D and Dv.
     """
     size = max(padded(head_dim), 64).bit_length() - 7
     if dtype == torch.float32:
-        return _SINGLE[size]
-    return _HALF[_generation(arch)][size]
+        return _WIDE_SINGLE if size == 3 else _SINGLE[size]
+    generation = _generation(arch)
+    return _WIDE_HALF[generation] if size == 3 else _HALF[generation][size]
+
+
+def holds_wide_single(arch: int) -> bool:
+    """Whether a GPU's shared memory holds the tiles of float32 and heads over 256 wide."""
+    return _generation(arch) != 86
 
 
 def _generation(arch: int) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 
 from fa_ops.backends.triton.arguments import padded
-from fa_ops.types import MAX_HEAD_DIM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ def decode_tile(
 ) -> DecodeTile:
     """The tile for `rows` query rows per kv head. More than 32 go to several programs: with 64,
     Triton takes wgmma on Hopper, and there its accumulators spill from D = 256 on."""
-    width = max(64, padded(D) if D <= MAX_HEAD_DIM else 512, padded(Dv))
+    width = min(512, max(64, padded(D), padded(Dv)))
     roomy = arch in (80, 87, 90) or 100 <= arch < 120
     if dtype == torch.float32:
         return _FP32[width]
@@ -49,6 +48,8 @@ def decode_tile(
     tile = table[width][light] if roomy else table[width]
     if rows <= 16 or not roomy:
         return tile
+    if width == 512 and D <= 512 and not fp8:  # keys and values that share no memory
+        return DecodeTile(32, 32, 8, 3, 1)
     return dataclasses.replace(tile, block_m=32, num_warps=8 if width > 128 else tile.num_warps)
 
 

@@ -31,6 +31,7 @@ from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
+_MAX_KEY_DIM = 640  # of a latent cache: 512 features and up to 128 that rotate
 _CHUNKS = (16, 64, 256)  # sequences whose lengths a program reads at once
 _launches: dict[tuple, SplitKernels] = {}
 
@@ -92,10 +93,10 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"has fp8 caches from compute capability 8.9 on, got {arch / 10}"
     if k.dtype == _FP8 and (D % 2 or Dv % 2):
         return f"has fp8 caches for even head dimensions, got {D} and {Dv}"
-    if D > 640 or Dv > 512 or (D > MAX_HEAD_DIM and D - _main(D) > 128):
+    if D > _MAX_KEY_DIM or Dv > MAX_HEAD_DIM:
         return (
-            f"takes head dimensions up to {MAX_HEAD_DIM}, and 512 plus up to 128 for keys, got "
-            f"{D} and {Dv}; the reference backend takes any"
+            f"takes head dimensions up to {MAX_HEAD_DIM}, and of keys in a cache up to "
+            f"{_MAX_KEY_DIM}, got {D} and {Dv}; the reference backend takes any"
         )
     table = cache.page_table
     return size_error(q.shape[2], k.shape[2] if table is None else table.shape[1] * k.shape[1])
@@ -324,8 +325,8 @@ def constants(
 
 
 def _main(D: int) -> int:
-    """Columns of the first product q.k; a second one adds the others if D > MAX_HEAD_DIM."""
-    return padded(D) if D <= MAX_HEAD_DIM else 1 << (D.bit_length() - 1)
+    """Columns of the first product q.k; a second one adds the others if D > 256."""
+    return padded(D) if D <= 256 else 1 << (D.bit_length() - 1)
 
 
 @functools.cache

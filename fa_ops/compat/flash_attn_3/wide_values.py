@@ -15,8 +15,8 @@ def attend_parts(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse), of a call for values of any width.
 
-    The weights do not depend on the values, so that more than 256 features are attended in calls of
-    256 each, all of which compute the scores. The lse is that of the first.
+    The weights do not depend on the values, so that more than 512 features are attended in calls of
+    512 each, all of which compute the scores. The lse is that of the first.
     """
     if not is_limited(v.device):
         return attend(v)

@@ -1,0 +1,69 @@
+"""The Triton kernels of heads over 256 wide without a GPU: registers and shared memory.
+
+What is spilled, in bytes, is indices before and behind the loop but where a limit says otherwise.
+"""
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="compiles Triton's kernels")
+
+from fa_ops.backends.triton import launch  # noqa: E402
+from fa_ops.types import Spec  # noqa: E402
+from tests.compile_only import test_triton_backward as backward  # noqa: E402
+from tests.compile_only import test_triton_decode as decode  # noqa: E402
+from tests.compile_only import test_triton_forward as forward  # noqa: E402
+from tests.compile_only.sass import assert_fits, disassembled  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    launch.INTERPRETED, reason="the interpreter compiles nothing: unset TRITON_INTERPRET"
+)
+
+compiled = backward.compiled  # a fixture
+ARCHITECTURES = (80, 90, 100, 120)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_forward_fits(arch, tmp_path):
+    kernel = forward.compiled(arch, 512, forward.KINDS["causal"])
+    assert_fits(kernel, arch, tmp_path, {80: 8, 100: 16}.get(arch, 0))
+    assert getattr(kernel.metadata, "tmem_size", 0) <= 512  # columns of sm_100's tensor memory
+    if arch == 90:
+        code = disassembled(kernel.asm["cubin"], tmp_path)
+        assert code.count("HGMMA") >= 32 and code.count("WARPGROUP.DEPBAR") == 2
+
+
+@pytest.mark.parametrize("arch", [80, 120])
+def test_forward_with_every_option_fits(arch, tmp_path):
+    assert_fits(forward.compiled(arch, 512, forward.KINDS["everything"]), arch, tmp_path, 32)
+
+
+SPILLS = {80: (64, 24, 0), 90: (96, 128, 128), 100: (144, 640, 64), 120: (32, 160, 64)}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_backward_fits(arch, monkeypatch, tmp_path):
+    kernels = []
+    bind = launch.compile_kernel
+
+    def collect(fn, args, constants, options, *, device, **details):
+        target = backward.GPUTarget("cuda", arch, 32)
+        kernels.append(bind(fn, args, constants, options, target, **details))
+        return lambda grid, args: None
+
+    monkeypatch.setattr(backward.host, "bind", collect)
+    monkeypatch.setattr(backward.host, "architecture", lambda device: arch)
+    monkeypatch.setattr(backward.host, "_launches", {})
+    backward.dense(512, Spec(is_causal=True), S=250)()
+    for kernel, spills in zip(kernels, SPILLS[arch], strict=True):
+        assert_fits(kernel, arch, tmp_path, spills)
+        assert getattr(kernel.metadata, "tmem_size", 0) <= 512
+    if arch == 90:  # both warpgroups compute a product together, and each of them once
+        for kernel, products in zip(kernels, (66, 66, 34)):
+            loop = backward.hot_loop(disassembled(kernel.asm["cubin"], tmp_path))
+            assert sum("HGMMA" in one for one in loop) == products
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_decoding_fits(arch, rows, tmp_path):
+    assert_fits(decode.compiled(arch, 512, rows=rows), arch, tmp_path)
