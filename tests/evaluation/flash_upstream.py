@@ -13,8 +13,10 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +59,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     longest: Annotated[int, typer.Option(min=1, help="largest length that is drawn")] = 2**31,
     only: Annotated[str, typer.Option(help="a part of the names of tests")] = "",
+    seconds: Annotated[float, typer.Option(help="after which no case begins")] = math.inf,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="the file for results", callback=in_existing_folder),
@@ -66,13 +69,16 @@ def main(
 
     Prints failures by reason, and exits with 1 if there are others than those that are known.
     """
-    outcomes = []
+    outcomes, end = [], time.monotonic() + seconds
     with installed(), pretended(device):
-        module = load(file, device)
-        for name, test in tests_of(module):
+        tests = tests_of(load(file, device))
+        random.Random(seed).shuffle(tests)
+        for name, test in tests:
             if only in name:
                 found = [
-                    run(name, test, arguments) for arguments in draw(test, cases, seed, longest)
+                    run(name, test, arguments)
+                    for arguments in draw(test, cases, seed, longest)
+                    if time.monotonic() < end
                 ]
                 counts = Counter(outcome.status for outcome in found)
                 print(f"{name}: {dict(counts)}", file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ def file(tmp_path):
 def test_cases_are_drawn_run_and_reported(file, capsys):
     found = file.parent / "found.json"
     with pytest.raises(typer.Exit) as exit:
-        flash_upstream.main(file, 10, 0, "cpu", 100, "", found)
+        flash_upstream.main(file, 10, 0, "cpu", 100, "", 60.0, found)
     assert exit.value.exit_code == 1
     shown = capsys.readouterr().out
     assert "| test_good | 4 | 0 | 0 |" in shown and "| test_bad | 0 | 2 | 1 |" in shown
@@ -61,7 +61,7 @@ def test_cases_are_drawn_run_and_reported(file, capsys):
 
 def test_known_failures_are_no_failures(file):
     with pytest.raises(typer.Exit) as exit:
-        flash_upstream.main(file, 3, 0, "cpu", 100, "block_table_bounds", None)
+        flash_upstream.main(file, 3, 0, "cpu", 100, "block_table_bounds", 60.0, None)
     assert exit.value.exit_code == 0
 
 
@@ -73,3 +73,9 @@ def test_draws_repeat_and_differ_by_seed():
     first, again, other = (flash_upstream.draw(test, 5, seed, 9) for seed in (1, 1, 2))
     assert first == again != other and len(first) == 5
     assert torch.tensor([x["a"] for x in first]).unique().numel() == 5
+
+
+def test_no_case_begins_after_the_time(file, capsys):
+    with pytest.raises(typer.Exit) as exit:
+        flash_upstream.main(file, 10, 0, "cpu", 100, "", 0.0, None)
+    assert exit.value.exit_code == 0 and "test_good" not in capsys.readouterr().out

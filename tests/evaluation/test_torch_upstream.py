@@ -67,7 +67,7 @@ def file(tmp_path):
 def test_cases_run_with_and_without_the_kernels(file, capsys):
     found = file.parent / "found.json"
     with pytest.raises(typer.Exit) as exit:
-        torch_upstream.main(file, 2, 0, "cpu", "", found)
+        torch_upstream.main(file, 2, 0, "cpu", "", 60.0, found)
     assert exit.value.exit_code == 1
     outcomes = {}
     for row in json.loads(found.read_text()):
@@ -91,7 +91,7 @@ def test_cases_run_with_and_without_the_kernels(file, capsys):
 
 def test_failures_of_torch_alone_are_none_of_ours(file):
     with pytest.raises(typer.Exit) as exit:
-        torch_upstream.main(file, 3, 0, "cpu", "scale", None)
+        torch_upstream.main(file, 3, 0, "cpu", "scale", 60.0, None)
     assert exit.value.exit_code == 0
 
 
@@ -107,3 +107,9 @@ def test_calls_that_go_to_another_kernel_are_not_counted(monkeypatch):
 
     outcome = torch_upstream.compare("test_flash", Test("test_flash"), "cpu")
     assert (outcome.replaced, outcome.calls) == ("failed", 0) and "dropout" in outcome.why
+
+
+def test_no_case_begins_after_the_time(file, capsys):
+    with pytest.raises(typer.Exit) as exit:
+        torch_upstream.main(file, 2, 0, "cpu", "", 0.0, None)
+    assert exit.value.exit_code == 0 and "test_scale" not in capsys.readouterr().out

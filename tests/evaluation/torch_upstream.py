@@ -12,8 +12,10 @@ import ast
 import contextlib
 import importlib.util
 import json
+import math
 import random
 import sys
+import time
 import unittest
 import warnings
 from collections import Counter
@@ -47,6 +49,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     only: Annotated[str, typer.Option(help="a part of the names of tests")] = "",
+    seconds: Annotated[float, typer.Option(help="after which no case begins")] = math.inf,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="the file for results", callback=in_existing_folder),
@@ -57,14 +60,17 @@ def main(
     Exits with 1 if a case fails with them that passes without. On a CPU, F.sdpa uses an operator
     that is not replaced, so that only cases which name the flash operators reach fa_ops.
     """
-    outcomes = []
+    outcomes, end = [], time.monotonic() + seconds
     print("| test | passed | calls of fa_ops | fails with fa_ops alone |\n|---|---|---|---|")
     chosen = random.Random(seed)
-    for test, found in tests_of(load(file), file, device).items():
-        if only in test:
+    tests = list(tests_of(load(file), file, device).items())
+    chosen.shuffle(tests)
+    for test, found in tests:
+        if only in test and time.monotonic() < end:
             drawn = chosen.sample(found, min(cases, len(found)))
-            outcomes += [compare(test, case, device) for case in drawn]
-            print("\n".join(lines(outcomes[-len(drawn) :])), flush=True)
+            ran = [compare(test, case, device) for case in drawn if time.monotonic() < end]
+            outcomes += ran
+            print("\n".join(lines(ran)), end="\n" if ran else "", flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1))
     raise typer.Exit(int(any(map(fails_only_replaced, outcomes))))
@@ -163,6 +169,8 @@ def lines(outcomes: list[Outcome]) -> list[str]:
     """The row of a test in the table, and the errors of cases that fail with fa_ops alone."""
     passed, failed = (sum(o.replaced == s for o in outcomes) for s in ("passed", "failed"))
     worse = list(filter(fails_only_replaced, outcomes))
+    if not outcomes:
+        return []
     counts = f"{passed} of {passed + failed} | {sum(o.calls for o in outcomes)} | {len(worse)}"
     return [f"| {outcomes[0].test} | {counts} |", *(f"{o.case}: {o.why}" for o in worse)]
 
