@@ -199,9 +199,9 @@ def attention_varlen(
         sinks: ``(Hq,)``. May require grad.
         kv_lens: int32 ``(B,)``; sequence ``b`` uses its first ``kv_lens[b]`` keys.
         page_table: int32 ``(B, max_pages)``: the keys of sequence ``b`` lie in the pages that row
-            ``b`` names, and are ``key_cache`` and ``value_cache`` of
-            :func:`attention_with_kv_cache`, in errors too. Prompts and decoding steps may share a
-            batch. Then there is no gradient, and ``dropout_p`` must be 0.
+            ``b`` names, as those of ``key_cache`` and ``value_cache`` of
+            :func:`attention_with_kv_cache`. Prompts and decoding steps may share a batch. Then
+            there is no gradient, and ``dropout_p`` must be 0.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: a bitwise repeatable backward.
         backend: as in :func:`attention`.

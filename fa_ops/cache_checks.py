@@ -12,7 +12,9 @@ from torch import Tensor
 from fa_ops import checks
 from fa_ops.call import CacheTensors
 from fa_ops.checks import FP8, need
-from fa_ops.types import Cache, Spec
+from fa_ops.types import Cache, Packing, Spec
+
+NAMES = "key_cache", "value_cache"
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool = False) -> None:
@@ -26,14 +28,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
     ):  # fmt: skip
         need(t.dim() == 4, "{} must have shape {}, got {}", name, layout, t.shape)
         need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
-    checks.query_dtype(q)
-    need(v.dtype == k.dtype, "value_cache is {}, but key_cache is {}", v.dtype, k.dtype,
-         error=TypeError)  # fmt: skip
-    need(
-        k.dtype == q.dtype or (k.dtype == FP8 and q.dtype.itemsize == 2),
-        "key_cache must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
-        q.dtype, k.dtype, error=TypeError,
-    )  # fmt: skip
+    _dtypes(q, k, v)
     (B, Hq, *_), Hkv = q.shape, k.shape[1 if cache.page_table is None else 2]
     _cache_shapes(q, k, v, cache)
     _new(q, v, cache, B, Hkv)
@@ -57,6 +52,39 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
             need(not _overlaps(t), message, name, t.stride())
 
 
+def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
+    """Raise ValueError or TypeError unless query (T, Hq, D) can attend these pages.
+
+    `names` are those of keys and values in messages.
+    """
+    for name, t in zip(names, (k, v)):
+        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+    _dtypes(q, k, v, names)
+    _page_shapes(q, k, v, names)
+
+
+def paged(q: Tensor, k: Tensor, v: Tensor, packing: Packing, cache: Cache, spec: Spec) -> None:
+    """Raise ValueError or TypeError unless the arguments make a legal call of packed queries over
+    pages, in addition to what `varlen_pages` has checked."""
+    sequences = cache.page_table.shape[0]
+    pages(q, k, v, ("key", "value"))
+    checks.integers(q, "cu_seqlens_q", packing.cu_seqlens_q)
+    checks.has_shape("cu_seqlens_q", packing.cu_seqlens_q, (sequences + 1,))
+    checks.options(q, spec, sequences, q.shape[1])
+
+
+def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
+    checks.query_dtype(q)
+    key, value = names
+    need(v.dtype == k.dtype, "{} is {}, but {} is {}", value, v.dtype, key, k.dtype,
+         error=TypeError)  # fmt: skip
+    need(
+        k.dtype == q.dtype or (k.dtype == FP8 and q.dtype.itemsize == 2),
+        "{} must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
+        key, q.dtype, k.dtype, error=TypeError,
+    )  # fmt: skip
+
+
 def _overlaps(t: Tensor) -> bool:
     """Whether elements share memory, as in expanded and unfolded tensors."""
     extent = 1  # elements spanned by the dimensions with smaller strides
@@ -69,24 +97,29 @@ def _overlaps(t: Tensor) -> bool:
 
 
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
-    (B, Hq, _, D), Dv = q.shape, v.shape[3]
+    B, Hq, _, D = q.shape
     if cache.page_table is None:
-        (Bk, Hkv, S, Dk), (Bv, Hv, Sv, _) = k.shape, v.shape
+        (Bk, Hkv, S, Dk), (Bv, Hv, Sv, Dv) = k.shape, v.shape
         need(Bk == B, "key_cache has batch size {}, but query's is {}", Bk, B)
         need(Bv == B, "value_cache has batch size {}, but query's is {}", Bv, B)
         need(Sv == S, "value_cache has length {}, but key_cache's is {}", Sv, S)
-    else:
-        (pages, size, Hkv, Dk), (pages_v, size_v, Hv, _) = k.shape, v.shape
-        need(pages_v == pages, "value_cache has {} pages, but key_cache has {}", pages_v, pages)
-        need(size_v == size, "value_cache has pages of {} keys, but key_cache of {}", size_v, size)
-        need(size >= 1, "a page of key_cache must hold at least one key, got shape {}", k.shape)
-        table = cache.page_table
-        checks.integers(q, "page_table", table)
-        need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}", table.shape)
-        need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}",
-             table.shape[0], B)  # fmt: skip
-    names = ("key_cache", "value_cache")
-    checks.heads(Hq, Hkv, Hv, D, Dk, Dv, *names)
+        checks.heads(Hq, Hkv, Hv, D, Dk, Dv, *NAMES)
+        return
+    table = cache.page_table
+    checks.integers(q, "page_table", table)
+    need(table.dim() == 2, "page_table must have shape (B, max_pages), got {}", table.shape)
+    need(table.shape[0] == B, "page_table has {} rows, but query has batch size {}",
+         table.shape[0], B)  # fmt: skip
+    _page_shapes(q, k, v, NAMES)
+
+
+def _page_shapes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str]) -> None:
+    """Of query (B, Hq, Sq, D) or (T, Hq, D), and pages."""
+    (pages, size, Hkv, Dk), (pages_v, size_v, Hv, Dv), (key, value) = k.shape, v.shape, names
+    need(pages_v == pages, "{} has {} pages, but {} has {}", value, pages_v, key, pages)
+    need(size_v == size, "{} has pages of {} keys, but {} of {}", value, size_v, key, size)
+    need(size >= 1, "a page of {} must hold at least one key, got shape {}", key, k.shape)
+    checks.heads(q.shape[1], Hkv, Hv, q.shape[-1], Dk, Dv, *names)
 
 
 def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
@@ -152,8 +185,13 @@ def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     checks.has_shape("rotary_sin", sin, tuple(cos.shape))
 
 
-def values(q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors) -> None:
-    """Raise ValueError unless lengths and pages lie inside the cache. Reads them on the host."""
+def values(
+    q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, name: str = "key_cache"
+) -> None:  # fmt: skip
+    """Raise ValueError unless lengths and pages lie inside the cache. Reads them on the host.
+
+    `name` is that of the keys.
+    """
     lens, table = tensors.kv_lens.long(), tensors.page_table
     new = 0 if tensors.key is None else tensors.key.shape[2]
     size = 1 if table is None else k.shape[1]
@@ -167,8 +205,8 @@ def values(q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors) -> None:
             wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
             if len(wrong):
                 at = int(wrong[0])
-                need(False, "page_table[{}, {}] is {}, but key_cache has {} pages", b, at,
-                     int(used[at]), k.shape[0])  # fmt: skip
+                need(False, "page_table[{}, {}] is {}, but {} has {} pages", b, at,
+                     int(used[at]), name, k.shape[0])  # fmt: skip
         cos = tensors.rotary_cos
         last = length + new if cos is not None else 0
         need(cos is None or last <= cos.shape[0], "rotary_cos has {} positions, but sequence {} "

@@ -15,6 +15,7 @@ from fa_ops.types import NO_TENSORS, Cache, DenseTensors, Packing, Quantization,
 DENSE = "dense"  # (B, H, S, D) tensors
 PACKED = "packed"  # (T, H, D) tokens of sequences that follow one another
 CACHED = "cached"  # queries against a key-value cache, which new keys and values may extend
+PAGED = "paged"  # (T, H, D) tokens of sequences whose keys are in pages
 APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
 QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
 MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
@@ -49,6 +50,16 @@ class CacheTensors(NamedTuple):
     unified_max: Tensor | None = None
 
 
+class PagedTensors(NamedTuple):
+    """The tensors of packed queries over pages besides query, key and value."""
+
+    cu_seqlens_q: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class QuantizedTensors(NamedTuple):
     """The tensors of a quantised call besides query, key and value."""
 
@@ -60,7 +71,7 @@ class QuantizedTensors(NamedTuple):
     v_scale: Tensor | None = None
 
 
-Tensors = DenseTensors | PackedTensors | CacheTensors | QuantizedTensors
+Tensors = DenseTensors | PackedTensors | CacheTensors | PagedTensors | QuantizedTensors
 
 
 class Saved(NamedTuple):
@@ -93,6 +104,10 @@ class Call(NamedTuple):
         spec, packing, cache, eight = self.spec, self.packing, self.cache, self.quantization
         if eight is not None:
             return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *eight[:3])
+        if self.kind == PAGED:
+            return PagedTensors(
+                packing.cu_seqlens_q, spec.kv_lens, cache.page_table, spec.alibi_slopes, spec.sinks
+            )
         if packing is not None:
             return PackedTensors(
                 packing.cu_seqlens_q, packing.cu_seqlens_k, spec.alibi_slopes, spec.sinks,
@@ -124,6 +139,11 @@ class Call(NamedTuple):
 
     def options_with(self, tensors: Tensors) -> tuple[Spec, Packing | None, Cache | None]:
         """spec, packing and cache of this call with other tensors."""
+        if self.kind == PAGED:
+            t = tensors
+            small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
+            packing = Packing(t.cu_seqlens_q, t.cu_seqlens_q)
+            return self.spec.with_tensors(small), packing, Cache(t.page_table)
         if self.packing is not None:
             t, longest = tensors, self.packing
             packing = Packing(
@@ -190,7 +210,8 @@ class Call(NamedTuple):
 # Forward: run(query, key, value, tensors, with_lse) -> (out, lse), lse may be None if not with_lse.
 # Backward: run(grad_out, grad_lse, query, key, value, out, lse, tensors) -> Gradients, or a tuple
 #     in their order that may end after the gradient of value.
-# APPEND: run(query, key, value, tensors) -> query. MERGE: run(outs, lses) -> (out, lse).
+# APPEND: run(query, key, value, tensors) -> (query, kv_lens with the new keys).
+# MERGE: run(outs, lses) -> (out, lse).
 # MERGE_INTO: run(out, lse, part, part_lse) -> None, which writes out and lse.
 Run = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, kv_cache, planning, quantized, varlen_pages
+from fa_ops import api, dispatch, kv_cache, paged_calls, planning, quantized, varlen_pages
 from fa_ops.call import (
     CACHED,
     DENSE,
@@ -22,6 +22,7 @@ from fa_ops.call import (
 from fa_ops.dispatch import CallExplanation
 from fa_ops.ops import library
 from fa_ops.types import Cache, DenseTensors, Quantization, Spec
+from fa_ops.varlen_pages import PagedCall
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
@@ -37,8 +38,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
             :func:`attention_varlen`, those with an argument that only
             :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
             with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
-            all others are of :func:`attention`. Of packed queries over pages, the call of
-            :func:`attention_with_kv_cache` is explained by which they are attended.
+            all others are of :func:`attention`. Where no kernel takes packed queries over pages,
+            the call of :func:`attention_with_kv_cache` is explained by which they are attended.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -59,14 +60,23 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           cpu: can run this
           reference: can run this
     """
+    one = None
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
-        query, options = _of_tiles(query, key, value, options)
+        given = _over_pages(query, key, value, options)
+        one = paged_calls.call_of(*given[:6], given.options)
+        _, _, query, kv_lens, page_table, options = varlen_pages.tiled_call(
+            query, key, *given[3:]
+        )  # fmt: skip
+        options = {"kv_lens": kv_lens, "page_table": page_table, **options}
     describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
     call = describe(query, key, value, options)
     planning.check(call)
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
     route = library.route_of(query, key, value, *call.tensors).value
+    if one is not None:
+        reasons[paged_calls.BACKEND] = None
+        return CallExplanation(paged_calls.BACKEND, planning.plan_for(one).kernel, route, reasons)
     try:
         backend = dispatch.choose(call).__name__.rpartition(".")[2]
     except NotImplementedError:
@@ -77,17 +87,14 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
 _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
 
 
-def _of_tiles(query: Tensor, key: Tensor, value: Tensor, options: dict) -> tuple[Tensor, dict]:
-    """The query and options of attention over a cache with which packed queries attend pages."""
+def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
+    """The arguments of attention_varlen with page_table, checked."""
     given = _bound(api.attention_varlen, query, key, value, options)
     for name in ("max_seqlen_k", "deterministic", "return_lse"):
         del given[name]
     call = varlen_pages.arguments(**given)
     varlen_pages.check(*call[:-1])
-    _, _, rows, kv_lens, page_table, options = varlen_pages.tiled_call(
-        call.query, call.key, *call[3:]
-    )
-    return rows, {"kv_lens": kv_lens, "page_table": page_table, **options}
+    return call
 
 
 def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Call:

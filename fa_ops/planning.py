@@ -22,7 +22,20 @@ import torch
 from torch import Tensor
 
 from fa_ops import cache_checks, checks, dispatch, empty_calls, quantized_checks
-from fa_ops.call import APPEND, CACHED, DENSE, PACKED, QUANTIZED, Call, Plan, Run, Saved, Tensors
+from fa_ops.call import (
+    APPEND,
+    CACHED,
+    DENSE,
+    PACKED,
+    PAGED,
+    QUANTIZED,
+    CacheTensors,
+    Call,
+    Plan,
+    Run,
+    Saved,
+    Tensors,
+)
 from fa_ops.types import NO_TENSORS, bounded, rows_are_aligned
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
@@ -183,25 +196,32 @@ def plan_for(call: Call) -> Plan:
         reader = dispatch.choose(call.without_new())
         append = call._replace(kind=APPEND)
         if reader is not backend and backend.supports(append) is None:
-            return _append_then_attend(backend.plan(append), reader)
+            name = reader.__name__.rpartition(".")[2]
+            return _append_then_attend(backend.plan(append), plan_for(call.without_new()), name)
     return backend.plan(call)
 
 
-def _append_then_attend(writer: Plan, reader: ModuleType) -> Plan:
-    """The plan in which one backend writes the new keys and another, which is faster, attends."""
+def _append_then_attend(writer: Plan, attend: Plan, name: str) -> Plan:
+    """The plan in which one backend writes the new keys and another, of that name, attends."""
 
     def prepare(call: Call) -> Run:
-        write, options = writer.prepare(call), call.without_tensors()
+        write, rest = writer.prepare(call), call.without_new()
+        if call.cache.rotary_cos is not None:  # rotated queries are a tensor of their own
+            rest = rest._replace(query=rest.query.new_empty(rest.query.shape))
+        run = attend.prepare(rest)
 
         def write_and_attend(q, k, v, tensors, with_lse=True):
-            q = write(q, k, v, tensors)
-            full = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
-            return run(full.without_new(), with_lse)
+            q, kv_lens = write(q, k, v, tensors)
+            t = tensors
+            left = CacheTensors(
+                kv_lens, t.page_table, t.key_ranges, t.alibi_slopes, t.sinks, None, None, t.k_scale,
+                t.v_scale, None, None, t.unified_max,
+            )  # fmt: skip
+            return run(q, k, v, left, with_lse)
 
         return write_and_attend
 
-    name = reader.__name__.rpartition(".")[2]
-    return Plan(f"{writer.kernel}, then those of {name}", prepare)
+    return Plan(f"{writer.kernel}, then {attend.kernel} of {name}", prepare)
 
 
 def _family_of(key: tuple, call: Call) -> tuple:
@@ -242,6 +262,8 @@ def check(call: Call, real: bool = True) -> None:
         checks.dense(q, k, v, call.spec, real)
     elif call.kind == PACKED:
         checks.packed(q, k, v, call.packing, call.spec, real)
+    elif call.kind == PAGED:
+        cache_checks.paged(q, k, v, call.packing, call.cache, call.spec)
     elif call.kind == QUANTIZED:
         quantized_checks.quantized(q, k, v, call.quantization, call.spec, real)
     else:

@@ -162,10 +162,23 @@ def with_appended_lens(spec: Spec, cache: Cache) -> Spec:
     return spec if cache.key is None else spec._replace(kv_lens=spec.kv_lens + cache.key.shape[2])
 
 
+def queries_of_kv_head(q: Tensor, k: Tensor, cache: Cache) -> int:
+    """Queries (B, Hq, Sq, D) of a batch row that share a kv head of a cache."""
+    heads = k.shape[1] if cache.page_table is None else k.shape[2]
+    return q.shape[1] // heads * q.shape[2]
+
+
+def heads_of_tile(group: int) -> int:
+    """How many heads of a group share 64 rows of a tile, if heads do: those that leave the fewest
+    rows unused, with whole queries."""
+    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
+    return max(divisors, key=lambda n: (64 // n * n, n), default=1)
+
+
 def is_prefill(q: Tensor) -> bool:
     """Whether a cached call has so many queries (B, H, S, D) that tiles of queries fill the device.
 
-    Each tile then attends all keys of its row; with fewer queries splitting the keys is faster.
+    Each tile then attends all keys of its row; a kernel that cannot split keys is slower with less.
     """
     B, H, S, _ = q.shape
     return S >= 64 and B * H * S >= 4096

@@ -1,4 +1,5 @@
-"""attention_varlen over keys in pages, by attention over a cache with rows of equal length.
+"""attention_varlen over keys in pages, by attention over a cache with rows of equal length where no
+kernel looks sequences up by itself (`paged_calls`).
 
 Kernels for caches take rows (B, H, S, D). A packed batch becomes such rows, tiles, without padding
 each sequence to the longest one: a sequence of n queries has ``ceil(n / size)`` tiles, whose last
@@ -13,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks
+from fa_ops import cache_checks, checks, paged_calls
 from fa_ops.api import need_int, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
-
-_SIZE = 128  # queries of a tile: what a kernel for prefill takes at a time
+from fa_ops.types import heads_of_tile
 
 
 class Tiles(NamedTuple):
@@ -92,6 +92,11 @@ def attention(
     tokens = query.shape[0]
     if not tokens or not page_table.shape[0]:
         return query.new_zeros(*query.shape[:2], value.shape[3]), _no_keys(query)
+    found = paged_calls.attention(
+        query, key, value, cu_seqlens_q, kv_lens, page_table, options
+    )  # fmt: skip
+    if found is not None:
+        return found
     call = tiled_call(query, key, cu_seqlens_q, kv_lens, page_table, max_seqlen_q, options)
     out, lse = attention_with_kv_cache(
         call.query, key, value, call.kv_lens, call.page_table, return_lse=True, **call.options
@@ -113,6 +118,9 @@ def check(
     for name, cache in (("key", key), ("value", value)):
         need(cache.dim() == 4, "{} must have shape {} with page_table, got {}", name, layout,
              cache.shape)  # fmt: skip
+    is_traced = torch.compiler.is_compiling()  # whose messages must be constant: the operator's are
+    if not is_traced:
+        cache_checks.pages(query, key, value, ("key", "value"))
     need(page_table.dim() == 2, "page_table must have shape (B, max_pages), got {}",
          page_table.shape)  # fmt: skip
     B = page_table.shape[0]
@@ -124,9 +132,9 @@ def check(
             raise ValueError(f"{name} must have shape ({size},), got {tuple(t.shape)}")
     if max_seqlen_q is not None:
         need(max_seqlen_q >= 0, "max_seqlen_q must not be negative, got {}", max_seqlen_q)
-    if not (query.is_cuda or torch.compiler.is_compiling()):
+    if not (query.is_cuda or is_traced):
         checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-        cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table))
+        cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table), "key")
 
 
 def tiled_call(
@@ -140,7 +148,7 @@ def tiled_call(
     slopes, ranges = options.get("alibi_slopes"), options.get("key_ranges")
     causal = options.get("is_causal", False)
     positions_differ = options.get("window") is not None or slopes is not None
-    size = longest if positions_differ and not causal else min(longest, _SIZE)
+    size = longest if positions_differ and not causal else min(longest, tile_queries(query, key))
     tiles = _tiled(borders, tokens, max(size, 1), longest)
     lens = kv_lens.clamp(0, page_table.shape[1] * key.shape[1])[tiles.sequences]
     if causal:
@@ -152,6 +160,16 @@ def tiled_call(
         options = options | {"key_ranges": ranges[tiles.sequences]}
     rows = query[_within(borders[tiles.sequences, None] + tiles.queries, tokens)].transpose(1, 2)
     return TiledCall(tiles, borders, rows, lens, page_table[tiles.sequences], options)
+
+
+def tile_queries(query: Tensor, key: Tensor) -> int:
+    """Queries of a tile: what a kernel for prefill takes at a time.
+
+    Its rows are queries of all heads of a group, so that a sequence with one query, a decoding
+    step, leaves as few as possible unused.
+    """
+    parts = 4 if query.shape[2] <= 64 else 2  # of 64 rows
+    return parts * (64 // heads_of_tile(query.shape[1] // key.shape[2]))
 
 
 def _tiled(borders: Tensor, tokens: int, size: int, longest: int) -> Tiles:

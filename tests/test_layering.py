@@ -46,14 +46,17 @@ TOP = {
     "fa_ops.api": ("fa_ops.ops", *PLANS),
     "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", *PLANS),
     "fa_ops.quantized": ("fa_ops.api", "fa_ops.ops", *PLANS),
+    "fa_ops.paged_calls": ("fa_ops.api", "fa_ops.ops", *PLANS),
     "fa_ops.varlen_pages": (
         "fa_ops.api",
+        "fa_ops.paged_calls",
         "fa_ops.kv_cache",
         *PLANS,
     ),
     "fa_ops.explanation": (
         "fa_ops.api",
         "fa_ops.kv_cache",
+        "fa_ops.paged_calls",
         "fa_ops.quantized",
         "fa_ops.varlen_pages",
         "fa_ops.ops",

@@ -14,6 +14,7 @@ from fa_ops.backends.hopper import (
     decode,
     dense_backward,
     dense_forward,
+    forward_combine,
     launch,
     mla,
     packed,
@@ -24,7 +25,7 @@ from fa_ops.backends.hopper import (
 )
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
-HOSTS += quantized, scaled
+HOSTS += quantized, scaled, forward_combine
 
 
 class Launched(NamedTuple):

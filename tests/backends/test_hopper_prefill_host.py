@@ -146,8 +146,6 @@ def test_which_kernel_a_cache_is_for():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, c, s: (q[:, :, :63], k, v, c, s), "got 63 of 2 x 64 heads"),
-        (lambda q, k, v, c, s: (q[:1, :32], k, v, c, s), "got 64 of 1 x 32 heads"),
         (lambda q, k, v, c, s: (q, k[:, :8], v[:, :8], c, s), "needs pages of 16, 32 or"),
         (lambda q, k, v, c, s: (q, k, v, c._replace(num_splits=2), s), "without num_splits"),
         (lambda q, k, v, c, s: (q, k, v, c._replace(key=q), s), "does not write to caches"),
@@ -161,8 +159,8 @@ def test_what_it_does_not_take(change, message):
     assert message in prefill.cache_error(*change(*paged()))
 
 
-def test_dispatch_refuses_too_few_queries_after_it_took_many(monkeypatch):
-    """The choice of one call must not stand for another that another kernel attends."""
+def test_the_choice_of_one_call_does_not_stand_for_another(monkeypatch):
+    """Few and many queries of the same cache are attended by kernels with other limits."""
     monkeypatch.setattr(dispatch, "available_error", lambda name: None)
     monkeypatch.setattr(hopper, "_device_error", lambda q: None)
     monkeypatch.setattr(
@@ -172,20 +170,22 @@ def test_dispatch_refuses_too_few_queries_after_it_took_many(monkeypatch):
             q, k, v, cache, spec
         ),
     )
-    monkeypatch.setattr(prefill, "prepare", lambda call: lambda *args: ("prefill", None))
-    q, k, v, cache, spec = paged()
+    for module in (prefill, decode):
+        monkeypatch.setattr(
+            module, "prepare", lambda call, name=module.__name__: lambda *args: (name, None)
+        )
+    q, k, v, cache, _ = paged()
+    ranges = torch.zeros(2, 1, 1, 2, dtype=torch.int32)
 
     def attend(q):
         return fa_ops.attention_with_kv_cache(
-            q, k, v, LENS[: q.shape[0]], cache.page_table[: q.shape[0]], True, backend="hopper"
+            q, k, v, LENS, cache.page_table, True, key_ranges=ranges, backend="hopper"
         )
 
     for _ in range(2):
-        assert attend(q) == "prefill"
-        with pytest.raises(NotImplementedError, match="got 64 of 1 x 32 heads"):
-            attend(q[:1, :32])
-        with pytest.raises(NotImplementedError, match="got 20 of 2 x 64 heads"):
-            attend(q[:, :, :20])
+        assert attend(q[:, :, :1]) == decode.__name__
+        with pytest.raises(NotImplementedError, match="has no key_ranges for more than 16 queries"):
+            attend(q[:, :, :2])
 
 
 def test_the_cpu_takes_what_it_took():

@@ -21,7 +21,7 @@ def pages(count=4, size=4):
 @pytest.mark.parametrize("size", [2, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_packed_queries_attend_pages(name, size, monkeypatch):
-    monkeypatch.setattr(varlen_pages, "_SIZE", size)
+    monkeypatch.setattr(varlen_pages, "tile_queries", lambda query, key: size)
     k, v, table = pages()
     q, options = draw(13, 4, 8, grad=False), options_of(name, 4)
     ends_q = torch.tensor(QUERIES, dtype=torch.int32) + 1  # a token before and one behind

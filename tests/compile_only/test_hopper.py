@@ -52,7 +52,7 @@ SERIALISED = ("C7510", "C7512", "C7513", "C7514", "C7515")
 
 def compiled(folder, kind, config, **features):
     """(SASS, log) of all entry points of a dense kernel."""
-    defines = OFF | features | config.defines() | {"IS_BF16": 1}
+    defines = {"SPLITS_KEYS": 0} | OFF | features | config.defines() | {"IS_BF16": 1}
     if kind == "forward":
         defines["SHARED_BYTES"] = config.shared_bytes(bool(defines["HAS_MASK"]))
     if kind == "backward":
@@ -169,6 +169,41 @@ def test_forward_with_packed_heads(D, heads, page, tmp_path):
     assert sass.count("HGMMA") == 2 * (D // 16) + 2 * (config.block_n // 16)
     assert sass.count("WARPGROUP.DEPBAR") == 4 and sass.count("ELECT") == (2 if page else 1)
     assert not unwritten_uniform_registers(sass)
+
+
+SPLIT = {"HAS_WINDOW": 1, "HAS_KV_LENS": 1, "SPLITS_KEYS": 1}
+
+
+@pytest.mark.parametrize("D, heads, page", [(64, 8, 0), (128, 4, 0), (256, 2, 64)])
+def test_forward_for_parts_of_the_keys(D, heads, page, tmp_path):
+    config = dataclasses.replace(configs.forward_config(D, D, page=page), packed_heads=heads)
+    sass, log = compiled(tmp_path, "forward", config, **SPLIT)
+    assert_clean(log, spilled_bytes=32 if D == 64 else 0)
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and not unwritten_uniform_registers(sass)
+    defines = {"IS_BF16": 1, "HAS_SINKS": 1, "MAX_SPLITS": 32}
+    entry = launch.Entry("forward_combine", 256)
+    assert_clean(compiled_entries(tmp_path, "forward_combine", [entry], defines)[1])
+
+
+@pytest.mark.parametrize("D, page, splits", [(64, 16, 0), (128, 64, 1)])
+def test_forward_of_packed_queries_over_pages(D, page, splits, tmp_path):
+    config = configs.forward_config(D, D, page=page)
+    config = dataclasses.replace(config, packed_heads=4, packs_queries=True)
+    assert config.shared_bytes() <= configs.SHARED_LIMIT
+    sass, log = compiled(tmp_path, "forward", config, **SPLIT | {"SPLITS_KEYS": splits})
+    assert_clean(log)
+    assert sass.count("WARPGROUP.DEPBAR") == 4 and not unwritten_uniform_registers(sass)
+
+
+@pytest.mark.parametrize("Sq, registers", [(50, 80), (77, 80)])
+def test_forward_with_several_ctas_on_a_multiprocessor(Sq, registers, tmp_path):
+    config = configs.short_config(configs.forward_config(64, 64), Sq, Sq)
+    assert config.ctas * config.threads * registers <= 65536
+    for features in ({}, {"HAS_WINDOW": 1}, {"HAS_KV_LENS": 1, "HAS_SOFTCAP": 1, "HAS_SINKS": 1}):
+        sass, log = compiled(tmp_path, "forward", config, **features)
+        assert_clean(log, spilled_bytes=32 if len(features) > 1 else 0)
+        assert f"Used {registers} registers" in log
+        assert sass.count("WARPGROUP.DEPBAR") == 4
 
 
 BACKWARD_FEATURES = dict(zip(FEATURE_IDS, FEATURES)) | {

@@ -136,11 +136,11 @@ def test_appending_fits(page, cached, tmp_path):
     ints = meta(1, dtype=torch.int32)
     scales = (angles, angles) if cached == FP8 else (None, None)
     args = (q, q, q, q, k, k, *(64,) * 15, 4, 2, 1, 1, 2, S, ints if page else None, 64, 9, ints,
-            *scales, angles, angles, S)  # fmt: skip
+            ints, *scales, angles, angles, S)  # fmt: skip
     for interleaved in (False, True):
         constants = {
             "D": 128, "Dv": 128, "BLOCK": 128, "R": 64, "INTERLEAVED": interleaved, "PAGE": page,
-            "PAGE_SCALES": page > 0,
+            "PAGE_SCALES": page > 0, "PDL": True,
         }  # fmt: skip
         kernel = launch.compile_kernel(
             append.append_kernel, args, constants, {"num_warps": 1}, GPUTarget("cuda", 90, 32)

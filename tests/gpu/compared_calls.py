@@ -118,7 +118,9 @@ def decodes() -> list[Cached]:
         for B, S in ((64, 4096), (16, 8192))
         for page, heads_first in ((0, False), (0, True), (64, False))
     ]
-    return [*plain, *narrow, Cached(8, 8192, 64, append=True), Cached(8, 8192, heads=(32, 1, 576))]
+    sizes = ((8, 8192, 64), (1, 1024, 0), (1, 16384, 64), (64, 4096, 0))
+    appends = [Cached(*size, append=True) for size in sizes]
+    return [*plain, *narrow, *appends, Cached(8, 8192, heads=(32, 1, 576))]
 
 
 def prompts() -> list[Cached]:
@@ -127,11 +129,71 @@ def prompts() -> list[Cached]:
         return [Cached(2, 128, page, queries=16) for page in (0, 16)]
     sizes = ((1, 8192, 8192), (1, 2048, 32768), (8, 512, 8192), (8, 64, 8192), (64, 32, 4096))
     plain = [Cached(B, S, page, queries=Q) for page in (0, 16, 64) for B, Q, S in sizes]
+    # speculative decoding and small chunks of prompts: as many rows are too few for the device
+    few = (
+        (8, 32, 8192),
+        (4, 64, 8192),
+        (1, 64, 8192),
+        (1, 32, 32768),
+        (1, 17, 2048),
+        (2, 200, 32768),
+    )
+    few += ((64, 5, 4096), (8, 8, 8192), (1, 8, 32768))
+    plain += [Cached(B, S, page, queries=Q) for page in (0, 64) for B, Q, S in few]
     narrow = [
         Cached(8, 8192, heads=(64, 8, 64), queries=64),
         Cached(64, 77, heads=(32, 8, 64), queries=77),
+        Cached(8, 8192, heads=(64, 8, 64), queries=17, heads_first=True),
+        Cached(1, 32768, heads=(64, 8, 64), queries=32),
+        Cached(1, 32768, heads=(8, 1, 128), queries=32),
+        Cached(8, 8192, heads=(32, 8, 128), queries=32, heads_first=True),
+        Cached(8, 8192, 64, append=True, queries=32),
+        Cached(1, 32768, heads=(8, 4, 256), queries=32),
     ]
     return [*plain, *narrow, Cached(8, 8192, heads=(8, 4, 256), queries=64)]
+
+
+class Mixed(NamedTuple):
+    """A packed batch over pages: prompts of Q queries with S keys, and steps of one with `keys`."""
+
+    prompts: int
+    Q: int
+    S: int
+    steps: int
+    keys: int
+    page: int = 64
+    heads: tuple[int, int, int] = (32, 8, 128)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts}x{self.Q} S{self.S} {self.steps}x1 S{self.keys} "
+            f"H{self.heads[0]}/{self.heads[1]} D{self.heads[2]} page{self.page}"
+        )
+
+
+def mixes() -> list[Mixed]:
+    if DEVICE == "cpu":
+        return [Mixed(1, 20, 64, 3, 40, 16, (4, 2, 16))]
+    sizes = ((1, 512, 512, 63, 4096), (2, 2048, 8192, 62, 4096), (8, 512, 512, 8, 8192))
+    found = [Mixed(*size, page) for size in sizes for page in (16, 64)]
+    return [*found, Mixed(2, 2048, 2048, 30, 4096, 64, (64, 8, 64)), Mixed(4, 2048, 2048, 0, 1)]
+
+
+def _mixed(fa: ModuleType, p: Mixed) -> Call:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    Hq, Hkv, D = p.heads
+    queries = torch.tensor([p.Q] * p.prompts + [1] * p.steps)
+    keys = torch.tensor([p.S] * p.prompts + [p.keys] * p.steps, dtype=torch.int32).to(DEVICE)
+    rows, width = len(queries), -(-max(p.S, p.keys) // p.page)
+    draw = lambda *s: torch.randn(s, generator=g, device=DEVICE, dtype=HALF)  # noqa: E731
+    q, (k, v) = draw(int(queries.sum()), Hq, D), (draw(rows * width, p.page, Hkv, D) for _ in "kv")
+    table = torch.randperm(rows * width, generator=g, device=DEVICE, dtype=torch.int32)
+    ends = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int().to(DEVICE)
+    return Call(
+        lambda _: fa.attention_varlen(
+            q, k, v, ends, None, p.Q, is_causal=True, kv_lens=keys, page_table=table.view(rows, -1)
+        )
+    )
 
 
 def _cached(fa: ModuleType, p: Cached) -> Call:
@@ -158,7 +220,7 @@ def _cached(fa: ModuleType, p: Cached) -> Call:
     return Call(lambda _: fa.attention_with_kv_cache(q, *caches, lens, table, **options))
 
 
-CACHED = {"decode": decodes, "prompts": prompts}
+CACHED = {"decode": decodes, "prompts": prompts, "mixed": mixes}
 GROUPS = {
     "forward": _forward,
     "backward": _backward,
@@ -166,6 +228,7 @@ GROUPS = {
     "varlen backward": _varlen_backward,
     "decode": _cached,
     "prompts": _cached,
+    "mixed": _mixed,
 }
 
 

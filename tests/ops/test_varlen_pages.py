@@ -47,7 +47,7 @@ def packed_keys(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, table: tor
 @pytest.mark.parametrize("size", [2, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results_are_those_of_packed_keys(name, size, monkeypatch):
-    monkeypatch.setattr(varlen_pages, "_SIZE", size)
+    monkeypatch.setattr(varlen_pages, "tile_queries", lambda query, key: size)
     q, k, v, ends, lens, table = drawn()
     out, lse = fa_ops.attention_varlen(
         q, k, v, ends, None, 7, kv_lens=lens, page_table=table, return_lse=True, **OPTIONS[name]
@@ -75,6 +75,17 @@ def test_a_prompt_and_decoding_steps_share_a_batch():
     packed_k, packed_v, ends_k = packed_keys(k, v, keys, table)
     expected = fa_ops.attention_varlen(q, packed_k, packed_v, ends, ends_k, **options)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "Hq, D, queries", [(2, 128, 128), (8, 128, 32), (14, 128, 18), (8, 64, 64)]
+)
+def test_tiles_have_whole_queries_of_the_heads_of_a_group(Hq, D, queries):
+    q, key = torch.empty(300, Hq, D), torch.empty(4, 16, 2, D)
+    assert varlen_pages.tile_queries(q, key) == queries
+    ends, lens, table = torch.tensor([0, 290, 300]).int(), torch.zeros(2).int(), torch.zeros(2, 4)
+    call = varlen_pages.tiled_call(q, key, ends, lens, table.int(), None, {"is_causal": True})
+    assert call.query.shape == (300 // queries + 2, Hq, queries, D)
 
 
 @pytest.mark.parametrize("tokens, rows", [(0, 2), (3, 0), (0, 0)])
@@ -118,7 +129,13 @@ def test_it_compiles_to_one_graph_for_all_lengths():
         ({"page_table": torch.zeros(5, 6)}, "page_table must be int32, got float32"),
         ({"kv_lens": torch.zeros(4).int()}, r"kv_lens must have shape \(5,\), got \(4,\)"),
         ({"kv_lens": torch.tensor([9, 4, 25, 2, 13]).int()}, r"kv_lens\[2\] is 25"),
-        ({"page_table": torch.full((5, 6), 33).int()}, r"page_table\[0, 0\] is 33, but key_cache"),
+        ({"page_table": torch.full((5, 6), 33).int()}, r"page_table\[0, 0\] is 33, but key has"),
+        ({"value": torch.zeros(31, 4, 2, 8)}, "value has 31 pages, but key has 33"),
+        ({"value": torch.zeros(33, 3, 2, 8)}, "value has pages of 3 keys, but key of 4"),
+        ({"value": torch.zeros(33, 4, 1, 8)}, "value has 1 heads, but key has 2"),
+        ({"key": torch.zeros(33, 4, 2, 24)}, "key has head dimension 24, but query's is 16"),
+        ({"key": torch.zeros(33, 4, 2, 16).half()}, "value is float32, but key is float16"),
+        ({"query": torch.zeros(TOKENS, 4, 16).half()}, "key must be query's float16"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 2, 4, 5, 6]).int()}, r"cu_seqlens_q\[2\] is 2"),
         (
             {"cu_seqlens_q": torch.zeros(3).int()},

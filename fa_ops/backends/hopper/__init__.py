@@ -1,10 +1,11 @@
 """The sm_90a tier: CUDA C++ compiled by NVRTC on first use, launched through the driver.
 
 `plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
-`cuda/forward.cu` and `cuda/backward.cu`), `packed` and `prefill`, which run packed sequences and
-many queries of a cache on the same kernels, `decode` for few queries against a long cache, and
-`mla` for a latent cache, which share `split_kv`, and `quantized` for 8-bit products, of tensors
-from `quantize` or `scaled`. Tiles are in `configs`; `launch` loads and launches kernels.
+`cuda/forward.cu` and `cuda/backward.cu`), `packed`, `prefill` and `paged`, which run packed
+sequences, many queries of a cache and packed queries over pages on the same kernels, `decode` for
+few queries against a long cache, and `mla` for a latent cache, which share `split_kv`, and
+`quantized` for 8-bit products, of tensors from `quantize` or `scaled`. Tiles are in `configs`;
+`launch` loads and launches kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fa_ops.call import (
     MERGE,
     MERGE_INTO,
     PACKED,
+    PAGED,
     QUANTIZED,
     Call,
     Plan,
@@ -79,6 +81,8 @@ def supports(call: Call) -> str | None:
         return _quantized_error(q, k, v, call.quantization, spec)
     if call.kind == CACHED:
         return cache_error(q, k, v, call.cache, spec)
+    if call.kind == PAGED:
+        return _paged_error(call)
     if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
         return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"
@@ -91,11 +95,13 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the tier runs the call."""
-    from fa_ops.backends.hopper import dense_backward, dense_forward, packed, quantized
+    from fa_ops.backends.hopper import dense_backward, dense_forward, packed, paged, quantized
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == QUANTIZED:
         return Plan("8-bit forward", quantized.prepare)
+    if call.kind == PAGED:
+        return Plan("forward", paged.prepare)
     if call.kind == PACKED:
         if call.saved is None:
             return Plan("forward", packed.prepare)
@@ -142,6 +148,15 @@ def _quantized_error(
         return _device_error(q)
     reason = quantized.support_error(q, k, v, quantization, spec)
     return reason and f"{reason}; {_ALTERNATIVE}"
+
+
+def _paged_error(call: Call) -> str | None:
+    """Why the tier cannot attend pages with packed queries, or None."""
+    from fa_ops.backends.hopper import paged
+
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    return paged.support_error(call)
 
 
 def _device_error(q: Tensor) -> str:

@@ -43,6 +43,8 @@ class Config(HeadDims):
     copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
     whole_rows: bool = False  # a copy from a page brings keys with all their features
     packed_heads: int = 1  # of a group, whose rows share a tile
+    ctas: int = 1  # that a multiprocessor holds at once
+    packs_queries: bool = False  # of sequences with pages: a tile looks up where its sequence is
 
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
@@ -72,6 +74,7 @@ class Config(HeadDims):
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 * consumers
         tiles += bias if self.bias_bits else 0
         tiles += 4 * self.stages if self.copy_keys else 0
+        tiles += 2 * 16 if self.packs_queries else 0  # of two work items
         return tiles + 8 * barriers + _WORK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
@@ -84,6 +87,7 @@ class Config(HeadDims):
             "RESCALE_THRESHOLD": self.rescale_threshold, "BIAS_BITS": self.bias_bits,
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
             "WHOLE_ROWS": int(self.whole_rows), "PACKED_HEADS": self.packed_heads,
+            "CTAS": self.ctas, "PACKED_QUERIES": int(self.packs_queries),
         }  # fmt: skip
 
 
@@ -350,24 +354,23 @@ def forward_config(
     )
 
 
-def with_packed_heads(
-    config: Config, B: int, Hq: int, Hkv: int, Sq: int, processors: int
-) -> Config:
-    """The configuration whose tiles have the queries of several heads of a group, if those of one
-    head fill so little of a tile that this saves a quarter of the rounds of tiles.
+def short_config(config: Config, Sq: int, keys: int) -> Config:
+    """The tile in place of `config`, for heads of up to 64 features, where sequences are so short
+    that 256 rows are mostly empty, and its loop over keys has few steps.
 
-    How many heads depends on the group alone, so that lengths have two kernels at most.
+    On an H200, 6784 heads of 77 tokens take 87 us with two CTAs of 128 rows, 147 with one of 256;
+    10464 of 50 tokens 77 with three CTAs of 64 rows, 157 with one. From 197 tokens on one is
+    faster, unless a second tile would be nearly empty: 1.15x with 257 tokens.
     """
-    group = Hq // Hkv
-    divisors = [n for n in range(2, min(group, 64) + 1) if group % n == 0]
-    heads = max(divisors, key=lambda n: (64 // n * n, n), default=1)  # most rows in use
-    packed = dataclasses.replace(config, packed_heads=heads)
-
-    def rounds(one: Config) -> int:
-        tiles = B * Hq // one.packed_heads * -(-Sq // one.tile_queries)
-        return -(-tiles // processors)
-
-    return packed if rounds(packed) * 4 <= rounds(config) * 3 else config
+    if config.head_dim > 64 or config.block_m != 256 or config.copy_keys or keys > 512:
+        return config
+    dims = config.head_features, config.value_features
+    if Sq <= 64:
+        return Config(*dims, 64, 96, stages=2, ctas=3)
+    rows, fewer = (-(-Sq // size) * size for size in (256, 128))
+    return (
+        Config(*dims, 128, 48, stages=3, query_stages=2, ctas=2) if rows >= 1.3 * fewer else config
+    )
 
 
 def _has_three_consumers(D: int, Dv: int, differs_by_row: bool) -> bool:

@@ -29,7 +29,7 @@ from fa_ops.backends.hopper.split_kv import (
 )
 from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
 from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec
+from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, queries_of_kv_head
 
 _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
@@ -38,15 +38,9 @@ _PARAMS = _LAYOUT.packer(packed=("B:width", "q_strides:v_strides"))
 MAX_ROWS = MAX_DECODING_QUERIES  # of a KV head, of all its query heads
 
 
-def rows_of(q: Tensor, k: Tensor, cache: Cache) -> int:
-    """Queries that share a kv head."""
-    heads = k.shape[1] if cache.page_table is None else k.shape[2]
-    return q.shape[1] // heads * q.shape[2]
-
-
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
-    rows = rows_of(q, k, cache)
+    rows = queries_of_kv_head(q, k, cache)
     if rows > MAX_ROWS:
         return f"attends {MAX_ROWS} queries of a kv head at once, got {rows}"
     return memory_error(q, k, v, cache, spec)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import Config, forward_config, with_packed_heads
+from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -35,6 +36,7 @@ from fa_ops.backends.hopper.problem import (
     tma_aligned,
     window_sides,
 )
+from fa_ops.backends.hopper.tiling import Shape, packed_queries, tiling_of
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
 
@@ -127,7 +129,7 @@ def plan_of(
 ) -> ForwardPlan:  # fmt: skip
     """The plan of a call whose optional tensors are those of `as_kernel_inputs`.
 
-    A packed batch of `sequences` is one long sequence with key ranges.
+    A packed batch of `sequences` is one long sequence, with key ranges or a row of the table each.
     """
     mask, ranges, slopes = spec.attn_mask, spec.key_ranges, spec.alibi_slopes
     return _plan(
@@ -165,33 +167,35 @@ class ForwardPlan:
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
         config = forward_config(D, Dv, bias_bits, few_registers, page, by_row)
-        if Hq > Hkv and not (bias or few_registers or by_row):
-            config = with_packed_heads(config, B, Hq, Hkv, Sq, processors(device))
+        is_plain = not (bias or few_registers or ranges)
+        can_cut = is_plain and slopes is None, is_plain and not (sequences and has_sinks)
+        sizes = Shape(B, Hq, Hkv, Sq, min(Sk, Sq + left), Dv)
+        if packs_queries := table is not None and sequences is not None:
+            config, sizes = packed_queries(config, sizes, sequences, can_cut[0])
+        config, splits = tiling_of(config, sizes, processors(device), *can_cut)
         if config.whole_rows and not min(self.pages[3:]):
             config = dataclasses.replace(config, whole_rows=False)
         self.device = device
         self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
             config,
-            (B * Hq, Sq),
+            (sizes.B * Hq, sizes.Sq, splits),
             has_window or has_lens or bool(ranges or mask),
             features=dict(
                 dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
                 ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
-                alibi=slopes is not None, sinks=has_sinks, mask=mask is not None,
-                dropout=dropout_p > 0,
+                alibi=slopes is not None, sinks=has_sinks and splits == 1, mask=mask is not None,
+                dropout=dropout_p > 0, splits=splits > 1,
             ),
         )  # fmt: skip
-        self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
-        self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        if sequences is not None:
-            self.out = (Sq, Hq, Dv), (Hq * Dv, Dv, 1), dtype
-            self.lse = (Hq, Sq), (Sq, 1), torch.float32
+        self.combine = Combine.of((B, Hq, Sq, Dv), splits, dtype, has_sinks, device)
+        self.out, self.lse = _results((B, Hq, Sq, Dv), dtype, sequences is not None)
         self.maps = _maps(dtype, shapes, strides, config)
         self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         group = Hq // Hkv
         section = group // config.packed_heads * key_section(B * Hkv, Sk, D + Dv)
+        section, B = (splits, sequences) if packs_queries else (section, B)
         self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None
         *self.mask_strides, mask_range = self.packer.bits_layout if mask else (0, 0, 0, 0)
         self.scalars = _SCALARS.pack(
@@ -209,19 +213,21 @@ class ForwardPlan:
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
 
-    def _schedule(self, config: Config, queries: tuple[int, int], is_uneven: bool, features: dict):
+    def _schedule(
+        self, config: Config, sizes: tuple[int, int, int], is_uneven: bool, features: dict
+    ):
         """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
-        (heads, Sq), per_tile = queries, config.tile_queries
+        (heads, Sq, splits), per_tile = sizes, config.tile_queries
         m_blocks = -(-Sq // per_tile)
-        tiles = heads // config.packed_heads * m_blocks
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > sms
+        tiles = heads // config.packed_heads * m_blocks * splits
+        ctas = processors(self.device) * config.ctas
+        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > ctas
         defines = kernel_defines(config, **features)
         found = kernel(
             "forward", "forward", self.device, config.threads, defines["SHARED_BYTES"],
             tuple(defines.items()),
         )  # fmt: skip
-        return found, min(tiles, sms), is_dynamic, m_blocks, tiles
+        return found, min(tiles, ctas), is_dynamic, m_blocks, tiles
 
     def run(
         self,
@@ -249,8 +255,11 @@ class ForwardPlan:
             if self.row_seeds is not None:
                 seeds = self.row_seeds.run(stream, tensors.dropout_seed.data_ptr(), *cu_seqlens)
             rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            written = None, out.data_ptr(), 0 if lse is None else lse.data_ptr()
+            if self.combine is not None:
+                written = self.combine.parts()
             words = (
-                out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+                *written[1:],
                 *(_NO_ADDRESSES if tensors is NO_TENSORS else _addresses(tensors)),
                 0 if bits is None else bits.data_ptr(), *self.mask_strides,
                 0 if counter is None else counter.data_ptr(), *rows,
@@ -258,13 +267,29 @@ class ForwardPlan:
             params = (
                 q_map.at(rows[0]), k_map.at(rows[1]), v_map.at(rows[2]), _ADDRESSES.pack(*words),
                 self.scalars, self.no_dropout or dropout.parameters(seeds, self.dropout_p),
-                _NO_PAGES if table is None else _PAGES.pack(table.data_ptr(), *self.pages),
+                _NO_PAGES if table is None else self._packed_pages(table, cu_seqlens[0]),
                 b"" if bias is None else self.bias(bias.data_ptr()),
             )  # fmt: skip
             if counter is not None:
                 set_zero(counter, stream)
             self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
+            if self.combine is not None:
+                self.combine.run(stream, written, tensors.sinks, out, lse)
         return out, lse
+
+    def _packed_pages(self, table: Tensor, borders: int) -> bytes:
+        return _PAGES.pack(table.data_ptr(), *self.pages, borders)
+
+
+def _results(shape: tuple[int, int, int, int], dtype: torch.dtype, is_packed: bool) -> list[tuple]:
+    """Sizes, strides and dtype of out and lse; `shape`: (B, Hq, Sq, Dv)."""
+    B, Hq, Sq, Dv = shape
+    if is_packed:
+        out, lse = ((Sq, Hq, Dv), (Hq * Dv, Dv, 1)), ((Hq, Sq), (Sq, 1))
+    else:
+        out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1)
+        lse = (B, Hq, Sq), (Hq * Sq, Sq, 1)
+    return [(*out, dtype), (*lse, torch.float32)]
 
 
 def _page_groups(shapes: Sequence, strides: Sequence) -> list[int]:
@@ -308,9 +333,12 @@ def _addresses(tensors: DenseTensors) -> Sequence[int]:
 def kernel_defines(
     config: Config, dtype: torch.dtype, *, window: bool = False, kv_lens: bool = False,
     ranges: bool = False, softcap: int = 0, alibi: bool = False, sinks: bool = False,
-    left: bool = False, mask: bool = False, dropout: bool = False,
+    left: bool = False, mask: bool = False, dropout: bool = False, splits: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros of a kernel; `window`: causal or a window, `left`: the window has a left side."""
+    """The macros of a kernel; `window`: causal or a window, `left`: the window has a left side.
+
+    `splits`: a tile attends one of several parts of the keys.
+    """
     return config.defines() | {
         "SHARED_BYTES": config.shared_bytes(mask),
         "IS_BF16": int(dtype == torch.bfloat16),
@@ -323,6 +351,7 @@ def kernel_defines(
         "HAS_SINKS": int(sinks),
         "HAS_MASK": int(mask),
         "HAS_DROPOUT": int(dropout),
+        "SPLITS_KEYS": int(splits),
     }
 
 

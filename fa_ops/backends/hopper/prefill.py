@@ -1,7 +1,7 @@
-"""Many queries against a cache: the dense forward kernel, which looks pages up in their table.
+"""More queries of a kv head than decoding attends at once: the dense forward kernel over a cache.
 
-A tile of queries attends all of its row's keys by itself, so tiles must be many. Fewer go to the
-triton backend, which cuts keys.
+It looks pages up in their table. Where tiles of queries are too few for the device, each attends a
+part of the keys (`tiling`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ from torch import Tensor
 from fa_ops.backends.hopper import decode, dense_forward
 from fa_ops.backends.hopper.configs import padded
 from fa_ops.call import CacheTensors, Call, Run, general
-from fa_ops.types import Cache, DenseTensors, Spec, is_prefill
+from fa_ops.types import Cache, DenseTensors, Spec, queries_of_kv_head
 
 
 def has_many_rows(q: Tensor, k: Tensor, cache: Cache) -> bool:
     """Whether there are more queries of a kv head than `decode` attends."""
-    return decode.rows_of(q, k, cache) > decode.MAX_ROWS
+    return queries_of_kv_head(q, k, cache) > decode.MAX_ROWS
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
     """Why the kernel cannot attend such a cache, or None."""
-    if not is_prefill(q):
-        return (
-            f"attends {decode.MAX_ROWS} queries of a kv head at once, or 64 and more of a head if "
-            f"they fill the device, got {q.shape[2]} of {q.shape[0]} x {q.shape[1]} heads"
-        )
     if spec.key_ranges is not None:
         return f"has no key_ranges for more than {decode.MAX_ROWS} queries of a kv head"
     D, Dv = q.shape[3], v.shape[3]

@@ -33,11 +33,12 @@ from fa_ops.call import (
     general,
 )
 from fa_ops.types import (
+    MAX_DECODING_QUERIES,
     MAX_HEAD_DIM,
     MAX_QUANTIZED_HEAD_DIM,
     Spec,
     is_decoding,
-    is_prefill,
+    queries_of_kv_head,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,7 +55,7 @@ def available_error() -> str | None:
 def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, and what can."""
     q, k, v = call.query, call.key, call.value
-    if call.kind == APPEND and not is_prefill(q):
+    if call.kind == APPEND and queries_of_kv_head(q, k, call.cache) <= MAX_DECODING_QUERIES:
         return "appends and attends in one call where there are few queries"
     if call.cache is not None:
         return cache_error(q, k, v, call.cache, call.spec)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_ops.backends.triton import decode
-from fa_ops.backends.triton.decode_append import prepare_cache
+from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.forward import forward
 from fa_ops.call import CACHED, Call, Run
 from fa_ops.types import MAX_HEAD_DIM, Cache, Spec, is_prefill
@@ -35,12 +35,18 @@ def attends_whole_rows(call: Call) -> bool:
 
 
 def prepare_append(call: Call) -> Run:
-    """What appends new keys and values alone, and returns the queries, rotated if need be."""
-    options = call.without_tensors()
+    """What appends new keys and values alone, and returns queries and kv_lens: rotated, if need be,
+    and with the new keys."""
+    q, k, v, cache, spec = call.query, call.key, call.value, call.cache, call.spec
+    capacity = decode.Memory.of(k, v, cache).capacity
+    write = bind_cache(q, k, v, cache, spec.kv_lens, capacity, counts=True)
 
     def run(q, k, v, tensors):
-        cache, spec = options.arguments_with(tensors)
-        return _append(q, k, v, cache, spec)
+        t = tensors
+        return write(
+            q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos,
+            t.rotary_sin,
+        )  # fmt: skip
 
     return run
 

@@ -130,7 +130,7 @@ def prepare_cached(call: Call) -> Run:
         if (k_at | v_at) % 2:
             _in_pairs("key_cache", k), _in_pairs("value_cache", v)
         if write is not None:
-            q = write(
+            q, _ = write(
                 q, k, v, t.kv_lens, t.page_table, t.key, t.value, t.k_scale, t.v_scale,
                 t.rotary_cos, t.rotary_sin,
             )  # fmt: skip

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
-from fa_ops.backends.triton.launch import Launch, address, bind, empty
+from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.types import Cache
+
+# A programmatic dependent launch: kernels that attend start while this one runs, and wait for it.
+IS_EARLY = False  # until it has been timed on a GPU
 
 _launches: dict[tuple, Launch] = {}
 
@@ -24,21 +28,28 @@ def append_kernel(
     k_stride_b: tl.int64, k_stride_h: tl.int64, k_stride_s: tl.int64,
     v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_s: tl.int64,
     Hq: tl.int32, Hkv: tl.int32, Sq: tl.int32, tokens: tl.int32, writers: tl.int32,
-    capacity: tl.int32, table, table_stride: tl.int64, pages: tl.int32, kv_lens, k_scale, v_scale,
-    cos, sin, positions: tl.int32,
+    capacity: tl.int32, table, table_stride: tl.int64, pages: tl.int32, kv_lens, ends, k_scale,
+    v_scale, cos, sin, positions: tl.int32,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write one new token of a kv head, or rotate one row of q (programs from `writers` on).
 
-    A token beyond the cache's capacity, or whose page does not exist, is not written.
+    A token beyond the cache's capacity, or whose page does not exist, is not written. `ends`, if
+    given, receives the numbers of keys with the new ones.
     """
     pid = tl.program_id(0)
+    if PDL:  # the kernel that attends waits for the end of this one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if pid < writers:
         h = pid % Hkv
         n = pid // Hkv % tokens
         b = pid // Hkv // tokens
-        position = tl.load(kv_lens + b) + n
+        held = tl.load(kv_lens + b)
+        if ends is not None:
+            tl.store(ends + b, tl.minimum(held, capacity) + tokens, mask=h + n == 0)
+        position = held + n
         fits = (position >= 0) & (position < capacity)
         if PAGE > 0:
             page = tl.load(table + b * table_stride + position // PAGE, mask=fits, other=-1)
@@ -117,13 +128,23 @@ def prepare_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Tensor:
     """Write the new keys and values into the cache; returns the queries, rotated if requested."""
-    return bind_cache(q, k, v, cache, kv_lens, capacity)(q, k, v, kv_lens, *cache[:7])
+    return bind_cache(q, k, v, cache, kv_lens, capacity)(q, k, v, kv_lens, *cache[:7])[0]
+
+
+def _by_head(strides: tuple[int, ...], paged: bool) -> tuple[int, ...]:
+    """Strides of batch or page, head and token of a cache; in pages the tokens come first."""
+    first, second, third, _ = strides
+    return (first, third, second) if paged else (first, second, third)
 
 
 def bind_cache(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
-) -> Callable[..., Tensor]:
-    """The part of `prepare_cache` that does not depend on the tensors' contents and addresses."""
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int,
+    counts: bool = False,
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    """The part of `prepare_cache` that does not depend on the tensors' contents and addresses.
+
+    What it returns also returns kv_lens, which include the new keys if it `counts` them.
+    """
     B, Hq, Sq, D = q.shape
     paged, device = cache.page_table is not None, q.get_device()
     Hkv, Dv = k.shape[2 if paged else 1], v.shape[3]
@@ -132,26 +153,28 @@ def bind_cache(
     positions, half = (0, 0) if cache.rotary_cos is None else cache.rotary_cos.shape
     R = 2 * half
     writers, turners = B * Hkv * tokens, B * Hq * Sq if R else 0
-    kb, kh, ks, vb, vh, vs = (*k.stride()[:3], *v.stride()[:3])
-    if paged:
-        kh, ks, vh, vs = ks, kh, vs, vh
+    strides = _by_head(k.stride(), paged) + _by_head(v.stride(), paged)
     numbers = (
-        *q.stride()[:3], *key.stride()[:3], *value.stride()[:3], kb, kh, ks, vb, vh, vs,
+        *q.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides,
         Hq, Hkv, Sq, tokens, writers, capacity,
     )  # fmt: skip
     table_stride, pages = cache.page_table.stride(0) if paged else 0, k.shape[0]
     shape_of_turned = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
+    shape_of_ends, counts = ((B,), (1,), torch.int32, device), counts and tokens > 0
+    early = IS_EARLY and architecture(q.device) >= 90 and not INTERPRETED
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
-        "PAGE_SCALES": has_page_scales(cache.k_scale, cache.v_scale),
+        "PAGE_SCALES": has_page_scales(cache.k_scale, cache.v_scale), "PDL": early,
     }  # fmt: skip
     scaled = (cache.k_scale is not None, cache.v_scale is not None)
     angles = cache.rotary_cos.dtype if R else None
-    key_of_launch = (*constants.values(), *scaled, device, q.dtype, k.dtype, angles)
+    key_of_launch = (*constants.values(), *scaled, counts, device, q.dtype, k.dtype, angles)
 
     def write(q, k, v, *small, at=address):
         turned = empty(*shape_of_turned) if R else q
+        ends = empty(*shape_of_ends) if counts else None
+        lens = small[0] if ends is None else ends
         kv_lens, table, key, value, k_scale, v_scale, cos, sin = [
             None if t is None else at(t) for t in small
         ]
@@ -160,18 +183,19 @@ def bind_cache(
             key = value = q_at
         args = (
             q_at, at(turned), key, value, at(k), at(v), *numbers, table, table_stride, pages,
-            kv_lens, k_scale, v_scale, cos, sin, positions,
+            kv_lens, None if ends is None else at(ends), k_scale, v_scale, cos, sin, positions,
         )  # fmt: skip
         if at is not address:
             return args
         if writers + turners:
             launch((writers + turners, 1, 1), args)
-        return turned
+        return turned, lens
 
     launch = _launches.get(key_of_launch)
     if launch is None:
         samples = write(q, k, v, kv_lens, *cache[:7], at=lambda t: t)
+        options = {"num_warps": 1} | ({"launch_pdl": True} if early else {})
         launch = _launches[key_of_launch] = bind(
-            append_kernel, samples, constants, {"num_warps": 1}, device=q.device
+            append_kernel, samples, constants, options, device=q.device
         )
     return write

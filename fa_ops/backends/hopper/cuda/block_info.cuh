@@ -1,14 +1,13 @@
 // Which keys a query attends in the forward pass, which blocks of keys a tile visits, and the work item in
 // which the producer publishes both.
 #pragma once
-#include "seqlen_info.cuh"
 #include "tile_scheduler.cuh"
 
 template <class Params>
 DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   KeyRange r = {0, keys};
 #if HAS_WINDOW
-  const int diagonal = row + keys - p.Sq;
+  const int diagonal = row + keys - queries_of(p, t);
   if (HAS_LEFT) r.begin = max(0, diagonal - p.window_left);
   r.end = min(keys, diagonal + p.window_right + 1);
 #endif
@@ -19,6 +18,9 @@ DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   // a range may hold anything, and differences of columns must not overflow
   r.begin = min(max(r.begin, range[0]), UNBOUNDED);
   r.end = max(min(r.end, range[1]), 0);
+#endif
+#if SPLITS_KEYS
+  r.begin = max(r.begin, t.part.begin), r.end = min(r.end, t.part.end);
 #endif
   return r;
 }
@@ -58,7 +60,7 @@ DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows =
   all.begin = __reduce_max_sync(~0u, all.begin), all.end = __reduce_min_sync(~0u, all.end);
 #else
   const KeyRange first = row_range(p, t, query_of(t.m0), keys),
-                 last = row_range(p, t, min(query_of(t.m0 + rows), p.Sq) - 1, keys);
+                 last = row_range(p, t, min(query_of(t.m0 + rows), queries_of(p, t)) - 1, keys);
   any = {first.begin, last.end}, all = {last.begin, first.end};
 #endif
 #if HAS_MASK
@@ -85,8 +87,11 @@ struct WorkItem {
   int keys;
   BlockRange blocks;
 };
-constexpr int NO_WORK = -1;  // as m0: there are no more tiles
+#if PACKED_QUERIES
+constexpr u32 WORK_ITEM_BYTES = 64;
+#else
 constexpr u32 WORK_ITEM_BYTES = 48;
+#endif
 
 template <class Params> DEVICE WorkItem work_item_at(const Params& p, int t) {
   WorkItem item;
@@ -100,12 +105,34 @@ DEVICE void store_work_item(u32 at, const WorkItem& item) {
   store_shared(at, make_int4(item.tile.m0, item.tile.h, item.tile.b, item.keys));
   store_shared(at + 16,
                make_int4(item.blocks.begin, item.blocks.end, item.blocks.full_begin, item.blocks.full_end));
+#if SPLITS_KEYS
+  const Tile& t = item.tile;
+  store_shared(at + 32, make_int4(item.blocks.key_end, t.split, t.part.begin, t.part.end));
+#else
   store_shared(at + 32, make_int4(item.blocks.key_end, 0, 0, 0));
+#endif
+#if PACKED_QUERIES
+  store_shared(at + 48, make_int4(item.tile.first, item.tile.queries, 0, 0));
+#endif
+}
+
+// What a tile has besides its first row, head and batch row.
+DEVICE void load_rest(Tile& tile, u32 at) {
+#if SPLITS_KEYS
+  const int4 y = load_shared<int4>(at + 32);
+  tile.split = warp_uniform(y.y), tile.part = {warp_uniform(y.z), warp_uniform(y.w)};
+#endif
+#if PACKED_QUERIES
+  const int4 z = load_shared<int4>(at + 48);
+  tile.first = warp_uniform(z.x), tile.queries = warp_uniform(z.y);
+#endif
 }
 
 DEVICE Tile load_tile(u32 at) {
   const int4 x = load_shared<int4>(at);
-  return {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z)};
+  Tile tile = {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z)};
+  load_rest(tile, at);
+  return tile;
 }
 
 DEVICE WorkItem load_work_item(u32 at) {
@@ -114,5 +141,6 @@ DEVICE WorkItem load_work_item(u32 at) {
   item.tile = {warp_uniform(x.x), warp_uniform(x.y), warp_uniform(x.z)}, item.keys = warp_uniform(x.w);
   item.blocks = {warp_uniform(y.x), warp_uniform(y.y), warp_uniform(y.z), warp_uniform(y.w),
                  warp_uniform(z.x)};
+  load_rest(item.tile, at);
   return item;
 }

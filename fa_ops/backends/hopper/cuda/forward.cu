@@ -6,7 +6,8 @@
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // PACKED_HEADS RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP
-// HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS WHOLE_ROWS
+// HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS WHOLE_ROWS SPLITS_KEYS
+// PACKED_QUERIES CTAS
 #include "exact_row.cuh"
 #include "softmax.cuh"
 #include "forward_producer.cuh"
@@ -31,10 +32,13 @@ DEVICE void clear_unused_rows(const ForwardShared& sm) {
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS)
     forward(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const ForwardShared sm{smem_address(shared)};
+#if SPLITS_KEYS
+  launch_dependent_grids();
+#endif
   if (threadIdx.x == 0) init_barriers(sm);
 #if 64 % PACKED_HEADS
   clear_unused_rows(sm);
@@ -42,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
-    register_dealloc<(CONSUMERS == 2 ? 40 : 32)>();
+    register_dealloc<(CTAS == 3 ? 24 : CONSUMERS == 2 && CTAS == 1 ? 40 : 32)>();
 #if BIAS_BITS
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) produce(p, sm);
@@ -58,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #endif
 #endif
   } else {
-    register_alloc<(CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112)>();
+    register_alloc<(CTAS == 3 ? 136 : CTAS == 2 ? 104 : CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112)>();
     ForwardConsumer consumer(p, sm, warpgroup - 1);
     consumer.run();
   }

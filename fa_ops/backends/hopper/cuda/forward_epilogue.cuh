@@ -1,5 +1,5 @@
 // Epilogue of the forward kernel: normalises a consumer's rows, writes output and LSE, and computes again,
-// exactly, the rows whose fast result is unusable.
+// exactly, the rows whose fast result is unusable. Of parts of the keys both are float32, (parts, B, Sq, Hq).
 #pragma once
 #include "exact_row.cuh"
 #include "forward_scores.cuh"
@@ -7,6 +7,22 @@
 // Scores beyond this, in log2 units, are so large that a difference of them, scaled before it is taken, errs
 // by a sixteenth.
 constexpr float MAX_EXACT_SCORE = 1 << 20;
+
+// The batch row and the token of a query in `q`, `out` and `lse`.
+DEVICE int batch_of([[maybe_unused]] const Tile& tile) {
+#if PACKED_QUERIES
+  return 0;
+#else
+  return tile.b;
+#endif
+}
+DEVICE int token_of([[maybe_unused]] const Tile& tile, int row) {
+#if PACKED_QUERIES
+  return tile.first + row;
+#else
+  return row;
+#endif
+}
 
 // A row of the output that is attended exactly.
 struct ForwardExactRow {
@@ -23,7 +39,7 @@ struct ForwardExactRow {
         row(row),
         keys(keys_of(p, tile.b)),
         scale_log2(p.scale_log2),
-        query(row_at(p.q_rows, p.q_strides, tile.b, tile.h, row)) {
+        query(row_at(p.q_rows, p.q_strides, batch_of(tile), tile.h, token_of(tile, row))) {
     const KeyRange range = row_range(p, tile, row, keys);
     begin = warp_uniform(range.begin), end = warp_uniform(range.end);
   }
@@ -53,7 +69,7 @@ struct ForwardExactRow {
     s = softcap_tanh(s * p.tanh_scale);
 #endif
 #if HAS_ALIBI
-    s -= p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit * fabsf((float)(row + keys - p.Sq - key));
+    s -= slope_of(p, tile) * fabsf((float)(row + keys - queries_of(p, tile) - key));
 #endif
 #if BIAS_BITS
     const float bias = bias_at(p.bias, tile.b, tile.h, row, key);
@@ -76,7 +92,8 @@ struct ForwardExactRow {
 // The LSE of a row, and in `inverse` the factor of its output.
 DEVICE float finish_row(const ForwardParams& p, const Tile& tile, float row_max, float sum, float& inverse) {
 #if HAS_SINKS
-  const float lse = finish_row(row_max, sum, p.scale_log2, true, p.sinks[tile.h], inverse);
+  const bool has_sink = !PACKED_QUERIES || (u32)tile.b < (u32)p.B;  // tokens outside have none
+  const float lse = finish_row(row_max, sum, p.scale_log2, has_sink, p.sinks[tile.h], inverse);
 #else
   const float lse = finish_row(row_max, sum, p.scale_log2, false, 0.f, inverse);
 #endif
@@ -86,26 +103,59 @@ DEVICE float finish_row(const ForwardParams& p, const Tile& tile, float row_max,
   return lse;
 }
 
-DEVICE Element* output_row(const ForwardParams& p, const Tile& tile, int row) {
-  return p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
+#if SPLITS_KEYS
+typedef float Output;
+
+DEVICE long long part_row(const ForwardParams& p, const Tile& tile, int row) {
+  const int rows = PACKED_QUERIES ? 1 : p.B;
+  return ((long long)(tile.split * rows + batch_of(tile)) * p.Sq + token_of(tile, row)) * p.Hq + tile.h;
+}
+
+DEVICE Output* output_row(const ForwardParams& p, const Tile& tile, int row) {
+  return (float*)p.out + part_row(p, tile, row) * p.Dv;
 }
 
 DEVICE void write_lse(const ForwardParams& p, const Tile& tile, int row, float lse) {
-  p.lse[(long long)(tile.b * p.Hq + tile.h) * p.Sq + row] = lse;
+  p.lse[part_row(p, tile, row)] = lse;
 }
 
+DEVICE void write_columns(Output* row, int column, float x, float y) {
+  ((float2*)row)[column / 2] = make_float2(x, y);
+}
+#else
+typedef Element Output;
+
+DEVICE Output* output_row(const ForwardParams& p, const Tile& tile, int row) {
+  return p.out + (((long long)batch_of(tile) * p.Sq + token_of(tile, row)) * p.Hq + tile.h) * p.Dv;
+}
+
+DEVICE void write_lse(const ForwardParams& p, const Tile& tile, int row, float lse) {
+  p.lse[(long long)(batch_of(tile) * p.Hq + tile.h) * p.Sq + token_of(tile, row)] = lse;
+}
+
+DEVICE void write_columns(Output* row, int column, float x, float y) { ((u32*)row)[column / 2] = pack(x, y); }
+#endif
+
 // The tile of one head, to which a row belongs.
-DEVICE Tile tile_of_row(const Tile& tile, int row) { return {tile.m0, tile.h + packed_head(row), tile.b}; }
+DEVICE Tile tile_of_row(const Tile& tile, int row) {
+#if SPLITS_KEYS || PACKED_QUERIES
+  Tile found = tile;
+  found.h += packed_head(row);
+  return found;
+#else
+  return {tile.m0, tile.h + packed_head(row), tile.b};
+#endif
+}
 
 // How many of 16 rows exist from `top` on.
-DEVICE int existing_rows(const ForwardParams& p, int top) {
-  if (PACKED_HEADS == 1) return p.Sq - top;
-  const int queries = min(CONSUMER_QUERIES, p.Sq - query_of(top & ~63));
+DEVICE int existing_rows(const ForwardParams& p, const Tile& tile, int top) {
+  if (PACKED_HEADS == 1) return queries_of(p, tile) - top;
+  const int queries = min(CONSUMER_QUERIES, queries_of(p, tile) - query_of(top & ~63));
   return queries * PACKED_HEADS - top % 64;
 }
 
-DEVICE bool row_exists(const ForwardParams& p, int row) {
-  return query_of(row) < p.Sq && (CONSUMER_ROWS == 64 || row % 64 < CONSUMER_ROWS);
+DEVICE bool row_exists(const ForwardParams& p, const Tile& tile, int row) {
+  return query_of(row) < queries_of(p, tile) && (CONSUMER_ROWS == 64 || row % 64 < CONSUMER_ROWS);
 }
 
 // Executed by one warp, after its rows have been written: replaces row `first + i` for each bit i of
@@ -119,7 +169,7 @@ DEVICE void replace_rows(const ForwardParams& p, const Tile& packed, int first, 
     const int i = __ffs(unusable) - 1, row = query_of(first + i);
     const Tile tile = tile_of_row(packed, first + i);
     const ForwardExactRow exact(p, tile, row);
-    u32* const to = (u32*)output_row(p, tile, row);
+    Output* const to = output_row(p, tile, row);
 #pragma unroll 1
     for (int x = 0; x < VALUE_DIM; x += 64) {
       const int column = x + lane * 2;
@@ -128,7 +178,7 @@ DEVICE void replace_rows(const ForwardParams& p, const Tile& packed, int first, 
       if (attend_exactly(exact, column, p.Dv, found, overflowed >> i & 1)) {
         float inverse;
         const float lse = finish_row(p, tile, found.max, found.sum, inverse);
-        if (exists) to[column / 2] = pack(found.x.x * inverse, found.x.y * inverse);
+        if (exists) write_columns(to, column, found.x.x * inverse, found.x.y * inverse);
         if (p.lse && column == 0) write_lse(p, tile, row, lse);
       }
     }
@@ -151,7 +201,7 @@ struct EpilogueConsumer : ScoreConsumer {
     const bool overflowed0 = has_overflowed(softmax.max0, softmax.sum0);
     const bool overflowed1 = has_overflowed(softmax.max1, softmax.sum1);
     const u32 unusable = vote_rows(overflowed0 || probes[0], overflowed1 || probes[1]);
-    const u32 existing = (1u << warp_uniform(max(0, min(16, existing_rows(p, top))))) - 1;
+    const u32 existing = (1u << warp_uniform(max(0, min(16, existing_rows(p, tile, top))))) - 1;
     if (unusable & existing)
       replace_rows(p, tile, top, unusable & existing, vote_rows(overflowed0, overflowed1));
   }
@@ -171,8 +221,17 @@ struct EpilogueConsumer : ScoreConsumer {
       float inverse;
       const float row_max = r ? softmax.max1 : softmax.max0, sum = r ? softmax.sum1 : softmax.sum0;
       const float lse = finish_row(p, tile, row_max, sum, inverse);
-      if ((lane & 3) == 0 && p.lse && row_exists(p, first + 8 * r)) write_lse(p, tile, row, lse);
-      Element* to = output_row(p, tile, row);
+      if ((lane & 3) == 0 && p.lse && row_exists(p, packed, first + 8 * r)) write_lse(p, tile, row, lse);
+      Output* to = output_row(p, tile, row);
+#if SPLITS_KEYS
+#pragma unroll
+      for (int i = 2 * r; i < OUTPUTS; i += 4) {
+        const int column = i / 4 * 8 + (lane & 3) * 2;
+        const float x = o[i] * inverse, y = o[i + 1] * inverse;
+        add_times_zero(probes[r], pack(x, y));
+        if (row_exists(p, packed, first + 8 * r) && column < p.Dv) write_columns(to, column, x, y);
+      }
+#else
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
@@ -185,9 +244,10 @@ struct EpilogueConsumer : ScoreConsumer {
         }
         transpose_quad(x);
         const int column = (i / 4 + (lane & 3)) * 8;
-        if (row_exists(p, first + 8 * r) && column < p.Dv)
+        if (row_exists(p, packed, first + 8 * r) && column < p.Dv)
           *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
+#endif
     }
     bool is_usual = fminf(softmax.sum0, softmax.sum1) > 0.f && fmaxf(softmax.sum0, softmax.sum1) < INFINITE;
     if (!BIAS_BITS)

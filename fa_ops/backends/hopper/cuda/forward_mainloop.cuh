@@ -214,7 +214,7 @@ struct ForwardConsumer : EpilogueConsumer {
       Tile rows = item.tile;
       rows.m0 += c * 64;
       n = blocks_of(p, rows, item.keys, 64);
-      if (query_of(rows.m0) >= p.Sq || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
+      if (query_of(rows.m0) >= queries_of(p, rows) || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
       n.key_end = item.blocks.key_end;
     }
     return n;
@@ -257,8 +257,8 @@ struct ForwardConsumer : EpilogueConsumer {
       range0 = row_range(p, tile, query_of(row), item.keys),
       range1 = row_range(p, tile, query_of(row + 8), item.keys);
 #if HAS_ALIBI
-      slope = p.alibi[tile.b * p.alibi_b + tile.h] * p.alibi_unit;
-      diagonal = row + item.keys - p.Sq;
+      slope = slope_of(p, tile);
+      diagonal = row + item.keys - queries_of(p, tile);
 #endif
 #if HAS_DROPOUT
       read_row_seeds(tile, row);

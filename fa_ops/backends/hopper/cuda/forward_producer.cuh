@@ -24,11 +24,15 @@ DEVICE void load_queries(const ForwardParams& p, const ForwardShared& sm, const 
     const int slot = query_slot(work, c);
     mbar_wait(barrier(sm.q_empty, slot), query_phase(work) ^ 1);
     mbar_arrive_expect(barrier(sm.q_full, slot), CONSUMER_ROWS * HEAD_DIM * 2);
-    const int query = query_of(tile.m0 + c * 64);
+#if PACKED_QUERIES
+    const int query = tile.first + query_of(tile.m0 + c * 64), b = 0;
+#else
+    const int query = query_of(tile.m0 + c * 64), b = tile.b;
+#endif
 #pragma unroll
     for (int x = 0; x < QK_COLUMNS; x++)
       tma_load(slot_at<Q_BYTES>(sm.q, slot) + x * 64 * 128, p.q, barrier(sm.q_full, slot), x * 64,
-               PACKED_HEADS > 1 ? tile.h : query, PACKED_HEADS > 1 ? query : tile.h, tile.b);
+               PACKED_HEADS > 1 ? tile.h : query, PACKED_HEADS > 1 ? query : tile.h, b);
   }
 }
 

@@ -4,6 +4,18 @@
 #include "forward_shared.cuh"
 #include "softmax.cuh"
 
+#if HAS_ALIBI
+// In accumulator units.
+DEVICE float slope_of(const ForwardParams& p, const Tile& tile) {
+#if PACKED_QUERIES
+  const int b = max(0, min(tile.b, p.B - 1));
+#else
+  const int b = tile.b;
+#endif
+  return p.alibi[b * p.alibi_b + tile.h] * p.alibi_unit;
+}
+#endif
+
 struct ScoreConsumer {
   const ForwardParams& p;
   const ForwardShared& sm;

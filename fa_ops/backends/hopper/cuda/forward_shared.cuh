@@ -30,6 +30,9 @@ static_assert(!IS_PAGED || !(HAS_HELPERS || HAS_RANGES),
               "pages may hold anything before the begin of a range");
 static_assert(PACKED_HEADS == 1 || !(HAS_HELPERS || HAS_RANGES || HAS_ALIBI || HAS_DROPOUT),
               "one head's are looked up");
+static_assert(!PACKED_QUERIES || IS_PAGED, "contiguous keys are packed too, and have ranges");
+static_assert(!SPLITS_KEYS || !(HAS_HELPERS || HAS_RANGES || HAS_DROPOUT || HAS_SINKS),
+              "a sink joins the sum of all parts; ranges may begin inside a block");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.

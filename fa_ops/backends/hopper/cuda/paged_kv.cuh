@@ -7,6 +7,7 @@ struct PageTable {
   const int* table;
   int stride, size, count;
   int key_groups, value_groups;  // from page to page, where copies are of groups of 8 keys
+  const int* cu_seqlens_q;       // of packed queries, else null
 
   DEVICE int page_of(int b, int key) const { return table[(long long)b * stride + key / size]; }
   DEVICE bool exists(int page) const { return (u32)page < (u32)count; }

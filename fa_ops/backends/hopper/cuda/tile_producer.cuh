@@ -29,7 +29,11 @@ DEVICE void produce_tiles(const Params& p, const Shared& sm, Load load) {
       store_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage), item);
       mbar_arrive(barrier(sm.work_full, work.stage));
     }
+#if PACKED_QUERIES  // how many tiles there are depends on the borders
+    if (item.tile.m0 == NO_WORK) break;
+#else
     if (t >= p.tiles) break;
+#endif
     if (leader) t = next_tile(p, t);
     load(item, work, leader);
     t = __reduce_max_sync(~0u, leader ? t : 0);

@@ -1,11 +1,31 @@
 // Tile scheduler of the forward pass: persistent CTAs take tiles of BLOCK_M rows. Rows are the queries of one
-// head, or each query of PACKED_HEADS heads in turn (pack_gqa of FlashAttention-3).
+// head, or each query of PACKED_HEADS heads in turn (pack_gqa of FlashAttention-3). With SPLITS_KEYS a tile
+// attends one of several parts of the keys, and forward_combine.cu merges the results. With PACKED_QUERIES a
+// tile has queries of one of the sequences that follow one another, each with a row of the page table.
 #pragma once
-#include "ptx.cuh"
+#include "seqlen_info.cuh"
 
 struct Tile {
   int m0, h, b;  // m0: the first row, h: the first head
+#if SPLITS_KEYS
+  int split;
+  KeyRange part;  // of the keys of the batch row
+#endif
+#if PACKED_QUERIES
+  int first, queries;  // of the sequence: its first token, and how many it has
+#endif
 };
+
+constexpr int NO_WORK = -1;  // as m0: there are no more tiles
+
+// The number of queries of a tile's batch row.
+template <class Params> DEVICE int queries_of(const Params& p, [[maybe_unused]] const Tile& t) {
+#if PACKED_QUERIES
+  return t.queries;
+#else
+  return p.Sq;
+#endif
+}
 
 // Each consumer has whole queries; what else there is of its 64 rows is unused.
 constexpr int CONSUMER_QUERIES = 64 / PACKED_HEADS, CONSUMER_ROWS = CONSUMER_QUERIES * PACKED_HEADS;
@@ -24,10 +44,73 @@ template <class Params> DEVICE int next_tile(const Params& p, int t) {
   return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : t);
 }
 
+#if SPLITS_KEYS
+// A part of the keys that a batch row attends: whole blocks, about as many as in its other parts.
+template <class Params>
+DEVICE KeyRange part_of(const Params& p, const Tile& t, int split, int splits, int keys) {
+  const int first = HAS_LEFT ? max(0, keys - queries_of(p, t) - p.window_left) / BLOCK_N : 0;
+  const long long blocks = (keys + BLOCK_N - 1) / BLOCK_N - first;
+  return {(first + (int)(blocks * split / splits)) * BLOCK_N,
+          (first + (int)(blocks * (split + 1) / splits)) * BLOCK_N};
+}
+#endif
+
+#if PACKED_QUERIES
+// Tiles in the order of the sequences, each for all heads. Where a border is less than the one before, it
+// counts as equal. Executed by one warp, whose lanes look at 32 sequences at once; before the first sequence
+// and after the last is one more, without keys.
+template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
+  constexpr int QUERIES = BLOCK_M / 64 * CONSUMER_QUERIES;
+  const int row_heads = p.Hq / PACKED_HEADS, lane = threadIdx.x & 31;
+#if SPLITS_KEYS
+  const int splits = p.section, split = t % splits;
+  t /= splits;
+#endif
+  Tile tile;
+  tile.m0 = NO_WORK, tile.b = -1, tile.first = tile.queries = 0;
+  tile.h = t % row_heads * PACKED_HEADS;
+  t /= row_heads;
+  int begin = 0, tiles = 0;  // the first token, and the tiles before it
+  for (int base = 0; base < p.B + 2; base += 32) {
+    const int i = base + lane;
+    int end = i <= p.B ? max(begin, min(p.pages.cu_seqlens_q[i], p.Sq)) : p.Sq;
+#pragma unroll
+    for (int w = 1; w < 32; w <<= 1) {
+      const int other = __shfl_up_sync(~0u, end, w);
+      if (lane >= w) end = max(end, other);
+    }
+    const int before = __shfl_up_sync(~0u, end, 1), from = lane ? before : begin,
+              own = (end - from + QUERIES - 1) / QUERIES;
+    int sum = own;
+#pragma unroll
+    for (int w = 1; w < 32; w <<= 1) {
+      const int other = __shfl_up_sync(~0u, sum, w);
+      if (lane >= w) sum += other;
+    }
+    const u32 after = __ballot_sync(~0u, tiles + sum > t);
+    if (after) {
+      const int found = __ffs(after) - 1;
+      tile.b = base + found - 1;
+      tile.first = __shfl_sync(~0u, from, found), tile.queries = __shfl_sync(~0u, end - from, found);
+      tile.m0 = (t - tiles - __shfl_sync(~0u, sum - own, found)) * BLOCK_M;
+      break;
+    }
+    begin = __shfl_sync(~0u, end, 31), tiles += __shfl_sync(~0u, sum, 31);
+  }
+#if SPLITS_KEYS
+  tile.split = split, tile.part = part_of(p, tile, split, splits, keys_of(p, tile.b));
+#endif
+  return tile;
+}
+#else
 // Tiles in order of sections of heads whose K and V share the L2. Inside a section of a causal call the
 // longest tiles of all heads come first.
 template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
   const int row_heads = p.Hq / PACKED_HEADS, heads = p.B * row_heads, per = p.section * p.m_blocks;
+#if SPLITS_KEYS
+  const int splits = p.tiles / (heads * p.m_blocks), split = t % splits;
+  t /= splits;
+#endif
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
 #if HAS_WINDOW || HAS_RANGES || HAS_MASK  // nearly every mask is causal
@@ -39,5 +122,9 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
   tile.b = head / row_heads;
   tile.h = (head - tile.b * row_heads) * PACKED_HEADS;
   tile.m0 = m * BLOCK_M;
+#if SPLITS_KEYS
+  tile.split = split, tile.part = part_of(p, tile, split, splits, keys_of(p, tile.b));
+#endif
   return tile;
 }
+#endif

@@ -1,0 +1,49 @@
+"""Packed queries over keys in pages: the forward kernel, whose tiles look up their sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_ops.backends.hopper import dense_forward, prefill
+from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned
+from fa_ops.call import Call, PagedTensors, Run
+from fa_ops.types import DenseTensors
+
+
+def support_error(call: Call) -> str | None:
+    """Why the kernel cannot run the call, or None."""
+    return prefill.cache_error(_one_batch(call.query), call.key, call.value, call.cache, call.spec)
+
+
+def prepare(call: Call) -> Run:
+    """What runs calls with the geometry of this one."""
+    options, sequences = call.without_tensors(), call.cache.page_table.shape[0]
+    plan = _plan(call, sequences)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, tensors: PagedTensors, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        used, t = plan, tensors
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
+            q, k, v = map(tma_aligned, (q, k, v))
+            again = options.with_tensors(t)._replace(query=q, key=k, value=v)
+            used = _plan(again, sequences)
+        small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
+        small = dense_forward.as_kernel_inputs(small)
+        borders = t.cu_seqlens_q.data_ptr(), 0
+        return used.run(q, k, v, with_lse, small, None, t.page_table, borders)
+
+    return run
+
+
+def _plan(call: Call, sequences: int) -> dense_forward.ForwardPlan:
+    spec = call.spec.with_tensors(dense_forward.as_kernel_inputs(call.spec.tensors))
+    pages = call.key.transpose(1, 2), call.value.transpose(1, 2)
+    return dense_forward.plan_of(
+        _one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences
+    )
+
+
+def _one_batch(x: Tensor) -> Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1)[None]

@@ -1,0 +1,102 @@
+"""Attention of packed queries over pages by one kernel, where a backend has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fa_ops import api, dispatch, planning
+from fa_ops.call import PAGED, Call, PagedTensors
+from fa_ops.ops import library
+from fa_ops.ops.library import Route
+from fa_ops.types import Cache, Packing, Spec
+
+BACKEND = "hopper"  # which has the kernel
+IS_ENABLED = False  # until that has run on a GPU
+
+_LIMIT = 1024
+_refused: dict[tuple, None] = {}  # geometries that it does not support
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
+    page_table: Tensor, options: dict[str, Any],
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """out (Tq, Hq, Dv) and lse (Hq, Tq) of a checked call, or None where no kernel does it."""
+    tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
+    if not _may_run(query, key, value, tensors, options):
+        return None
+    window, scale = options.get("window"), options.get("scale")
+    left, right = (-1, -1) if window is None else api.sides(window)
+    scalars = options.get("is_causal", False), scale, left, right, options.get("softcap", 0.0)
+    geometry = planning.key_of(PAGED, query, key, value, tensors, scalars)
+    plan = planning.prepared(geometry)
+    if plan is None:
+        if geometry in _refused:
+            return None
+        call = _described(query, key, value, tensors, options)
+        if _refusal(call) is not None:
+            if len(_refused) >= _LIMIT:
+                _refused.clear()
+            _refused[geometry] = None
+            return None
+        plan = planning.prepare(geometry, call, scalars)
+    return plan.run(query, key, value, tensors)
+
+
+def call_of(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
+    page_table: Tensor, options: dict[str, Any],
+) -> Call | None:  # fmt: skip
+    """The call that a kernel would run, as the backend sees it, or None."""
+    tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
+    if not _may_run(query, key, value, tensors, options):
+        return None
+    call = _described(query, key, value, tensors, options)
+    return planning.normalised(call) if _refusal(call) is None else None
+
+
+def tensors_of(
+    cu_seqlens_q: Tensor, kv_lens: Tensor, page_table: Tensor, options: dict[str, Any]
+) -> PagedTensors:
+    """The tensors of a call besides query, key and value."""
+    slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
+    return PagedTensors(cu_seqlens_q, kv_lens, page_table, slopes, sinks)
+
+
+def _described(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any]
+) -> Call:
+    """The call, types checked."""
+    causal = options.get("is_causal", False)
+    checked = api.checked_options(
+        query, key, value, 0.0, causal, options.get("scale"), options.get("window"),
+        options.get("softcap", 0.0), tensors, False, BACKEND,
+    )  # fmt: skip
+    packing = Packing(tensors.cu_seqlens_q, tensors.cu_seqlens_q)
+    spec = Spec(None, 0.0, causal, **checked)
+    return Call(PAGED, query, key, value, spec, packing, Cache(tensors.page_table))
+
+
+def _refusal(call: Call) -> str | None:
+    """Why no kernel runs the call, or None."""
+    planning.check(call)
+    return dispatch.refusal(BACKEND, planning.normalised(call))
+
+
+def _may_run(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any]
+) -> bool:
+    """Whether the caller leaves the choice of a backend open, or asks for that one, and nothing
+    stands between the call and a kernel."""
+    name = options.get("backend") or dispatch.default or "auto"
+    return (
+        IS_ENABLED
+        and query.is_cuda
+        and name in ("auto", BACKEND)
+        and options.get("key_ranges") is None
+        and not planning.DEBUG  # where lengths and pages are checked, in calls over a cache
+        and min(key.numel(), value.numel(), tensors.page_table.numel()) > 0
+        and library.route_of(query, key, value, *tensors) is Route.DIRECT
+    )
