@@ -260,8 +260,16 @@ def _stepwise(
     request: CheckedCall, timeout,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     plan = plans.plan(problem, scheme, members.rank)
+    backward_plan = plans.backward_plan(problem, scheme, members.rank)
     outside = None if sinks is None else _outside(problem.mask, plan, query.device)
-    job = Job(plan, Exchange(members, timeout), request.options.step_options, slopes, outside)
+    job = Job(
+        plan,
+        backward_plan,
+        Exchange(members, timeout),
+        request.options.step_options,
+        slopes,
+        outside,
+    )
     return StepwiseAttention.apply(query, key, value, sinks, job)
 
 

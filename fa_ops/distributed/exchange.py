@@ -6,12 +6,11 @@ import datetime
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed.layout import Members, Segment
-from fa_ops.distributed.plans import Step, StepPlan
+from fa_ops.distributed.plans import Step, StepPlan, rows_of
 
 
 class Waiting(NamedTuple):
@@ -58,42 +57,100 @@ class Exchange(NamedTuple):
         works = dist.batch_isend_irecv(operations) if operations else []
         return Waiting(works, [tensor for _, tensor in sends], what, self.timeout)
 
-    def keys(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, list]]:
-        """Yield (number, step, [keys, values]), while receiving those of the next step."""
-        arriving = self._request(plan, 0, k, v)
+    def keys(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, tuple]]:
+        """Yield (number, step, (keys, values)), while receiving those of the next step."""
+        own = _sent(plan, k, v)
+        arriving = self._request(plan, 0, own, k, v)
         for number, step in enumerate(plan.steps):
-            received, waiting = arriving
+            keys, waiting = arriving
             if number + 1 < len(plan.steps):
-                arriving = self._request(plan, number + 1, k, v)
+                arriving = self._request(plan, number + 1, own, k, v)
             waiting.wait()
-            yield number, step, _buffers(plan, step, (k, v), received)
+            yield number, step, keys
 
-    def _request(self, plan: StepPlan, number: int, k: Tensor, v: Tensor) -> tuple[list, Waiting]:
-        """Start a step's exchange of keys; returns what is received from each process."""
-        step = plan.steps[number]
-        sends = [(r, part(x, plan.keys, s)) for r, s in step.sends for x in (k, v)]
-        received = [[_empty(x, s) for x in (k, v)] for _, s in step.receives]
-        receives = [(rank, x) for (rank, _), pair in zip(step.receives, received) for x in pair]
+    def _request(
+        self, plan: StepPlan, number: int, own: Packed | None, k: Tensor, v: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Waiting]:
+        """Start a step's exchange of keys; returns its keys and values, which may be arriving."""
+        step, keys, receives = plan.steps[number], (k, v), []
+        if step.receives:
+            held = Packed.empty(step.buffer, k, v)
+            if step.own:
+                held.write(plan.keys, k, v)
+                own = held
+            receives = [(rank, x) for rank, s in step.receives for x in held.parts(s)]
+            keys = held.tensors(k.shape[3])
+        elif not step.own:
+            keys = k[:, :, :0], v[:, :, :0]
+        sends = [(rank, x) for rank, s in step.sends for x in own.parts(s)] if step.sends else []
         ranks = ", ".join(str(rank) for rank, _ in step.receives) or "none"
         what = f"step {number + 1} of {len(plan.steps)} (keys of process {ranks})"
-        return received, self.start(sends, receives, what)
+        return keys, self.start(sends, receives, what)
 
     def gradients(self, plan: StepPlan, number: int, grads: tuple, k: Tensor, v: Tensor):
         """Start to return a step's gradients of keys and values to the owners of the keys.
 
-        Returns the gradients of this process's keys that others return, and what to wait for.
+        Returns (rows of this process's keys, gradients of keys, gradients of values) of what others
+        return, and what to wait for.
         """
-        step, buffer = plan.steps[number], plan.steps[number].buffer
+        step = plan.steps[number]
         sends = [
-            (r, part(x, buffer, s).to(like.dtype))
-            for r, s in step.receives
+            (rank, _tokens_first(x)[rows].to(like.dtype).contiguous())
+            for rank, segments in step.receives
+            for rows in rows_of(step.buffer, segments)
             for x, like in zip(grads, (k, v), strict=True)
         ]
-        received = [[_empty(x, s) for x in (k, v)] for _, s in step.sends]
-        receives = [(rank, x) for (rank, _), pair in zip(step.sends, received) for x in pair]
+        received, receives = [], []
+        for rank, segments in step.sends:
+            for rows in rows_of(plan.keys, segments):
+                pair = [_empty(x, rows.stop - rows.start) for x in (k, v)]
+                received.append((rows, *(x.permute(1, 2, 0, 3) for x in pair)))
+                receives += [(rank, x) for x in pair]
         ranks = ", ".join(str(rank) for rank, _ in step.sends) or "none"
         what = f"step {number + 1} of {len(plan.steps)} (gradients from process {ranks})"
         return received, self.start(sends, receives, what)
+
+
+class Packed(NamedTuple):
+    """Keys with their values, token by token, so that consecutive tokens are one message."""
+
+    x: Tensor  # (tokens, B, Hkv, D + Dv)
+    segments: tuple[Segment, ...]  # the tokens
+
+    @classmethod
+    def empty(cls, segments: tuple[Segment, ...], k: Tensor, v: Tensor) -> Packed:
+        """Memory for segments of keys and values such as k and v."""
+        (B, H, _, D), Dv = k.shape, v.shape[3]
+        return cls(k.new_empty(_count(segments), B, H, D + Dv), segments)
+
+    def write(self, held: tuple[Segment, ...], k: Tensor, v: Tensor) -> None:
+        """Copy those of k and v, whose tokens are the segments `held`, that lie in here."""
+        D = k.shape[3]
+        for segment in held:
+            for low, high in self.segments:
+                common = (max(segment[0], low), min(segment[1], high))
+                if common[0] < common[1]:
+                    (to,), (of,) = rows_of(self.segments, (common,)), rows_of(held, (common,))
+                    self.x[to, ..., :D].copy_(_tokens_first(k)[of])
+                    self.x[to, ..., D:].copy_(_tokens_first(v)[of])
+
+    def parts(self, segments: tuple[Segment, ...]) -> list[Tensor]:
+        """A message for each segment."""
+        return [self.x[rows] for rows in rows_of(self.segments, segments)]
+
+    def tensors(self, D: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values, (B, Hkv, tokens, D) and (B, Hkv, tokens, Dv)."""
+        x = self.x.permute(1, 2, 0, 3)
+        return x[..., :D], x[..., D:]
+
+
+def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> Packed | None:
+    """This process's keys that others attend, in one piece of memory for each of its segments."""
+    if not plan.sent:
+        return None
+    packed = Packed.empty(plan.sent, k, v)
+    packed.write(plan.keys, k, v)
+    return packed
 
 
 def all_gather(
@@ -105,45 +162,14 @@ def all_gather(
     return gather(whole, mine, group, async_op)
 
 
-def part(x: Tensor, held: tuple[Segment, ...], wanted: tuple[Segment, ...]) -> Tensor:
-    """The wanted segments of (B, H, S, D), whose tokens are the segments held; contiguous."""
-    pieces = [x[:, :, rows] for rows in rows_of(held, wanted)]
-    if not pieces:
-        return x[:, :, :0]
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, 2)
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1, 3)
 
 
-def rows_of(held: tuple[Segment, ...], wanted: tuple[Segment, ...]) -> list[slice]:
-    """Where wanted segments, each within one that is held, are in memory."""
-    found = []
-    for start, stop in wanted:
-        at = 0
-        for low, high in held:
-            if low <= start and stop <= high:
-                found.append(slice(at + start - low, at + stop - low))
-            at += high - low
-    return found
+def _empty(x: Tensor, tokens: int) -> Tensor:
+    B, H, _, D = x.shape
+    return x.new_empty(tokens, B, H, D)
 
 
-def _empty(x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-    tokens = sum(stop - start for start, stop in segments)
-    return x.new_empty(x.shape[0], x.shape[1], tokens, x.shape[3])
-
-
-def _buffers(plan: StepPlan, step: Step, own: tuple[Tensor, Tensor], received: list) -> list:
-    """The keys and values of a step in the order of its buffer; without a copy from one source."""
-    if not step.receives:
-        return list(own) if step.own else [x[:, :, :0] for x in own]
-    if not step.own and len(step.receives) == 1:
-        return received[0]
-    buffers = []
-    for n, x in enumerate(own):
-        pieces = list(zip(step.own, x.split([b - a for a, b in step.own], 2), strict=True))
-        for (_, segments), pair in zip(step.receives, received, strict=True):
-            pieces += zip(segments, pair[n].split([b - a for a, b in segments], 2), strict=True)
-        buffers.append(torch.cat([piece for _, piece in sorted(pieces, key=_start)], 2))
-    return buffers
-
-
-def _start(piece: tuple[Segment, Tensor]) -> Segment:
-    return piece[0]
+def _count(segments: tuple[Segment, ...]) -> int:
+    return sum(stop - start for start, stop in segments)

@@ -19,7 +19,7 @@ from fa_ops.distributed import agreement
 from fa_ops.distributed.exchange import all_gather
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
-from fa_ops.distributed.stepwise import sum_dtype
+from fa_ops.distributed.sums import sum_dtype
 
 Packing = tuple[Tensor, Tensor, int, int]
 

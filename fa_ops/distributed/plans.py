@@ -43,7 +43,9 @@ class StepPlan(NamedTuple):
     steps: tuple[Step, ...]
     queries: tuple[Segment, ...]
     keys: tuple[Segment, ...]  # of this process
+    sent: tuple[Segment, ...]  # keys that steps send which gather none themselves
     parts: int  # the most partial results of a row
+    key_parts: int  # the most gradients of a key of this process, each of a step or a process
     device_tensors: dict  # the calls' tensors on devices, made when first used
 
     @property
@@ -78,6 +80,19 @@ def plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
             _plans.clear()
         _plans[key] = _make(problem, scheme, rank)
     return _plans[key]
+
+
+def backward_plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
+    """The steps of the backward pass.
+
+    Where a block of queries is a call, gathered keys belong to several calls, whose gradients would
+    have to be summed. The steps of a ring have one gradient of each key. All processes must choose
+    the same, so only the kind of mask decides.
+    """
+    mask = problem.mask
+    if mask.cu_seqlens is None and mask.key_ranges is None:
+        scheme = RING
+    return plan(problem, scheme, rank)
 
 
 def requests(problem: StepProblem, attended: Callable[[int], Ranges] | None = None) -> list[list]:
@@ -132,10 +147,48 @@ def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
         own = problem.keys.segments[rank] if rank in froms else ()
         step = Step(receives, sends, own, ())
         calls = _calls(problem, known(rank), step.buffer, problem.queries.segments[rank])
-        steps.append(step._replace(calls=tuple(calls)))
+        steps += _own_keys_first(step._replace(calls=tuple(calls)))
     parts = _most_parts([call for step in steps for call in step.calls])
+    key_parts = sum(bool(step.own and step.calls) + len(step.sends) for step in steps)
     held = problem.queries.segments[rank], problem.keys.segments[rank]
-    return StepPlan(tuple(steps), *held, parts, {})
+    return StepPlan(tuple(steps), *held, _sent(steps, held[1]), parts, key_parts, {})
+
+
+def _own_keys_first(step: Step) -> list[Step]:
+    """A step before with the calls that need not wait, if there are any."""
+    if not step.own or not step.receives:
+        return [step]
+    own, rest = [], []
+    pairs = list(zip(rows_of(step.buffer, step.own), blocks(step.own), strict=True))
+    for call in step.calls:
+        start, stop = call.keys.start, call.keys.stop
+        found = [mine.start - x.start for x, mine in pairs if x.start <= start and stop <= x.stop]
+        if found:
+            own.append(call._replace(keys=slice(start + found[0], stop + found[0])))
+        else:
+            rest.append(call)
+    if not own:
+        return [step]
+    return [Step((), (), step.own, tuple(own)), step._replace(calls=tuple(rest))]
+
+
+def _sent(steps: list[Step], keys: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Of each segment of this process, the part that is sent out of no step's own buffer."""
+    sending = [step for step in steps if not (step.own and step.receives)]
+    wanted = [segment for step in sending for _, segments in step.sends for segment in segments]
+    return _needed(keys, wanted)
+
+
+def rows_of(held: tuple[Segment, ...], wanted: tuple[Segment, ...]) -> list[slice]:
+    """Where wanted segments, each within one that is held, are in memory."""
+    found = []
+    for start, stop in wanted:
+        at = 0
+        for low, high in held:
+            if low <= start and stop <= high:
+                found.append(slice(at + start - low, at + stop - low))
+            at += high - low
+    return found
 
 
 def _most_parts(calls: list[StepCall]) -> int:

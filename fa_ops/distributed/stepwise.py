@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fa_ops import planning
 from fa_ops.call import MERGE_INTO, Call
-from fa_ops.distributed.exchange import Exchange, rows_of
+from fa_ops.distributed.exchange import Exchange
 from fa_ops.distributed.forms import LinearBias, StepCall
-from fa_ops.distributed.plans import StepPlan
+from fa_ops.distributed.plans import Step, StepPlan, rows_of
+from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
 from fa_ops.ops import library  # noqa: F401  (defines the operators)
 
 
@@ -33,6 +34,7 @@ class Job(NamedTuple):
     """What a call computes, besides tensors that may require grad."""
 
     plan: StepPlan
+    backward_plan: StepPlan
     exchange: Exchange
     options: StepOptions
     slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
@@ -53,7 +55,7 @@ class StepwiseAttention(torch.autograd.Function):
         partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
         for _, step, (keys, values) in job.exchange.keys(job.plan, k, v):
             for call in step.calls:
-                options, row_terms = arguments(job, call, q)
+                options, row_terms = arguments(job, job.plan, call, q)
                 if sinks_in_calls:
                     options["sinks"] = sinks.detach()
                 part, part_lse = torch.ops.fa.attention_with_lse(
@@ -74,26 +76,20 @@ class StepwiseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         """Gradients of query, key, value and sinks."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        job, plan = ctx.job, ctx.job.plan
+        job, plan = ctx.job, ctx.job.backward_plan
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        saved = (grad_out, grad_lse, q, out, lse)
-        # a sum of two gradients is rounded once in any dtype
-        dq = torch.zeros_like(q, dtype=sum_dtype(q) if plan.parts > 2 else q.dtype)
-        own = tuple(torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v))
-        arriving = None
+        saved, arriving = (grad_out, grad_lse, q, out, lse), None
+        dq, own = TokenSum(q, plan.parts), tuple(TokenSum(x, plan.key_parts) for x in (k, v))
         for number, step, buffers in job.exchange.keys(plan, k, v):
             grads = _gradients(job, step.calls, saved, buffers, dq)
             if arriving is not None:
-                _receive(plan, own, *arriving)
-            for total, x in zip(own, grads, strict=True):
-                _add_own(plan, step, total, x)
-            received, waiting = job.exchange.gradients(plan, number, grads, k, v)
-            arriving = step.sends, received, waiting
+                _receive(own, *arriving)
+            _add_own(plan, step, own, grads)
+            arriving = job.exchange.gradients(plan, number, grads, k, v)
         if arriving is not None:
-            _receive(plan, own, *arriving)
+            _receive(own, *arriving)
         dsinks = None if sinks is None else sinks_gradient(grad_out, grad_lse, out, lse, sinks)
-        dk, dv = (total.to(x.dtype) for total, x in zip(own, (k, v), strict=True))
-        return dq.to(q.dtype), dk, dv, dsinks, None
+        return dq.result(), *(total.result() for total in own), dsinks, None
 
 
 class Partial:
@@ -108,25 +104,41 @@ class Partial:
         self.wide = self.sum_dtype if parts > 2 else q.dtype
         self.shape = (*q.shape[:3], v.shape[3])
         self.device, self.out, self.lse = q.device, None, None
-        self.covered: list[tuple] = []  # rows that have a result
+        self.covered, self.pieces = Covered(), [] if parts < 2 else None
 
     def add(self, call: StepCall, part: Tensor, part_lse: Tensor) -> None:
         """Merge the result of a call, which attends keys that no other call of its rows does."""
-        rows = (call.batches.start or 0, call.rows.start, call.rows.stop)
-        is_first = all(a != rows[0] or c <= rows[1] or b >= rows[2] for a, b, c in self.covered)
-        self.covered.append(rows)
+        if self.pieces is not None:
+            self.pieces.append((call, part, part_lse))
+            return
+        is_new = self.covered.add((call.batches, call.rows))
         if self.out is None and part.shape == self.shape:  # nothing to merge with, no copy
             self.out, self.lse = part.to(self.wide), part_lse
             return
         self._allocate()
         out = self.out[call.batches, :, call.rows]
         lse = self.lse[call.batches, :, call.rows]
-        if is_first:
+        if is_new:
             out.copy_(part)
             lse.copy_(part_lse)
             return
         merging = Call(MERGE_INTO, out, out, out, backend="auto")
         planning.plan_for(merging).prepare(merging)(out, lse, part, part_lse)
+
+    def _join(self) -> None:
+        """Put results of different rows together."""
+        pieces, self.pieces = sorted(self.pieces or (), key=lambda piece: piece[0].rows.start), None
+        ends = [0, *(call.rows.stop for call, _, _ in pieces)]
+        starts = [*(call.rows.start for call, _, _ in pieces), self.shape[2]]
+        if pieces and starts == ends and all(x.shape[0] == self.shape[0] for _, x, _ in pieces):
+            _, outs, lses = zip(*pieces, strict=True)
+            if len(outs) == 1:
+                self.out, self.lse = outs[0], lses[0]
+                return
+            self.out = torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2)
+            self.lse = torch.cat(lses, 2)
+        for piece in pieces if self.out is None else ():
+            self.add(*piece)
 
     def _allocate(self) -> None:
         """Results of rows without keys."""
@@ -144,6 +156,7 @@ class Partial:
 
         With `are_added`, the results of rows that have a key include the sinks already.
         """
+        self._join()
         self._allocate()
         out, lse = self.out, self.lse
         if sinks is None:
@@ -160,13 +173,13 @@ class Partial:
         return out.to(self.dtype), lse
 
 
-def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[dict, Tensor | None]:
+def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[dict, Tensor | None]:
     """The operator's options in a call, and what is added to its lse."""
     options = job.options._asdict()
     options |= {"is_causal": call.is_causal}
     options |= {"window_left": call.left, "window_right": call.right}
     if call.ranges is not None:
-        options["key_ranges"] = _on_device(job.plan, call.ranges, q.device)
+        options["key_ranges"] = _on_device(plan, call.ranges, q.device)
     if call.alibi is False:
         return options, None
     slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[call.batches]
@@ -176,7 +189,7 @@ def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[dict, Tensor | None]
     wide = sum_dtype(q)
     slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
     key_terms, row_terms = (
-        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in call.alibi
+        slopes * _on_device(plan, terms, q.device).to(wide) for terms in call.alibi
     )
     options["attn_mask"] = key_terms.unsqueeze(2)
     return options, row_terms
@@ -192,19 +205,19 @@ def _on_device(plan: StepPlan, x: Tensor, device: torch.device) -> Tensor:
     return plan.device_tensors[key]
 
 
-def _gradients(job: Job, calls, saved: tuple, buffers: list, dq: Tensor) -> tuple:
+def _gradients(job: Job, calls, saved: tuple, buffers: tuple, dq: TokenSum) -> tuple:
     """The gradients of a step's keys and values; those of queries are added to dq."""
     grad_out, grad_lse, q, out, lse = saved
     grads = None
     for call in calls:
         at = (call.batches, slice(None), call.rows)
-        options, row_terms = arguments(job, call, q)
+        options, row_terms = arguments(job, job.backward_plan, call, q)
         parts = torch.ops.fa.attention_backward(
             grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
             *(x[call.batches, :, call.keys] for x in buffers),
             out[at], lse[at] if row_terms is None else lse[at] - row_terms, **options,
         )  # fmt: skip
-        dq[at].add_(parts[0])
+        dq.add((call.batches, call.rows), parts[0])
         if len(calls) == 1 and parts[1].shape == buffers[0].shape:
             return tuple(parts[1:3])
         if grads is None:
@@ -214,23 +227,26 @@ def _gradients(job: Job, calls, saved: tuple, buffers: list, dq: Tensor) -> tupl
     return tuple(torch.zeros_like(x) for x in buffers) if grads is None else tuple(grads)
 
 
-def _add_own(plan: StepPlan, step, total: Tensor, grads: Tensor) -> None:
+def _add_own(plan: StepPlan, step: Step, own: tuple[TokenSum, ...], grads: tuple) -> None:
     """Add a step's gradients of this process's own keys."""
-    to, of = rows_of(plan.keys, step.own), rows_of(step.buffer, step.own)
-    for rows, there in zip(to, of, strict=True):
-        total[:, :, rows].add_(grads[:, :, there])
+    if not step.own or not step.calls:
+        return
+    if not step.receives:
+        for total, x in zip(own, grads, strict=True):
+            total.add((slice(None), slice(0, x.shape[2])), x)
+        return
+    pairs = zip(rows_of(plan.keys, step.own), rows_of(step.buffer, step.own), strict=True)
+    for rows, there in pairs:
+        for total, x in zip(own, grads, strict=True):
+            total.add((slice(None), rows), x[:, :, there])
 
 
-def _receive(plan: StepPlan, own: tuple, sends, received: list, waiting) -> None:
+def _receive(own: tuple[TokenSum, ...], received: list, waiting) -> None:
     """Add the gradients that other processes return."""
     waiting.wait()
-    for (_, segments), pair in zip(sends, received, strict=True):
-        for total, grads in zip(own, pair, strict=True):
-            at = 0
-            for rows in rows_of(plan.keys, segments):
-                length = rows.stop - rows.start
-                total[:, :, rows].add_(grads[:, :, at : at + length])
-                at += length
+    for rows, *pair in received:
+        for total, x in zip(own, pair, strict=True):
+            total.add((slice(None), rows), x)
 
 
 def sinks_gradient(
@@ -247,8 +263,3 @@ def sinks_gradient(
     if grad_lse is not None:
         slope = slope + grad_lse
     return (weight * slope).sum((0, 2)).to(sinks.dtype)
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which partial results are summed."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed.layout import Members, Segment, joined, separated
-from fa_ops.distributed.stepwise import sum_dtype
+from fa_ops.distributed.sums import sum_dtype
 
 
 class HeadSplit(NamedTuple):
