@@ -262,15 +262,20 @@ def _stepwise(
     plan = plans.plan(problem, scheme, members.rank)
     backward_plan = plans.backward_plan(problem, scheme, members.rank)
     outside = None if sinks is None else _outside(problem.mask, plan, query.device)
-    job = Job(
-        plan,
-        backward_plan,
-        Exchange(members, timeout),
-        request.options.step_options,
-        slopes,
-        outside,
-    )
+    exchange, options = Exchange(members, timeout), request.options.step_options
+    keeps_keys = _keeps_keys(query, key, value, members.size)
+    job = Job(plan, backward_plan, exchange, options, slopes, outside, keeps_keys)
     return StepwiseAttention.apply(query, key, value, sinks, job)
+
+
+def _keeps_keys(query: Tensor, key: Tensor, value: Tensor, size: int) -> bool:
+    """Whether the keys of all processes take no more memory than this one's query and out.
+
+    They are kept then for the backward pass. All processes must decide alike.
+    """
+    D, Dv = query.shape[3], value.shape[3]
+    tokens = size * key.shape[2] * key.shape[1]
+    return tokens * (D + Dv) <= query.shape[2] * query.shape[1] * (D + Dv)
 
 
 def _outside(mask: Mask, plan: plans.StepPlan, device: torch.device) -> Tensor | None:

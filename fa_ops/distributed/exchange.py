@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,35 +59,37 @@ class Exchange(NamedTuple):
         works = dist.batch_isend_irecv(operations) if operations else []
         return Waiting(works, [tensor for _, tensor in sends], what, self.timeout)
 
-    def keys(self, plan: StepPlan, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, tuple]]:
-        """Yield (number, step, (keys, values)), while receiving those of the next step."""
+    def keys(
+        self, plan: StepPlan, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], Packed | None]]:
+        """Yield (number, step, (keys, values), what was received) while those of the next arrive.
+
+        What was received has the keys and values too.
+        """
         own = _sent(plan, k, v)
         arriving = self._request(plan, 0, own, k, v)
         for number, step in enumerate(plan.steps):
-            keys, waiting = arriving
+            held, waiting = arriving
             if number + 1 < len(plan.steps):
                 arriving = self._request(plan, number + 1, own, k, v)
             waiting.wait()
-            yield number, step, keys
+            yield number, step, _keys(step, held, k, v), held
 
     def _request(
         self, plan: StepPlan, number: int, own: Packed | None, k: Tensor, v: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Waiting]:
-        """Start a step's exchange of keys; returns its keys and values, which may be arriving."""
-        step, keys, receives = plan.steps[number], (k, v), []
+    ) -> tuple[Packed | None, Waiting]:
+        """Start a step's exchange of keys; returns where they arrive."""
+        step, held, receives = plan.steps[number], None, []
         if step.receives:
             held = Packed.empty(step.buffer, k, v)
             if step.own:
                 held.write(plan.keys, k, v)
                 own = held
             receives = [(rank, x) for rank, s in step.receives for x in held.parts(s)]
-            keys = held.tensors(k.shape[3])
-        elif not step.own:
-            keys = k[:, :, :0], v[:, :, :0]
         sends = [(rank, x) for rank, s in step.sends for x in own.parts(s)] if step.sends else []
         ranks = ", ".join(str(rank) for rank, _ in step.receives) or "none"
         what = f"step {number + 1} of {len(plan.steps)} (keys of process {ranks})"
-        return keys, self.start(sends, receives, what)
+        return held, self.start(sends, receives, what)
 
     def gradients(self, plan: StepPlan, number: int, grads: tuple, k: Tensor, v: Tensor):
         """Start to return a step's gradients of keys and values to the owners of the keys.
@@ -138,10 +142,40 @@ class Packed(NamedTuple):
         """A message for each segment."""
         return [self.x[rows] for rows in rows_of(self.segments, segments)]
 
+    def of(self, segments: tuple[Segment, ...]) -> Packed | None:
+        """Some of the segments; None if they are not all here. A copy only if they lie apart."""
+        rows = rows_of(self.segments, segments)
+        if not rows or len(rows) < len(segments):
+            return None
+        if any(one.stop != other.start for one, other in itertools.pairwise(rows)):
+            return Packed(torch.cat([self.x[part] for part in rows]), segments)
+        return Packed(self.x[rows[0].start : rows[-1].stop], segments)
+
     def tensors(self, D: int) -> tuple[Tensor, Tensor]:
         """The keys and the values, (B, Hkv, tokens, D) and (B, Hkv, tokens, Dv)."""
         x = self.x.permute(1, 2, 0, 3)
         return x[..., :D], x[..., D:]
+
+
+def kept_keys(
+    plan: StepPlan, kept: list[Packed], k: Tensor, v: Tensor
+) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
+    """Yield (number, step, (keys, values)) from what was received before.
+
+    Steps of others' keys come first, so that their gradients return while the last step is run.
+    """
+    for number, step in sorted(enumerate(plan.steps), key=lambda pair: not pair[1].receives):
+        held = (
+            next(filter(None, (x.of(step.buffer) for x in kept)), None) if step.receives else None
+        )
+        yield number, step, _keys(step, held, k, v)
+
+
+def _keys(step: Step, held: Packed | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of a step."""
+    if held is not None:
+        return held.tensors(k.shape[3])
+    return (k, v) if step.own else (k[:, :, :0], v[:, :, :0])
 
 
 def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> Packed | None:

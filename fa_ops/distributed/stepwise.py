@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_ops import planning
 from fa_ops.call import MERGE_INTO, Call
-from fa_ops.distributed.exchange import Exchange
+from fa_ops.distributed.exchange import Exchange, Packed, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
@@ -39,6 +39,7 @@ class Job(NamedTuple):
     options: StepOptions
     slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
     outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
+    keeps_keys: bool  # whether received keys are kept for the backward pass
 
     def sinks_in_calls(self, sinks: Tensor | None) -> bool:
         """Whether the operator adds the sinks, as each row has one call; saves a rounding."""
@@ -53,7 +54,10 @@ class StepwiseAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, job: Job):
         """Attend the keys of all steps."""
         partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
-        for _, step, (keys, values) in job.exchange.keys(job.plan, k, v):
+        kept = []
+        for _, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
+            if held is not None and job.keeps_keys:
+                kept.append(held)
             for call in step.calls:
                 options, row_terms = arguments(job, job.plan, call, q)
                 if sinks_in_calls:
@@ -66,8 +70,8 @@ class StepwiseAttention(torch.autograd.Function):
                 )
                 partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
         out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.job = job
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *(held.x for held in kept))
+        ctx.job, ctx.kept_segments = job, [held.segments for held in kept]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -75,16 +79,21 @@ class StepwiseAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
         """Gradients of query, key, value and sinks."""
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         job, plan = ctx.job, ctx.job.backward_plan
+        if job.keeps_keys:
+            kept = [Packed(x, segments) for x, segments in zip(kept, ctx.kept_segments)]
+            steps = kept_keys(plan, kept, k, v)
+        else:
+            steps = (found[:3] for found in job.exchange.keys(plan, k, v))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         saved, arriving = (grad_out, grad_lse, q, out, lse), None
         dq, own = TokenSum(q, plan.parts), tuple(TokenSum(x, plan.key_parts) for x in (k, v))
-        for number, step, buffers in job.exchange.keys(plan, k, v):
+        for number, step, buffers in steps:
             grads = _gradients(job, step.calls, saved, buffers, dq)
+            _add_own(plan, step, own, grads)
             if arriving is not None:
                 _receive(own, *arriving)
-            _add_own(plan, step, own, grads)
             arriving = job.exchange.gradients(plan, number, grads, k, v)
         if arriving is not None:
             _receive(own, *arriving)
