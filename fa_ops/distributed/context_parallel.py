@@ -121,8 +121,7 @@ def context_parallel_attention(
     )  # fmt: skip
     query, key, value = _autocast(query, key, value)
     request = agreed(query, key, value, groups, options, check)
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = attend(query, key, value, groups, request, return_lse, timeout)
+    out, lse = attend(query, key, value, groups, request, return_lse, timeout)
     return (out, lse) if return_lse else out
 
 
@@ -227,7 +226,10 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], request: CheckedCall,
     return_lse: bool, timeout: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run a checked call."""
+    """Run a checked call, whose tensors have autocast's dtype."""
+    if torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):
+            return attend(query, key, value, groups, request, return_lse, timeout)
     scheme = request.options.scheme
     if scheme == "auto":
         scheme = chosen_scheme(query, key, value, groups, request)
@@ -240,31 +242,27 @@ def attend(
     )  # fmt: skip
 
 
-_chosen: dict[tuple, str] = {}
-
-
 def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
-    """The scheme that "auto" stands for; kept for calls of equal shapes and masks."""
+    """The scheme that "auto" stands for; kept for calls that are alike."""
     rates = costs.rates_for(groups[0], query.device)
-    shapes = (query.shape, key.shape, value.shape, query.dtype)
-    known = (request.problem.key(), shapes, groups[0].size, rates, request.options.dropout_p > 0)
-    if known not in _chosen:
-        if len(_chosen) >= 64:
-            _chosen.clear()
-        _chosen[known] = choice(query, key, value, groups, request).scheme
-    return _chosen[known]
+    if rates not in request.kept:
+        request.kept[rates] = choice(query, key, value, groups, request).scheme
+    return request.kept[rates]
 
 
 def _stepwise(
     query, key, value, sinks, slopes, members: Members, problem: StepProblem, scheme: str,
     request: CheckedCall, timeout,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    plan = plans.plan(problem, scheme, members.rank)
-    backward_plan = plans.backward_plan(problem, scheme, members.rank)
-    outside = None if sinks is None else _outside(problem.mask, plan, query.device)
-    exchange, options = Exchange(members, timeout), request.options.step_options
-    keeps_keys = _keeps_keys(query, key, value, members.size)
-    job = Job(plan, backward_plan, exchange, options, slopes, outside, keeps_keys)
+    known = request.kept.get(scheme)
+    if known is None:
+        plan = plans.plan(problem, scheme, members.rank)
+        outside = None if sinks is None else _outside(problem.mask, plan, query.device)
+        backward_plan = plans.backward_plan(problem, scheme, members.rank)
+        keeps_keys = _keeps_keys(query, key, value, members.size)
+        known = request.kept[scheme] = plan, backward_plan, keeps_keys, outside
+    exchange = Exchange(members, timeout)
+    job = Job(*known, exchange, request.options.step_options, slopes)
     return StepwiseAttention.apply(query, key, value, sinks, job)
 
 

@@ -162,13 +162,12 @@ def kept_keys(
 ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
     """Yield (number, step, (keys, values)) from what was received before.
 
-    Steps of others' keys come first, so that their gradients return while the last step is run.
+    Steps whose gradients are exchanged come first, and return while the last step is run.
     """
-    for number, step in sorted(enumerate(plan.steps), key=lambda pair: not pair[1].receives):
-        held = (
-            next(filter(None, (x.of(step.buffer) for x in kept)), None) if step.receives else None
-        )
-        yield number, step, _keys(step, held, k, v)
+    steps = enumerate(plan.steps)
+    for number, step in sorted(steps, key=lambda x: not (x[1].receives or x[1].sends)):
+        found = (held.of(step.buffer) for held in kept) if step.receives else ()
+        yield number, step, _keys(step, next(filter(None, found), None), k, v)
 
 
 def _keys(step: Step, held: Packed | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

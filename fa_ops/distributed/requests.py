@@ -56,10 +56,12 @@ class CheckedCall(NamedTuple):
     problem: StepProblem
     options: Options
     text: str  # describes the call; equal on all processes
+    kept: dict  # what calls that are alike share
 
 
 _LIMIT = 256
-_known: dict[tuple, tuple[StepProblem, str]] = {}
+_known: dict[tuple, tuple[StepProblem, str, dict]] = {}
+_shared: dict[tuple, dict] = {}  # of calls whose masks are compared by a hash of their values
 
 
 def checked(
@@ -74,12 +76,18 @@ def checked(
     alike = _alike(query, key, value, groups, options)
     known = None if alike is None else _known.get(alike)
     if known is not None:
-        return CheckedCall(known[0], options, known[1])
+        problem, text, kept = known
+        return CheckedCall(problem, options, text, kept)
     request = _checked(query, key, value, groups, options)
-    if alike is not None:
-        if len(_known) >= _LIMIT:
-            _known.clear()
-        _known[alike] = request.problem, request.text
+    if alike is None:
+        sizes = tuple((group.rank, group.size) for group in groups)
+        same = request.problem.key(), request.text, query.device, sizes, options.sinks is None
+        if len(_shared) >= _LIMIT:
+            _shared.clear()
+        return request._replace(kept=_shared.setdefault(same, request.kept))
+    if len(_known) >= _LIMIT:
+        _known.clear()
+    _known[alike] = request.problem, request.text, request.kept
     return request
 
 
@@ -125,7 +133,7 @@ def _checked(
     _check_operator(query, key, value, size, options)
     mask = _mask(options, *(layout.tokens for layout in layouts))
     problem = StepProblem(mask, *layouts, options.alibi_slopes is not None, query.shape[0])
-    return CheckedCall(problem, options, _text(query, key, value, problem, options))
+    return CheckedCall(problem, options, _text(query, key, value, problem, options), {})
 
 
 def _named(query: Tensor, key: Tensor) -> tuple:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,6 +72,5 @@ def ring_attention(
         lengths = f"{key.shape[2]} and {query.shape[2]} tokens"
         refused = ValueError(f"key must be as long as query if is_causal, got {lengths}")
     request = agreed(query, key, value, groups, options, True, refused)
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = attend(query, key, value, groups, request, return_lse)
+    out, lse = attend(query, key, value, groups, request, return_lse)
     return (out, lse) if return_lse else out

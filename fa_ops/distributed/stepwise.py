@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import planning
-from fa_ops.call import MERGE_INTO, Call
+from fa_ops.distributed import operators
 from fa_ops.distributed.exchange import Exchange, Packed, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
-from fa_ops.ops import library  # noqa: F401  (defines the operators)
+from fa_ops.types import Spec
 
 
 class StepOptions(NamedTuple):
@@ -35,11 +34,11 @@ class Job(NamedTuple):
 
     plan: StepPlan
     backward_plan: StepPlan
+    keeps_keys: bool  # whether received keys are kept for the backward pass
+    outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
     exchange: Exchange
     options: StepOptions
     slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
-    outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
-    keeps_keys: bool  # whether received keys are kept for the backward pass
 
     def sinks_in_calls(self, sinks: Tensor | None) -> bool:
         """Whether the operator adds the sinks, as each row has one call; saves a rounding."""
@@ -59,14 +58,14 @@ class StepwiseAttention(torch.autograd.Function):
             if held is not None and job.keeps_keys:
                 kept.append(held)
             for call in step.calls:
-                options, row_terms = arguments(job, job.plan, call, q)
+                spec, row_terms = arguments(job, job.plan, call, q)
                 if sinks_in_calls:
-                    options["sinks"] = sinks.detach()
-                part, part_lse = torch.ops.fa.attention_with_lse(
+                    spec = spec._replace(sinks=sinks.detach())
+                part, part_lse = operators.forward(
                     q[call.batches, :, call.rows],
                     keys[call.batches, :, call.keys],
                     values[call.batches, :, call.keys],
-                    **options,
+                    spec,
                 )
                 partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
         out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
@@ -131,8 +130,7 @@ class Partial:
             out.copy_(part)
             lse.copy_(part_lse)
             return
-        merging = Call(MERGE_INTO, out, out, out, backend="auto")
-        planning.plan_for(merging).prepare(merging)(out, lse, part, part_lse)
+        operators.merge_into(out, lse, part, part_lse)
 
     def _join(self) -> None:
         """Put results of different rows together."""
@@ -182,26 +180,27 @@ class Partial:
         return out.to(self.dtype), lse
 
 
-def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[dict, Tensor | None]:
+def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
     """The operator's options in a call, and what is added to its lse."""
-    options = job.options._asdict()
-    options |= {"is_causal": call.is_causal}
-    options |= {"window_left": call.left, "window_right": call.right}
-    if call.ranges is not None:
-        options["key_ranges"] = _on_device(plan, call.ranges, q.device)
+    scale, softcap, deterministic, backend = job.options
+    ranges = call.ranges
+    if ranges is not None:
+        ranges = _on_device(plan, ranges, q.device)
+    spec = Spec(
+        None, 0.0, call.is_causal, scale, call.left, call.right, softcap,
+        key_ranges=ranges, deterministic=deterministic, backend=backend,
+    )  # fmt: skip
     if call.alibi is False:
-        return options, None
+        return spec, None
     slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[call.batches]
     if call.alibi is True:
-        options["alibi_slopes"] = slopes
-        return options, None
+        return spec._replace(alibi_slopes=slopes), None
     wide = sum_dtype(q)
     slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
     key_terms, row_terms = (
         slopes * _on_device(plan, terms, q.device).to(wide) for terms in call.alibi
     )
-    options["attn_mask"] = key_terms.unsqueeze(2)
-    return options, row_terms
+    return spec._replace(attn_mask=key_terms.unsqueeze(2)), row_terms
 
 
 def _on_device(plan: StepPlan, x: Tensor, device: torch.device) -> Tensor:
@@ -220,11 +219,11 @@ def _gradients(job: Job, calls, saved: tuple, buffers: tuple, dq: TokenSum) -> t
     grads = None
     for call in calls:
         at = (call.batches, slice(None), call.rows)
-        options, row_terms = arguments(job, job.backward_plan, call, q)
-        parts = torch.ops.fa.attention_backward(
+        spec, row_terms = arguments(job, job.backward_plan, call, q)
+        parts = operators.backward(
             grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
             *(x[call.batches, :, call.keys] for x in buffers),
-            out[at], lse[at] if row_terms is None else lse[at] - row_terms, **options,
+            out[at], lse[at] if row_terms is None else lse[at] - row_terms, spec,
         )  # fmt: skip
         dq.add((call.batches, call.rows), parts[0])
         if len(calls) == 1 and parts[1].shape == buffers[0].shape:
