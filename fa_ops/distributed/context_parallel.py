@@ -258,9 +258,8 @@ def _stepwise(
     if known is None:
         plan = plans.plan(problem, scheme, members.rank)
         outside = None if sinks is None else _outside(problem.mask, plan, query.device)
-        backward_plan = plans.backward_plan(problem, scheme, members.rank)
         keeps_keys = _keeps_keys(query, key, value, members.size)
-        known = request.kept[scheme] = plan, backward_plan, keeps_keys, outside
+        known = request.kept[scheme] = plan, keeps_keys, outside
     exchange = Exchange(members, timeout)
     job = Job(*known, exchange, request.options.step_options, slopes)
     return StepwiseAttention.apply(query, key, value, sinks, job)

@@ -16,6 +16,7 @@ from fa_ops.distributed import forms
 from fa_ops.distributed.forms import StepCall
 from fa_ops.distributed.layout import Segment, SequenceLayout
 from fa_ops.distributed.masks import Mask, Ranges, positions, visible, within
+from fa_ops.distributed.sums import Parts, parts_of
 
 RING, ALL_GATHER = "ring", "all_gather"
 
@@ -29,6 +30,11 @@ class Step(NamedTuple):
     sends: tuple[tuple[int, tuple[Segment, ...]], ...]  # (to whom, which keys of this process)
     own: tuple[Segment, ...]  # keys of this process that the step attends
     calls: tuple[StepCall, ...]
+
+    @property
+    def attends_own_keys_in_one_call(self) -> bool:
+        """Whether gradients are those of one call, of keys of this process."""
+        return bool(self.own) and not self.receives and len(self.calls) == 1
 
     @property
     def buffer(self) -> tuple[Segment, ...]:
@@ -45,7 +51,8 @@ class StepPlan(NamedTuple):
     keys: tuple[Segment, ...]  # of this process
     sent: tuple[Segment, ...]  # keys that steps send which gather none themselves
     parts: int  # the most partial results of a row
-    key_parts: int  # the most gradients of a key of this process, each of a step or a process
+    query_parts: Parts  # how many gradients each query has
+    key_parts: Parts  # how many each key of this process has, of steps and of other processes
     device_tensors: dict  # the calls' tensors on devices, made when first used
 
     @property
@@ -80,19 +87,6 @@ def plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
             _plans.clear()
         _plans[key] = _make(problem, scheme, rank)
     return _plans[key]
-
-
-def backward_plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
-    """The steps of the backward pass.
-
-    Where a block of queries is a call, gathered keys belong to several calls, whose gradients would
-    have to be summed. The steps of a ring have one gradient of each key. All processes must choose
-    the same, so only the kind of mask decides.
-    """
-    mask = problem.mask
-    if mask.cu_seqlens is None and mask.key_ranges is None:
-        scheme = RING
-    return plan(problem, scheme, rank)
 
 
 def requests(problem: StepProblem, attended: Callable[[int], Ranges] | None = None) -> list[list]:
@@ -149,9 +143,24 @@ def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
         calls = _calls(problem, known(rank), step.buffer, problem.queries.segments[rank])
         steps += _own_keys_first(step._replace(calls=tuple(calls)))
     parts = _most_parts([call for step in steps for call in step.calls])
-    key_parts = sum(bool(step.own and step.calls) + len(step.sends) for step in steps)
     held = problem.queries.segments[rank], problem.keys.segments[rank]
-    return StepPlan(tuple(steps), *held, _sent(steps, held[1]), parts, key_parts, {})
+    rows = [(call.rows.start, call.rows.stop) for step in steps for call in step.calls]
+    return StepPlan(
+        tuple(steps), *held, _sent(steps, held[1]), parts, parts_of(rows, problem.queries.local),
+        _key_parts(steps, held[1]), {},
+    )  # fmt: skip
+
+
+def _key_parts(steps: list[Step], keys: tuple[Segment, ...]) -> Parts:
+    tokens, ranges = sum(stop - start for start, stop in keys), []
+    for step in steps:
+        if step.attends_own_keys_in_one_call:
+            ranges.append((step.calls[0].keys.start, step.calls[0].keys.stop))
+        elif step.own and step.calls:
+            ranges.append((0, tokens))
+        for _, segments in step.sends:
+            ranges += [(rows.start, rows.stop) for rows in rows_of(keys, segments)]
+    return parts_of(ranges, tokens)
 
 
 def _own_keys_first(step: Step) -> list[Step]:

@@ -33,7 +33,6 @@ class Job(NamedTuple):
     """What a call computes, besides tensors that may require grad."""
 
     plan: StepPlan
-    backward_plan: StepPlan
     keeps_keys: bool  # whether received keys are kept for the backward pass
     outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
     exchange: Exchange
@@ -58,7 +57,7 @@ class StepwiseAttention(torch.autograd.Function):
             if held is not None and job.keeps_keys:
                 kept.append(held)
             for call in step.calls:
-                spec, row_terms = arguments(job, job.plan, call, q)
+                spec, row_terms = arguments(job, call, q)
                 if sinks_in_calls:
                     spec = spec._replace(sinks=sinks.detach())
                 part, part_lse = operators.forward(
@@ -79,7 +78,7 @@ class StepwiseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         """Gradients of query, key, value and sinks."""
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
-        job, plan = ctx.job, ctx.job.backward_plan
+        job, plan = ctx.job, ctx.job.plan
         if job.keeps_keys:
             kept = [Packed(x, segments) for x, segments in zip(kept, ctx.kept_segments)]
             steps = kept_keys(plan, kept, k, v)
@@ -87,9 +86,9 @@ class StepwiseAttention(torch.autograd.Function):
             steps = (found[:3] for found in job.exchange.keys(plan, k, v))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         saved, arriving = (grad_out, grad_lse, q, out, lse), None
-        dq, own = TokenSum(q, plan.parts), tuple(TokenSum(x, plan.key_parts) for x in (k, v))
+        dq, own = TokenSum(q, plan.query_parts), [TokenSum(x, plan.key_parts) for x in (k, v)]
         for number, step, buffers in steps:
-            grads = _gradients(job, step.calls, saved, buffers, dq)
+            grads = _gradients(job, step, saved, buffers, dq)
             _add_own(plan, step, own, grads)
             if arriving is not None:
                 _receive(own, *arriving)
@@ -180,12 +179,12 @@ class Partial:
         return out.to(self.dtype), lse
 
 
-def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
+def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
     """The operator's options in a call, and what is added to its lse."""
     scale, softcap, deterministic, backend = job.options
     ranges = call.ranges
     if ranges is not None:
-        ranges = _on_device(plan, ranges, q.device)
+        ranges = _on_device(job.plan, ranges, q.device)
     spec = Spec(
         None, 0.0, call.is_causal, scale, call.left, call.right, softcap,
         key_ranges=ranges, deterministic=deterministic, backend=backend,
@@ -198,7 +197,7 @@ def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[Spec
     wide = sum_dtype(q)
     slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
     key_terms, row_terms = (
-        slopes * _on_device(plan, terms, q.device).to(wide) for terms in call.alibi
+        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in call.alibi
     )
     return spec._replace(attn_mask=key_terms.unsqueeze(2)), row_terms
 
@@ -213,20 +212,24 @@ def _on_device(plan: StepPlan, x: Tensor, device: torch.device) -> Tensor:
     return plan.device_tensors[key]
 
 
-def _gradients(job: Job, calls, saved: tuple, buffers: tuple, dq: TokenSum) -> tuple:
-    """The gradients of a step's keys and values; those of queries are added to dq."""
+def _gradients(job: Job, step: Step, saved: tuple, buffers: tuple, dq: TokenSum) -> tuple:
+    """The gradients of a step's keys and values; those of queries are added to dq.
+
+    Where a step attends keys of this process in one call, those of the keys that the call attends.
+    """
     grad_out, grad_lse, q, out, lse = saved
-    grads = None
+    calls, grads = step.calls, None
     for call in calls:
         at = (call.batches, slice(None), call.rows)
-        spec, row_terms = arguments(job, job.backward_plan, call, q)
+        spec, row_terms = arguments(job, call, q)
         parts = operators.backward(
             grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
             *(x[call.batches, :, call.keys] for x in buffers),
             out[at], lse[at] if row_terms is None else lse[at] - row_terms, spec,
         )  # fmt: skip
         dq.add((call.batches, call.rows), parts[0])
-        if len(calls) == 1 and parts[1].shape == buffers[0].shape:
+        is_whole = len(calls) == 1 and parts[1].shape == buffers[0].shape
+        if is_whole or step.attends_own_keys_in_one_call:
             return tuple(parts[1:3])
         if grads is None:
             grads = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in buffers]
@@ -235,13 +238,14 @@ def _gradients(job: Job, calls, saved: tuple, buffers: tuple, dq: TokenSum) -> t
     return tuple(torch.zeros_like(x) for x in buffers) if grads is None else tuple(grads)
 
 
-def _add_own(plan: StepPlan, step: Step, own: tuple[TokenSum, ...], grads: tuple) -> None:
+def _add_own(plan: StepPlan, step: Step, own: list[TokenSum], grads: tuple) -> None:
     """Add a step's gradients of this process's own keys."""
     if not step.own or not step.calls:
         return
-    if not step.receives:
+    if step.attends_own_keys_in_one_call:
+        call = step.calls[0]
         for total, x in zip(own, grads, strict=True):
-            total.add((slice(None), slice(0, x.shape[2])), x)
+            total.add((call.batches, call.keys), x)
         return
     pairs = zip(rows_of(plan.keys, step.own), rows_of(step.buffer, step.own), strict=True)
     for rows, there in pairs:
@@ -249,7 +253,7 @@ def _add_own(plan: StepPlan, step: Step, own: tuple[TokenSum, ...], grads: tuple
             total.add((slice(None), rows), x[:, :, there])
 
 
-def _receive(own: tuple[TokenSum, ...], received: list, waiting) -> None:
+def _receive(own: list[TokenSum], received: list, waiting) -> None:
     """Add the gradients that other processes return."""
     waiting.wait()
     for rows, *pair in received:

@@ -8,6 +8,19 @@ import torch
 from torch import Tensor
 
 Place = tuple[slice, slice]  # rows of the batch, and tokens
+Parts = tuple[tuple[int, int, int], ...]  # (start, stop, how many tensors are added there)
+
+
+def parts_of(ranges: list[tuple[int, int]], tokens: int) -> Parts:
+    """How many of the ranges contain each token."""
+    ends = sorted({0, tokens, *(end for pair in ranges for end in pair)})
+    found: list[tuple[int, int, int]] = []
+    for start, stop in zip(ends, ends[1:]):
+        count = sum(low <= start and stop <= high for low, high in ranges)
+        if found and found[-1][2] == count:
+            start = found.pop()[0]
+        found.append((start, stop, count))
+    return tuple(found)
 
 
 class Covered:
@@ -31,18 +44,46 @@ class Covered:
 class TokenSum:
     """A sum of tensors (B, H, rows, D) over some tokens each, rounded once.
 
-    A sum of two is rounded once in any dtype. More are summed in float32. The first tensor with all
-    tokens becomes the sum, without a copy if it has the layout of `like`.
+    A sum of two is rounded once in any dtype. More are summed in float32.
     """
 
-    def __init__(self, like: Tensor, terms: int) -> None:
-        """`terms` is the largest number of tensors that share a token."""
-        self.like, self.total, self.covered = like, None, Covered()
-        self.wide = sum_dtype(like) if terms > 2 else like.dtype
-        self.first: tuple[Place, Tensor] | None = None  # waits for one that has all tokens
+    def __init__(self, like: Tensor, parts: Parts) -> None:
+        self.like = like
+        if max((count for _, _, count in parts), default=0) <= 2:
+            parts = ((0, like.shape[2], 2),)
+        self.sums = [(a, b, _Sum(like[:, :, a:b], count)) for a, b, count in parts]
 
     def add(self, place: Place, x: Tensor) -> None:
         """Add a tensor, which belongs to the sum from now on."""
+        batches, rows = place
+        for start, stop, total in self.sums:
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            if low < high:
+                piece = x[:, :, low - rows.start : high - rows.start]
+                total.add((batches, slice(low - start, high - start)), piece)
+
+    def result(self) -> Tensor:
+        """The sum, in the dtype and with the strides of `like`."""
+        like = self.like
+        if len(self.sums) == 1:
+            total = self.sums[0][2].result()
+            if total.dtype == like.dtype and total.stride() == like.stride():
+                return total
+        out = torch.empty_like(like)
+        for start, stop, total in self.sums:
+            out[:, :, start:stop].copy_(total.result())
+        return out
+
+
+class _Sum:
+    """The sum of tensors in one dtype. The first one with all tokens becomes the sum."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        self.like, self.total, self.covered = like, None, Covered()
+        self.wide = sum_dtype(like) if count > 2 else like.dtype
+        self.first: tuple[Place, Tensor] | None = None  # waits for one that has all tokens
+
+    def add(self, place: Place, x: Tensor) -> None:
         if self.total is not None:
             self._add(place, x)
         elif x.shape == self.like.shape:
@@ -54,10 +95,9 @@ class TokenSum:
             self._add(place, x)
 
     def result(self) -> Tensor:
-        """The sum, in the dtype of `like`."""
         if self.total is None:
             self._begin(None)
-        return self.total.to(self.like.dtype)
+        return self.total
 
     def _begin(self, whole: Tensor | None) -> None:
         like, first = self.like, self.first
@@ -65,11 +105,8 @@ class TokenSum:
         wide = functools.reduce(torch.promote_types, (x.dtype for x in given), self.wide)
         if whole is None:
             self.total = torch.zeros_like(like, dtype=wide)
-        elif whole.stride() == like.stride():
-            self.total = whole.to(wide)
         else:
-            self.total = torch.empty_like(like, dtype=wide).copy_(whole)
-        if whole is not None:
+            self.total = whole.to(wide)
             self.covered.add((slice(None), slice(0, like.shape[2])))
         if first is not None:
             self._add(*first)
