@@ -1,9 +1,10 @@
 """The example that trains on a mesh of 2 x 2 gloo processes, against one process."""
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
-from tests.evaluation import parallel_training
+from tests.evaluation import context_parallel_training, parallel_training
 
 WORLD, STEPS = 4, 3
 
@@ -22,7 +23,22 @@ def check_parameters_are_distributed() -> None:
     assert isinstance(weight, DTensor) and weight.to_local().numel() * WORLD == weight.numel()
 
 
-CHECKS = {"training": check_training, "parameters": check_parameters_are_distributed}
+def check_packed_training() -> None:
+    """The command for GPUs, on a small model."""
+    words = "--tokens 64 --documents 5 --steps 3 --layers 2 --hidden 32 --intermediate 48 --heads 4"
+    words += " --kv-heads 2 --vocabulary 64 --processes 4"
+    given = context_parallel_training.parser().parse_args(words.split())
+    found = context_parallel_training.compare(given, torch.device("cpu"))
+    one, (together, seconds) = found["one, all tokens"][0], found["all"]
+    assert together == pytest.approx(one, rel=1e-5) and one[-1] < one[0]
+    assert seconds > 0 and len(found["one, a share"][0]) == 3
+
+
+CHECKS = {
+    "packed training": check_packed_training,
+    "training": check_training,
+    "parameters": check_parameters_are_distributed,
+}
 
 
 @pytest.mark.parametrize("name", CHECKS)
