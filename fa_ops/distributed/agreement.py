@@ -21,8 +21,9 @@ _connected: weakref.WeakSet = weakref.WeakSet()
 
 
 def agree(
-    members: Members, what: str, error: Exception | None, device: torch.device, check: bool = True
-) -> None:
+    members: Members, what: str, error: Exception | None, device: torch.device, check: bool = True,
+    timeout: float | None = None,
+) -> None:  # fmt: skip
     """Raise in every process unless all say the same; `error` is raised in this one.
 
     Args:
@@ -31,6 +32,7 @@ def agree(
         error: what the checks of this process have raised, or None.
         device: where the tensors are.
         check: False sends nothing, and only raises this process's own error.
+        timeout: seconds to wait for the others; None: the group's.
 
     Raises:
         ValueError: another process describes another call.
@@ -42,7 +44,8 @@ def agree(
         if error is not None:
             raise error
         return
-    texts = _exchanged(members, ("E" if error else "C") + (str(error) if error else what), device)
+    text = f"E{error}" if error else f"C{what}"
+    texts = _exchanged(members, text, device, timeout)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
@@ -57,18 +60,24 @@ def agree(
             )
 
 
-def _exchanged(members: Members, text: str, device: torch.device) -> list[str]:
+def _exchanged(
+    members: Members, text: str, device: torch.device, timeout: float | None
+) -> list[str]:
     """The texts of all processes."""
     group = _between_hosts(members, device)
     message = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     messages = [torch.empty_like(mine) for _ in range(members.size)]
     try:
-        dist.all_gather(messages, mine, group)
+        work = dist.all_gather(messages, mine, group, async_op=True)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(datetime.timedelta(seconds=timeout))
     except RuntimeError as failure:
         raise RuntimeError(
-            "context parallel attention: another process of the group did not call it, or has "
-            f"ended: {failure}"
+            "context parallel attention: before the first step, another process of the group did "
+            f"not call it, or has ended: {failure}"
         ) from failure
     return [_text(x) for x in messages]
 

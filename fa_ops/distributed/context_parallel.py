@@ -89,8 +89,9 @@ def context_parallel_attention(
         check: whether the processes compare their arguments before anything else is sent. This
             takes a message between hosts, 0.2 to 1 ms, and no GPU waits. Where it is off, unequal
             arguments may hang.
-        timeout: seconds after which waiting for another process fails, on gloo. ``None``: the
-            group's. On NCCL the group's timeout always holds.
+        timeout: seconds after which waiting for another process fails: between hosts, before the
+            first step, and on gloo in each step. ``None``: the group's. In steps on NCCL the
+            group's timeout always holds.
 
     Returns:
         ``out`` ``(B, Hq, S, Dv)`` in query's dtype; with ``return_lse`` ``(out, lse)``, ``lse``
@@ -120,7 +121,7 @@ def context_parallel_attention(
         key_ranges, cu_seqlens, layout, deterministic, backend,
     )  # fmt: skip
     query, key, value = _autocast(query, key, value)
-    request = agreed(query, key, value, groups, options, check)
+    request = agreed(query, key, value, groups, options, check, timeout=timeout)
     out, lse = attend(query, key, value, groups, request, return_lse, timeout)
     return (out, lse) if return_lse else out
 
@@ -180,7 +181,7 @@ def measure_link_rate(
 
 def agreed(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options,
-    check: bool, error: Exception | None = None,
+    check: bool, error: Exception | None = None, timeout: float | None = None,
 ) -> CheckedCall:  # fmt: skip
     """The checked call, once all processes have shown that theirs is the same.
 
@@ -195,7 +196,8 @@ def agreed(
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
     for members in reversed(groups):
         try:
-            agreement.agree(members, request.text if request else "", error, device, check)
+            text = request.text if request else ""
+            agreement.agree(members, text, error, device, check, timeout)
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as refused:
             error = error or refused
     if error is not None:

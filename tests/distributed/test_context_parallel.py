@@ -302,6 +302,16 @@ def check_failure() -> None:
     assert time.monotonic() - begin < 30
 
 
+def check_absence() -> None:
+    """A process that does not call, as it raised before: the others end with an error."""
+    rank, tensors, begin = dist.get_rank(), inputs(), time.monotonic()
+    group = dist.new_group(range(WORLD))
+    if rank != 3:
+        with pytest.raises(RuntimeError, match="before the first step, another process .* did not"):
+            context_parallel_attention(*tensors, group, timeout=0.5)
+    assert time.monotonic() - begin < 30
+
+
 def check_autocast() -> None:
     tensors = [x.requires_grad_() for x in inputs()]
     for scheme in ("ring", "ulysses", "all_gather"):
@@ -350,6 +360,7 @@ CHECKS |= {
     "repeated calls": check_repeated_calls,
     "disagreement": check_disagreement,
     "other processes": check_other_processes,
+    "absence": check_absence,
     "failure": check_failure,  # the last, as messages of its group may remain
 }
 
