@@ -134,7 +134,7 @@ def check_skipped_steps() -> None:
 
 def check_layouts() -> None:
     ends = torch.tensor([0, 48, 50, 64], dtype=torch.int32)
-    layout = balanced_layout(64, cu_seqlens=ends, is_causal=True)
+    layout = balanced_layout(64, cu_seqlens=ends, is_causal=True, chunks=4)
     layout.check()
     pairs = torch.cat([torch.arange(1, n + 1) for n in ends.diff().tolist()])
     work = [sum(int(pairs[a:b].sum()) for a, b in held) for held in layout.segments]
@@ -152,6 +152,27 @@ def check_layouts() -> None:
         SequenceLayout(4, (((0, 3),), ((3, 4),))).check()
     with pytest.raises(ValueError, match="hold each of 4 tokens once"):
         SequenceLayout(4, (((0, 2),), ((1, 3),))).check()
+
+
+def check_layouts_of_documents() -> None:
+    """Documents stay whole where that leaves the work equal, as long ones do not."""
+    sizes = [512, 512, 256, 256, 128, 128, 128, 128] * 4
+    ends = torch.tensor([0, *sizes]).cumsum(0).int()
+    tokens = int(ends[-1])
+    layout = balanced_layout(tokens, cu_seqlens=ends, is_causal=True)
+    layout.check()
+    borders = set(ends.tolist())
+    assert all(set(segment) <= borders for held in layout.segments for segment in held)
+    x = inputs(tokens // WORLD)
+    run = lambda: context_parallel_attention(  # noqa: E731
+        *x, None, "ring", cu_seqlens=ends, is_causal=True, layout=layout
+    )
+    assert sent_elements(run) == 0
+    one = torch.tensor([0, 3, 8191, 8192], dtype=torch.int32)
+    layout = balanced_layout(8192, cu_seqlens=one, is_causal=True)
+    layout.check()
+    work = [sum(b**2 - a**2 for a, b in held) for held in layout.segments]
+    assert max(work) < 1.1 * sum(work) / WORLD
 
 
 def check_explanation() -> None:
@@ -352,6 +373,7 @@ CHECKS |= {
     "repeatable": check_repeatable,
     "skipped steps": check_skipped_steps,
     "layouts": check_layouts,
+    "layouts of documents": check_layouts_of_documents,
     "autocast": check_autocast,
     "another default device": check_default_device,
     "explanation": check_explanation,
