@@ -28,10 +28,12 @@ class Rates(NamedTuple):
     memory: float  # bytes
     link: float  # bytes that a process sends, and at the same time receives
     latency: float = 2e-5  # seconds for each exchange
+    overlaps: bool = True  # whether keys arrive while others are attended
 
 
-# An H100 or H200 in 16 bits, with NVLink; one core of a CPU, with gloo.
-_RATES = {"cuda": Rates(5.5e14, 3e12, 3e11), "cpu": Rates(4e10, 5e9, 1e9, 2e-4)}
+# An H200 in 16 bits, with NVLink, where NCCL's kernels wait until attention leaves multiprocessors;
+# one core of a CPU, with gloo.
+_RATES = {"cuda": Rates(7e14, 3e12, 2.8e11, 5e-5, False), "cpu": Rates(4e10, 5e9, 1e9, 2e-4)}
 _measured: dict[tuple, float] = {}
 
 
@@ -177,11 +179,13 @@ def _stepwise(name: str, pairs: list, received: list, sizes: Sizes, rates: Rates
         compute = [p * sizes.pair_flops / rates.flops for p in of_steps]
         transfer = [n * sizes.key_bytes / rates.link + (rates.latency if n else 0) for n in keys]
         if name == plans.ALL_GATHER:
-            gathered = 2 * sum(keys) * sizes.key_bytes / rates.memory
-            slowest = max(slowest, sum(compute) + sum(transfer) + gathered)
+            own = sizes.tokens if any(keys) else 0  # which are copied next to those that arrive
+            copied = 2 * own * sizes.key_bytes / rates.memory
+            slowest = max(slowest, sum(compute) + sum(transfer) + copied)
             continue
-        # a step's keys arrive while the step before is computed
-        total = sum(map(max, compute, [*transfer[1:], 0.0]))
+        total = sum(compute) + sum(transfer)
+        if rates.overlaps:  # a step's keys arrive while the step before is computed
+            total = sum(map(max, compute, [*transfer[1:], 0.0]))
         merges = max(0, sum(p > 0 for p in of_steps) - 1)
         # a merge reads the part and reads and writes the sum, in float32 if there are several
         bytes_of_sum = 2 * (sizes.out_bytes if merges < 2 else 4 * sizes.out_elements)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,7 +59,7 @@ class Exchange(NamedTuple):
 
     def keys(
         self, plan: StepPlan, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], Packed | None]]:
+    ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor], PackedKeys | None]]:
         """Yield (number, step, (keys, values), what was received) while those of the next arrive.
 
         What was received has the keys and values too.
@@ -76,12 +74,12 @@ class Exchange(NamedTuple):
             yield number, step, _keys(step, held, k, v), held
 
     def _request(
-        self, plan: StepPlan, number: int, own: Packed | None, k: Tensor, v: Tensor
-    ) -> tuple[Packed | None, Waiting]:
+        self, plan: StepPlan, number: int, own: PackedKeys | None, k: Tensor, v: Tensor
+    ) -> tuple[PackedKeys | None, Waiting]:
         """Start a step's exchange of keys; returns where they arrive."""
         step, held, receives = plan.steps[number], None, []
         if step.receives:
-            held = Packed.empty(step.buffer, k, v)
+            held = PackedKeys.empty(step.buffer, k, v)
             if step.own:
                 held.write(plan.keys, k, v)
                 own = held
@@ -115,14 +113,14 @@ class Exchange(NamedTuple):
         return received, self.start(sends, receives, what)
 
 
-class Packed(NamedTuple):
+class PackedKeys(NamedTuple):
     """Keys with their values, token by token, so that consecutive tokens are one message."""
 
     x: Tensor  # (tokens, B, Hkv, D + Dv)
     segments: tuple[Segment, ...]  # the tokens
 
     @classmethod
-    def empty(cls, segments: tuple[Segment, ...], k: Tensor, v: Tensor) -> Packed:
+    def empty(cls, segments: tuple[Segment, ...], k: Tensor, v: Tensor) -> PackedKeys:
         """Memory for segments of keys and values such as k and v."""
         (B, H, _, D), Dv = k.shape, v.shape[3]
         return cls(k.new_empty(_count(segments), B, H, D + Dv), segments)
@@ -142,15 +140,6 @@ class Packed(NamedTuple):
         """A message for each segment."""
         return [self.x[rows] for rows in rows_of(self.segments, segments)]
 
-    def of(self, segments: tuple[Segment, ...]) -> Packed | None:
-        """Some of the segments; None if they are not all here. A copy only if they lie apart."""
-        rows = rows_of(self.segments, segments)
-        if not rows or len(rows) < len(segments):
-            return None
-        if any(one.stop != other.start for one, other in itertools.pairwise(rows)):
-            return Packed(torch.cat([self.x[part] for part in rows]), segments)
-        return Packed(self.x[rows[0].start : rows[-1].stop], segments)
-
     def tensors(self, D: int) -> tuple[Tensor, Tensor]:
         """The keys and the values, (B, Hkv, tokens, D) and (B, Hkv, tokens, Dv)."""
         x = self.x.permute(1, 2, 0, 3)
@@ -158,30 +147,30 @@ class Packed(NamedTuple):
 
 
 def kept_keys(
-    plan: StepPlan, kept: list[Packed], k: Tensor, v: Tensor
+    plan: StepPlan, kept: dict[int, Tensor], k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
-    """Yield (number, step, (keys, values)) from what was received before.
+    """Yield (number, step, (keys, values)) from what was received before, by number.
 
     Steps whose gradients are exchanged come first, and return while the last step is run.
     """
     steps = enumerate(plan.steps)
     for number, step in sorted(steps, key=lambda x: not (x[1].receives or x[1].sends)):
-        found = (held.of(step.buffer) for held in kept) if step.receives else ()
-        yield number, step, _keys(step, next(filter(None, found), None), k, v)
+        held = PackedKeys(kept[number], step.buffer) if number in kept else None
+        yield number, step, _keys(step, held, k, v)
 
 
-def _keys(step: Step, held: Packed | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _keys(step: Step, held: PackedKeys | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The keys and values of a step."""
     if held is not None:
         return held.tensors(k.shape[3])
     return (k, v) if step.own else (k[:, :, :0], v[:, :, :0])
 
 
-def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> Packed | None:
+def _sent(plan: StepPlan, k: Tensor, v: Tensor) -> PackedKeys | None:
     """This process's keys that others attend, in one piece of memory for each of its segments."""
     if not plan.sent:
         return None
-    packed = Packed.empty(plan.sent, k, v)
+    packed = PackedKeys.empty(plan.sent, k, v)
     packed.write(plan.keys, k, v)
     return packed
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.distributed import operators
-from fa_ops.distributed.exchange import Exchange, Packed, kept_keys
+from fa_ops.distributed.exchange import Exchange, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
@@ -52,10 +52,10 @@ class StepwiseAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, job: Job):
         """Attend the keys of all steps."""
         partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
-        kept = []
-        for _, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
-            if held is not None and job.keeps_keys:
-                kept.append(held)
+        keeps_keys, kept = job.keeps_keys and any(ctx.needs_input_grad), {}
+        for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
+            if held is not None and keeps_keys:
+                kept[number] = held.x
             for call in step.calls:
                 spec, row_terms = arguments(job, call, q)
                 if sinks_in_calls:
@@ -68,8 +68,8 @@ class StepwiseAttention(torch.autograd.Function):
                 )
                 partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
         out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *(held.x for held in kept))
-        ctx.job, ctx.kept_segments = job, [held.segments for held in kept]
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *kept.values())
+        ctx.job, ctx.kept = job, tuple(kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -80,8 +80,7 @@ class StepwiseAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         job, plan = ctx.job, ctx.job.plan
         if job.keeps_keys:
-            kept = [Packed(x, segments) for x, segments in zip(kept, ctx.kept_segments)]
-            steps = kept_keys(plan, kept, k, v)
+            steps = kept_keys(plan, dict(zip(ctx.kept, kept)), k, v)
         else:
             steps = (found[:3] for found in job.exchange.keys(plan, k, v))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
