@@ -60,11 +60,11 @@ def loss(out, lse):
     return out.float().sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
 
 
-def check(scheme: str, mask: str) -> None:
+def check(scheme: str, mask: str, key_heads: int = 2) -> None:
     g = torch.Generator("cuda").manual_seed(0)
     whole = [
         torch.randn(1, H, TOKENS, 64, generator=g, device="cuda").bfloat16().requires_grad_()
-        for H in (8, 2, 2)
+        for H in (8, key_heads, key_heads)
     ]
     options = options_of(mask)
     expected = one_gpu(*whole, **options)
@@ -116,6 +116,10 @@ CHECKS = {
     f"{scheme}, {mask}": lambda scheme=scheme, mask=mask: check(scheme, mask)
     for scheme in ("ring", "ulysses", "all_gather")
     for mask in MASKS
+}
+CHECKS |= {
+    f"{scheme}, keys are exchanged again": lambda scheme=scheme: check(scheme, "causal", 8)
+    for scheme in ("ring", "all_gather")
 }
 CHECKS |= {
     "a mesh, and the link": check_mesh_and_rate,
