@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -161,12 +162,13 @@ def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dic
     attend = lambda: one_device(problem, *leaves)  # noqa: E731
     found = {"one device": measure(attend, leaves, device, given)}
     parts = [shard(x, **where).requires_grad_() for x in whole]
-    for scheme in SCHEMES:
+    for scheme in given.schemes.split(","):
         attend = lambda scheme=scheme: context_parallel_attention(  # noqa: E731
             *parts, None, scheme, layout=layout, check=given.check, **options
         )
         found[scheme] = measure(attend, parts, device, given)
-    found["auto"]["chosen"] = explain_context_parallel(*parts, layout=layout, **options).scheme
+    if "auto" in found:
+        found["auto"]["chosen"] = explain_context_parallel(*parts, layout=layout, **options).scheme
     if given.torch:
         found["torch"] = of_torch(problem, whole, device, given)
     return found
@@ -211,6 +213,7 @@ def _work(rank: int, store: str, given) -> None:
         found = records[kind] = compare(problem, device, given)
         if rank == 0:
             report(problem, found)
+            sys.stdout.flush()
     if rank == 0 and given.json:
         with open(given.json, "w") as file:
             json.dump({"link": rate, "kinds": records}, file, indent=1)
@@ -224,6 +227,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated")
     parser.add_argument("--unit", type=int, default=1024, help="tokens of 1k, fewer on a CPU")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
