@@ -13,7 +13,6 @@ from fa_ops.ops.library import Route
 from fa_ops.types import Cache, Packing, Spec
 
 BACKEND = "hopper"  # which has the kernel
-IS_ENABLED = False  # until that has run on a GPU
 
 _LIMIT = 1024
 _refused: dict[tuple, None] = {}  # geometries that it does not support
@@ -92,8 +91,7 @@ def _may_run(
     stands between the call and a kernel."""
     name = options.get("backend") or dispatch.default or "auto"
     return (
-        IS_ENABLED
-        and query.is_cuda
+        query.is_cuda
         and name in ("auto", BACKEND)
         and options.get("key_ranges") is None
         and not planning.DEBUG  # where lengths and pages are checked, in calls over a cache

@@ -79,7 +79,6 @@ def test_what_it_does_not_take(change, message):
 def as_on_cuda(monkeypatch):
     """The choice for CUDA tensors, of CPU tensors; the kernel's calls are noted."""
     ran = []
-    monkeypatch.setattr(paged_calls, "IS_ENABLED", True)
     monkeypatch.setattr(dispatch, "available_error", lambda name: None)
     monkeypatch.setattr(hopper, "_paged_error", paged.support_error)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))

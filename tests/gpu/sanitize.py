@@ -22,6 +22,7 @@ import sys
 
 import torch
 
+import fa_ops
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -53,7 +54,7 @@ def run(backend: str, first: int, step: int) -> int:
             module.backward(*grads, q, k, v, out, lse, spec, case.mask == "float")
         calls += 1
     if not first:
-        calls += run_jumps(module) + run_packed(module)
+        calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
     return calls + run_cached(module, first, step)
 
 
@@ -84,6 +85,28 @@ def run_packed(module) -> int:
     return 2
 
 
+def run_short(module) -> int:
+    """Sequences of narrow heads, more than there are multiprocessors."""
+    for S in (50, 77):
+        q = torch.randn(10, 16, S, 64, device="cuda", dtype=torch.bfloat16)
+        module.forward(q, q, q, Spec(is_causal=S == 77))
+    return 2
+
+
+def run_paged(backend: str) -> int:
+    """Prompts and decoding steps over pages."""
+    ends = torch.tensor([2, 2, 3, 4, 140, 141], device="cuda", dtype=torch.int32)
+    lens = torch.tensor([9, 700, 300, 200, 1], device="cuda", dtype=torch.int32)
+    for page, D in itertools.product((16, 64), (64, 128)):
+        q = torch.randn(150, 8, D, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(90, page, 2, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        table = torch.randint(90, (5, 50), device="cuda", dtype=torch.int32)
+        fa_ops.attention_varlen(
+            q, k, v, ends, None, is_causal=True, kv_lens=lens, page_table=table, backend=backend
+        )
+    return 4
+
+
 def run_cached(module, first: int, step: int) -> int:
     calls = 0
     mla = {"Hkv": 1, "D": 576, "Dv": 512, "shared": True, "page_size": 16}
@@ -104,6 +127,8 @@ def run_cached(module, first: int, step: int) -> int:
     for page_size, D in itertools.product((0, 16, 64), (64, 128)):
         shape = {"B": 1, "Hq": 96, "Hkv": 4, "Sq": 70, "S": 300, "page_size": page_size}
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, **shape))
+        few = shape | {"Hq": 8, "Hkv": 2, "Sq": 20, "S": 1500}  # tiles attend parts of the keys
+        cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, sinks=True, **few))
     for case in cases[first::step]:
         inputs = case.fresh()
         if not module.cache_error(*inputs):

@@ -29,7 +29,6 @@ def native(monkeypatch):
         return lambda *args: ran.append(1) or run(*args)
 
     monkeypatch.setattr(paged, "prepare", noted)
-    monkeypatch.setattr(paged_calls, "IS_ENABLED", True)
     planning.forget()
     yield ran
     planning.forget()

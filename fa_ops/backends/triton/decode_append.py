@@ -13,9 +13,6 @@ from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.types import Cache
 
-# A programmatic dependent launch: kernels that attend start while this one runs, and wait for it.
-IS_EARLY = False  # until it has been timed on a GPU
-
 _launches: dict[tuple, Launch] = {}
 
 
@@ -161,7 +158,7 @@ def bind_cache(
     table_stride, pages = cache.page_table.stride(0) if paged else 0, k.shape[0]
     shape_of_turned = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
     shape_of_ends, counts = ((B,), (1,), torch.int32, device), counts and tokens > 0
-    early = IS_EARLY and architecture(q.device) >= 90 and not INTERPRETED
+    early = architecture(q.device) >= 90 and not INTERPRETED  # programmatic dependent launch
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
