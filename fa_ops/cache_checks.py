@@ -201,7 +201,7 @@ def values(
         need(length + new <= capacity, "kv_lens[{}] is {}, which with {} new keys is past the "
              "cache's {}", b, length, new, capacity)  # fmt: skip
         if table is not None:
-            used = table[b, : -(-(length + new) // size)]
+            used = table[b, : -(-(length + new) // max(size, 1))]
             wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
             if len(wrong):
                 at = int(wrong[0])

@@ -90,6 +90,18 @@ def rotated(q, angle, lens, mask):
 
 
 @torch.no_grad()
+def test_sizes_of_zero():
+    q, k, v, qv = (torch.randn(2, *s) for s in ((5, 4, 8), (7, 2, 8), (7, 2, 16), (5, 4, 16)))
+    out, lse = compat.flash_attn_func(q, k[:, :0], v[:, :0], qv=qv, return_attn_probs=True)
+    assert not out.any() and (lse == -torch.inf).all()
+    assert compat.flash_attn_func(q[:0], k[:0], v[:0], qv=qv[:0]).shape == (0, 5, 4, 16)
+    assert compat.flash_attn_func(q[:, :0], k, v, qv=qv[:, :0]).shape == (2, 0, 4, 16)
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    out = compat.flash_attn_varlen_func(q[0], k[0, :0], v[0, :0], ends, ends * 0, 5, 0, qv=qv[0])
+    assert out.shape == qv[0].shape and not out.any()
+
+
+@torch.no_grad()
 def test_latent_caches_are_not_copied():
     latent = torch.randn(2, 24, 1, 24)
     v_cache, k_cache = latent.split([16, 8], -1)

@@ -49,9 +49,27 @@ def without_autograd(q):
 @pytest.mark.parametrize(
     "function", [pages, rows_by_index, used_parts_and_chunks, appended_tokens, without_autograd]
 )
-def test_one_graph_gives_the_same_result(function):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph_gives_the_same_result(function, dynamic):
     torch._dynamo.reset()
     q = torch.randn(5, 4, 8)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with torch.no_grad():
         torch.testing.assert_close(compiled(q), function(q))
+
+
+@torch.no_grad()
+def test_numbers_that_change_between_calls():
+    """Dynamo makes symbols of them."""
+
+    def attend(q, k, ends_q, ends_k, longest):
+        return flash_attn_interface.flash_attn_varlen_func(
+            q, k, k, ends_q, ends_k, longest, 2 * longest, window_size=(longest, 0)
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in (3, 5, 7):
+        q, k, ends = torch.randn(2 * n, 4, 8), torch.randn(4 * n, 2, 8), torch.tensor([0, n, 2 * n])
+        given = q, k, ends.int(), 2 * ends.int(), n
+        torch.testing.assert_close(compiled(*given), attend(*given))

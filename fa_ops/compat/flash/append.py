@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.compat.flash.arguments import PACKED, shape
+from fa_ops.compat.flash.arguments import PACKED, has_shape, shape
 from fa_ops.compat.flash.cache import Caches
 
 
@@ -52,11 +52,11 @@ def check_new(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) 
     """
     shape(PACKED, k=k, v=v)
     for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
-        checks.has_shape(name, x, (k.shape[0], *cache.shape[2:]))
+        has_shape(name, x, (k.shape[0], *cache.shape[2:]))
     checks.integers(k, "cu_seqlens_k_new", ends)
-    checks.has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
+    has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
     checks.integers(k, "cache_seqlens", lens)
-    checks.has_shape("cache_seqlens", lens, (len(caches.table),))
+    has_shape("cache_seqlens", lens, (len(caches.table),))
     if k.is_cuda or torch.compiler.is_compiling():
         return
     checks.borders("cu_seqlens_k_new", ends, k.shape[0])

@@ -14,6 +14,7 @@ from fa_ops.compat.flash.arguments import (
     PAGES,
     Window,
     flag,
+    has_shape,
     of_sequences,
     shape,
     unit_stride,
@@ -50,7 +51,7 @@ def caches_of(
     k, v = without_gradient(k), without_gradient(v)
     if batch_idx is not None:
         checks.integers(k, "cache_batch_idx", need_tensor("cache_batch_idx", batch_idx))
-        checks.has_shape("cache_batch_idx", batch_idx, (rows,))
+        has_shape("cache_batch_idx", batch_idx, (rows,))
     if table is not None:
         shape("(B, max_pages)", **{name: table})
         table = table if batch_idx is None else table[batch_idx.long()]

@@ -54,11 +54,13 @@ def batch(
     """out ``(B, Sq, Hq, Dv)`` and lse ``(B, Hq, Sq)``."""
     (B, Sq), Sk = q.shape[:2], k.shape[1]
     check(q, qv, v)
+    if not Sk:  # a page holds at least one key
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     ends = torch.arange(B + 1, dtype=torch.int32, device=q.device) * Sq
     lens = torch.full((B,), Sk, dtype=torch.int32, device=q.device)
     table = torch.arange(B, dtype=torch.int32, device=q.device)[:, None]
     flat = (x.flatten(0, 1) for x in (q, qv))
-    out, lse = _attend(*flat, Caches(k, v, table, Sk), lens, ends, Sq, chunk, options)
+    out, lse = _attend(*flat, Caches(k, v, table, k.shape[1]), lens, ends, Sq, chunk, options)
     return out.unflatten(0, (B, Sq)), lse.unflatten(1, (B, Sq)).transpose(0, 1)
 
 
