@@ -49,7 +49,7 @@ def attention(
     head serves ``Hq / Hkv`` query heads (GQA, MQA). A row with nothing to attend gives 0, its lse
     is -inf.
 
-    .. note::
+    Note:
         Positions are aligned at the **bottom right**: query ``i`` of ``Sq`` stands at key position
         ``i + Sk - Sq``, as cached decoding needs. With ``Sq == Sk`` this is SDPA's meaning.
 
@@ -105,7 +105,7 @@ def attention(
     Source: Dao et al., FlashAttention, https://arxiv.org/abs/2205.14135; Dao, FlashAttention-2,
     https://arxiv.org/abs/2307.08691.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (9, 3, 3))
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
@@ -217,7 +217,7 @@ def attention_varlen(
         NotImplementedError: no backend, or not the one named, can run the call; the message gives
             the reasons.
 
-    Example:
+    Examples:
         >>> ends = torch.tensor([0, 3, 10], dtype=torch.int32)
         >>> q = torch.randn(10, 4, 64)
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape

@@ -37,7 +37,7 @@ class use_backend:
     Raises:
         ValueError: no backend has that name.
 
-    Example:
+    Examples:
         >>> with fa_ops.use_backend("reference"):
         ...     out = fa_ops.attention(q, k, v)
     """
@@ -154,7 +154,7 @@ class CallExplanation(NamedTuple):
 def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> CallExplanation:
     """The former name of :func:`fa_ops.explain`.
 
-    Example:
+    Examples:
         >>> print(dispatch.explain(q, k, v, is_causal=True))
         backend: cpu
         kernel: forward

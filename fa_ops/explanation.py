@@ -50,7 +50,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     Raises:
         ValueError, TypeError: what the call itself would raise.
 
-    Example:
+    Examples:
         >>> print(fa_ops.explain(q, k, v, is_causal=True))
         backend: cpu
         kernel: forward

@@ -45,7 +45,7 @@ def attention_with_kv_cache(
     sum is the length of row ``b`` below. The host reads no length, so one CUDA graph serves every
     length.
 
-    .. note::
+    Note:
         Positions are aligned at the **bottom right** of each row: query ``i`` of ``Sq`` stands at
         ``length + i - Sq``. Pass ``is_causal`` where several new tokens must not see each other's
         future.
@@ -111,7 +111,7 @@ def attention_with_kv_cache(
     PagedAttention, https://arxiv.org/abs/2309.06180; Hong et al., FlashDecoding++
     (``unified_max``), https://arxiv.org/abs/2311.01282.
 
-    Example:
+    Examples:
         >>> k, v = (torch.zeros(1, 128, 2, 64).transpose(1, 2) for _ in range(2))
         >>> q, new = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
         >>> lens = torch.zeros(1, dtype=torch.int32)

@@ -75,7 +75,7 @@ def quantized_attention(
     Source: Zhang et al., SageAttention2, https://arxiv.org/abs/2411.10958 (int8 products, keys
     without their mean); Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608 (rotation).
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (8, 2, 2))
         >>> fa_ops.quantized_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 512, 64])

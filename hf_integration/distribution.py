@@ -83,7 +83,7 @@ def context_parallel(
             dense, or chunked over padding or documents, or which have a position bias, a cache or
             `output_attentions`.
 
-    Example:
+    Examples:
         >>> with hf_integration.context_parallel(batch, mesh["cp"]) as part:
         ...     loss = model(**part).loss
         ...     loss.backward()

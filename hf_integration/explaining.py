@@ -50,7 +50,7 @@ def explain(model: nn.Module) -> Explanation:
     Raises:
         TypeError: the model is no module.
 
-    Example:
+    Examples:
         >>> print(hf_integration.explain(model))
         model.layers.0.self_attn and 29 more (LlamaAttention): fa_ops, backend cpu
             triton: needs an NVIDIA GPU; masks stay compact

@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -103,3 +104,21 @@ def headings(page: Path) -> set[str]:
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     plain = (re.sub(r"[^\w\s-]", "", text).strip().lower() for text in found)
     return {re.sub(r"[-\s]+", "-", text) for text in plain}
+
+
+def test_roles_in_docstrings_become_links():
+    names = runpy.run_path(str(ROOT / "docs/roles.py"))
+    page = '<h2 id="a.b"></h2><h2 id="a.c.b"></h2><h3 id="a.c.d"></h3>'
+    roles = ":func:<code>~a.c.d</code> :class:<code>d</code> :func:<code>b</code>"
+    assert names["on_page_content"](page + roles, page=None) == page + (
+        '<a href="#a.c.d"><code>a.c.d</code></a> <a href="#a.c.d"><code>d</code></a> '
+        "<code>b</code>"  # of two functions
+    )
+
+
+def test_docstrings_have_the_sections_that_the_site_knows():
+    """`Example:` would be a quote in it, and a directive of Sphinx text."""
+    for package in ("fa_ops", "compile_passes", "hf_integration"):
+        for path in (ROOT / package).rglob("*.py"):
+            unknown = re.findall(r"^ *(?:Example:|\.\. \w+::)", path.read_text(), re.M)
+            assert not unknown, path

@@ -63,7 +63,7 @@ def install(name: str) -> None:
         ValueError: another name.
         RuntimeError: the real package has been imported in this process.
 
-    Example:
+    Examples:
         >>> fa_ops.compat.install("flash_attn")
         >>> from flash_attn import flash_attn_func
     """

@@ -111,7 +111,7 @@ def context_parallel_attention(
     3.3.2, all-gather), https://arxiv.org/abs/2407.21783; Fang and Zhao, USP,
     https://arxiv.org/abs/2405.07719.
 
-    Example:
+    Examples:
         >>> q, k, v = (shard(x) for x in (q, k, v))  # whole in every process before
         >>> out = context_parallel_attention(q, k, v, is_causal=True)
     """

@@ -12,7 +12,7 @@ from fa_ops.types import Packing
 SAC_OPS = (dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN, merge.MERGE)
 """The operators whose results selective activation checkpointing should save.
 
-Example:
+Examples:
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     >>> save = partial(create_selective_checkpoint_contexts, [*fa_ops.SAC_OPS])
     >>> checkpoint(block, x, use_reentrant=False, context_fn=save)

@@ -17,7 +17,7 @@ FILL = 0xFF  # NaN in every float dtype, -1 in integers: reading a margin change
 class Arena:
     """Places tensors inside larger buffers; `check` finds writes outside the tensors.
 
-    Example:
+    Examples:
         >>> arena = Arena()
         >>> q, k, v = (arena.placed(x) for x in (q, k, v))
         >>> with arena.outputs("triton"):

@@ -23,7 +23,7 @@ def explain(model: nn.Module) -> Explanation:
     Raises:
         TypeError: the model is no module, such as a pipeline.
 
-    Example:
+    Examples:
         >>> print(hf_integration.diffusers.explain(pipeline.transformer))
         transformer_blocks.0.attn and 18 more (FluxAttnProcessor): fa_ops, backend hopper
     """
