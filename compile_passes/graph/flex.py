@@ -4,8 +4,8 @@ and softmax.
 A BlockMask lists the blocks of keys that a kernel visits. It may leave out blocks that mask_mod
 would keep, and mask_mod is not applied in those that it lists as full. The lists are usually inputs
 of the graph, of unknown content, and such calls are left as they are. A call is written out only
-where one block holds all scores and is listed as one in which mask_mod applies: without a
-BlockMask, or with one of so large a block.
+where one block holds all scores and is listed as one in which mask_mod applies (without a
+BlockMask, or with one of so large a block), or where the lists are made of mask_mod in the graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from compile_passes.graph import block_masks
 from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.inlined_call import (
     Inlined,
@@ -54,7 +55,8 @@ def inline_flex(graph: fx.Graph) -> Inlined:
 
 def _inlined(call: fx.Node) -> InlinedAttention:
     q, k, v, _, block_mask, scale, _, score_buffers, mask_buffers = call.args
-    _check(call, block_mask)
+    score_mod, mask_mod = (_subgraph(call, x) for x in (call.args[3], block_mask[-1]))
+    _check(call, block_mask, mask_mod)
     part = next((user for user in call.users if user.args[1] == 0), None)
     if part is None:
         raise Refused("its result is not read")
@@ -67,7 +69,6 @@ def _inlined(call: fx.Node) -> InlinedAttention:
             scores = inserter.method("to", scores, torch.float32)
         scores = inserter.function(operator.mul, scores, scale)
         indices = _indices(inserter, scores)
-        score_mod, mask_mod = (_subgraph(call, x) for x in (call.args[3], block_mask[-1]))
         scores = _applied(inserter, score_mod, (scores, *indices), score_buffers)
         kept = _applied(inserter, mask_mod, indices, mask_buffers)
         hidden = inserter.function(torch.logical_not, kept)
@@ -87,7 +88,7 @@ def _inlined(call: fx.Node) -> InlinedAttention:
     return InlinedAttention(call, inserter.nodes, out, part, softmax, NAME, has_mask)
 
 
-def _check(call: fx.Node, block_mask: tuple) -> None:
+def _check(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> None:
     given = [*call.args[:3], *call.args[-2], *call.args[-1]]
     check_inputs(x for x in given if isinstance(x, fx.Node))
     q, k, v = (example(x) for x in call.args[:3])
@@ -104,7 +105,9 @@ def _check(call: fx.Node, block_mask: tuple) -> None:
     whole = (
         others[:2] == [None, None] and _is_filled(counts, "ones") and _is_filled(indices, "zeros")
     )
-    if not one_block or not whole or _reads_inputs([x for x in others if isinstance(x, fx.Node)]):
+    reads_inputs = _reads_inputs([x for x in others if isinstance(x, fx.Node)])
+    known = one_block and whole and not reads_inputs
+    if not known and not block_masks.is_made_of(call, block_mask, mask_mod):
         raise Refused("its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself")
 
 

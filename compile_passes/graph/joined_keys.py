@@ -22,8 +22,8 @@ _BETWEEN = ("cast", "copy", "dropout")  # operations on single weights
 
 
 class JoinedKeys(NamedTuple):
-    """Two tensors of scores, the operations on their concatenation, of which one is the softmax,
-    and the products of the two parts of the weights with values, which are added.
+    """Two tensors of scores, the operations on their concatenation (biases, then the softmax), and
+    the products of the two parts of the weights with values, which are added.
     """
 
     scores: list[fx.Node]
@@ -75,13 +75,21 @@ def _chain(node: fx.Node, rank: int) -> list[fx.Node]:
         name, parameters, writes = operation(user)
         if name == "softmax" and bind(user, parameters).get("dim") in (-1, rank - 1):
             softmaxes += 1
-        elif name not in _BETWEEN:
+        elif name not in _BETWEEN and not (_is_bias(user, node) and not softmaxes):
             break
         if writes or user.args[:1] != (node,):
             return []
         chain.append(user)
         node = user
     return chain if softmaxes == 1 else []
+
+
+def _is_bias(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a tensor of as many keys is added to the scores."""
+    x = user.args[1] if operation(user)[0] == "add" and len(user.args) == 2 else None
+    keys = example(node).shape[-1]
+    bias = isinstance(x, fx.Node) and isinstance(example(x), Tensor) and not user.kwargs
+    return bias and example(x).dim() > 0 and sizes_equal(example(x).shape[-1], keys)
 
 
 def _parts(weights: fx.Node, scores: list[fx.Node], rank: int) -> list[fx.Node] | None:
@@ -122,15 +130,17 @@ def _is_product(product: fx.Node, part: fx.Node) -> bool:
 def _split(joined: JoinedKeys) -> RewrittenNodes:
     inserter = NodeInserter(joined.total.graph, joined.total)
     softmaxes, products, lses = [], [], []
-    for scores, part, product in zip(joined.scores, joined.parts, joined.products, strict=True):
-        node = scores
+    for index, part in enumerate(joined.parts):
+        node = scores = joined.scores[index]
         for step in joined.chain:
-            node = _again(inserter, step, step.args[0], node)
+            if operation(step)[0] == "softmax":
+                scores = node
+            node = _again(inserter, step, step.args[0], node, part)
             if operation(step)[0] == "softmax":
                 softmaxes.append(node)
-        products.append(with_operand(inserter, product, part, node))
-    for scores in joined.scores:
-        lses.append(inserter.method("logsumexp", scores, -1))
+        products.append(with_operand(inserter, joined.products[index], part, node))
+        lses.append(scores)
+    lses = [inserter.method("logsumexp", scores, -1) for scores in lses]
     first = inserter.method("sigmoid", inserter.function(operator.sub, *lses))
     shares = first, inserter.function(operator.sub, 1.0, first)
     outs = [
@@ -142,8 +152,13 @@ def _split(joined: JoinedKeys) -> RewrittenNodes:
     return replace(out, inserter, removed, softmaxes)
 
 
-def _again(inserter: NodeInserter, node: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
-    """The node with another argument in the place of `old`."""
+def _again(
+    inserter: NodeInserter, node: fx.Node, old: fx.Node, new: fx.Node, part: fx.Node
+) -> fx.Node:
+    """An operation of the chain on one part of the keys, which the slice `part` selects."""
+    if operation(node)[0] == "add":
+        bias = inserter.function(operator.getitem, node.args[1], (Ellipsis, part.args[1][-1]))
+        return inserter.function(operator.add, new, bias)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: new if n is old else n)
     insert = inserter.method if node.op == "call_method" else inserter.function
     return insert(node.target, *args, **kwargs)

@@ -94,9 +94,44 @@ DROPPED = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", 
 DROPPED.kv_num_blocks[..., 2] = 0
 
 
-def made_inside(q, k, v):
-    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
-    return flex_attention(q, k, v, block_mask=causal)
+def made_inside(mask_mod, changed=False, **sizes):
+    """A call whose BlockMask is made in the same graph."""
+
+    def function(q, k, v):
+        block_mask = create_block_mask(
+            mask_mod, sizes.get("B"), sizes.get("H"), S, S, "cpu", sizes.get("block", 32)
+        )
+        if changed:
+            block_mask.kv_num_blocks[..., 2] = 0
+        return flex_attention(q, k, v, block_mask=block_mask)
+
+    return function
+
+
+MADE = {
+    "causal": (made_inside(lambda b, h, i, j: i >= j), "is_causal"),
+    "window": (
+        made_inside(lambda b, h, i, j: (i >= j) & (i - j < 40), block=(16, 64)),
+        "is_causal, window=(39, 0)",
+    ),
+    "lengths": (
+        made_inside(lambda b, h, i, j: j < LENGTHS[b], B=2),
+        "a key range for each query",
+    ),
+    "beyond the last block": (
+        made_inside(lambda b, h, i, j: (j <= i) | (j < 7), block=48),
+        "a key range for each query",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_block_masks_made_of_the_mask_mod_are_left_out(name):
+    function, masks = MADE[name]
+    fusion = fuse(function)
+    actual, expected = fusion.run(*inputs()), function(*inputs())
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert [f.masks for f in fusion.findings] == [masks], fusion.findings
 
 
 BLOCKS = "its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself"
@@ -106,7 +141,11 @@ STORED = "its scores or mask would be stored for every query and key"
 LEFT = {
     "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), BLOCKS),
     "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), BLOCKS),
-    "made inside": (made_inside, BLOCKS),
+    "made inside of the first text": (
+        made_inside(lambda b, h, i, j: j < LENGTHS[b]),  # B is 1
+        BLOCKS,
+    ),
+    "changed inside": (made_inside(lambda b, h, i, j: i >= j, changed=True), BLOCKS),
     "lse": (
         lambda q, k, v: flex_attention(q, k, v, return_lse=True),
         "its log-sum-exp or maximum is read",

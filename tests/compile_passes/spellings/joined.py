@@ -80,8 +80,8 @@ def joined_keys_of_blocks(q, k1, v1, k2, v2, keep):
     q, k1, v1 = (x.view(B, H, 3, 4, D) for x in (q, k1, v1))
     local = torch.einsum("bhKLF,bhKRF->bhKLR", q, k1)
     to_all = torch.einsum("BHKLF,BHXF->BHKLX", q, k2)
-    local = local + torch.where(hidden(keep), MIN, 0.0).view(B, 1, 3, 1, 4)
-    w = torch.cat([to_all, local], dim=-1).softmax(-1)
+    mask = F.pad(torch.where(hidden(keep), MIN, 0.0).view(B, 3, 4), (5, 0))
+    w = (torch.cat([to_all, local], dim=-1) + mask[:, None, :, None, :]).softmax(-1)
     to_all, local = w[:, :, :, :, :5], w[:, :, :, :, 5:]
     local = torch.einsum("bhKLR,bhKRF->bhKLF", local, v1)
     return torch.einsum("BHKLX,BHXF->BHKLF", to_all, v2) + local
