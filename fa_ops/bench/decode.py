@@ -45,6 +45,13 @@ def _oracle(p: DecodeProblem, data: Data, k: Tensor, v: Tensor) -> Tensor:
     else:
         k, v = (x[-1, -1, p.padding : length] for x in (k, v))
     k, v = (x.double()[None, None] for x in (k, v))
+    if p.scales:
+        at = (data.table[-1].long(), 0, -1) if p.page else (slice(-1, None), -1)
+        each = p.page or p.S
+        factors = (
+            s[at].repeat_interleave(each)[: k.shape[2], None] for s in (data.k_scale, data.v_scale)
+        )
+        k, v = (x * factor for x, factor in zip((k, v), factors))
     q = data.q[-1:, -(p.Hq // p.Hkv) :].double()
     return reference.dense(q, k, v[..., : p.Dv or p.D], Spec(is_causal=p.queries > 1))[0]
 

@@ -26,6 +26,7 @@ def _ours(backend: str | None) -> list[Implementation]:
         arguments |= {"is_causal": True} if p.queries > 1 else {}
         arguments |= {"key_ranges": data.ranges} if p.padding else {}
         arguments |= {"unified_max": data.estimates} if p.unified else {}
+        arguments |= {"k_scale": data.k_scale, "v_scale": data.v_scale} if p.scales else {}
         call = functools.partial(fa_ops.attention_with_kv_cache, backend=backend, **arguments)
         return lambda q, k, v: call(q, k, v[..., :width], data.lens, data.table)
 

@@ -23,6 +23,7 @@ class DecodeProblem:
     Dv: int = 0
     page: int = 0
     fp8: bool = False
+    scales: bool = False  # of fp8, for each row and head, or with pages for each page and head
     ragged: bool = False  # lengths from 1 to S
     padding: int = 0  # keys at the start of every row that are masked out
     unsplit: bool = False  # ours with a single split
@@ -36,7 +37,7 @@ class DecodeProblem:
         words += [f"{self.queries} queries"] if self.queries > 1 else []
         words += [f"page {self.page}"] if self.page else []
         words += [f"padding {self.padding}"] if self.padding else []
-        flags = "fp8", "ragged", "unsplit", "invariant", "unified"
+        flags = "fp8", "scales", "ragged", "unsplit", "invariant", "unified"
         words += [flag for flag in flags if getattr(self, flag)]
         return " ".join(words)
 
@@ -99,11 +100,15 @@ class Data:
         for _ in range(self.count):
             k = self._draw(numbers, g, p)
             self.caches.append((k, k if p.shared else self._draw(numbers, g, p)))
-        self.table = None
+        self.table = self.k_scale = self.v_scale = None
+        shape: tuple[int, ...] = p.B, p.Hkv
         if p.page:
             pages = p.B * (p.S // p.page)
             order = torch.randperm(pages, generator=g, device="cuda", dtype=torch.int32)
-            self.table = order.view(p.B, -1)
+            self.table, shape = order.view(p.B, -1), (pages, 1, p.Hkv)
+        if p.scales:
+            both = torch.rand(2, *shape, generator=g, device="cuda") + 0.5
+            self.k_scale, self.v_scale = both
 
     @staticmethod
     def _draw(numbers: int, g: torch.Generator, p: DecodeProblem) -> Tensor:
@@ -135,6 +140,17 @@ def _grid() -> list[DecodeProblem]:
     return [p for p in cells if p.bytes() <= 36e9]
 
 
+def _fp8() -> list[DecodeProblem]:
+    """16-bit and e4m3 caches: without scales, with those of rows, and with those of pages."""
+    kinds = ({}, {"fp8": True}, {"fp8": True, "scales": True})
+    return [
+        DecodeProblem(B, 4096, page=page, **kind)
+        for B in (8, 64)
+        for page in (0, 64, 16)
+        for kind in kinds
+    ]
+
+
 PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
     "issue": _grid,
     "quick": lambda: [
@@ -148,7 +164,7 @@ PRESETS: dict[str, Callable[[], list[DecodeProblem]]] = {
         for B, S in ((8, 8192), (64, 4096))
         for page in (0, 256, 64, 16, 8, 1)
     ],
-    "fp8": lambda: [DecodeProblem(B, 4096, fp8=fp8) for B in (8, 64) for fp8 in (False, True)],
+    "fp8": _fp8,
     "mla": lambda: [
         DecodeProblem(B, 8192, Hq, 1, 576, 512, page=64) for B in (1, 32) for Hq in (16, 64, 128)
     ],

@@ -35,6 +35,13 @@ static float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; 
 static float exp2_fast(float x) { return exp2f(x); }
 static float log2_fast(float x) { return log2f(x); }
 static float reciprocal_fast(float x) { return 1.f / x; }
+static float e4m3_value(u32 x) {
+  const int exponent = x >> 3 & 15, fraction = x & 7;
+  const float size = (x & 127) == 127 ? NAN
+                     : exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+  return x & 128 ? -size : size;
+}
+static float2 unpack_e4m3(unsigned short x) { return {e4m3_value(x & 255), e4m3_value(x >> 8)}; }
 static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
 static void store_shared(u32, int4) {}

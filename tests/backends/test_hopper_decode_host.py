@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fa_ops.backends.hopper import decode, launch, mla, split_kv
+from fa_ops.backends.hopper import compiler, decode, launch, mla, split_kv
 from fa_ops.call import CACHED, CacheTensors, Call
 from fa_ops.types import Cache, Spec
 
@@ -53,6 +53,37 @@ def test_both_kernels_find_the_addresses_of_the_call(driver):
     assert out.shape == (2, 4, 1, 64) and lse.shape == (2, 4, 1)
 
 
+@pytest.mark.parametrize("D, row_bytes", [(64, 64), (128, 128), (256, 128)])
+@pytest.mark.parametrize("of_pages", [False, True])
+def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_pages):
+    defines = []
+    note = lambda source, entry, macros: defines.append(macros) or entry  # noqa: E731
+    monkeypatch.setattr(compiler, "program", note)
+    q = torch.randn(2, 4, 1, D, dtype=torch.bfloat16)
+    shape = (80, 16, 2, D) if of_pages else (2, 2, 640, D)
+    k, v = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for _ in range(2))
+    table = torch.arange(80, dtype=torch.int32).view(2, 40) if of_pages else None
+    scale_shape = (80, 1, 2) if of_pages else (2, 2)
+    k_scale, v_scale = torch.ones(scale_shape), torch.ones(scale_shape)
+    spec, cache = Spec(kv_lens=LENS), Cache(table, k_scale=k_scale, v_scale=v_scale)
+    decode.forward(q, k, v, cache, spec)
+    params = driver.launched[0].params
+    assert struct.unpack_from("<2Q", params, 456) == (k_scale.data_ptr(), v_scale.data_ptr())
+    assert struct.unpack_from("<Q2B", params, 128) == (k.data_ptr(), 0, 4)
+    numbers = struct.unpack_from("<7Q4I", params, 139)
+    if of_pages:
+        assert numbers == (D, 16, 2, 80, 2 * D, D, 32 * D, row_bytes, 16, 1, 1)
+    else:
+        assert numbers == (D, 640, 2, 2, D, 640 * D, 1280 * D, row_bytes, 64, 1, 1)
+    macros = [(one["IS_E4M3"], one["HAS_SCALES"], one["WHOLE_ROWS"]) for one in defines]
+    assert set(macros) == {(1, 2 if of_pages else 1, 0)}
+    decode.forward(q, k, v, Cache(table, v_scale=v_scale), spec)
+    assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, v_scale.data_ptr())
+    decode.forward(q, k, v, Cache(table), spec)
+    assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, 0)
+    assert {one["HAS_SCALES"] for one in defines[-2:]} == {0}
+
+
 def test_a_prepared_call_fills_the_same_struct(driver):
     q, k, v = qkv()
     run = prepared(q, k, v, Spec(kv_lens=LENS))
@@ -62,7 +93,7 @@ def test_a_prepared_call_fills_the_same_struct(driver):
     again = words(driver.launched[-1].params)
     assert kept[3:5] == (out.data_ptr(), lse.data_ptr())
     assert kept[:3] == again[:3] and kept[7:] == again[7:]
-    assert driver.launched[0].params[456:] == driver.launched[-1].params[456:]
+    assert driver.launched[0].params[472:] == driver.launched[-1].params[472:]
 
 
 def test_an_unwanted_lse_lies_behind_the_workspace(driver):

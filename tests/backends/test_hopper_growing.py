@@ -183,7 +183,7 @@ def test_maps_and_lengths_are_those_of_the_tensors(driver):
             sizes = struct.unpack_from("<5Q4Q", params, at + 11)
             steps = [2 * t.stride(d) if t.shape[d] > 1 else 16 for d in (2, 1, 0)]
             assert address == t.data_ptr() and sizes == (64, 2, S, 3, 1, 128, *steps)
-        B, Hq, Hkv, group, Sq, Sk, Dv, idle = struct.unpack_from("<8i", params, 456)
+        B, Hq, Hkv, group, Sq, Sk, Dv, idle = struct.unpack_from("<8i", params, 472)
         assert (B, Hq, Hkv, group, Sq, Sk, Dv, idle) == (1, 6, 3, 2, 1, S, 128, 1)
 
 
@@ -277,8 +277,8 @@ def test_more_keys_than_can_be_counted_are_refused_whatever_came_before(module, 
                 BF16, None, shapes[:2], tuple(strides[:2]), ((False, None), None, False)
             )
         scalar_options = False, None, -1, -1, 0.0
-        options = scalar_options, None, False, None, False, None
-        return decode._plan(BF16, None, shapes, tuple(strides), options)
+        options = scalar_options, None, False, None, False, None, 0
+        return decode._plan(BF16, False, None, shapes, tuple(strides), options)
 
     for S in (1 << 20, (1 << 30) - 1):
         assert plan(S).family is plan(700).family

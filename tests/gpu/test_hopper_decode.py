@@ -38,6 +38,92 @@ def test_random(seed):
     check(dataclasses.replace(case, S=case.S * (1 + seed % 19)))
 
 
+@pytest.mark.parametrize("seed", range(5000, 5160))
+def test_random_e4m3(seed):
+    case = random_cache_case(
+        seed, dtype=HALVES[seed % 2], device="cuda", rotary=0, fp8=True, new=0, num_splits=0,
+        batch_invariant=False, scale=(None, 0.3)[seed // 2 % 2], ranges=bool(seed // 4 % 2),
+        unified_max=None, D=(64, 128, 96, 256)[seed // 3 % 4],
+        Dv=(64, 128, 128, 256)[seed // 3 % 4],
+        page_size=(0, 0, 16, 16, 32, 64, 256)[seed % 7], Sq=(1, 1, 2, 4)[seed % 4],
+    )  # fmt: skip
+    page_scales = case.page_size > 0 and seed % 3 > 0
+    check(dataclasses.replace(case, S=case.S * (1 + seed % 19), page_scales=page_scales))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(16, 16), (48, 64), (64, 128), (128, 64), (112, 80), (192, 128), (160, 192), (256, 256)],
+)
+@pytest.mark.parametrize("page_size, page_scales", [(0, False), (16, False), (16, True)])
+def test_head_dims_of_e4m3(dtype, dims, page_size, page_scales):
+    case = CacheCase(
+        D=dims[0], Dv=dims[1], S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, fp8=True,
+        page_size=page_size, page_scales=page_scales,
+    )  # fmt: skip
+    assert hopper.cache_error(*case.fresh()) is None
+    assert_cache_close(case, "hopper")
+
+
+@pytest.mark.parametrize("group", [1, 8, 16])
+@pytest.mark.parametrize("bshd", [False, True])
+@pytest.mark.parametrize("B, S", [(1, 40000), (33, 700), (150, 331)])
+def test_batches_of_e4m3(B, S, bshd, group):
+    lens = tuple((b * 7919 + S) % (S + 1) for b in range(B))
+    for D in (64, 128):
+        check(
+            CacheCase(B=B, Hq=8 * group, Hkv=8, S=S, D=D, Dv=D, dtype=torch.bfloat16, bshd=bshd,
+                      device="cuda", fp8=True, lens=lens, sinks=bshd)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e9, 1e30])
+def test_queries_that_float16_does_not_hold(magnitude):
+    case = CacheCase(
+        Hq=8, S=600, D=128, Dv=128, dtype=torch.bfloat16, device="cuda", fp8=True,
+        magnitude=magnitude, scale=min(0.09 / magnitude, 2.0**24),
+    )  # fmt: skip
+    check(case)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_scales_of_pages_that_differ_by_powers(page_size):
+    """Also 0 and negative ones; a page of large values has small weights, or the largest."""
+    case = CacheCase(
+        B=3, Hq=8, S=3000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", fp8=True,
+        page_scales=True, page_size=page_size, lens=(3000, 70, 1500),
+    )  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    size = cache.v_scale.shape
+    draw = torch.Generator("cuda").manual_seed(1)
+    powers = torch.randint(-30, 31, size, generator=draw, device="cuda")
+    scale = cache.v_scale * 2.0**powers
+    scale[::3] *= -1
+    scale[1::7] = 0
+    for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
+        own = cache._replace(v_scale=v_scale)
+        out, lse = hopper.cache_forward(q, k, v, own, spec)
+        expected, expected_lse = reference.cached(q, k, v, own, spec)
+        unit = expected.abs().amax((-1, -2), keepdim=True).clamp(min=1e-25)
+        assert ((out.double() - expected).abs() / unit).max() < 2e-2
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scales", ["key", "value"])
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_one_scale_alone(scales, page_size):
+    case = CacheCase(
+        Hq=8, S=900, D=64, Dv=64, dtype=torch.float16, device="cuda", fp8=True,
+        page_scales=page_size > 0, page_size=page_size,
+    )  # fmt: skip
+    q, k, v, cache, spec = case.fresh()
+    cache = cache._replace(**{"v_scale" if scales == "key" else "k_scale": None})
+    out, _ = hopper.cache_forward(q, k, v, cache, spec)
+    expected, _ = reference.cached(q, k, v, cache, spec)
+    assert relative_error(out, expected) < 1e-2
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("D", [8, 40, 64, 72, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("page_size", [0, 16])

@@ -244,6 +244,8 @@ class DecodeConfig:
     copy_keys: int  # that one copy brings
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
+    is_e4m3: bool = False  # keys and values, of one byte
+    scales: int = 0  # 0: none, 1: of a row of the batch and kv head, 2: of a page and kv head
 
     merge_threads = 256
 
@@ -262,9 +264,15 @@ class DecodeConfig:
         """About 100 KB in flight."""
         return max(2, (96 << 10) // self._tile_bytes)
 
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a key or value in a column of shared memory."""
+        return 64 if self.is_e4m3 and dim <= 64 else 128
+
     @property
     def _tile_bytes(self) -> int:
-        return self.block_n * (self.head_dim + self.value_dim) * 2
+        size = 1 if self.is_e4m3 else 2
+        rows = ((dim * size, self.row_bytes(dim)) for dim in (self.head_dim, self.value_dim))
+        return self.block_n * sum(-(-width // column) * column for width, column in rows)
 
     @property
     def _fixed_bytes(self) -> int:
@@ -274,7 +282,8 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a CTA."""
-        tiles = self.stages * self._tile_bytes
+        scales = 8 * (self.block_n // self.copy_keys) if self.scales == 2 else 0
+        tiles = self.stages * (self._tile_bytes + scales)
         return tiles + self._fixed_bytes + 4 * (self.stages + 1) + 8 * (4 + 3 * self.stages)
 
     def defines(self) -> dict[str, int]:
@@ -283,6 +292,7 @@ class DecodeConfig:
             "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
             "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
             "WHOLE_ROWS": int(self.whole_rows), "SHARED_BYTES": self.shared_bytes,
+            "IS_E4M3": int(self.is_e4m3), "HAS_SCALES": self.scales,
         }  # fmt: skip
 
 
@@ -444,14 +454,16 @@ def group_parts(group: int, items: int, processors: int) -> int:
     return group
 
 
-def decode_config(D: int, Dv: int, rows: int, page: int) -> DecodeConfig:
+def decode_config(
+    D: int, Dv: int, rows: int, page: int, is_e4m3: bool = False, scales: int = 0
+) -> DecodeConfig:
     """The decoding kernel's configuration; `rows`: queries of a KV head."""
     head_dim, value_dim = padded(D), padded(Dv)
     warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
-    whole_rows = D == Dv == 128  # of other dims a copy would bring features of the next row
-    return DecodeConfig(
-        head_dim, value_dim, 8 if rows <= 8 else 16, min(page or 64, 64), warps, whole_rows
-    )
+    # of other dims a copy would bring features of the next row; 128 of e4m3 are one column
+    whole_rows = D == Dv == 128 and not is_e4m3
+    copy_keys, rows = min(page or 64, 64), 8 if rows <= 8 else 16
+    return DecodeConfig(head_dim, value_dim, rows, copy_keys, warps, whole_rows, is_e4m3, scales)
 
 
 def mla_config(page: int) -> MlaConfig:

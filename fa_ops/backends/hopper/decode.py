@@ -35,6 +35,7 @@ _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
 # maps and addresses, the scalars, addresses, the strides
 _PARAMS = _LAYOUT.packer(packed=("B:width", "q_strides:v_strides"))
+_E4M3 = torch.float8_e4m3fn
 MAX_ROWS = MAX_DECODING_QUERIES  # of a KV head, of all its query heads
 
 
@@ -43,11 +44,16 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     rows = queries_of_kv_head(q, k, cache)
     if rows > MAX_ROWS:
         return f"attends {MAX_ROWS} queries of a kv head at once, got {rows}"
-    return memory_error(q, k, v, cache, spec)
+    return memory_error(q, k, v, cache, spec, (_E4M3,))
 
 
-def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """The part of `cache_error` that does not depend on the number of queries."""
+def memory_error(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, dtypes: tuple[torch.dtype, ...] = ()
+) -> str | None:
+    """The part of `cache_error` that does not depend on the number of queries.
+
+    `dtypes`: of caches that have another dtype than the query.
+    """
     D, Dv = q.shape[-1], v.shape[-1]
     if reason := head_dim_error(D, Dv):
         return reason
@@ -55,7 +61,8 @@ def memory_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> s
         return "cuts keys as the device is filled best, without num_splits and batch_invariant"
     if cache.unified_max is not None:
         return "has no unified maximum"
-    return split_kv_error(q, k, cache, spec, {"query": q, "key_cache": k, "value_cache": v})
+    tensors = {"query": q, "key_cache": k, "value_cache": v}
+    return split_kv_error(q, k, cache, spec, tensors, dtypes)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -79,19 +86,28 @@ def _options(cache: Cache, spec: Spec) -> tuple:
         None if slopes is None else slopes.dim(),
         spec.sinks is not None,
         None if spec.key_ranges is None else spec.key_ranges.shape[0],
+        _scales_kind(cache),
     )
+
+
+def _scales_kind(cache: Cache) -> int:
+    """The HAS_SCALES macro: 0 without scales, 1 with those of rows of the batch, 2 of pages."""
+    scales = cache.v_scale if cache.k_scale is None else cache.k_scale
+    return 0 if scales is None else scales.dim() - 1
 
 
 def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    return _plan(q.dtype, q.device.index, shapes, strides, options)
+    return _plan(q.dtype, k.dtype == _E4M3, q.device.index, shapes, strides, options)
 
 
 class DecodeFamily(SplitKvFamily):
     """The part of a plan that does not depend on the number and strides of keys and values."""
 
-    def __init__(self, dtype, device, q_shape, q_strides, Hkv, Dv, pages, page, width, options):
-        scalar_options, table, has_lens, slopes, has_sinks, ranges = options
+    def __init__(
+        self, dtype, is_e4m3, device, q_shape, q_strides, Hkv, Dv, pages, page, width, options
+    ):
+        scalar_options, table, has_lens, slopes, has_sinks, ranges, scales = options
         B, Hq, Sq, D = q_shape
         group = Hq // Hkv
         causal, scale, left, right, softcap = scalar_options
@@ -99,7 +115,7 @@ class DecodeFamily(SplitKvFamily):
         if Sq == 1:
             right = UNBOUNDED  # a single query is at the position of the last key
         units = ScoreUnits.of(D, scale, softcap)
-        config = decode_config(D, Dv, group * Sq, page)
+        config = decode_config(D, Dv, group * Sq, page, is_e4m3, scales)
         defines = kernel_defines(
             config,
             dtype,
@@ -115,7 +131,7 @@ class DecodeFamily(SplitKvFamily):
         super().__init__(
             "decode", config, defines, q_map, (B, Hq, Sq, Dv), dtype, device, _PARAMS, options
         )
-        self.cache_map = functools.partial(self.cache_map, whole_rows=config.whole_rows)
+        self.config, self.cache_dtype = config, torch.uint8 if is_e4m3 else dtype
         self.groups = self.ctas // width
         self.idle = -(B * Hkv // width) % self.groups  # as in the kernel
         self.has_uneven_items = has_lens or ranges is not None
@@ -131,6 +147,14 @@ class DecodeFamily(SplitKvFamily):
         """The packed scalars; `capacity`: keys that a batch row has room for."""
         return _SCALARS.pack(*self._before_capacity, capacity, *self._after_capacity)
 
+    def map_of(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
+        """The maps of keys or values."""
+        config = self.config
+        return self.cache_map(
+            self.cache_dtype, shape, strides, whole_rows=config.whole_rows,
+            row_bytes=config.row_bytes(shape[3]),
+        )  # fmt: skip
+
     def shares_rows(self, capacity: int) -> bool:
         """Whether CTAs may share a row; the kernel uses the same rule."""
         tiles = -(-capacity // self.block_n)
@@ -140,7 +164,7 @@ class DecodeFamily(SplitKvFamily):
 class DecodePlan(SplitKvPlan):
     """The part of a call that depends on its geometry only, not on addresses or values."""
 
-    def __init__(self, dtype, device, shapes, strides, options):
+    def __init__(self, dtype, is_e4m3, device, shapes, strides, options):
         q_shape, key_shape, (*_, Dv) = shapes
         table = options[1]
         paged = table is not None
@@ -151,12 +175,12 @@ class DecodePlan(SplitKvPlan):
         B, Hkv = q_shape[0], k_shape[1]
         check_tiles(B, Hkv, capacity)
         self.family = family = _family(
-            dtype, device, q_shape, q_strides, Hkv, Dv, pages, page,
-            group_width(B, k_shape, k_strides, processors(device)), options,
+            dtype, is_e4m3, device, q_shape, q_strides, Hkv, Dv, pages, page,
+            group_width(B, k_shape, k_strides, processors(device), 1 if is_e4m3 else 2), options,
         )  # fmt: skip
         self.kernels = family.kernels[: 1 + family.shares_rows(capacity)]
-        self.k_map = family.cache_map(k_shape, k_strides)
-        self.v_map = family.cache_map((*k_shape[:3], Dv), v_strides)
+        self.k_map = family.map_of(k_shape, k_strides)
+        self.v_map = family.map_of((*k_shape[:3], Dv), v_strides)
         self.scalars = family.scalars(capacity)
         self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3], *v_strides[:3])
 
@@ -168,15 +192,19 @@ class DecodePlan(SplitKvPlan):
         self, inputs: tuple[int, int, int], outputs: tuple[int, ...], tensors: CacheTensors
     ) -> tuple[tuple, object]:
         """The filled in parameters of a call, and what must live until the launch."""
-        kv_lens, table, ranges, slopes, sinks, *_ = tensors
+        kv_lens, table, ranges, slopes, sinks, _, _, k_scale, v_scale, *_ = tensors
         if ranges is not None:
             ranges = ranges.contiguous()
         if sinks is not None:
             sinks = sinks.float().contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
+        if k_scale is not None:
+            k_scale = k_scale.contiguous()
+        if v_scale is not None:
+            v_scale = v_scale.contiguous()
         family, (q, k, v) = self.family, inputs
-        kept = kv_lens, ranges, table, sinks, slopes
+        kept = kv_lens, ranges, table, sinks, slopes, k_scale, v_scale
         params = family.params.take(
             family.q_map.at(q), self.k_map.at(k), self.v_map.at(v), *outputs,
             *[0 if t is None else t.data_ptr() for t in kept], self.scalars, *inputs, self.strides,
@@ -184,15 +212,17 @@ class DecodePlan(SplitKvPlan):
         return params, kept
 
 
-def group_width(B: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int) -> int:
+def group_width(
+    B: int, k_shape: tuple[int, ...], k_strides: tuple[int, ...], ctas: int, size: int = 2
+) -> int:
     """How many CTAs attend the same tokens of a cache at about the same time, each for one kv head.
 
     With 64 features, and heads between tokens in memory, one head alone reads every eighth line of
     128 bytes: on an H200 groups of 8 CTAs are 5 to 7 % faster there. With more features they gain
-    1 % or nothing, and calls of few rows take up to 4 % longer.
+    1 % or nothing, and calls of few rows take up to 4 % longer. `size`: bytes of a feature.
     """
     _, Hkv, _, D = k_shape
-    has_lines = D == 64 and k_strides[1] < k_strides[2]
+    has_lines = D * size in (64, 128) and k_strides[1] < k_strides[2]
     return 8 if has_lines and Hkv % 8 == 0 and ctas <= 2 * B * Hkv and ctas >= 8 else 1
 
 

@@ -18,7 +18,7 @@ from fa_ops.backends.hopper.kernel_params import ParamsLayout
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_DTYPE = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-_SWIZZLE_128B = 3
+_SWIZZLE = {64: 2, 128: 3}  # by the bytes of a row
 PROMOTE_128B, PROMOTE_256B = 2, 3  # bytes that the L2 fetches at once
 _MAX_CACHED_MAPS = 256
 
@@ -324,11 +324,12 @@ def address(t: Tensor | None) -> int:
 class TensorMap:
     """Tensor maps of (B, H, S, D) tensors that differ only in their address.
 
-    Coordinates are (feature, token, head, batch), boxes 128 bytes of features by `rows` tokens of
-    `heads` heads. Elements outside the tensor read as zero and are not written. With `whole_rows` a
-    box has all features of a token, 64 after 64, and coordinates lack the first. With
-    `batch_groups` a box has the features of 8 tokens, 64 after 64, and then of the next 8;
-    coordinates are (group of 8 tokens, head), and a batch row begins so many groups after the last.
+    Coordinates are (feature, token, head, batch), boxes `row_bytes` of features, 128 or 64, by
+    `rows` tokens of `heads` heads. Elements outside the tensor read as zero and are not written.
+    With `whole_rows` a box has all features of a token, 64 after 64, and coordinates lack the
+    first. With `batch_groups` a box has the features of 8 tokens, 64 after 64, and then of the
+    next 8; coordinates are (group of 8 tokens, head), and a batch row begins so many groups after
+    the last.
     """
 
     def __init__(
@@ -341,6 +342,7 @@ class TensorMap:
         promotion: int = PROMOTE_256B,
         whole_rows: bool = False,
         batch_groups: int = 0,
+        row_bytes: int = 128,
     ):
         (B, H, S, D), (b, h, s, _), size = shape, strides, dtype.itemsize
         # the stride of a dimension of one element is never used, but must be legal
@@ -354,10 +356,10 @@ class TensorMap:
             self._rank, box = 5, _pack("<5I", 64, 8, D // 64, rows // 8, 1)
         else:
             packed = _pack("<4Q", D, S, H, B), _pack("<3Q", s, h, b)
-            self._rank, box = 4, _pack("<4I", 128 // size, rows, heads, 1)
+            self._rank, box = 4, _pack("<4I", row_bytes // size, rows, heads, 1)
         self._shape, self._strides = shape, strides
         self._dtype = _MAP_DTYPE[dtype]
-        self._rest = *packed, box, _ONES, 0, _SWIZZLE_128B, promotion, 0
+        self._rest = *packed, box, _ONES, 0, _SWIZZLE[row_bytes], promotion, 0
         self._encoded: dict[int, bytes] = {}
 
     def at(self, where: int) -> bytes:

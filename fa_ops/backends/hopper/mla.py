@@ -121,7 +121,7 @@ class MlaPlan(SplitKvPlan):
         self.family = family = _family(dtype, device, q_shape, q_strides, pages, page, options)
         check_tiles(q_shape[0], family.items, capacity)
         self.kernels = family.kernels[: 1 + (capacity > family.block_n)]
-        self.k_map = family.cache_map(k_shape, k_strides)
+        self.k_map = family.cache_map(dtype, k_shape, k_strides)
         self.strides = _STRIDES.pack(*q_strides[:3], *k_strides[:3])
         self.scalars = family.scalars(capacity)
 

@@ -32,11 +32,15 @@ from fa_ops.types import ALIGNMENT, Cache, Spec, default_scale, rows_are_aligned
 
 
 def cache_error(
-    q: Tensor, k: Tensor, cache: Cache, spec: Spec, tensors: dict[str, Tensor]
-) -> str | None:
-    """Why no kernel here can attend a cache in this memory, or None; `tensors` are read by TMA."""
+    q: Tensor, k: Tensor, cache: Cache, spec: Spec, tensors: dict[str, Tensor],
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> str | None:  # fmt: skip
+    """Why no kernel here can attend a cache in this memory, or None.
+
+    `tensors` are read by TMA. `dtypes`: of caches that have another dtype than the query.
+    """
     table = cache.page_table
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in (q.dtype, *dtypes):
         return f"decodes bfloat16 and float16 caches, got {k.dtype} for queries of {q.dtype}"
     if cache.key is not None or cache.rotary_cos is not None:
         return "does not write to caches"
@@ -69,9 +73,7 @@ class SplitKvFamily:
         self.q_map = q_map
         # made of shape and strides; every byte is read once, so an L2 promotion to 256 bytes would
         # cost bandwidth
-        self.cache_map = functools.partial(
-            TensorMap, dtype, rows=config.copy_keys, promotion=PROMOTE_128B
-        )
+        self.cache_map = functools.partial(TensorMap, rows=config.copy_keys, promotion=PROMOTE_128B)
         self.out = out_shape, (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = out_shape[:3], (Hq * Sq, Sq, 1), torch.float32
         # partial sums and statistics of each CTA's first and last work item, then lse if the call

@@ -4,25 +4,30 @@
 // allows, across items. WARPS warps attend 16 keys of each tile with running maxima and sums of their own,
 // which they reduce at the end of an item.
 //
-// Compile-time: IS_BF16 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS WHOLE_ROWS
-// HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS SHARES_TOKENS
+// Compile-time: IS_BF16 IS_E4M3 HEAD_DIM VALUE_DIM STAGES WARPS ROWS SHARED_BYTES IS_PAGED COPY_KEYS
+// WHOLE_ROWS HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_SINKS HAS_SCALES SHARES_TOKENS
 #include "combine.cuh"
-#include "decode_params.cuh"
+#if IS_E4M3
+#include "decode_e4m3.cuh"
+#else
+#include "decode_products.cuh"
+#endif
+#include "decode_scales.cuh"
 #include "exact_cache_row.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 
 constexpr int ITEMS = 2;  // whose queries are held at once
-constexpr int QK_COLUMNS = HEAD_DIM / 64, V_COLUMNS = VALUE_DIM / 64;
-constexpr u32 K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2,
+constexpr u32 K_BYTES = CacheTile<HEAD_DIM>::BYTES, V_BYTES = CacheTile<VALUE_DIM>::BYTES,
               Q_BYTES = ROWS * HEAD_DIM * 2;
 constexpr float RESCALE_THRESHOLD_LOG2 = 8.f;
 static_assert(ROWS == 8 || ROWS == 16, "one tensor-core tile of rows, or half of it");
 static_assert(!IS_PAGED || BLOCK_N / COPY_KEYS <= 32, "a lane for each page of a tile, and a bit");
 
-// A split, with the keys [begin, end) that its batch row attends.
+// A split, with the keys [begin, end) that its batch row attends, and the scales of its batch row.
 struct DecodeSplit : Split {
   int begin, end;
+  RowScales scales;
 };
 constexpr u32 DECODE_SPLIT_BYTES = SPLIT_BYTES + 16;
 
@@ -32,6 +37,7 @@ struct DecodeShared {
   u32 sums, stats;  // of each warp, when an item ends
   u32 split;        // of each item
   u32 pages;        // of each stage: a bit for each copy whose page exists
+  u32 scales;       // of each stage: those of each copy's page
   u32 q_full, q_empty, k_full, v_full, kv_empty, end;
 
   DEVICE constexpr explicit DecodeShared(u32 base)
@@ -42,7 +48,8 @@ struct DecodeShared {
         stats(sums + WARPS * ROWS * VALUE_DIM * 4),
         split(stats + WARPS * ROWS * 8),
         pages(split + ITEMS * DECODE_SPLIT_BYTES),
-        q_full(pages + (STAGES + STAGES % 2) * 4),
+        scales(pages + (STAGES + STAGES % 2) * 4),
+        q_full(scales + STAGES * SCALES_BYTES),
         q_empty(q_full + 8 * ITEMS),
         k_full(q_empty + 8 * ITEMS),
         v_full(k_full + 8 * STAGES),
@@ -53,20 +60,20 @@ constexpr DecodeShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
 
-constexpr int COPIES = BLOCK_N / COPY_KEYS;
-
-// Executed by one lane: copies columns of 128 bytes by COPY_KEYS keys, or all bytes of these keys in the
-// order of memory. What lies outside the map is zero.
-template <int WIDE>
+// Executed by one lane: copies columns by COPY_KEYS keys, or all bytes of these keys in the order of memory.
+// What lies outside the map is zero.
+template <class Tile>
 DEVICE void copy_rows(const TensorMap& map, u32 full, u32 to, int h, const int (&token)[COPIES],
                       const int (&page)[COPIES]) {
 #pragma unroll
   for (int j = 0; j < COPIES; j++)
-    if (WHOLE_ROWS) tma_load_rows_hinted(to + j * COPY_KEYS * WIDE * 128, map, full, token[j], h, page[j]);
+    if (WHOLE_ROWS)
+      tma_load_rows_hinted(to + j * COPY_KEYS * Tile::COLUMNS * 128, map, full, token[j], h, page[j]);
     else
 #pragma unroll
-      for (int x = 0; x < WIDE; x++)
-        tma_load_hinted(to + (x * BLOCK_N + j * COPY_KEYS) * 128, map, full, x * 64, token[j], h, page[j]);
+      for (int x = 0; x < Tile::COLUMNS; x++)
+        tma_load_hinted(to + (x * BLOCK_N + j * COPY_KEYS) * Tile::COLUMN_BYTES, map, full,
+                        x * Tile::FEATURES, token[j], h, page[j]);
 }
 
 DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const DecodeSplit& t, bool leader,
@@ -90,13 +97,17 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
     token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.end ? t.b : -1;
 #endif
   mbar_wait(barrier(sm.kv_empty, stage), kv.phase ^ 1);
+#if HAS_SCALES == 2
+  copy_page_scales(p, slot_at<SCALES_BYTES>(sm.scales, stage), kv_head(p, t), own_page);
+  copies_arrive(k_full);
+#endif
   if (leader) {
 #if IS_PAGED
     store_shared(slot_at<4>(sm.pages, stage), found);
 #endif
     mbar_arrive_expect(k_full, K_BYTES), mbar_arrive_expect(v_full, V_BYTES);
-    copy_rows<QK_COLUMNS>(p.k, k_full, slot_at<K_BYTES>(sm.k, stage), kv_head(p, t), token, page);
-    copy_rows<V_COLUMNS>(p.v, v_full, slot_at<V_BYTES>(sm.v, stage), kv_head(p, t), token, page);
+    copy_rows<CacheTile<HEAD_DIM>>(p.k, k_full, slot_at<K_BYTES>(sm.k, stage), kv_head(p, t), token, page);
+    copy_rows<CacheTile<VALUE_DIM>>(p.v, v_full, slot_at<V_BYTES>(sm.v, stage), kv_head(p, t), token, page);
   }
   kv.next();
 }
@@ -114,14 +125,17 @@ DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
       static_cast<Split&>(t) = iterator.split(), t.begin = iterator.row.begin, t.end = iterator.row.end;
       if (leader)
 #pragma unroll
-        for (int x = 0; x < QK_COLUMNS; x++)
+        for (int x = 0; x < HEAD_DIM / 64; x++)
           tma_load(slot_at<Q_BYTES>(sm.q, items.stage) + x * ROWS * 128, p.q, full, x * 64, 0,
                    kv_head(p, t) * p.group, t.b);
       copy_tile(p, sm, t, leader, t.tile, kv);
+      t.scales = RowScales::of(p, t.b, kv_head(p, t));
       iterator.find_splits(t);
     }
     if (leader) {
-      store_split(at, t), store_shared(at + SPLIT_BYTES, make_int4(t.begin, t.end, 0, 0));
+      store_split(at, t);
+      store_shared(at + SPLIT_BYTES, make_int4(t.begin, t.end, __float_as_int(t.scales.key),
+                                               __float_as_int(t.scales.value)));
       if (t.count) mbar_arrive_expect(full, packed_rows(p) * HEAD_DIM * 2);
       else mbar_arrive(full);
     }
@@ -130,14 +144,6 @@ DEVICE void produce(const DecodeParams& p, const DecodeShared& sm) {
     for (int i = 1; i < t.count; i++) copy_tile(p, sm, t, leader, t.tile + i, kv);
     iterator.next(t.count);
   }
-}
-
-// `swizzled` for keys or values, whose lines are in row order where rows are copied whole. Eight rows then
-// share half as many banks, which costs less than reading each half of a row from memory separately.
-template <int WIDE> DEVICE u32 tile_at(u32 base, int row, int chunk) {
-  if (!WHOLE_ROWS) return swizzled(base, BLOCK_N, row, chunk);
-  const int line = row * WIDE + (chunk >> 3);
-  return base + line * 128 + (((chunk & 7) ^ (line & 7)) << 4);
 }
 
 // Writes the LSE of an item's row. Returns the row's index in the output, and in `inverse` the factor of its
@@ -180,13 +186,13 @@ struct DecodeExactRow : ExactCacheRow<DecodeParams> {
     end = warp_uniform(min(own.end, diagonal + p.window_right + 1));
   }
 
-  DEVICE const Element* key_row(const Element* x, const Strides& strides, int key) const {
+  DEVICE const CacheElement* key_row(const CacheElement* x, const Strides& strides, int key) const {
     const int from = find(key);
     return row_at(x, strides, from, item, key);
   }
 
   DEVICE float score(int key) const {
-    float y = dot(query, key_row(p.k_rows, p.k_strides, key), p.D);
+    float y = dot(query, key_row(p.k_rows, p.k_strides, key), p.D) * scale_of(p.k_scale, key);
 #if HAS_SOFTCAP
     y = softcap_tanh(y * p.tanh_scale);
 #endif
@@ -196,7 +202,16 @@ struct DecodeExactRow : ExactCacheRow<DecodeParams> {
     return y;
   }
 
-  DEVICE const Element* value(int key) const { return key_row(p.v_rows, p.v_strides, key); }
+  DEVICE const CacheElement* value(int key) const { return key_row(p.v_rows, p.v_strides, key); }
+  DEVICE float weight(int key, float x) const { return x * scale_of(p.v_scale, key); }
+
+  DEVICE float scale_of(const float* scales, int key) const {
+#if HAS_SCALES
+    return scales ? scales[(HAS_SCALES == 2 ? find(key) : b) * p.Hkv + item] : 1.f;
+#else
+    return 1.f;
+#endif
+  }
 };
 
 // Executed by one warp: replaces two columns of a row for each lane, computed exactly.
@@ -215,9 +230,10 @@ struct DecodeConsumer {
   const DecodeShared& sm;
   const int warp, lane, tid;
   PipelineState<STAGES> kv;
-  u32 q[HEAD_DIM / 16][4];
-  float o[VALUE_DIM / 8][4];
+  Queries queries;
+  Sums sums;
   float row_max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8
+  float reference[2];        // added to the maxima in log2 units, see PageScales
   float slope[2];
   int first_key[2], end_key[2], diagonal[2];
 
@@ -225,16 +241,14 @@ struct DecodeConsumer {
       : p(p), sm(sm), warp(warp), lane(threadIdx.x & 31), tid(threadIdx.x - 32) {}
 
   DEVICE void begin_item(const DecodeSplit& t, u32 q_at) {
-    const int matrix = lane >> 3, row = ((lane & 7) + (matrix & 1) * 8) % ROWS;
+    queries.load(q_at);
 #pragma unroll
-    for (int d = 0; d < HEAD_DIM / 16; d++)
-      ldmatrix_x4<false>(q[d], swizzled(q_at, ROWS, row, 2 * d + (matrix >> 1)));
-#pragma unroll
-    for (int i = 0; i < VALUE_DIM / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+    for (int i = 0; i < VALUE_DIM / 8; i++) sums.o[i][0] = sums.o[i][1] = sums.o[i][2] = sums.o[i][3] = 0.f;
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
       const int at = (lane >> 2) + 8 * r, s = at % p.Sq;
-      row_max[r] = UNINITIALISED_MAX, sum[r] = 0.f;
+      row_max[r] = UNINITIALISED_MAX, sum[r] = 0.f, reference[r] = 0.f;
+      queries.scale(t.scales.key, r);
       diagonal[r] = s + t.keys - p.Sq;
       first_key[r] = max(t.begin, diagonal[r] - p.window_left),
       end_key[r] = min(t.end, diagonal[r] + p.window_right + 1);
@@ -247,42 +261,50 @@ struct DecodeConsumer {
     }
   }
 
+  // The logarithm of a weight for values whose scale is 2^shift relative to `reference`.
+  DEVICE float log2_weight(float x, float max, float shift) const {
+    const float y = (x - max) * p.scale_log2;
+    return HAS_SCALES == 2 ? y + shift : y;
+  }
+
   // Turns scores into weights, the operand of the product with the values.
-  DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4]) {
+  DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4], const PageScales& scales) {
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
+      float shift = scales.value_log2 - reference[r];
       float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (__any_sync(~0u, (m - row_max[r]) * p.scale_log2 > RESCALE_THRESHOLD_LOG2)) {
+      if (__any_sync(~0u, log2_weight(m, row_max[r], shift) > RESCALE_THRESHOLD_LOG2)) {
+#if HAS_SCALES == 2
+        const float rise = log2_weight(m, row_max[r], shift), factor = rise > 0.f ? exp2_fast(-rise) : 1.f;
+        if (rise > 0.f) row_max[r] = m, reference[r] = scales.value_log2, shift = 0.f;
+#else
         m = fmaxf(m, row_max[r]);
         const float factor = exp2_fast((row_max[r] - m) * p.scale_log2);
-        row_max[r] = m, sum[r] *= factor;
+        row_max[r] = m;
+#endif
+        sum[r] *= factor;
 #pragma unroll
-        for (int i = 0; i < VALUE_DIM / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
+        for (int i = 0; i < VALUE_DIM / 8; i++)
+          sums.o[i][2 * r] *= factor, sums.o[i][2 * r + 1] *= factor;
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast((x[j][2 * r] - row_max[r]) * p.scale_log2),
-                    b = exp2_fast((x[j][2 * r + 1] - row_max[r]) * p.scale_log2);
-        sum[r] += a + b;
-        w[2 * j + r] = pack(a, b);
+        const float a = exp2_fast(log2_weight(x[j][2 * r], row_max[r], shift)),
+                    b = exp2_fast(log2_weight(x[j][2 * r + 1], row_max[r], shift));
+        sum[r] += HAS_SCALES == 2 ? (a + b) * scales.value_inverse : a + b;
+        w[2 * j + r] = pack_weights(a, b) ^ scales.value_sign;
       }
     }
   }
 
   DEVICE void attend(const DecodeSplit& t, int tile) {
-    const int stage = kv.stage, matrix = lane >> 3, key = tile * BLOCK_N + warp * 16;
-    float s[2][2][4] = {};  // [keys / 8][halves of the sum, for shorter chains]
+    const int stage = kv.stage, key = tile * BLOCK_N + warp * 16;
+    float s[2][2][4] = {};
     mbar_wait(barrier(sm.k_full, stage), kv.phase);
-    {
-      const int row = warp * 16 + (lane & 7) + (matrix >> 1) * 8;
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 16; d++) {
-        u32 k[4];
-        ldmatrix_x4<false>(k, tile_at<QK_COLUMNS>(slot_at<K_BYTES>(sm.k, stage), row, 2 * d + (matrix & 1)));
-        mma(s[0][d & 1], q[d], k[0], k[1]), mma(s[1][d & 1], q[d], k[2], k[3]);
-      }
-    }
+    queries.multiply(s, slot_at<K_BYTES>(sm.k, stage), warp * 16);
+    const PageScales scales =
+        PageScales::of(p, slot_at<SCALES_BYTES>(sm.scales, stage), warp * 16 / COPY_KEYS);
     u32 exists = 3;  // a bit for each of two times 8 keys whose page exists
 #if IS_PAGED
     const u32 found = load_shared<u32>(slot_at<4>(sm.pages, stage));
@@ -299,7 +321,7 @@ struct DecodeConsumer {
       for (int i = 0; i < 4; i++) {
         const int r = i >> 1, column = key + j * 8 + (lane & 3) * 2 + (i & 1);
         if (r >= ROWS / 8) continue;
-        float y = s[j][0][i] + s[j][1][i];
+        float y = queries.product(s[j][0][i] + s[j][1][i], r) * scales.key;
 #if HAS_SOFTCAP
         y = softcap_tanh(y * p.tanh_scale);
 #endif
@@ -309,23 +331,16 @@ struct DecodeConsumer {
         if (edge && !(column >= first_key[r] && column < end_key[r] && (exists >> j & 1))) y = -INFINITE;
         x[j][i] = y;
       }
-    u32 w[4] = {};
-    exponentiate(w, x);
+    u32 w[4];
+    if (ROWS == 8) w[1] = w[3] = any_number();
+    exponentiate(w, x, scales);
     mbar_wait(barrier(sm.v_full, stage), kv.phase);
-    {
-      // keys outside the row's range may hold anything, and 0 * NaN is NaN
-      u32 keep0 = ~0u, keep1 = ~0u;
-      const int own_key = key + (lane & 3) * 2;
-      if (key + 16 > t.end) keep0 = below(t.end - own_key), keep1 = below(t.end - own_key - 8);
-      if (key < t.begin) keep0 &= ~below(t.begin - own_key), keep1 &= ~below(t.begin - own_key - 8);
-      const int row = warp * 16 + (lane & 7) + (matrix & 1) * 8;
-#pragma unroll
-      for (int i = 0; i < VALUE_DIM / 16; i++) {
-        u32 v[4];
-        ldmatrix_x4<true>(v, tile_at<V_COLUMNS>(slot_at<V_BYTES>(sm.v, stage), row, 2 * i + (matrix >> 1)));
-        mma(o[2 * i], w, v[0] & keep0, v[1] & keep1), mma(o[2 * i + 1], w, v[2] & keep0, v[3] & keep1);
-      }
-    }
+    // keys outside the row's range may hold anything, and 0 * NaN is NaN
+    u32 keep[2] = {~0u, ~0u};
+    const int own_key = key + (lane & 3) * 2;
+    if (key + 16 > t.end) keep[0] = below(t.end - own_key), keep[1] = below(t.end - own_key - 8);
+    if (key < t.begin) keep[0] &= ~below(t.begin - own_key), keep[1] &= ~below(t.begin - own_key - 8);
+    sums.add(w, slot_at<V_BYTES>(sm.v, stage), warp * 16, keep);
     fence_async_shared();  // as in forward_scores.cuh
     __syncwarp();
     if (lane == 0) mbar_arrive(barrier(sm.kv_empty, stage));
@@ -337,9 +352,8 @@ struct DecodeConsumer {
 
   // The warps' sums meet in shared memory, swizzled by 8 columns because rows are a multiple of all banks
   // apart.
-  DEVICE u32 sums_at(int w, int row, int column) {
-    return sm.sums + ((w * ROWS + row) * VALUE_DIM + (column ^ (row & 7) * 8)) * 4;
-  }
+  DEVICE u32 sums_at(int w, int row) const { return sm.sums + (w * ROWS + row) * (VALUE_DIM * 4); }
+  DEVICE static int swizzle(int row) { return (row & 7) * 8; }
 
   DEVICE void reduce_warps() {
 #pragma unroll
@@ -347,15 +361,14 @@ struct DecodeConsumer {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
       if ((lane & 3) == 0)
-        store_shared(sm.stats + (warp * ROWS + row) * 8, make_float2(row_max[r] * p.scale_log2, sum[r]));
-#pragma unroll
-      for (int i = 0; i < VALUE_DIM / 8; i++)
-        store_shared(sums_at(warp, row, i * 8 + (lane & 3) * 2), make_float2(o[i][2 * r], o[i][2 * r + 1]));
+        store_shared(sm.stats + (warp * ROWS + row) * 8,
+                     make_float2(log2_weight(row_max[r], 0.f, reference[r]), sum[r]));
+      sums.store(sums_at(warp, row), swizzle(row), r);
     }
     named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);
   }
 
-  DEVICE void finish(const Split& t) {
+  DEVICE void finish(const DecodeSplit& t) {
     reduce_warps();
     const int slot = own_slot(t);
     bool is_unusable = false;
@@ -371,9 +384,10 @@ struct DecodeConsumer {
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         const float factor = stats[w].y > 0.f ? exp2_fast(stats[w].x - max2) : 0.f;
-        const float2 y = load_shared<float2>(sums_at(w, row, column));
+        const float2 y = load_shared<float2>(sums_at(w, row) + (column ^ swizzle(row)) * 4);
         total += stats[w].y * factor, x.x += y.x * factor, x.y += y.y * factor;
       }
+      x.x *= t.scales.value, x.y *= t.scales.value;
       if (t.splits == 1) {
         float inverse;
         const int out_row = finish_packed_row(p, t, row, max2, total, column == 0, inverse);
@@ -398,7 +412,7 @@ struct DecodeConsumer {
       DecodeSplit t;
       static_cast<Split&>(t) = load_split(at);
       const int4 keys = load_shared<int4>(at + SPLIT_BYTES);
-      t.begin = keys.x, t.end = keys.y;
+      t.begin = keys.x, t.end = keys.y, t.scales = RowScales::from_bits(keys.z, keys.w);
       if (t.count == 0) break;
       begin_item(t, slot_at<Q_BYTES>(sm.q, items.stage));
       __syncwarp();
@@ -419,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     for (int i = 0; i < ITEMS; i++)
       mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), WARPS);
     for (int i = 0; i < STAGES; i++)
-      mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.v_full, i), 1),
+      mbar_init(barrier(sm.k_full, i), HAS_SCALES == 2 ? 1 + 32 : 1), mbar_init(barrier(sm.v_full, i), 1),
           mbar_init(barrier(sm.kv_empty, i), WARPS);
     // the first read of a line of parameters takes as long as one from memory: here the CTA waits anyway
     store_shared(sm.split, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));

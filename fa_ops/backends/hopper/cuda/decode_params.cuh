@@ -4,7 +4,12 @@
 #include "paged_kv.cuh"
 #include "work_ranges.cuh"
 
-constexpr int BLOCK_N = 16 * WARPS;
+constexpr int BLOCK_N = 16 * WARPS, COPIES = BLOCK_N / COPY_KEYS;  // keys of a tile, and their copies
+#if IS_E4M3
+typedef E4m3 CacheElement;
+#else
+typedef Element CacheElement;
+#endif
 
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct DecodeParams {
@@ -18,13 +23,15 @@ struct DecodeParams {
   const int* table;                   // (B, table_stride) or null
   const float* sinks;                 // (Hq,) or null
   const float* alibi;                 // (B|1, Hq) or null
+  const float *k_scale, *v_scale;     // (B, Hkv), or with HAS_SCALES 2 (pages, Hkv), or null
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
   int idle;  // groups of CTAs without an item in the last round, if each takes whole items
   int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;
   float tanh_scale, scale_log2, alibi_unit;
   int D;
   int width;  // CTAs of a group, with a kv head each
-  const Element *q_rows, *k_rows, *v_rows;  // the tensors of the maps, for rows that are attended exactly
+  const Element* q_rows;  // the tensors of the maps, for rows that are attended exactly
+  const CacheElement *k_rows, *v_rows;
   Strides q_strides, k_strides, v_strides;
 };
 

@@ -1,14 +1,15 @@
-// 16-bit elements in global memory: strides, conversion and dot products.
+// 16-bit elements in global memory, and rows of e4m3 numbers: strides, conversion and dot products.
 #pragma once
 #include "ptx.cuh"
 
 typedef unsigned short Element;
+typedef unsigned char E4m3;
 
 struct Strides {
   long long b, h, s;
 };
 
-DEVICE const Element* row_at(const Element* x, const Strides& strides, int b, int h, int s) {
+template <class T> DEVICE const T* row_at(const T* x, const Strides& strides, int b, int h, int s) {
   return x + b * strides.b + h * strides.h + s * strides.s;
 }
 
@@ -24,10 +25,12 @@ DEVICE float2 unpack(u32 x) {
 #endif
 }
 
-DEVICE float dot2(u32 x, u32 y) {
-  const float2 a = unpack(x), b = unpack(y);
-  return a.x * b.x + a.y * b.y;
-}
+// Two elements; the first has an even index.
+DEVICE float2 load2(const Element* x) { return unpack(*(const u32*)x); }
+DEVICE float2 load2(const E4m3* x) { return unpack_e4m3(*(const unsigned short*)x); }
+
+DEVICE float dot2(float2 x, float2 y) { return x.x * y.x + x.y * y.y; }
+DEVICE float dot2(u32 x, u32 y) { return dot2(unpack(x), unpack(y)); }
 
 // The sum of eight products; both addresses are multiples of 16 bytes.
 DEVICE float dot8(const Element* x, const Element* y) {
@@ -35,8 +38,15 @@ DEVICE float dot8(const Element* x, const Element* y) {
   return dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
 }
 
+DEVICE float dot8(const Element* x, const E4m3* y) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) sum += dot2(load2(x + i), load2(y + i));
+  return sum;
+}
+
 // The dot product of two rows; `count` is a multiple of 8.
-DEVICE float dot(const Element* x, const Element* y, int count) {
+template <class T> DEVICE float dot(const Element* x, const T* y, int count) {
   float sum = 0.f;
 #pragma unroll 1
   for (int i = 0; i < count; i += 8) sum += dot8(x + i, y + i);

@@ -59,7 +59,7 @@ DEVICE bool attend_exactly(const Row& row, int column, int columns, ExactColumns
       const int i = __ffs(attended) - 1;
       const float w = __shfl_sync(~0u, weight, i);
       const float2 v =
-          column < columns ? unpack(*(const u32*)(row.value(base + i) + column)) : make_float2(0.f, 0.f);
+          column < columns ? load2(row.value(base + i) + column) : make_float2(0.f, 0.f);
       x.x += w * v.x, x.y += w * v.y;
     }
     if (!is_overflowed && __all_sync(~0u, column >= columns || !(is_finite(x.x) || is_finite(x.y))))

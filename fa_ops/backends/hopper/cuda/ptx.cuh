@@ -160,6 +160,14 @@ DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// Copies four bytes, or sets them to zero; `copies_arrive` lets a thread arrive once its copies are there.
+DEVICE void copy_word(u32 dst, const void* src, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(is_there ? 4 : 0)
+               : "memory");
+}
+DEVICE void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map),
@@ -217,6 +225,14 @@ DEVICE u32 opaque(u32 x) {
   return x;
 }
 
+// Whatever a register holds, for rows of a product that do not exist. A constant would be written to the
+// operand before each product.
+DEVICE u32 any_number() {
+  u32 x;
+  asm volatile("" : "=r"(x));
+  return x;
+}
+
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -243,15 +259,22 @@ DEVICE float tanh_precise(float x) {
 DEVICE float softcap_tanh(float x) { return HAS_SOFTCAP == 2 ? tanh_precise(x) : tanh_fast(x); }
 #endif
 
+// Two floats rounded to float16, the first in the low half.
+DEVICE u32 pack_f16(float low, float high) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 // Two floats rounded to the 16-bit input type, the first in the low half.
 DEVICE u32 pack(float low, float high) {
-  u32 y;
 #if IS_BF16
+  u32 y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#endif
   return y;
+#else
+  return pack_f16(low, high);
+#endif
 }
 
 // Four floats rounded to e4m3, the first in the lowest byte; larger numbers become 448.
@@ -261,6 +284,23 @@ DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
       "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
       : "=r"(y)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+// Four e4m3 numbers as float16: those of the lower two bytes, and of the upper two.
+DEVICE void unpack_e4m3(u32 x, u32& low, u32& high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+}
+
+// Two e4m3 numbers as floats, the one in the low byte first.
+DEVICE float2 unpack_e4m3(unsigned short x) {
+  float2 y;
+  asm("{ .reg .b16 l, h; .reg .b32 z; cvt.rn.f16x2.e4m3x2 z, %2; mov.b32 {l, h}, z; "
+      "cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(y.x), "=f"(y.y)
+      : "h"(x));
   return y;
 }
 
@@ -308,18 +348,21 @@ template <bool TRANSPOSED> DEVICE void ldmatrix_x4(u32 (&r)[4], u32 at) {
                  : "memory");
 }
 
-// d (16 x 8) += a (16 x 16) b (16 x 8)
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d (16 x 8) += a (16 x 16) b (16 x 8), of float16 numbers in `mma_f16`, else of the 16-bit input type
+#define MMA(NAME, TYPE)                                                                                     \
+  DEVICE void NAME(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {                                      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                     \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                     \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                           \
+  }
 #if IS_BF16
-#define MMA_TYPE "bf16"
+MMA(mma, "bf16")
 #else
-#define MMA_TYPE "f16"
+MMA(mma, "f16")
 #endif
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+MMA(mma_f16, "f16")
+#undef MMA
 
 // The shared-memory address of 16 bytes of a row of a tile: columns of `rows` lines of 128 swizzled bytes.
 DEVICE u32 swizzled(u32 base, int rows, int row, int chunk) {

@@ -1,0 +1,184 @@
+"""How the decoding kernel multiplies e4m3 keys and values: its own source, as C++ on the CPU."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backends.cuda_as_cpp import WARP, built, needs_compiler
+
+pytestmark = needs_compiler
+
+# Shared memory is an array; the operands of a warp's products are put together from all lanes.
+TENSOR_CORES = """
+struct int2 { int x, y; };
+struct float4 { float x, y, z, w; };
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
+static unsigned char shared[1 << 17];
+static void load_shared(int2& x, u32 at) { std::memcpy(&x, shared + at, 8); }
+template <> int2 load_shared<int2>(u32 at) { int2 x; std::memcpy(&x, shared + at, 8); return x; }
+static void store_shared(u32 at, float4 x) { std::memcpy(shared + at, &x, 16); }
+static u32 any_number() { return 0x7e007e00u; }  // NaN
+static u32 swizzled(u32 base, int rows, int row, int chunk) {
+  return base + (chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+static u32 __byte_perm(u32 x, u32 y, u32 selector) {
+  const u64 both = (u64)y << 32 | x;
+  u32 z = 0;
+  for (int i = 0; i < 4; i++) z |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return z;
+}
+static u32 half_bits(float x) {
+  const _Float16 y = x;
+  unsigned short bits;
+  std::memcpy(&bits, &y, 2);
+  return bits;
+}
+static float half_value(u32 bits) {
+  const unsigned short x = bits;
+  _Float16 y;
+  std::memcpy(&y, &x, 2);
+  return y;
+}
+static u32 pack_f16(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+static void unpack_e4m3(u32 x, u32& low, u32& high) {
+  const float2 a = unpack_e4m3((unsigned short)x), b = unpack_e4m3((unsigned short)(x >> 16));
+  low = pack_f16(a.x, a.y), high = pack_f16(b.x, b.y);
+}
+// Eight rows of 16 bytes each; those of matrix m are at the addresses of lanes 8 m to 8 m + 7.
+template <bool TRANSPOSED> static void ldmatrix_x4(u32 (&r)[4], u32 at) {
+  const int lane = threadIdx.x & 31, *addresses = tell(at);
+  for (int m = 0; m < 4; m++) {
+    unsigned short pair[2];
+    for (int i = 0; i < 2; i++) {
+      const int row = TRANSPOSED ? lane % 4 * 2 + i : lane / 4, column = TRANSPOSED ? lane / 4 : lane % 4 * 2 + i;
+      std::memcpy(pair + i, shared + addresses[8 * m + row] + column * 2, 2);
+    }
+    r[m] = pair[0] | pair[1] << 16;
+  }
+}
+static float a_matrix[16][16], b_matrix[16][8];
+static void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 2; i++) {
+    for (int r = 0; r < 4; r++)
+      a_matrix[g + r % 2 * 8][t * 2 + i + r / 2 * 8] = half_value(a[r] >> 16 * i);
+    b_matrix[t * 2 + i][g] = half_value(b0 >> 16 * i), b_matrix[t * 2 + i + 8][g] = half_value(b1 >> 16 * i);
+  }
+  tell(0);
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++) d[i] += a_matrix[g + i / 2 * 8][k] * b_matrix[k][t * 2 + i % 2];
+  tell(0);
+}
+"""  # noqa: E501
+KERNEL = """
+#define IS_BF16 {bf16}
+#define IS_E4M3 1
+#define HEAD_DIM {D}
+#define VALUE_DIM {Dv}
+#define ROWS {rows}
+#define WARPS 2
+#define COPY_KEYS 16
+#define SHARES_TOKENS 0
+#include "decode_e4m3.cuh"
+constexpr u32 Q = 0, K = ROWS * HEAD_DIM * 2, V = K + CacheTile<HEAD_DIM>::BYTES,
+              OUT = V + CacheTile<VALUE_DIM>::BYTES;
+static float* scores;
+static const u32* weights;
+static u32 keep_mask;
+// 16 keys of the tile's second half
+static void one_warp() {{
+  Queries own;
+  Sums sums = {{}};
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+  float s[2][2][4] = {{}};
+  own.load(Q);
+  own.multiply(s, K, 16);
+  for (int r = 0; r < ROWS / 8; r++)
+    for (int j = 0; j < 2; j++)
+      for (int i = 0; i < 2; i++)
+        scores[(g + 8 * r) * 16 + j * 8 + t * 2 + i] = own.product(s[j][0][2 * r + i] + s[j][1][2 * r + i], r);
+  u32 w[4];
+  for (int i = 0; i < 4; i++) w[i] = weights[(g + i % 2 * 8) * 8 + t + i / 2 * 4];
+  const u32 keep[2] = {{~0u, t == 3 ? keep_mask : ~0u}};
+  sums.add(w, V, 16, keep);
+  for (int r = 0; r < ROWS / 8; r++)
+    sums.store(OUT + (g + 8 * r) * VALUE_DIM * 4, (g & 7) * 8, r);
+}}
+extern "C" u32 k_at(int row, int chunk) {{ return CacheTile<HEAD_DIM>::at(K, row, chunk); }}
+extern "C" u32 v_at(int row, int chunk) {{ return CacheTile<VALUE_DIM>::at(V, row, chunk); }}
+extern "C" u32 q_at(int row, int chunk) {{ return swizzled(Q, ROWS, row, chunk); }}
+extern "C" unsigned char* memory() {{ return shared; }}
+extern "C" int out_at() {{ return OUT; }}
+extern "C" void run(float* s, const u32* w, u32 keep) {{
+  scores = s, weights = w, keep_mask = keep, run_warp(one_warp);
+}}
+"""  # noqa: E501
+CASES = [(64, 64, 8, 1), (128, 64, 16, 1), (128, 128, 8, 0), (192, 256, 16, 1)]
+
+
+@pytest.mark.parametrize("D, Dv, rows, bf16", CASES)
+def test_products(D, Dv, rows, bf16, tmp_path):
+    text = KERNEL.format(D=D, Dv=Dv, rows=rows, bf16=bf16)
+    kernel = built(tmp_path, "e4m3", text, WARP + TENSOR_CORES)
+    kernel.memory.restype = ctypes.c_void_p
+    g = torch.Generator().manual_seed(D + Dv)
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    q = torch.randn(rows, D, generator=g)
+    if bf16:  # rows that float16 does not hold
+        q *= 10.0 ** torch.linspace(-24, 24, rows).view(-1, 1)
+    q = q.to(dtype)
+    k, v = (
+        torch.randn(32, width, generator=g).mul(30).to(torch.float8_e4m3fn) for width in (D, Dv)
+    )
+    v.view(torch.uint8)[31] = 127  # NaN, of a key that is masked out
+    weights = torch.rand(16, 16, generator=g).half()
+    weights[:, 15] = 0
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        place(kernel, getattr(kernel, f"{name}_at"), x)
+    scores = np.full((rows, 16), np.nan, np.float32)
+    packed = weights.view(torch.int16).numpy().view(np.uint32)
+    kernel.run(
+        scores.ctypes.data_as(ctypes.c_void_p), packed.ctypes.data_as(ctypes.c_void_p), 0xFFFF
+    )
+    expected = q.double() @ k[16:].double().T
+    size = expected.abs().amax(1, keepdim=True)
+    error = (torch.from_numpy(scores).double() - expected) / size
+    assert error.abs().max() < 1e-5
+    at = kernel.memory() + kernel.out_at()
+    stored = np.ctypeslib.as_array((ctypes.c_float * (rows * Dv)).from_address(at)).reshape(
+        rows, -1
+    )
+    columns = np.arange(Dv) ^ (np.arange(rows)[:, None] % 8 * 8)
+    out = torch.from_numpy(np.take_along_axis(stored, columns, 1).astype(np.float64))
+    expected = weights[:rows, :15].double() @ v[16:31].double()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+
+
+def place(kernel, address, x):
+    """Copies rows into shared memory, 16 bytes at a time, as the copies of the kernel do."""
+    data = x.contiguous().view(torch.uint8).numpy()
+    used = set()
+    for row, line in enumerate(data):
+        for chunk in range(len(line) // 16):
+            at = address(row, chunk)
+            assert at % 16 == 0 and at not in used
+            used.add(at)
+            ctypes.memmove(kernel.memory() + at, line[16 * chunk :].ctypes.data, 16)
+
+
+# As the hardware swizzles: bits 4 to 6 of an address by bits 7 to 9, or bits 4 and 5 by 7 and 8.
+@pytest.mark.parametrize("D, row_bytes, bits", [(64, 64, 3), (128, 128, 7), (256, 128, 7)])
+def test_addresses_are_those_of_the_copies(D, row_bytes, bits, tmp_path):
+    text = KERNEL.format(D=D, Dv=64, rows=8, bf16=1)
+    kernel = built(tmp_path, "e4m3", text, WARP + TENSOR_CORES)
+    base = 8 * D * 2
+    assert base % 1024 == 0
+    for row in range(32):
+        for chunk in range(D // 16):
+            column, inside = divmod(chunk * 16, row_bytes)
+            plain = column * 32 * row_bytes + row * row_bytes + inside
+            expected = plain ^ (plain >> 7 & bits) << 4
+            assert kernel.k_at(row, chunk) - base == expected
