@@ -80,6 +80,7 @@ def configurations() -> Iterator[Configuration]:
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
         for D, page in itertools.product((64, 128, 192, 256), PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
+            yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
         for page in PAGES:
             config = configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
@@ -135,6 +136,14 @@ def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Config
         defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
         entries = _names(split_kv.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
+
+
+def _decode_e4m3(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    for rows, scales in itertools.product((8, 16), (0, 1, 2) if page else (0, 1)):
+        config = configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
+        defines = decode.kernel_defines(config, dtype, paged=page > 0)
+        entries = _names(split_kv.entries_of("decode", config))
+        yield Configuration(f"{name} rows{rows} scales{scales}", "decode", entries, defines)
 
 
 def _names(entries) -> tuple[str, ...]:

@@ -384,6 +384,27 @@ def test_decode(head_dim, page, rows, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
+# Scales: none, of rows of the batch, of pages.
+@pytest.mark.parametrize(
+    "dims, page, rows, scales",
+    [((64, 64), 0, 8, 0), ((128, 128), 0, 8, 1), ((192, 128), 16, 16, 2), ((256, 256), 64, 16, 2)],
+)
+def test_decode_of_e4m3(dims, page, rows, scales, tmp_path):
+    config = configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
+    assert config.shared_bytes <= configs.SHARED_LIMIT
+    options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
+    defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
+    entries = split_kv.entries_of("decode", config)
+    sass, log = compiled_entries(tmp_path, "decode", entries, defines)
+    assert_clean(log)
+    assert sass.count("HMMA.16816.F32 ") == 2 * (dims[0] // 16) + dims[1] // 8
+    # two numbers each; those beside the products are of rows that are attended exactly
+    unpacked = kernel_counts(sass, "E4M3.UNPACK_B", "decode")["decode"]
+    assert 0 <= unpacked - sum(dims) // 4 <= 8
+    assert sass.count("UTMALDG") > 0 and sass.count("LDSM") == sum(dims) // 32
+    assert not unwritten_uniform_registers(sass)
+
+
 @pytest.mark.parametrize("kind", BEFORE)
 def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
     entries = [launch.Entry(name, 0) for name in BEFORE[kind]]
