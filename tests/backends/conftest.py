@@ -14,6 +14,7 @@ from fa_ops.backends.hopper import (
     decode,
     dense_backward,
     dense_forward,
+    dequantize,
     forward_combine,
     launch,
     mla,
@@ -25,7 +26,7 @@ from fa_ops.backends.hopper import (
 )
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
-HOSTS += quantized, scaled, forward_combine
+HOSTS += quantized, scaled, forward_combine, dequantize
 
 
 class Launched(NamedTuple):

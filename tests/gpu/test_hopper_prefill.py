@@ -43,6 +43,19 @@ def test_random(seed):
         check(case)
 
 
+@pytest.mark.parametrize("seed", range(48))
+def test_random_e4m3(seed):
+    """Converted before; only bfloat16 has the range of numbers times their scales."""
+    page_size, D = (0, 16, 64, 128)[seed % 4], (64, 128, 96, 256, 192)[seed % 5]
+    case = random_cache_case(
+        seed, dtype=torch.bfloat16, device="cuda", scale=(None, 0.3)[seed // 2 % 2], Hkv=3, Hq=48,
+        page_size=page_size, Sq=(64, 130, 77)[seed % 3], B=3, **READS | {"fp8": True},
+    )  # fmt: skip
+    page_scales = page_size > 0 and seed % 3 > 0
+    shape = {"S": case.S * (1 + seed % 7), "D": D, "Dv": (D, min(D, 128))[seed % 2]}
+    check(dataclasses.replace(case, **shape, page_scales=page_scales))
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])

@@ -1,16 +1,17 @@
 """More queries of a kv head than decoding attends at once: the dense forward kernel over a cache.
 
 It looks pages up in their table. Where tiles of queries are too few for the device, each attends a
-part of the keys (`tiling`).
+part of the keys (`tiling`). e4m3 caches are converted first.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.backends.hopper import decode, dense_forward
+from fa_ops.backends.hopper import decode, dense_forward, dequantize
 from fa_ops.backends.hopper.configs import padded
-from fa_ops.call import CacheTensors, Call, Run, general
+from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned
+from fa_ops.call import CACHED, CacheTensors, Call, Run, general
 from fa_ops.types import Cache, DenseTensors, Spec, queries_of_kv_head
 
 
@@ -26,27 +27,42 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
     D, Dv = q.shape[3], v.shape[3]
     if padded(Dv) > padded(D):
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
-    return decode.memory_error(q, k, v, cache, spec)
+    is_e4m3 = k.dtype == dequantize.E4M3
+    reason = decode.memory_error(q, k, v, cache, spec, (dequantize.E4M3,) if is_e4m3 else ())
+    return dequantize.error(q, k, v, cache) if is_e4m3 and reason is None else reason
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) laid out (B, Sq, Hq, Dv), and lse (B, Hq, Sq)."""
     table = cache.page_table
+    if k.dtype == dequantize.E4M3:
+        k, v = map(tma_aligned, (k, v))
+        tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
+        k, v, table = dequantize.converter(q, k, v, cache).run(k, v, tensors)
     return dense_forward.forward(q, *_by_head(k, v, table), spec, table=table)
 
 
 def prepare(call: Call) -> Run:
     """What runs cached calls with the geometry of this one."""
-    table = call.cache.page_table
-    k, v = _by_head(call.key, call.value, table)
+    k, v, table = call.key, call.value, call.cache.page_table
+    converter = None
+    if k.dtype == dequantize.E4M3:
+        converter = dequantize.converter(call.query, k, v, call.cache)
+        k, v, table = converter.empty()
+    k, v = _by_head(k, v, table)
     attend = dense_forward.prepare_attention(call.query, k, v, call.spec, table)
     if attend is None:
         return general("prefill", forward).prepare(call)
+    options = call.without_tensors()
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, with_lse: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         t, table = tensors, tensors.page_table
+        if converter is not None:
+            if (k.data_ptr() | v.data_ptr()) & MISALIGNED:
+                return forward(q, k, v, *options.arguments_with(tensors))
+            k, v, table = converter.run(k, v, tensors)
         small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
         return attend(q, *_by_head(k, v, table), small, with_lse, table)
 
