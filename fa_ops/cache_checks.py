@@ -136,7 +136,7 @@ def _new(q: Tensor, v: Tensor, cache: Cache, B, Hkv) -> None:
 
 
 def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
-    ranks = set()
+    shapes = []
     for name, t in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
         if t is not None:
             need(k.dtype == FP8, "{} is for caches in float8_e4m3fn, but key_cache is {}", name,
@@ -144,11 +144,15 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
             need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
             need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype,
                  error=TypeError)  # fmt: skip
-            of_pages = t.dim() == 3 and cache.page_table is not None
-            checks.has_shape(name, t, (k.shape[0], 1, Hkv) if of_pages else (B, Hkv))
-            ranks.add(t.dim())
-    need(len(ranks) < 2, "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages, "
-         "(pages, 1, Hkv), got one of each")  # fmt: skip
+            expected: tuple[int, ...] = B, Hkv
+            if t.dim() == 3 and cache.page_table is None:
+                expected = B, Hkv, k.shape[2]
+            elif t.dim() == 3:
+                expected = k.shape[0], 1 if t.shape[1] == 1 else k.shape[1], Hkv
+            checks.has_shape(name, t, expected)
+            shapes.append(t.shape)
+    need(len(shapes) < 2 or shapes[0] == shapes[1], "k_scale and v_scale must both be for rows, "
+         "(B, Hkv), for pages, or for tokens, got {} and {}", *shapes)  # fmt: skip
 
 
 def _unified_max(q: Tensor, guesses: Tensor | None, Hq) -> None:

@@ -75,9 +75,9 @@ def attention_with_kv_cache(
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``.
         sinks: ``(Hq,)``, a logit per head that joins the softmax's denominator only.
         k_scale: float32 ``(B, Hkv)``, by which cached fp8 keys are multiplied; new keys are divided
-            by it. With ``page_table`` also ``(pages, 1, Hkv)``, a scale for each page, laid out as
-            the pages are; both scales are then of pages.
-        v_scale: the same for values.
+            by it. Or a scale for each token, ``(B, Hkv, S)``; with ``page_table`` ``(pages,
+            page_size, Hkv)``, or ``(pages, 1, Hkv)`` for each page.
+        v_scale: the same for values, with the shape of ``k_scale``.
         rotary_cos: ``(positions, R / 2)``; rotates query and the new keys at their positions. The
             keys in the cache have been rotated before.
         rotary_sin: ``(positions, R / 2)``.

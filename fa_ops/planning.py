@@ -36,7 +36,7 @@ from fa_ops.call import (
     Saved,
     Tensors,
 )
-from fa_ops.types import NO_TENSORS, bounded, rows_are_aligned
+from fa_ops.types import NO_TENSORS, TOKEN_SCALES, bounded, rows_are_aligned, scales_of
 
 # Reports page numbers and lengths out of range on the GPU too, at the price of a synchronisation.
 DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
@@ -240,6 +240,7 @@ def _family_of(key: tuple, call: Call) -> tuple:
         not grows
         or call.saved is not None
         or call.spec.attn_mask is not None  # whose shape is checked against the number of keys
+        or _has_token_scales(call)  # so are theirs
         or not q.dim() == k.dim() == v.dim() == 4
     ):
         return key
@@ -250,6 +251,13 @@ def _family_of(key: tuple, call: Call) -> tuple:
         keys == v_shape[2], keys.bit_length(), (keys - 1).bit_length(),
         k_strides[3], v_strides[3], k_strides == v_strides, rows_are_aligned(q, k, v), *rest,
     )  # fmt: skip
+
+
+def _has_token_scales(call: Call) -> bool:
+    if call.cache is None:
+        return False
+    table, k_scale, v_scale = call.cache.page_table, call.cache.k_scale, call.cache.v_scale
+    return scales_of(k_scale, v_scale, table is not None) == TOKEN_SCALES
 
 
 def check(call: Call, real: bool = True) -> None:

@@ -97,7 +97,8 @@ class Cache(NamedTuple):
     page_table: Tensor | None = None  # int32 (B, max_pages): caches are (pages, page_size, Hkv, D)
     key: Tensor | None = None  # (B, Hkv, Sn, D), appended to the kv_lens keys of each row
     value: Tensor | None = None  # (B, Hkv, Sn, Dv)
-    # factors of cached fp8 numbers: fp32 (B, Hkv), or (pages, 1, Hkv) with a page_table
+    # factors of cached fp8 numbers: fp32 (B, Hkv) or (B, Hkv, S); with a page_table (B, Hkv),
+    # (pages, 1, Hkv) or (pages, page_size, Hkv)
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     rotary_cos: Tensor | None = None  # (positions, R / 2): the first R features are rotated
@@ -107,6 +108,20 @@ class Cache(NamedTuple):
     batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
     # fp32 (Hq,): an estimate of each head's largest score; no result depends on it
     unified_max: Tensor | None = None
+
+
+# What a scale of a cache is for; one of a page of one token is for the page.
+NO_SCALES, ROW_SCALES, PAGE_SCALES, TOKEN_SCALES = range(4)
+
+
+def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, is_paged: bool) -> int:
+    """What the scales of a cache are for, which is the same for keys and values."""
+    scale = v_scale if k_scale is None else k_scale
+    if scale is None:
+        return NO_SCALES
+    if scale.dim() == 2:
+        return ROW_SCALES
+    return PAGE_SCALES if is_paged and scale.shape[1] == 1 else TOKEN_SCALES
 
 
 class Quantization(NamedTuple):

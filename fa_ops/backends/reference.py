@@ -293,8 +293,11 @@ def scales(scale: Tensor | None, cache: Cache, b: int, keys: range, page_size: i
         return torch.ones(1, 1, 1, dtype=torch.float64)
     if scale.dim() == 2:
         return scale[b].double().view(-1, 1, 1)
-    pages = cache.page_table[b, torch.tensor(keys, dtype=torch.int64) // page_size]
-    return scale[pages.long(), 0].double().t().unsqueeze(-1)
+    at = torch.tensor(keys, dtype=torch.int64, device=scale.device)
+    if cache.page_table is None:
+        return scale[b, :, at].double().unsqueeze(-1)
+    pages = cache.page_table[b, at // page_size].long()
+    return scale[pages, at % scale.shape[1]].double().t().unsqueeze(-1)
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ class CacheCase:
     seed: int = 0
     fp8: bool = False
     page_scales: bool = False  # fp8 scales for each page instead of each row
+    token_scales: bool = False  # for each token
     page_size: int = 0  # 0: contiguous
     bshd: bool = True  # a contiguous cache is (B, S, H, D) in memory
     new: int = 0  # number of keys to append
@@ -101,10 +102,7 @@ class CacheCase:
                 fields["value"] = fields["key"][..., : self.Dv]
         if self.fp8:
             for name in ("k_scale", "v_scale"):
-                shape = (k.shape[0], 1, self.Hkv) if self.page_scales else (self.B, self.Hkv)
-                fields[name] = torch.rand(shape, generator=g) + 0.5
-                if self.page_scales:
-                    fields[name] *= 2.0 ** torch.randint(-2, 3, shape, generator=g)
+                fields[name] = self._scale(g, len(k), used, lens)
             if self.shared:
                 fields["v_scale"] = fields["k_scale"]
         if self.rotary:
@@ -128,6 +126,19 @@ class CacheCase:
         k = on(k)
         v = k[..., : self.Dv] if self.shared else on(v)
         return on(q), k, v, Cache(*map(on, cache)), Spec(*map(on, spec))
+
+    def _scale(self, g: torch.Generator, pages: int, key_ranges: list, lens: list) -> Tensor:
+        if not (self.page_scales or self.token_scales):
+            return torch.rand((self.B, self.Hkv), generator=g) + 0.5
+        shape = self.B, self.Hkv, self.S
+        if self.page_size:
+            shape = pages, self.page_size if self.token_scales else 1, self.Hkv
+        scale = torch.rand(shape, generator=g) + 0.5
+        scale *= 2.0 ** torch.randint(-2, 3, shape, generator=g)
+        if not (self.page_size or self.broken):
+            for row, (lo, _), length in zip(scale, key_ranges, lens):
+                row[:, :lo] = row[:, length + self.new :] = float("nan")
+        return scale
 
     def _with_invalid_values(self, cache: Cache, spec: Spec) -> tuple[Cache, Spec]:
         g = torch.Generator().manual_seed(self.seed + 2)
@@ -185,6 +196,7 @@ def random_cache_case(seed: int, **fixed) -> CacheCase:
     fields["ranges"] = r.random() < 0.25
     fields["unified_max"] = pick([None, None, None, 0.0, 2.0, -30.0])
     fields["page_scales"] = fields["fp8"] and fields["page_size"] > 0 and r.random() < 0.5
+    fields["token_scales"] = fields["fp8"] and r.random() < 0.4
     return dataclasses.replace(CacheCase(), **(fields | fixed))
 
 
@@ -284,4 +296,4 @@ def _noise_of_scales(case: CacheCase, spec: Spec, cache: Cache) -> float:
     if not case.fp8:
         return 0.0
     product = case.magnitude * abs(default_scale(spec, case.D)) * case.D**0.5
-    return product * cache.k_scale.max().item() * torch.finfo(case.dtype).eps / 12**0.5
+    return product * cache.k_scale.nan_to_num().max().item() * torch.finfo(case.dtype).eps / 12**0.5

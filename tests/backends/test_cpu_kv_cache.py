@@ -30,6 +30,13 @@ FEATURES = {
         "fp8": True, "dtype": torch.bfloat16, "page_size": 5, "page_scales": True, "new": 7,
         "Sq": 7, "is_causal": True,
     },
+    "fp8, scales of tokens": {
+        "fp8": True, "dtype": torch.float16, "token_scales": True, "new": 2, "lens": (148, 0),
+    },
+    "fp8, appended to pages with scales of tokens": {
+        "fp8": True, "dtype": torch.bfloat16, "page_size": 5, "token_scales": True, "new": 7,
+        "Sq": 7, "is_causal": True,
+    },
     "shared value": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1},
     "shared value, appended": {"shared": True, "D": 32, "Dv": 24, "Hkv": 1, "new": 2},
     "options": {"window": (9, 2), "softcap": 3.0, "alibi": "batch_heads", "sinks": True, "Sq": 4},

@@ -48,12 +48,15 @@ def kernel(tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.parametrize("page_size, page_scales", [(0, False), (16, False), (48, True)])
+@pytest.mark.parametrize(
+    "page_size, scales", [(0, "row"), (0, "token"), (16, "row"), (48, "page"), (16, "token")]
+)
 @pytest.mark.parametrize("bshd", [False, True])
-def test_a_converted_cache(kernel, driver, page_size, page_scales, bshd):
+def test_a_converted_cache(kernel, driver, page_size, scales, bshd):
     driver.struct_bytes = dequantize._LAYOUT.size
     case = CacheCase(B=3, Hkv=2, S=150, D=24, Dv=16, dtype=torch.bfloat16, fp8=True, bshd=bshd,
-                     lens=(150, 0, 70), page_size=page_size, page_scales=page_scales)  # fmt: skip
+                     lens=(150, 0, 70), page_size=page_size, page_scales=scales == "page",
+                     token_scales=scales == "token")  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     tensors = Call(CACHED, q, k, v, spec, cache=cache).tensors
     k_out, v_out, table = dequantize.converter(q, k, v, cache).run(k, v, tensors)
@@ -91,8 +94,10 @@ def _keys(x, table, b, length):
 def _factors(scale, table, b, length, page_size):
     if scale.dim() == 2:
         return scale[b].view(1, -1, 1)
-    pages = table[b, torch.arange(length) // page_size].long()
-    return scale[pages, 0].unsqueeze(-1)
+    at = torch.arange(length)
+    if table is None:
+        return scale[b, :, at].T.unsqueeze(-1)
+    return scale[table[b, at // page_size].long(), at % scale.shape[1]].unsqueeze(-1)
 
 
 @needs_compiler

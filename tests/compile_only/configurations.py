@@ -139,7 +139,7 @@ def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Config
 
 
 def _decode_e4m3(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
-    for rows, scales in itertools.product((8, 16), (0, 1, 2) if page else (0, 1)):
+    for rows, scales in itertools.product((8, 16), (0, 1, 2, 3) if page else (0, 1, 3)):
         config = configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
         defines = decode.kernel_defines(config, dtype, paged=page > 0)
         entries = _names(split_kv.entries_of("decode", config))

@@ -38,11 +38,11 @@ def assert_fits(kernel, arch, folder, spills=32):
 
 
 def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0, mode="stream",
-             shared=False, options=(), light=False, page_scales=False,
+             shared=False, options=(), light=False, scales=0,
              guesses=None):  # fmt: skip
     Dv, cached = Dv or D, cached or dtype
     tile = decode_tile(arch, dtype, cached == PAIRS, D, Dv, rows, light)
-    shape = (cached == PAIRS, D, Dv, page, shared, mode, 16, 4, page_scales)
+    shape = (cached == PAIRS, D, Dv, page, shared, mode, 16, 4, scales)
     split, _ = host.constants(tile, arch, dtype, *shape)
     q, k, lse = meta(1, dtype=dtype), meta(1, dtype=cached), meta(1)
     table = meta(1, dtype=torch.int32) if page else None
@@ -100,7 +100,7 @@ def test_groups_fit(D, tmp_path):
 def test_fp8_fits(arch, tmp_path):
     for D in (64, 128):
         assert_fits(compiled(arch, D, cached=PAIRS), arch, tmp_path)
-        assert_fits(compiled(arch, D, cached=PAIRS, page=16, page_scales=True), arch, tmp_path)
+        assert_fits(compiled(arch, D, cached=PAIRS, page=16, scales=2), arch, tmp_path)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -140,7 +140,7 @@ def test_appending_fits(page, cached, tmp_path):
     for interleaved in (False, True):
         constants = {
             "D": 128, "Dv": 128, "BLOCK": 128, "R": 64, "INTERLEAVED": interleaved, "PAGE": page,
-            "PAGE_SCALES": page > 0, "PDL": True,
+            "SCALES": 2 if page > 0 else 0, "PDL": True,
         }  # fmt: skip
         kernel = launch.compile_kernel(
             append.append_kernel, args, constants, {"num_warps": 1}, GPUTarget("cuda", 90, 32)

@@ -47,8 +47,9 @@ def test_random_e4m3(seed):
         Dv=(64, 128, 128, 256)[seed // 3 % 4],
         page_size=(0, 0, 16, 16, 32, 64, 256)[seed % 7], Sq=(1, 1, 2, 4)[seed % 4],
     )  # fmt: skip
-    page_scales = case.page_size > 0 and seed % 3 > 0
-    check(dataclasses.replace(case, S=case.S * (1 + seed % 19), page_scales=page_scales))
+    page_scales, token_scales = case.page_size > 0 and seed % 3 == 1, seed % 3 == 2
+    shape = {"S": case.S * (1 + seed % 19)}
+    check(dataclasses.replace(case, **shape, page_scales=page_scales, token_scales=token_scales))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -56,11 +57,13 @@ def test_random_e4m3(seed):
     "dims",
     [(16, 16), (48, 64), (64, 128), (128, 64), (112, 80), (192, 128), (160, 192), (256, 256)],
 )
-@pytest.mark.parametrize("page_size, page_scales", [(0, False), (16, False), (16, True)])
-def test_head_dims_of_e4m3(dtype, dims, page_size, page_scales):
+@pytest.mark.parametrize(
+    "page_size, scales", [(0, "row"), (0, "token"), (16, "row"), (16, "page"), (32, "token")]
+)
+def test_head_dims_of_e4m3(dtype, dims, page_size, scales):
     case = CacheCase(
         D=dims[0], Dv=dims[1], S=1700, dtype=dtype, device="cuda", Sq=2, is_causal=True, fp8=True,
-        page_size=page_size, page_scales=page_scales,
+        page_size=page_size, page_scales=scales == "page", token_scales=scales == "token",
     )  # fmt: skip
     assert hopper.cache_error(*case.fresh()) is None
     assert_cache_close(case, "hopper")
@@ -87,20 +90,23 @@ def test_queries_that_float16_does_not_hold(magnitude):
     check(case)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_scales_of_pages_that_differ_by_powers(page_size):
+@pytest.mark.parametrize(
+    "page_size, token_scales", [(16, False), (64, False), (64, True), (0, True)]
+)
+def test_scales_that_differ_by_powers(page_size, token_scales):
     """Also 0 and negative ones; a page of large values has small weights, or the largest."""
     case = CacheCase(
         B=3, Hq=8, S=3000, D=64, Dv=64, dtype=torch.bfloat16, device="cuda", fp8=True,
-        page_scales=True, page_size=page_size, lens=(3000, 70, 1500),
+        page_scales=True, page_size=page_size, lens=(3000, 70, 1500), token_scales=token_scales,
     )  # fmt: skip
     q, k, v, cache, spec = case.fresh()
     size = cache.v_scale.shape
     draw = torch.Generator("cuda").manual_seed(1)
     powers = torch.randint(-30, 31, size, generator=draw, device="cuda")
     scale = cache.v_scale * 2.0**powers
-    scale[::3] *= -1
-    scale[1::7] = 0
+    each = scale if page_size else scale.mT.transpose(0, 1)  # from one page, or token, to the next
+    each[::3] *= -1
+    each[1::7] = 0
     for v_scale in (scale, scale * 2.0**-60, torch.zeros_like(scale)):
         own = cache._replace(v_scale=v_scale)
         out, lse = hopper.cache_forward(q, k, v, own, spec)

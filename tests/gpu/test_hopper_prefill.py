@@ -51,9 +51,9 @@ def test_random_e4m3(seed):
         seed, dtype=torch.bfloat16, device="cuda", scale=(None, 0.3)[seed // 2 % 2], Hkv=3, Hq=48,
         page_size=page_size, Sq=(64, 130, 77)[seed % 3], B=3, **READS | {"fp8": True},
     )  # fmt: skip
-    page_scales = page_size > 0 and seed % 3 > 0
+    page_scales, token_scales = page_size > 0 and seed % 3 == 1, seed % 3 == 2
     shape = {"S": case.S * (1 + seed % 7), "D": D, "Dv": (D, min(D, 128))[seed % 2]}
-    check(dataclasses.replace(case, **shape, page_scales=page_scales))
+    check(dataclasses.replace(case, **shape, page_scales=page_scales, token_scales=token_scales))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

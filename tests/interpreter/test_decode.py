@@ -47,6 +47,13 @@ FEATURES = {
         "fp8": True, "dtype": torch.float16, "page_size": 64, "page_scales": True, "shared": True,
         "Hkv": 1, "Sq": 2, "ranges": True,
     },
+    "fp8, scales of tokens": {
+        "fp8": True, "dtype": torch.float16, "token_scales": True, "S": 90, "Sq": 2, "bshd": False,
+        "lens": (90, 0), "is_causal": True,
+    },
+    "fp8, scales of tokens in pages": {
+        "fp8": True, "dtype": torch.float16, "page_size": 8, "token_scales": True, "S": 90,
+    },
     "a maximum that is near": {"unified_max": 2.0, "S": 300, "sinks": True, "Sq": 2},
     "a maximum that is too low": {"unified_max": -90.0, "S": 300, "lens": (300, 0)},
     "a maximum that is too high": {"unified_max": 1e4, "num_splits": 2, "S": 100},
@@ -244,11 +251,13 @@ def test_a_prepared_call_refuses_fp8_caches_at_odd_addresses_before_it_writes(mo
             assert torch.equal(found.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_new_keys_are_divided_by_the_scales_of_their_pages():
+@pytest.mark.parametrize("page_size, token_scales", [(4, False), (4, True), (0, True)])
+def test_new_keys_are_divided_by_the_scales_of_their_pages(page_size, token_scales):
     """Exactly where the interpreter can round: powers of two times numbers that e4m3 has."""
     q, k, v, cache, spec = CacheCase(
-        fp8=True, dtype=torch.float16, page_size=4, page_scales=True, new=6, S=40, lens=(3, 20)
-    ).fresh()
+        fp8=True, dtype=torch.float16, page_size=page_size, page_scales=True, new=6, S=40,
+        lens=(3, 20), token_scales=token_scales,
+    ).fresh()  # fmt: skip
     whole = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     whole = {name: 2.0 ** scale.log2().round() for name, scale in whole.items()}
     new = {name: getattr(cache, name).sign() * 1.5 for name in ("key", "value")}

@@ -85,14 +85,18 @@ WRONG = {
         {"kv_lens": lens(8, 0), "rotary_cos": torch.ones(9, 8), "rotary_sin": torch.ones(9, 8)},
     "k_scale is for caches in float8_e4m3fn, but key_cache is float32":
         {"k_scale": torch.ones(2, 2)},
-    "k_scale must have shape (13, 1, 2), got (13, 2, 1)":
+    "k_scale must have shape (13, 4, 2), got (13, 2, 1)":
         {"case": FP8_PAGED, "k_scale": torch.ones(13, 2, 1)},
+    "k_scale must have shape (13, 1, 2), got (12, 1, 2)":
+        {"case": FP8_PAGED, "k_scale": torch.ones(12, 1, 2)},
     "k_scale must have shape (2, 2), got (13, 2)":
         {"case": FP8_PAGED, "k_scale": torch.ones(13, 2)},
-    "k_scale must have shape (2, 2), got (2, 1, 2)":
+    "k_scale must have shape (2, 2, 20), got (2, 1, 2)":
         {"case": CASES["fp8"], "k_scale": torch.ones(2, 1, 2)},
-    "k_scale and v_scale must both be for rows, (B, Hkv), or both for pages":
+    "k_scale and v_scale must both be for rows, (B, Hkv), for pages, or for tokens":
         {"case": FP8_PAGED, "k_scale": torch.ones(2, 2)},
+    "for tokens, got (13, 4, 2) and (13, 1, 2)":
+        {"case": FP8_PAGED, "k_scale": torch.ones(13, 4, 2)},
     "unified_max must have shape (4,), got (2,)": {"unified_max": torch.zeros(2)},
     "num_splits must not be negative, got -1": {"num_splits": -1},
     "key_ranges must have shape (B or 1, 1, 1, 2) with B = 2, got (2, 4, 1, 2)":
@@ -285,3 +289,17 @@ def test_vmap_does_not_share_a_cache_that_is_written():
 
     with pytest.raises(ValueError, match="key_cache and value_cache mapped"):
         torch.func.vmap(step)(torch.stack([q, q]))
+
+
+def test_scales_of_tokens_are_checked_for_every_number_of_keys():
+    """Calls over caches of about as many keys share checks, but not those of such scales."""
+    q, lens = torch.randn(1, 2, 1, 16).bfloat16(), torch.tensor([20], dtype=torch.int32)
+    scale = torch.ones(1, 2, 20)
+    for keys in (20, 21):
+        cache = torch.zeros(1, 2, keys, 16).to(torch.float8_e4m3fn)
+        call = lambda c=cache: fa_ops.attention_with_kv_cache(q, c, c, lens, k_scale=scale)  # noqa: E731
+        if keys == 20:
+            assert call().isfinite().all()
+            continue
+        with pytest.raises(ValueError, match=r"k_scale must have shape \(1, 2, 21\)"):
+            call()

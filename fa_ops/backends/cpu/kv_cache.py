@@ -31,16 +31,16 @@ def cache_forward(
         steps = torch.arange(q.shape[2]) - q.shape[2]
         q = _rotated(q, cache, (lens[:, None] + steps).clamp_(min=0))
     longest = max(int(lens.max()), 1)
-    keys = _keys(k, cache, cache.k_scale, q.dtype, longest)
-    values = _keys(v, cache, cache.v_scale, q.dtype, longest)
+    keys = _keys(k, cache, cache.k_scale, q.dtype, len(q), longest)
+    values = _keys(v, cache, cache.v_scale, q.dtype, len(q), longest)
     return dense.forward(q, keys, values, spec._replace(kv_lens=lens.int()))
 
 
 def _keys(
-    x: Tensor, cache: Cache, scale: Tensor | None, dtype: torch.dtype, longest: int
+    x: Tensor, cache: Cache, scale: Tensor | None, dtype: torch.dtype, rows: int, longest: int
 ) -> Tensor:
-    """The first `longest` keys of every sequence, (B, Hkv, longest, D)."""
-    pages = None
+    """The first `longest` keys of every one of `rows` sequences, (B, Hkv, longest, D)."""
+    pages, at = None, torch.arange(longest).expand(rows, longest)
     if cache.page_table is None:
         x = x[:, :, :longest]
     else:
@@ -53,15 +53,17 @@ def _keys(
         pages = pages.repeat_interleave(size, 1)[:, :longest]
     if x.dtype == _FP8:
         x = x.float()
-        x = x if scale is None else x.mul_(_factors(scale, pages))
+        x = x if scale is None else x.mul_(_factors(scale, pages, at))
     return x.to(dtype)
 
 
-def _factors(scale: Tensor, pages: Tensor | None) -> Tensor:
-    """Dequantisation factors (B, Hkv, n or 1, 1) of n keys in pages (B, n)."""
+def _factors(scale: Tensor, pages: Tensor | None, at: Tensor) -> Tensor:
+    """Dequantisation factors (B, Hkv, n or 1, 1) of n keys `at` (B, n), in pages (B, n)."""
     if scale.dim() == 2:
         return scale[:, :, None, None]
-    return scale[pages, 0].transpose(1, 2).unsqueeze(-1)
+    if pages is None:
+        return scale.gather(2, at[:, None].expand(-1, scale.shape[1], -1)).unsqueeze(-1)
+    return scale[pages, at % scale.shape[1]].transpose(1, 2).unsqueeze(-1)
 
 
 def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
@@ -73,7 +75,7 @@ def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
     pages = None if cache.page_table is None else cache.page_table[row, at // k.shape[1]].long()
     for memory, new, scale in ((k, key, cache.k_scale), (v, cache.value, cache.v_scale)):
         if memory.dtype == _FP8:
-            new = new.float() if scale is None else new.float() / _factors(scale, pages)
+            new = new.float() if scale is None else new.float() / _factors(scale, pages, at)
             new = new.clamp(-448.0, 448.0).to(_FP8).view(torch.uint8)
             memory = memory.view(torch.uint8)
         new = new.transpose(1, 2)  # (B, Sn, Hkv, D)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from fa_ops.types import PAGE_SCALES, TOKEN_SCALES
+
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
@@ -245,7 +247,7 @@ class DecodeConfig:
     warps: int  # that attend
     whole_rows: bool  # a copy brings keys with all their features
     is_e4m3: bool = False  # keys and values, of one byte
-    scales: int = 0  # 0: none, 1: of a row of the batch and kv head, 2: of a page and kv head
+    scales: int = 0  # one of the constants of `types`
 
     merge_threads = 256
 
@@ -275,6 +277,12 @@ class DecodeConfig:
         return self.block_n * sum(-(-width // column) * column for width, column in rows)
 
     @property
+    def _scales_bytes(self) -> int:
+        """Bytes of a tile's scales: a key's and a value's for each copy, or for each token."""
+        count = {PAGE_SCALES: self.block_n // self.copy_keys, TOKEN_SCALES: self.block_n}
+        return 8 * count.get(self.scales, 0)
+
+    @property
     def _fixed_bytes(self) -> int:
         queries = 2 * (self.rows * self.head_dim * 2 + 48)
         return queries + self.warps * self.rows * (self.value_dim * 4 + 8)
@@ -282,8 +290,7 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a CTA."""
-        scales = 8 * (self.block_n // self.copy_keys) if self.scales == 2 else 0
-        tiles = self.stages * (self._tile_bytes + scales)
+        tiles = self.stages * (self._tile_bytes + self._scales_bytes)
         return tiles + self._fixed_bytes + 4 * (self.stages + 1) + 8 * (4 + 3 * self.stages)
 
     def defines(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ from fa_ops.backends.hopper.split_kv import (
 )
 from fa_ops.backends.hopper.split_kv import cache_error as split_kv_error
 from fa_ops.call import CACHED, CacheTensors, Call, Run
-from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, queries_of_kv_head
+from fa_ops.types import MAX_DECODING_QUERIES, Cache, Spec, queries_of_kv_head, scales_of
 
 _LAYOUT = struct_layout("decode_params.cuh", "DecodeParams")
 _SCALARS, _STRIDES = _LAYOUT.packer("B", "width"), _LAYOUT.packer("q_strides", "v_strides")
@@ -86,14 +86,8 @@ def _options(cache: Cache, spec: Spec) -> tuple:
         None if slopes is None else slopes.dim(),
         spec.sinks is not None,
         None if spec.key_ranges is None else spec.key_ranges.shape[0],
-        _scales_kind(cache),
+        scales_of(cache.k_scale, cache.v_scale, cache.page_table is not None),
     )
-
-
-def _scales_kind(cache: Cache) -> int:
-    """The HAS_SCALES macro: 0 without scales, 1 with those of rows of the batch, 2 of pages."""
-    scales = cache.v_scale if cache.k_scale is None else cache.k_scale
-    return 0 if scales is None else scales.dim() - 1
 
 
 def _plan_of(q: Tensor, k: Tensor, v: Tensor, *options) -> DecodePlan:

@@ -21,7 +21,7 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.split_kv import by_head, cache_sizes, table_layout
 from fa_ops.call import CacheTensors
-from fa_ops.types import Cache, is_prefill
+from fa_ops.types import Cache, is_prefill, scales_of
 
 E4M3 = torch.float8_e4m3fn
 _LAYOUT = struct_layout("dequantize.cu", "DequantizeParams")
@@ -52,10 +52,10 @@ def error(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> str | None:
 
 def converter(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Converter:
     """What converts caches with this geometry to the dtype of the query."""
-    scales = cache.v_scale if cache.k_scale is None else cache.k_scale
     return _converter(
         q.dtype, q.device.index, q.shape[0], (k.shape, v.shape), (k.stride(), v.stride()),
-        table_layout(cache.page_table), scales is not None and scales.dim() == 3,
+        table_layout(cache.page_table),
+        scales_of(cache.k_scale, cache.v_scale, cache.page_table is not None),
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class Converter:
 
     def __init__(
         self, dtype: torch.dtype, device: int, B: int, shapes, strides,
-        table: tuple[int, int] | None, has_page_scales: bool,
+        table: tuple[int, int] | None, scales: int,
     ) -> None:  # fmt: skip
         paged = table is not None
         k_shape, k_strides = by_head(shapes[0], paged), by_head(strides[0], paged)
@@ -81,7 +81,7 @@ class Converter:
         ]
         sizes = _SIZES.pack(
             *k_strides[:3], *v_strides[:3], B, Hkv, keys, D, Dv, page, pages,
-            0 if table is None else table[1], has_page_scales,
+            0 if table is None else table[1], scales,
         )  # fmt: skip
         self._params = Params(_ADDRESSES, sizes)
         self._grid = -(-keys // _TOKENS), min(B, _MAX_GRID_ROWS)

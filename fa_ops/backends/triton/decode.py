@@ -23,11 +23,11 @@ from fa_ops.backends.triton.configs_decode import (
     DecodeTile,
     decode_tile,
 )
-from fa_ops.backends.triton.decode_append import bind_cache, has_page_scales, prepare_cache
+from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
 from fa_ops.call import Call, Run
-from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec
+from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, scales_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
@@ -257,8 +257,8 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Split
     chunk = next((c for c in _CHUNKS if c >= B), _CHUNKS[-1])
     # pieces of a sequence with its share of the programs; longer ones loop in the merge kernel
     parts = min(MERGE_PARTS, padded(2 + 2 * sms // max(1, B * memory.Hkv)))
-    page_scales = has_page_scales(memory.k_scale, memory.v_scale)
-    given = (*(t is not None for t in memory.small()), page_scales)
+    scales = scales_of(memory.k_scale, memory.v_scale, memory.page > 0)
+    given = (*(t is not None for t in memory.small()), scales)
     key = (
         q.dtype, k.dtype, D, Dv, memory.page, aligned, wide, shared, kind, mode, rows <= 16,
         apart, light, chunk, parts, given, precision(q.dtype), q.get_device(),
@@ -270,7 +270,7 @@ def _plan(q: Tensor, memory: Memory, kind: Class, mode: str, rows: int) -> Split
     tile = decode_tile(arch, q.dtype, fp8, D, Dv, rows, light)
 
     def compiled(samples: tuple[tuple, tuple]) -> SplitKernels:
-        shape = (D, Dv, memory.page, shared, mode, chunk, parts, page_scales, kind.extreme, apart)
+        shape = (D, Dv, memory.page, shared, mode, chunk, parts, scales, kind.extreme, apart)
         split, merge = constants(tile, arch, q.dtype, fp8, *shape)
         early = {"launch_pdl": True} if split["PDL"] else {}
         divisors = divisors_of(q.dtype, k.dtype) if aligned else {}
@@ -298,7 +298,7 @@ def divisors_of(dtype: torch.dtype, cached: torch.dtype) -> dict[str, int]:
 
 def constants(
     tile: DecodeTile, arch: int, dtype: torch.dtype, fp8: bool, D: int, Dv: int, page: int,
-    shared: bool, mode: str, chunk: int, parts: int, page_scales: bool = False,
+    shared: bool, mode: str, chunk: int, parts: int, scales: int = 0,
     extreme: bool = False, apart: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """The constexpr parameters of the split and the merge kernel."""
@@ -315,7 +315,7 @@ def constants(
         "D": D, "Dv": Dv, "BLOCK_D": main, "EXTRA": extra,
         "BLOCK_DV": main if shared else padded(Dv), "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "PAGE": page, "SHARED": shared, "PRECISION": precision(dtype),
-        "STAGES": tile.num_stages, "PAGE_SCALES": page_scales, "EXTREME": extreme, "APART": apart,
+        "STAGES": tile.num_stages, "SCALES": scales, "EXTREME": extreme, "APART": apart,
     }  # fmt: skip
     merge = {
         "Dv": Dv, "BLOCK_DV": padded(Dv), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,

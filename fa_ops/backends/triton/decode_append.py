@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
-from fa_ops.types import Cache
+from fa_ops.types import Cache, scales_of
 
 _launches: dict[tuple, Launch] = {}
 
@@ -28,12 +28,12 @@ def append_kernel(
     capacity: tl.int32, table, table_stride: tl.int64, pages: tl.int32, kv_lens, ends, k_scale,
     v_scale, cos, sin, positions: tl.int32,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write one new token of a kv head, or rotate one row of q (programs from `writers` on).
 
     A token beyond the cache's capacity, or whose page does not exist, is not written. `ends`, if
-    given, receives the numbers of keys with the new ones.
+    given, receives the numbers of keys with the new ones. SCALES: one of the constants of `types`.
     """
     pid = tl.program_id(0)
     if PDL:  # the kernel that attends waits for the end of this one
@@ -54,7 +54,13 @@ def append_kernel(
             row, slot = page, position % PAGE
         else:
             row, slot = b, position
-        scale_at = (row if PAGE_SCALES else b) * Hkv + h
+        scale_at = (b * Hkv + h).to(tl.int64)
+        if SCALES == 2:
+            scale_at = row.to(tl.int64) * Hkv + h
+        elif SCALES == 3 and PAGE > 0:
+            scale_at = (row.to(tl.int64) * PAGE + slot) * Hkv + h
+        elif SCALES == 3:
+            scale_at = scale_at * capacity + slot
         write_row(
             key + b * key_stride_b + h * key_stride_h + n * key_stride_s,
             k + row * k_stride_b + h * k_stride_h + slot * k_stride_s, fits,
@@ -116,11 +122,6 @@ def rotated(
     return x * c + tl.where(first, -y, y) * s
 
 
-def has_page_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
-    """Whether fp8 scales are per page instead of per sequence."""
-    return any(scale is not None and scale.dim() == 3 for scale in (k_scale, v_scale))
-
-
 def prepare_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, kv_lens: Tensor, capacity: int
 ) -> Tensor:
@@ -162,7 +163,7 @@ def bind_cache(
     constants = {
         "D": D, "Dv": Dv, "BLOCK": padded(max(D, Dv)), "R": R,
         "INTERLEAVED": cache.rotary_interleaved, "PAGE": k.shape[1] if paged else 0,
-        "PAGE_SCALES": has_page_scales(cache.k_scale, cache.v_scale), "PDL": early,
+        "SCALES": scales_of(cache.k_scale, cache.v_scale, paged), "PDL": early,
     }  # fmt: skip
     scaled = (cache.k_scale is not None, cache.v_scale is not None)
     angles = cache.rotary_cos.dtype if R else None

@@ -46,14 +46,14 @@ def attend_piece(
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EXTREME: tl.constexpr,
-    APART: tl.constexpr, EXACT: tl.constexpr,
+    APART: tl.constexpr, EXACT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Softmax over tiles [first, last) of one unit: (maximum, denominator, weighted sum, failed).
 
     q points to the batch element, k and v to the head (of the batch element, or of page 0), `table`
     to the batch element's pages, slopes to the kv head's first query head, k_scales and v_scales
-    to the kv head's scale of page 0 if scales are per page. Keys are attended below `end`, and from
-    `begin` on unless that is None.
+    to the kv head's first scale if there is one for each page or token. Keys are attended below
+    `end`, and from `begin` on unless that is None.
 
     `guess` None: online softmax with a running maximum. Otherwise it points to a fixed maximum for
     the kv head's first query head, in units of scores, and the loop neither reduces nor rescales
@@ -150,8 +150,10 @@ def attend_piece(
             s = saturated(s)
         if FP8:
             s *= top[:, None]
+        if SCALES >= 2:
+            scale_at = scale_index(known if PAGE > 0 else j, j, Hkv, PAGE, SCALES)
         if k_scales is not None:
-            s *= tl.load(k_scales + known * Hkv, mask=there, other=0.0)[None, :]
+            s *= tl.load(k_scales + scale_at, mask=there, other=0.0)[None, :]
         if cap is not None:
             s = tanh(s, EXTREME) * cap
         columns = j[None, :]
@@ -174,7 +176,7 @@ def attend_piece(
             den += p
             alpha = tl.full([BLOCK_M], 1.0, tl.float32)
         if v_scales is not None:
-            v_scale = tl.load(v_scales + known * Hkv, mask=there, other=0.0)
+            v_scale = tl.load(v_scales + scale_at, mask=there, other=0.0)
             v_top_new = tl.maximum(v_top, tl.max(tl.abs(v_scale), 0))
             unit = tl.where(v_top_new == 0.0, 1.0, v_top_new)
             alpha *= v_top / unit
@@ -219,6 +221,18 @@ def attend_piece(
     if APART and not EXACT:
         failed = failed | has_nonfinite(acc)
     return m, den, acc, failed
+
+
+@triton.jit
+def scale_index(page, key, Hkv, PAGE: tl.constexpr, SCALES: tl.constexpr):
+    """Where the scale of a key's page, or of the key, lies behind the kv head's first one."""
+    if SCALES == 2:
+        at = page * Hkv
+    elif PAGE > 0:
+        at = (page * PAGE + key % PAGE) * Hkv
+    else:
+        at = key
+    return at
 
 
 @triton.jit
@@ -325,14 +339,15 @@ def split_kernel(
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    PAGE_SCALES: tl.constexpr, EXTREME: tl.constexpr, APART: tl.constexpr, STREAM: tl.constexpr,
+    SCALES: tl.constexpr, EXTREME: tl.constexpr, APART: tl.constexpr, STREAM: tl.constexpr,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a program's range of tiles, as results of whole units and as pieces of others.
 
     q (B, Hq, Sq, D); k and v (B, Hkv, S, ...), or pages of PAGE keys, by strides.
 
-    k_scale and v_scale are (B, Hkv), or with PAGE_SCALES (pages, Hkv).
+    k_scale and v_scale are (B, Hkv); with SCALES 2 (pages, Hkv), with 3 (pages, PAGE, Hkv) or
+    (B, Hkv, capacity), as the constants of `types`.
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
     (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2. `guesses`
     (Hq,) are maxima to start from. Pieces for which they are no good are computed once more, and so
@@ -383,11 +398,14 @@ def split_kernel(
             m0 = unit % blocks * BLOCK_M
             factor = scale
             k_scales, v_scales = None, None
-            if PAGE_SCALES:
+            if SCALES >= 2:
+                scales_at = h.to(tl.int64)
+                if SCALES == 3 and PAGE == 0:
+                    scales_at = (b.to(tl.int64) * Hkv + h) * capacity
                 if k_scale is not None:
-                    k_scales = k_scale + h
+                    k_scales = k_scale + scales_at
                 if v_scale is not None:
-                    v_scales = v_scale + h
+                    v_scales = v_scale + scales_at
             elif k_scale is not None:
                 factor *= tl.load(k_scale + b * Hkv + h)
             k_at, v_at, pages_at, slopes_at = k + h * k_stride_h, v + h * v_stride_h, table, slopes
@@ -413,9 +431,9 @@ def split_kernel(
                         Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
                         window_left, window_right, guess if attempt == 0 else None,
                         D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION,
-                        STAGES, EXTREME, APART, attempt == 2,
+                        STAGES, EXTREME, APART, attempt == 2, SCALES,
                     )  # fmt: skip
-            if v_scale is not None and not PAGE_SCALES:
+            if v_scale is not None and SCALES < 2:
                 acc *= tl.load(v_scale + b * Hkv + h)
             if whole:
                 store_whole(

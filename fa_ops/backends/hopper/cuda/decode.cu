@@ -37,7 +37,7 @@ struct DecodeShared {
   u32 sums, stats;  // of each warp, when an item ends
   u32 split;        // of each item
   u32 pages;        // of each stage: a bit for each copy whose page exists
-  u32 scales;       // of each stage: those of each copy's page
+  u32 scales;       // of each stage: those of pages or tokens
   u32 q_full, q_empty, k_full, v_full, kv_empty, end;
 
   DEVICE constexpr explicit DecodeShared(u32 base)
@@ -97,8 +97,12 @@ DEVICE void copy_tile(const DecodeParams& p, const DecodeShared& sm, const Decod
     token[j] = tile * BLOCK_N + j * COPY_KEYS, page[j] = token[j] < t.end ? t.b : -1;
 #endif
   mbar_wait(barrier(sm.kv_empty, stage), kv.phase ^ 1);
-#if HAS_SCALES == 2
-  copy_page_scales(p, slot_at<SCALES_BYTES>(sm.scales, stage), kv_head(p, t), own_page);
+#if HAS_SCALES >= 2
+#if !IS_PAGED
+  const int own_page = 0;
+#endif
+  copy_tile_scales(p, slot_at<SCALES_BYTES>(sm.scales, stage), t.b, kv_head(p, t), tile * BLOCK_N,
+                   {t.begin, t.end}, own_page);
   copies_arrive(k_full);
 #endif
   if (leader) {
@@ -207,7 +211,10 @@ struct DecodeExactRow : ExactCacheRow<DecodeParams> {
 
   DEVICE float scale_of(const float* scales, int key) const {
 #if HAS_SCALES
-    return scales ? scales[(HAS_SCALES == 2 ? find(key) : b) * p.Hkv + item] : 1.f;
+    if (HAS_SCALES == 1) return scales ? scales[b * p.Hkv + item] : 1.f;
+    int slot = key;
+    const int page = find(slot);
+    return scales ? scales[::scale_at(p, b, item, page, slot, key)] : 1.f;
 #else
     return 1.f;
 #endif
@@ -233,7 +240,7 @@ struct DecodeConsumer {
   Queries queries;
   Sums sums;
   float row_max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8
-  float reference[2];        // added to the maxima in log2 units, see PageScales
+  float reference[2];        // added to the maxima in log2 units, see TileScales
   float slope[2];
   int first_key[2], end_key[2], diagonal[2];
 
@@ -261,27 +268,38 @@ struct DecodeConsumer {
     }
   }
 
-  // The logarithm of a weight for values whose scale is 2^shift relative to `reference`.
-  DEVICE float log2_weight(float x, float max, float shift) const {
-    const float y = (x - max) * p.scale_log2;
-    return HAS_SCALES == 2 ? y + shift : y;
+  // The logarithm of a weight, relative to the row's; `log2_size` is that of its value's scale.
+  DEVICE float log2_weight(float x, float log2_size, int r) const {
+    const float y = (x - row_max[r]) * p.scale_log2;
+    return HAS_TILE_SCALES ? y + (log2_size - reference[r]) : y;
+  }
+
+  DEVICE static float max_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
   // Turns scores into weights, the operand of the product with the values.
-  DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4], const PageScales& scales) {
+  DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4], const TileScales& scales) {
+    const float sizes[2][2] = {{scales.log2_size(0, 0), scales.log2_size(0, 1)},
+                               {scales.log2_size(1, 0), scales.log2_size(1, 1)}};
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
-      float shift = scales.value_log2 - reference[r];
-      float m = fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)), m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (__any_sync(~0u, log2_weight(m, row_max[r], shift) > RESCALE_THRESHOLD_LOG2)) {
+      const float m = max_of_row(largest(x, r));
+      float rise = (m - row_max[r]) * p.scale_log2;
 #if HAS_SCALES == 2
-        const float rise = log2_weight(m, row_max[r], shift), factor = rise > 0.f ? exp2_fast(-rise) : 1.f;
-        if (rise > 0.f) row_max[r] = m, reference[r] = scales.value_log2, shift = 0.f;
-#else
-        m = fmaxf(m, row_max[r]);
-        const float factor = exp2_fast((row_max[r] - m) * p.scale_log2);
-        row_max[r] = m;
+      rise += sizes[0][0] - reference[r];
+#elif HAS_SCALES == 3
+      rise = max_of_row(largest_weight(x, sizes, r));
+#endif
+      if (__any_sync(~0u, rise > RESCALE_THRESHOLD_LOG2)) {
+        const float old = row_max[r];
+        row_max[r] = fmaxf(m, old);
+        float factor = exp2_fast((old - row_max[r]) * p.scale_log2);
+#if HAS_SCALES >= 2
+        const float level = (old - row_max[r]) * p.scale_log2,
+                    top = fmaxf(level, max_of_row(largest_weight(x, sizes, r)));
+        reference[r] += top, factor = exp2_fast(level - top);
 #endif
         sum[r] *= factor;
 #pragma unroll
@@ -290,12 +308,25 @@ struct DecodeConsumer {
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast(log2_weight(x[j][2 * r], row_max[r], shift)),
-                    b = exp2_fast(log2_weight(x[j][2 * r + 1], row_max[r], shift));
-        sum[r] += HAS_SCALES == 2 ? (a + b) * scales.value_inverse : a + b;
-        w[2 * j + r] = pack_weights(a, b) ^ scales.value_sign;
+        const float a = exp2_fast(log2_weight(x[j][2 * r], sizes[j][0], r)),
+                    b = exp2_fast(log2_weight(x[j][2 * r + 1], sizes[j][1], r));
+        sum[r] += scales.over_size(a, j, 0) + scales.over_size(b, j, 1);
+        w[2 * j + r] = pack_weights(a, b) ^ scales.signs(j);
       }
     }
+  }
+
+  // Of a lane's four scores of a row, and of the logarithms of their weights.
+  DEVICE static float largest(const float (&x)[2][4], int r) {
+    return fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+  }
+  DEVICE float largest_weight(const float (&x)[2][4], const float (&sizes)[2][2], int r) const {
+    float y[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) y[j][2 * r + i] = log2_weight(x[j][2 * r + i], sizes[j][i], r);
+    return largest(y, r);
   }
 
   DEVICE void attend(const DecodeSplit& t, int tile) {
@@ -303,8 +334,7 @@ struct DecodeConsumer {
     float s[2][2][4] = {};
     mbar_wait(barrier(sm.k_full, stage), kv.phase);
     queries.multiply(s, slot_at<K_BYTES>(sm.k, stage), warp * 16);
-    const PageScales scales =
-        PageScales::of(p, slot_at<SCALES_BYTES>(sm.scales, stage), warp * 16 / COPY_KEYS);
+    const TileScales scales = TileScales::of(p, slot_at<SCALES_BYTES>(sm.scales, stage), warp * 16);
     u32 exists = 3;  // a bit for each of two times 8 keys whose page exists
 #if IS_PAGED
     const u32 found = load_shared<u32>(slot_at<4>(sm.pages, stage));
@@ -321,7 +351,7 @@ struct DecodeConsumer {
       for (int i = 0; i < 4; i++) {
         const int r = i >> 1, column = key + j * 8 + (lane & 3) * 2 + (i & 1);
         if (r >= ROWS / 8) continue;
-        float y = queries.product(s[j][0][i] + s[j][1][i], r) * scales.key;
+        float y = queries.product(s[j][0][i] + s[j][1][i], r) * scales.key(j, i & 1);
 #if HAS_SOFTCAP
         y = softcap_tanh(y * p.tanh_scale);
 #endif
@@ -362,7 +392,9 @@ struct DecodeConsumer {
       const int row = (lane >> 2) + 8 * r;
       if ((lane & 3) == 0)
         store_shared(sm.stats + (warp * ROWS + row) * 8,
-                     make_float2(log2_weight(row_max[r], 0.f, reference[r]), sum[r]));
+                     make_float2(HAS_TILE_SCALES ? row_max[r] * p.scale_log2 + reference[r]
+                                                 : row_max[r] * p.scale_log2,
+                                 sum[r]));
       sums.store(sums_at(warp, row), swizzle(row), r);
     }
     named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);
@@ -433,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     for (int i = 0; i < ITEMS; i++)
       mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), WARPS);
     for (int i = 0; i < STAGES; i++)
-      mbar_init(barrier(sm.k_full, i), HAS_SCALES == 2 ? 1 + 32 : 1), mbar_init(barrier(sm.v_full, i), 1),
+      mbar_init(barrier(sm.k_full, i), HAS_TILE_SCALES ? 1 + 32 : 1), mbar_init(barrier(sm.v_full, i), 1),
           mbar_init(barrier(sm.kv_empty, i), WARPS);
     // the first read of a line of parameters takes as long as one from memory: here the CTA waits anyway
     store_shared(sm.split, make_int4((int)(u64)p.out, p.B, p.window_right, __float_as_int(p.scale_log2)));

@@ -23,7 +23,7 @@ struct DecodeParams {
   const int* table;                   // (B, table_stride) or null
   const float* sinks;                 // (Hq,) or null
   const float* alibi;                 // (B|1, Hq) or null
-  const float *k_scale, *v_scale;     // (B, Hkv), or with HAS_SCALES 2 (pages, Hkv), or null
+  const float *k_scale, *v_scale;     // or null, see decode_scales.cuh
   int B, Hq, Hkv, group, Sq, Sk, Dv;  // Sk: capacity of the cache
   int idle;  // groups of CTAs without an item in the last round, if each takes whole items
   int window_left, window_right, page, page_count, table_stride, alibi_b, ranges_b;

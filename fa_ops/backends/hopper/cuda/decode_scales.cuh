@@ -1,5 +1,5 @@
-// The scales by which decode.cu multiplies e4m3 keys and values: none (HAS_SCALES 0), of each batch row and
-// KV head (1), or of each page and KV head (2).
+// The scales by which decode.cu multiplies e4m3 keys and values. HAS_SCALES is 0 without, 1 for (B, Hkv), 2
+// for (pages, Hkv), and 3 for those of each token: (pages, page, Hkv) or (B, Hkv, Sk).
 #pragma once
 #include "decode_params.cuh"
 
@@ -23,39 +23,80 @@ struct RowScales {
 #endif
 };
 
-#if HAS_SCALES == 2
-constexpr u32 SCALES_BYTES = COPIES * 8;  // of a tile: a key's and a value's for each copy
+// Of a tile: those of the keys of each copy or token, then those of the values.
+constexpr bool HAS_TILE_SCALES = HAS_SCALES >= 2;
+constexpr int TILE_SCALES = HAS_SCALES == 2 ? COPIES : HAS_SCALES == 3 ? BLOCK_N : 0;
+constexpr u32 SCALES_BYTES = TILE_SCALES * 8;
 
-// Executed by a warp, of which each lane has the page of a copy, or -1.
-DEVICE void copy_page_scales(const DecodeParams& p, u32 to, int h, int page) {
-  const int lane = threadIdx.x & 31;
-  if (lane >= COPIES) return;
-  const float* const both[2] = {p.k_scale, p.v_scale};
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (both[i]) copy_word(to + lane * 8 + i * 4, both[i] + (long long)max(page, 0) * p.Hkv + h, page >= 0);
+// Where the scale of a token is: `key` of batch row `b`, or `slot` of a page.
+DEVICE long long scale_at(const DecodeParams& p, int b, int h, int page, int slot, int key) {
+  if (HAS_SCALES == 2) return (long long)page * p.Hkv + h;
+  if (IS_PAGED) return ((long long)page * p.page + slot) * p.Hkv + h;
+  return ((long long)b * p.Hkv + h) * p.Sk + key;
 }
-#else
-constexpr u32 SCALES_BYTES = 0;
-#endif
 
-// Those of the page that holds a warp's 16 keys. A weight for values of scale v is 2^(score + log2 |v|),
-// relative to the largest such power, as the products with values are of 16-bit numbers. The sum of weights
-// without scales is that of weights divided by |v|.
-struct PageScales {
-  float key, value_log2, value_inverse;
-  u32 value_sign;  // of two weights in a word
-
-  DEVICE static PageScales of(const DecodeParams& p, u32 tile_scales, int copy) {
-#if HAS_SCALES == 2
-    const float2 x = load_shared<float2>(tile_scales + copy * 8);
-    const float value = p.v_scale ? x.y : 1.f;
-    const float size = fmaxf(fabsf(value), LEAST);
-    return {p.k_scale ? x.x : 1.f, log2_fast(size), reciprocal_fast(size), value < 0.f ? 0x80008000u : 0u};
-#else
-    return {1.f, 0.f, 1.f, 0u};
-#endif
+// Executed by a warp, of which each lane has the page of a copy, or -1. Scales of keys that are not attended
+// become 0.
+DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int first, KeyRange keys,
+                             int page) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int base = 0; base < TILE_SCALES; base += 32) {
+    const int i = base + lane, key = first + (HAS_SCALES == 2 ? i * COPY_KEYS : i);
+    const int own_page = HAS_SCALES == 2 ? page : __shfl_sync(~0u, page, i / COPY_KEYS);
+    if (i >= TILE_SCALES) continue;
+    bool is_there = !IS_PAGED || own_page >= 0;
+    if (HAS_SCALES == 3) is_there = is_there && key >= keys.begin && key < keys.end;
+    const long long at = is_there ? scale_at(p, b, h, own_page, IS_PAGED ? key % p.page : 0, key) : 0;
+    if (p.k_scale) copy_word(to + i * 4, p.k_scale + at, is_there);
+    if (p.v_scale) copy_word(to + (TILE_SCALES + i) * 4, p.v_scale + at, is_there);
   }
+}
+
+// Those of a lane's keys among the 16 of its warp: two in each half. A weight for values of scale v is
+// 2^(score + log2 |v|), relative to the largest such power, as products with values are of 16-bit numbers.
+// The sum of weights without scales is that of weights divided by |v|.
+struct TileScales {
+#if HAS_SCALES == 3
+  float2 keys[2], values[2];
+
+  DEVICE static TileScales of(const DecodeParams& p, u32 at, int first) {
+    TileScales s;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 own = at + (first + j * 8 + (threadIdx.x & 3) * 2) * 4;
+      s.keys[j] = p.k_scale ? load_shared<float2>(own) : make_float2(1.f, 1.f);
+      s.values[j] = p.v_scale ? load_shared<float2>(own + TILE_SCALES * 4) : make_float2(1.f, 1.f);
+    }
+    return s;
+  }
+  DEVICE float key(int j, int i) const { return i ? keys[j].y : keys[j].x; }
+  DEVICE float value(int j, int i) const { return i ? values[j].y : values[j].x; }
+#elif HAS_SCALES == 2
+  float of_keys, of_values;
+
+  DEVICE static TileScales of(const DecodeParams& p, u32 at, int first) {
+    const u32 own = at + first / COPY_KEYS * 4;
+    return {p.k_scale ? load_shared<float>(own) : 1.f,
+            p.v_scale ? load_shared<float>(own + TILE_SCALES * 4) : 1.f};
+  }
+  DEVICE float key(int, int) const { return of_keys; }
+  DEVICE float value(int, int) const { return of_values; }
+#else
+  DEVICE static TileScales of(const DecodeParams&, u32, int) { return {}; }
+  DEVICE float key(int, int) const { return 1.f; }
+  DEVICE float value(int, int) const { return 1.f; }
+#endif
 
   static constexpr float LEAST = 1e-30f;  // a scale may be 0
+
+  DEVICE float size(int j, int i) const { return fmaxf(fabsf(value(j, i)), LEAST); }
+  DEVICE float log2_size(int j, int i) const { return HAS_TILE_SCALES ? log2_fast(size(j, i)) : 0.f; }
+  DEVICE float over_size(float weight, int j, int i) const {
+    return HAS_TILE_SCALES ? weight * reciprocal_fast(size(j, i)) : weight;
+  }
+  // The sign bits of two weights in a word.
+  DEVICE u32 signs(int j) const {
+    return HAS_TILE_SCALES ? (value(j, 0) < 0.f ? 0x8000u : 0u) | (value(j, 1) < 0.f ? 0x80000000u : 0u) : 0u;
+  }
 };

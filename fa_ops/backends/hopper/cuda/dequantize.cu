@@ -1,6 +1,6 @@
 // An e4m3 cache as one of 16-bit numbers, times their scales, for kernels that attend such caches. A CTA
-// converts some tokens of a batch row for all KV heads. Pages of a batch row follow one another in the result,
-// whose table says which of them exist.
+// converts some tokens of a batch row for all KV heads. Pages of a batch row follow one another in the
+// result, whose table says which of them exist.
 #include "elements.cuh"
 #include "seqlen_info.cuh"
 
@@ -9,21 +9,30 @@ constexpr int TOKENS = 16, THREADS = 256;  // of a CTA; a page has a multiple of
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct DequantizeParams {
   const E4m3 *k, *v;
-  const float *k_scale, *v_scale;  // (B, Hkv), or with has_page_scales (pages, Hkv), or null
+  const float *k_scale, *v_scale;  // or null
   const int* kv_lens;              // (B,)
   const int* table;                // (B, table_stride) or null
   Element *k_out, *v_out;          // (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv)
   int* table_out;                  // (B, Sk / page) or null
   Strides k_strides, v_strides;    // of batch rows or pages, heads and tokens
-  int B, Hkv, Sk, D, Dv, page, page_count, table_stride, has_page_scales;
+  int B, Hkv, Sk, D, Dv, page, page_count, table_stride;
+  int scales;  // 1: (B, Hkv), 2: (pages, Hkv), 3: (pages, page, Hkv) or (B, Hkv, Sk)
 };
 
 // Where tokens of a batch row come from and go to: `token` of page or batch row `from`, token `to` of the
-// result; `scales` is the row of their scales.
+// result.
 struct TokenRange {
-  int from, token, count, scales;
+  int b, from, token, count;
   long long to;
 };
+
+// Where the scale of a token is, for one KV head.
+DEVICE long long scale_at(const DequantizeParams& p, const TokenRange& t, int h, int s) {
+  if (p.scales == 1) return (long long)t.b * p.Hkv + h;
+  if (p.scales == 2) return (long long)t.from * p.Hkv + h;
+  if (p.table) return ((long long)t.from * p.page + t.token + s) * p.Hkv + h;
+  return ((long long)t.b * p.Hkv + h) * p.Sk + t.token + s;
+}
 
 DEVICE void convert(const DequantizeParams& p, const TokenRange& t, const E4m3* x, const Strides& strides,
                     const float* scales, int dim, Element* out) {
@@ -33,7 +42,7 @@ DEVICE void convert(const DequantizeParams& p, const TokenRange& t, const E4m3* 
     const int row = (u32)i / (u32)chunks, column = (i - row * chunks) * 8;
     const int s = (u32)row / (u32)p.Hkv, h = row - s * p.Hkv;
     const uint2 found = __ldg((const uint2*)(row_at(x, strides, t.from, h, t.token + s) + column));
-    const float scale = scales ? scales[(long long)t.scales * p.Hkv + h] : 1.f;
+    const float scale = scales ? scales[scale_at(p, t, h, s)] : 1.f;
     const u32 words[2] = {found.x, found.y};
     u32 y[4];
 #pragma unroll
@@ -49,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize(const __grid_co
   const int first = blockIdx.x * TOKENS;
   for (int b = blockIdx.y; b < p.B; b += gridDim.y) {
     const int end = keys_of(p, b);
-    TokenRange t = {b, first, min(TOKENS, end - first), b, (long long)b * p.Sk + first};
+    TokenRange t = {b, b, first, min(TOKENS, end - first), (long long)b * p.Sk + first};
     if (p.table) {
       const int number = first / p.page;
       t.from = first < end ? p.table[(long long)b * p.table_stride + number] : -1, t.token = first % p.page;
@@ -57,7 +66,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize(const __grid_co
       const int own = b * (p.Sk / p.page) + number;
       if (t.token == 0 && threadIdx.x == 0) p.table_out[own] = exists ? own : -1;
       if (!exists) continue;
-      if (p.has_page_scales) t.scales = t.from;
     }
     if (t.count <= 0) continue;
     convert(p, t, p.k, p.k_strides, p.k_scale, p.D, p.k_out);
