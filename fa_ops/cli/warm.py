@@ -19,7 +19,7 @@ Dtypes = Annotated[
     list[str] | None, typer.Option(help="bfloat16 or float16; repeatable; default: both")
 ]
 
-EightBit = Annotated[bool, typer.Option("--eight-bit", help="kernels with 8-bit products too")]
+EightBit = Annotated[bool, typer.Option("--eight-bit", help="kernels of 8-bit numbers too")]
 
 
 def run(head_dim: HeadDims = None, dtype: Dtypes = None, eight_bit: EightBit = False) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, decode, launch, mla, split_kv
+from fa_ops.backends.hopper import compiler, decode, launch, mla, split_kv, warm
 from fa_ops.call import CACHED, CacheTensors, Call
 from fa_ops.types import Cache, Spec
 
@@ -82,6 +82,8 @@ def test_e4m3_caches_are_copied_by_bytes(driver, monkeypatch, D, row_bytes, of_p
     decode.forward(q, k, v, Cache(table), spec)
     assert struct.unpack_from("<2Q", driver.launched[-1].params, 456) == (0, 0)
     assert {one["HAS_SCALES"] for one in defines[-2:]} == {0}
+    warmed = [one.defines for one in warm.eight_bit_variants((D,), (torch.bfloat16,))]
+    assert all(one in warmed for one in defines)
 
 
 def test_a_prepared_call_fills_the_same_struct(driver):

@@ -13,6 +13,7 @@ from fa_ops.backends.hopper import (
     decode,
     dense_backward,
     dense_forward,
+    dequantize,
     mla,
     quantize,
     quantized,
@@ -27,6 +28,7 @@ from fa_ops.backends.hopper.configs import (
     mla_config,
 )
 from fa_ops.backends.hopper.launch import Entry
+from fa_ops.types import NO_SCALES, PAGE_SCALES, ROW_SCALES
 
 HEAD_DIMS = tuple(range(8, 257, 8))
 COMMON_HEAD_DIMS = (64, 128, 192, 256)
@@ -90,8 +92,16 @@ def eight_bit_variants(
 ) -> Iterator[Variant]:
     """The kernels of `quantized_attention` with its defaults, and of `attention` of e4m3 tensors.
 
-    Full and causal, for the head dims that the kernels have.
+    Full and causal, for the head dims that the kernels have. And those of e4m3 caches, with up to 8
+    queries of a KV head, and without scales of tokens.
     """
+    for dtype in dtypes:
+        yield Variant("dequantize", ("dequantize",), dequantize.kernel_defines(dtype))
+    for D, dtype, page in itertools.product(head_dims, dtypes, _PAGES):
+        for scales in (NO_SCALES, ROW_SCALES, PAGE_SCALES)[: 3 if page else 2]:
+            config = decode_config(D, D, 8, page, is_e4m3=True, scales=scales)
+            defines = decode.kernel_defines(config, dtype, paged=page > 0)
+            yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
     for D in filter(quantized.has_head_dim, head_dims):
         config = QuantizedConfig(D, D)
         for window in (False, True):
