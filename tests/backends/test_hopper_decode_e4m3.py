@@ -1,4 +1,4 @@
-"""How the decoding kernel multiplies e4m3 keys and values: its own source, as C++ on the CPU."""
+"""How the decoding kernel attends e4m3 keys and values: its own source, as C++ on the CPU."""
 
 import ctypes
 
@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fa_ops.backends.hopper import decode
+from fa_ops.backends.hopper.configs import DecodeConfig
 from tests.backends.cuda_as_cpp import WARP, built, needs_compiler
 
 pytestmark = needs_compiler
@@ -17,9 +19,12 @@ struct float4 { float x, y, z, w; };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 static unsigned char shared[1 << 17];
-static void load_shared(int2& x, u32 at) { std::memcpy(&x, shared + at, 8); }
-template <> int2 load_shared<int2>(u32 at) { int2 x; std::memcpy(&x, shared + at, 8); return x; }
-static void store_shared(u32 at, float4 x) { std::memcpy(shared + at, &x, 16); }
+template <class T> static T load_shared(u32 at) {
+  T x;
+  std::memcpy(&x, shared + at, sizeof x);
+  return x;
+}
+template <class T> static void store_shared(u32 at, T x) { std::memcpy(shared + at, &x, sizeof x); }
 static u32 any_number() { return 0x7e007e00u; }  // NaN
 static u32 swizzled(u32 base, int rows, int row, int chunk) {
   return base + (chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
@@ -73,6 +78,10 @@ static void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   tell(0);
 }
 """  # noqa: E501
+PTX = WARP.replace("static void store_shared(u32, int4) {}", "").replace(
+    "template <class T> static T load_shared(u32) { return {}; }", ""
+)
+PTX += TENSOR_CORES
 KERNEL = """
 #define IS_BF16 {bf16}
 #define IS_E4M3 1
@@ -122,7 +131,7 @@ CASES = [(64, 64, 8, 1), (128, 64, 16, 1), (128, 128, 8, 0), (192, 256, 16, 1)]
 @pytest.mark.parametrize("D, Dv, rows, bf16", CASES)
 def test_products(D, Dv, rows, bf16, tmp_path):
     text = KERNEL.format(D=D, Dv=Dv, rows=rows, bf16=bf16)
-    kernel = built(tmp_path, "e4m3", text, WARP + TENSOR_CORES)
+    kernel = built(tmp_path, "e4m3", text, PTX)
     kernel.memory.restype = ctypes.c_void_p
     g = torch.Generator().manual_seed(D + Dv)
     dtype = torch.bfloat16 if bf16 else torch.float16
@@ -173,7 +182,7 @@ def place(kernel, address, x):
 @pytest.mark.parametrize("D, row_bytes, bits", [(64, 64, 3), (128, 128, 7), (256, 128, 7)])
 def test_addresses_are_those_of_the_copies(D, row_bytes, bits, tmp_path):
     text = KERNEL.format(D=D, Dv=64, rows=8, bf16=1)
-    kernel = built(tmp_path, "e4m3", text, WARP + TENSOR_CORES)
+    kernel = built(tmp_path, "e4m3", text, PTX)
     base = 8 * D * 2
     assert base % 1024 == 0
     for row in range(32):
@@ -182,3 +191,104 @@ def test_addresses_are_those_of_the_copies(D, row_bytes, bits, tmp_path):
             plain = column * 32 * row_bytes + row * row_bytes + inside
             expected = plain ^ (plain >> 7 & bits) << 4
             assert kernel.k_at(row, chunk) - base == expected
+
+
+# What else decode.cu needs; copies and barriers do nothing, as all tiles are there.
+NOTHING = """
+constexpr int RESCALE_THRESHOLD = 8;
+template <class... T> static void mbar_wait(T...) {}
+template <class... T> static void mbar_arrive(T...) {}
+template <class... T> static void mbar_arrive_expect(T...) {}
+template <class... T> static void named_barrier_sync(T...) {}
+template <class... T> static void tma_load(T...) {}
+template <class... T> static void tma_load_hinted(T...) {}
+template <class... T> static void tma_load_rows_hinted(T...) {}
+template <class... T> static void copy_word(T...) {}
+static void copies_arrive(u32) {}
+static void __syncwarp() {}
+static bool elect_one() { return false; }
+static u32 pack(float, float) { return 0; }
+"""
+ATTEND = """
+#include "decode.cu"
+static DecodeParams p;
+static DecodeSplit split;
+static float total[8], maximum[8];
+static void one_warp() {
+  DecodeConsumer consumer(p, LAYOUT, 0);
+  consumer.begin_item(split, LAYOUT.q);
+  for (int tile = 0; tile < split.count; tile++) consumer.attend(split, tile);
+  consumer.reduce_warps();
+}
+extern "C" unsigned char* memory() { return shared; }
+extern "C" u32 k_at(int row, int chunk) {
+  return CacheTile<64>::at(LAYOUT.k + row / 16 * K_BYTES, row % 16, chunk);
+}
+extern "C" u32 v_at(int row, int chunk) {
+  return CacheTile<64>::at(LAYOUT.v + row / 16 * V_BYTES, row % 16, chunk);
+}
+extern "C" u32 q_at(int row, int chunk) { return swizzled(LAYOUT.q, ROWS, row, chunk); }
+extern "C" u32 scales_at(int tile) { return LAYOUT.scales + tile * SCALES_BYTES; }
+extern "C" u32 pages_at(int tile) { return LAYOUT.pages + tile * 4; }
+extern "C" u32 sums_at() { return LAYOUT.sums; }
+extern "C" u32 stats_at() { return LAYOUT.stats; }
+extern "C" void run(int keys, float scale_log2) {
+  static const float any = 1.f;
+  p.k_scale = p.v_scale = &any, p.Sq = 1, p.group = 8, p.scale_log2 = scale_log2;
+  p.window_left = p.window_right = UNBOUNDED;
+  split.count = (keys + 15) / 16, split.keys = split.end = keys;
+  run_warp(one_warp);
+}
+"""
+
+
+@pytest.mark.parametrize("scales", [2, 3])
+def test_scales_of_any_size(scales, tmp_path):
+    """Of 0, of both signs, and large ones with small weights: one warp attends 11 tiles."""
+    keys, tiles = 170, 11
+    config = DecodeConfig(64, 64, 8, 16, 1, False, is_e4m3=True, scales=scales)
+    defines = decode.kernel_defines(config, torch.bfloat16, paged=scales == 2)
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + ATTEND
+    kernel = built(tmp_path, "attend", text, PTX + NOTHING)
+    kernel.memory.restype = ctypes.c_void_p
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        q = torch.randn(8, 64, generator=g).bfloat16()
+        k, v = (torch.randn(16 * tiles, 64, generator=g).to(torch.float8_e4m3fn) for _ in range(2))
+        k.view(torch.uint8)[keys:] = v.view(torch.uint8)[keys:] = 127
+        shape = (tiles, 2, 16) if scales == 3 else (tiles, 2, 1)
+        factors = torch.rand(shape, generator=g) + 0.5
+        powers = torch.randint(-30, 31, (tiles, shape[2]), generator=g)
+        factors[:, 1] *= 2.0 ** (powers - (60 if seed == 3 else 0))
+        factors[:, 1] *= torch.randint(-1, 2, (tiles, shape[2]), generator=g)
+        if seed == 4:
+            factors[:, 1] = 0
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            place(kernel, getattr(kernel, f"{name}_at"), x)
+        for tile in range(tiles):
+            write(kernel, kernel.scales_at(tile), factors[tile])
+            write(kernel, kernel.pages_at(tile), torch.ones(1, dtype=torch.int32))
+        kernel.run(keys, ctypes.c_float(0.5))
+        of_keys, of_values = (
+            factors[:, i].repeat_interleave(16 // shape[2], 1).flatten()[:keys, None].double()
+            for i in range(2)
+        )
+        s = q.double() @ (k[:keys].double() * of_keys).T * 0.5
+        expected = s.mul(np.log(2)).softmax(1) @ (v[:keys].double() * of_values)
+        stats = read(kernel, kernel.stats_at(), 16).view(8, 2)
+        lse = stats[:, 0] + stats[:, 1].log2()
+        torch.testing.assert_close(lse, s.mul(np.log(2)).logsumexp(1) / np.log(2))
+        columns = torch.arange(64) ^ (torch.arange(8)[:, None] * 8)
+        sums = read(kernel, kernel.sums_at(), 8 * 64).view(8, 64).gather(1, columns)
+        error = (sums / stats[:, 1:] - expected).abs().amax(1)
+        assert (error <= 2e-3 * expected.abs().amax(1)).all()
+
+
+def write(kernel, at, x):
+    x = x.contiguous()
+    ctypes.memmove(kernel.memory() + at, x.data_ptr(), x.numel() * x.element_size())
+
+
+def read(kernel, at, count):
+    data = (ctypes.c_float * count).from_address(kernel.memory() + at)
+    return torch.from_numpy(np.array(data, dtype=np.float64))

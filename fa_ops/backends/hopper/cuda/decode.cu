@@ -240,7 +240,7 @@ struct DecodeConsumer {
   Queries queries;
   Sums sums;
   float row_max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8
-  float reference[2];        // added to the maxima in log2 units, see TileScales
+  float reference[2];        // of the weights of values in log2 units, see TileScales
   float slope[2];
   int first_key[2], end_key[2], diagonal[2];
 
@@ -254,7 +254,7 @@ struct DecodeConsumer {
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
       const int at = (lane >> 2) + 8 * r, s = at % p.Sq;
-      row_max[r] = UNINITIALISED_MAX, sum[r] = 0.f, reference[r] = 0.f;
+      row_max[r] = UNINITIALISED_MAX, sum[r] = 0.f, reference[r] = UNINITIALISED_MAX;
       queries.scale(t.scales.key, r);
       diagonal[r] = s + t.keys - p.Sq;
       first_key[r] = max(t.begin, diagonal[r] - p.window_left),
@@ -268,12 +268,12 @@ struct DecodeConsumer {
     }
   }
 
-  // The logarithm of a weight, relative to the row's; `log2_size` is that of its value's scale.
-  DEVICE float log2_weight(float x, float log2_size, int r) const {
-    const float y = (x - row_max[r]) * p.scale_log2;
-    return HAS_TILE_SCALES ? y + (log2_size - reference[r]) : y;
-  }
+  DEVICE float log2_weight(float x, int r) const { return (x - row_max[r]) * p.scale_log2; }
 
+  // Of a lane's four numbers of a row.
+  DEVICE static float largest(const float (&x)[2][4], int r) {
+    return fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+  }
   DEVICE static float max_of_row(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -281,52 +281,57 @@ struct DecodeConsumer {
 
   // Turns scores into weights, the operand of the product with the values.
   DEVICE void exponentiate(u32 (&w)[4], const float (&x)[2][4], const TileScales& scales) {
-    const float sizes[2][2] = {{scales.log2_size(0, 0), scales.log2_size(0, 1)},
-                               {scales.log2_size(1, 0), scales.log2_size(1, 1)}};
 #pragma unroll
     for (int r = 0; r < ROWS / 8; r++) {
       const float m = max_of_row(largest(x, r));
-      float rise = (m - row_max[r]) * p.scale_log2;
-#if HAS_SCALES == 2
-      rise += sizes[0][0] - reference[r];
-#elif HAS_SCALES == 3
-      rise = max_of_row(largest_weight(x, sizes, r));
-#endif
+      float rise = log2_weight(m, r);
+      if (HAS_TILE_SCALES) rise = fmaxf(rise, largest_of_values(x, scales, m, r) - reference[r]);
       if (__any_sync(~0u, rise > RESCALE_THRESHOLD_LOG2)) {
         const float old = row_max[r];
         row_max[r] = fmaxf(m, old);
-        float factor = exp2_fast((old - row_max[r]) * p.scale_log2);
-#if HAS_SCALES >= 2
-        const float level = (old - row_max[r]) * p.scale_log2,
-                    top = fmaxf(level, max_of_row(largest_weight(x, sizes, r)));
-        reference[r] += top, factor = exp2_fast(level - top);
-#endif
+        const float factor = exp2_fast(log2_weight(old, r));
         sum[r] *= factor;
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 8; i++)
-          sums.o[i][2 * r] *= factor, sums.o[i][2 * r + 1] *= factor;
+        rescale(r, HAS_TILE_SCALES ? move_reference(x, scales, m, log2_weight(old, r), r) : factor);
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float a = exp2_fast(log2_weight(x[j][2 * r], sizes[j][0], r)),
-                    b = exp2_fast(log2_weight(x[j][2 * r + 1], sizes[j][1], r));
-        sum[r] += scales.over_size(a, j, 0) + scales.over_size(b, j, 1);
-        w[2 * j + r] = pack_weights(a, b) ^ scales.signs(j);
+        const float a = log2_weight(x[j][2 * r], r), b = log2_weight(x[j][2 * r + 1], r);
+        const float weight_a = exp2_fast(a), weight_b = exp2_fast(b);
+        sum[r] += weight_a + weight_b;
+#if HAS_SCALES >= 2
+        w[2 * j + r] = pack_weights(exp2_fast(a + scales.log2_size(j, 0) - reference[r]),
+                                    exp2_fast(b + scales.log2_size(j, 1) - reference[r])) ^
+                       scales.signs(j);
+#else
+        w[2 * j + r] = pack_weights(weight_a, weight_b);
+#endif
       }
     }
   }
 
-  // Of a lane's four scores of a row, and of the logarithms of their weights.
-  DEVICE static float largest(const float (&x)[2][4], int r) {
-    return fmaxf(fmaxf(x[0][2 * r], x[0][2 * r + 1]), fmaxf(x[1][2 * r], x[1][2 * r + 1]));
+  DEVICE void rescale(int r, float factor) {
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 8; i++)
+      sums.o[i][2 * r] *= factor, sums.o[i][2 * r + 1] *= factor;
   }
-  DEVICE float largest_weight(const float (&x)[2][4], const float (&sizes)[2][2], int r) const {
+
+  // The logarithm of a row's largest weight times the scale of its value; `m` is the largest score.
+  DEVICE float largest_of_values(const float (&x)[2][4], const TileScales& scales, float m, int r) const {
+    if (HAS_SCALES == 2) return log2_weight(m, r) + scales.log2_size(0, 0);
     float y[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) y[j][2 * r + i] = log2_weight(x[j][2 * r + i], sizes[j][i], r);
-    return largest(y, r);
+      for (int i = 0; i < 2; i++)
+        y[j][2 * r + i] = log2_weight(x[j][2 * r + i], r) + scales.log2_size(j, i);
+    return max_of_row(largest(y, r));
+  }
+
+  // Returns the factor of the row's sums. `fall` is the logarithm of that of its weights.
+  DEVICE float move_reference(const float (&x)[2][4], const TileScales& scales, float m, float fall, int r) {
+    const float old = reference[r] + fall;
+    reference[r] = fmaxf(old, largest_of_values(x, scales, m, r));
+    return exp2_fast(old - reference[r]);
   }
 
   DEVICE void attend(const DecodeSplit& t, int tile) {
@@ -391,10 +396,8 @@ struct DecodeConsumer {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1), sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int row = (lane >> 2) + 8 * r;
       if ((lane & 3) == 0)
-        store_shared(sm.stats + (warp * ROWS + row) * 8,
-                     make_float2(HAS_TILE_SCALES ? row_max[r] * p.scale_log2 + reference[r]
-                                                 : row_max[r] * p.scale_log2,
-                                 sum[r]));
+        store_shared(sm.stats + (warp * ROWS + row) * 8, make_float2(row_max[r] * p.scale_log2, sum[r]));
+      if (HAS_TILE_SCALES) rescale(r, exp2_fast(reference[r]));
       sums.store(sums_at(warp, row), swizzle(row), r);
     }
     named_barrier_sync(DECODE_CONSUMERS, 32 * WARPS);

@@ -53,9 +53,9 @@ DEVICE void copy_tile_scales(const DecodeParams& p, u32 to, int b, int h, int fi
   }
 }
 
-// Those of a lane's keys among the 16 of its warp: two in each half. A weight for values of scale v is
-// 2^(score + log2 |v|), relative to the largest such power, as products with values are of 16-bit numbers.
-// The sum of weights without scales is that of weights divided by |v|.
+// Those of a lane's keys among the 16 of its warp: two in each half. In products with values of scale v,
+// which are of 16-bit numbers, a weight is 2^(score + log2 |v|), relative to a reference near the row's
+// largest such power. The sum of weights has no scales.
 struct TileScales {
 #if HAS_SCALES == 3
   float2 keys[2], values[2];
@@ -88,12 +88,8 @@ struct TileScales {
   DEVICE float value(int, int) const { return 1.f; }
 #endif
 
-  static constexpr float LEAST = 1e-30f;  // a scale may be 0
-
-  DEVICE float size(int j, int i) const { return fmaxf(fabsf(value(j, i)), LEAST); }
-  DEVICE float log2_size(int j, int i) const { return HAS_TILE_SCALES ? log2_fast(size(j, i)) : 0.f; }
-  DEVICE float over_size(float weight, int j, int i) const {
-    return HAS_TILE_SCALES ? weight * reciprocal_fast(size(j, i)) : weight;
+  DEVICE float log2_size(int j, int i) const {
+    return HAS_TILE_SCALES ? log2_fast(fabsf(value(j, i))) : 0.f;
   }
   // The sign bits of two weights in a word.
   DEVICE u32 signs(int j) const {
