@@ -125,7 +125,8 @@ def run_cached(module, first: int, step: int) -> int:
         pages = {"page_size": (0, 8, 64)[seed % 3], "scale": None, "Sq": 1 + seed % 2}
         cases.append(random_cache_case(seed, dtype=dtype, device="cuda", **reads, **pages))
     for page_size, D in itertools.product((0, 16, 64), (64, 128)):
-        shape = {"B": 1, "Hq": 96, "Hkv": 4, "Sq": 70, "S": 300, "page_size": page_size}
+        # more blocks of keys than stages, so that each stage is used again
+        shape = {"B": 1, "Hq": 96, "Hkv": 4, "Sq": 70, "S": 900, "page_size": page_size}
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, **shape))
         few = shape | {"Hq": 8, "Hkv": 2, "Sq": 20, "S": 1500}  # tiles attend parts of the keys
         cases.append(CacheCase(device="cuda", dtype=torch.bfloat16, D=D, Dv=D, sinks=True, **few))
