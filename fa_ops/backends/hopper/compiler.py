@@ -197,8 +197,11 @@ def replacements(program: Program, refused: bytes) -> Iterator[bytes]:
 
 
 def _found(program: Program) -> bytes | None:
-    code = None if _chosen_library() else packaged_cubins.load(file_name(program))
-    return code or cubin_cache.load(_path(program))
+    if packaged_cubins.folder() and not _chosen_library():
+        code = packaged_cubins.load(file_name(program))
+        if code is not None:
+            return code
+    return cubin_cache.load(_path(program))
 
 
 def _path(program: Program) -> Path:

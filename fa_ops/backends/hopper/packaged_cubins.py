@@ -22,6 +22,6 @@ def folder() -> Path | None:
 
 
 def load(name: str) -> bytes | None:
-    """The machine code in a file of the package; None without the package or the file."""
-    path = folder() and folder() / name
-    return path.read_bytes() if path and path.exists() else None
+    """The machine code in a file of the package, which is installed, or None."""
+    path = folder() / name
+    return path.read_bytes() if path.exists() else None
