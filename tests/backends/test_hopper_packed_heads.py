@@ -14,7 +14,8 @@ static int atomicAdd(int*, int) {{ return 0; }}
 struct ForwardParams {{ int B, Hq, section, m_blocks, *tile_counter; }};
 {source}
 extern "C" void run(int t, ForwardParams* p, int* to) {{
-  const Tile tile = tile_at(*p, t);
+  Cursor at;
+  const Tile tile = tile_at(*p, t, at);
   to[0] = tile.b;
   for (int i = 0; i < BLOCK_M; i++) {{
     const int row = tile.m0 + i;
@@ -61,7 +62,8 @@ static int atomicAdd(int*, int) { return 0; }
 #include "block_info.cuh"
 struct Params { int B, Hq, Sq, Sk, section, m_blocks, tiles, window_left, window_right, *tile_counter, *kv_lens; };
 extern "C" void run(int t, Params* p, int* to) {
-  const WorkItem item = work_item_at(*p, t);
+  Cursor at;
+  const WorkItem item = work_item_at(*p, t, at);
   const Tile& tile = item.tile;
   to[0] = tile.b, to[1] = tile.h, to[2] = tile.m0, to[3] = item.blocks.begin, to[4] = item.blocks.end;
   for (int i = 0; i < BLOCK_M; i++) {
@@ -91,7 +93,7 @@ def test_parts_have_every_key_of_a_row_once(left, has_left, tmp_path):
     at = ctypes.addressof(lens)
     params = PartParams(B, Hq, Sq, Sk, 2, m_blocks, tiles, left, 0, None, at)
     seen, blocks = {}, {}
-    for t in range(tiles):
+    for t in range(tiles):  # in order, as a CTA takes them
         run(t, ctypes.byref(params), found)
         b, h, m0, first, last = found[:5]
         assert last - first <= -(-Sk // 64 // splits) + 1
@@ -126,8 +128,9 @@ struct Params {
 };
 static Params* p;
 static int t, *to;
+static Cursor cursors[32];
 static void find() {
-  const WorkItem item = work_item_at(*p, t);
+  const WorkItem item = work_item_at(*p, t, cursors[threadIdx.x]);
   if (threadIdx.x) return;
   const Tile& tile = item.tile;
   int found[8] = {tile.b, tile.h, tile.m0, tile.first, tile.queries, item.keys, item.blocks.begin, item.blocks.end};
@@ -169,7 +172,7 @@ def test_every_token_of_packed_sequences_has_a_tile(seed, splits, tmp_path):
         expected |= {token: (b - 1, top, end) for token in range(top, end)}
         top = end
     seen, ended = {}, False
-    for t in range(tiles):
+    for t in range(tiles):  # in order, as a CTA takes them
         run(t, ctypes.byref(params), found)
         b, h, m0, first, queries, keys, begin, end = found
         ended = ended or m0 == -1

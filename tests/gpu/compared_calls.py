@@ -176,7 +176,8 @@ def mixes() -> list[Mixed]:
         return [Mixed(1, 20, 64, 3, 40, 16, (4, 2, 16))]
     sizes = ((1, 512, 512, 63, 4096), (2, 2048, 8192, 62, 4096), (8, 512, 512, 8, 8192))
     found = [Mixed(*size, page) for size in sizes for page in (16, 64)]
-    return [*found, Mixed(2, 2048, 2048, 30, 4096, 64, (64, 8, 64)), Mixed(4, 2048, 2048, 0, 1)]
+    found += [Mixed(2, 2048, 2048, 30, 4096, 64, (64, 8, 64)), Mixed(4, 2048, 2048, 0, 1)]
+    return [*found, Mixed(0, 1, 1, 64, 4096), Mixed(0, 1, 1, 256, 512), Mixed(1, 64, 200, 7, 32768)]
 
 
 def _mixed(fa: ModuleType, p: Mixed) -> Call:

@@ -93,9 +93,9 @@ constexpr u32 WORK_ITEM_BYTES = 64;
 constexpr u32 WORK_ITEM_BYTES = 48;
 #endif
 
-template <class Params> DEVICE WorkItem work_item_at(const Params& p, int t) {
+template <class Params> DEVICE WorkItem work_item_at(const Params& p, int t, Cursor& at) {
   WorkItem item;
-  item.tile = tile_at(p, t);
+  item.tile = tile_at(p, t, at);
   item.keys = keys_of(p, item.tile.b);
   item.blocks = blocks_of(p, item.tile, item.keys);
   return item;

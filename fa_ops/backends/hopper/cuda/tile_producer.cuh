@@ -20,9 +20,10 @@ template <class Params, class Shared, class Load>
 DEVICE void produce_tiles(const Params& p, const Shared& sm, Load load) {
   const bool leader = elect_one();
   PipelineState<2> work;
+  Cursor at;
   for (int t = blockIdx.x;; work.next()) {
     WorkItem item;
-    if (t < p.tiles) item = work_item_at(p, t);
+    if (t < p.tiles) item = work_item_at(p, t, at);
     else item.tile.m0 = NO_WORK;
     if (leader) {
       mbar_wait(barrier(sm.work_empty, work.stage), work.phase ^ 1);

@@ -55,11 +55,16 @@ DEVICE KeyRange part_of(const Params& p, const Tile& t, int split, int splits, i
 }
 #endif
 
+// Where a CTA's last tile was found, as it takes them in order.
+struct Cursor {
+  int base = 0, begin = 0, tiles = 0;  // of 32 sequences: the first, its token, and the tiles before it
+};
+
 #if PACKED_QUERIES
 // Tiles in the order of the sequences, each for all heads. Where a border is less than the one before, it
 // counts as equal. Executed by one warp, whose lanes look at 32 sequences at once; before the first sequence
 // and after the last is one more, without keys.
-template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
+template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor& at) {
   constexpr int QUERIES = BLOCK_M / 64 * CONSUMER_QUERIES;
   const int row_heads = p.Hq / PACKED_HEADS, lane = threadIdx.x & 31;
 #if SPLITS_KEYS
@@ -70,16 +75,15 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
   tile.m0 = NO_WORK, tile.b = -1, tile.first = tile.queries = 0;
   tile.h = t % row_heads * PACKED_HEADS;
   t /= row_heads;
-  int begin = 0, tiles = 0;  // the first token, and the tiles before it
-  for (int base = 0; base < p.B + 2; base += 32) {
-    const int i = base + lane;
-    int end = i <= p.B ? max(begin, min(p.pages.cu_seqlens_q[i], p.Sq)) : p.Sq;
+  for (; at.base < p.B + 2; at.base += 32) {
+    const int i = at.base + lane;
+    int end = i <= p.B ? max(at.begin, min(p.pages.cu_seqlens_q[i], p.Sq)) : p.Sq;
 #pragma unroll
     for (int w = 1; w < 32; w <<= 1) {
       const int other = __shfl_up_sync(~0u, end, w);
       if (lane >= w) end = max(end, other);
     }
-    const int before = __shfl_up_sync(~0u, end, 1), from = lane ? before : begin,
+    const int before = __shfl_up_sync(~0u, end, 1), from = lane ? before : at.begin,
               own = (end - from + QUERIES - 1) / QUERIES;
     int sum = own;
 #pragma unroll
@@ -87,15 +91,15 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
       const int other = __shfl_up_sync(~0u, sum, w);
       if (lane >= w) sum += other;
     }
-    const u32 after = __ballot_sync(~0u, tiles + sum > t);
+    const u32 after = __ballot_sync(~0u, at.tiles + sum > t);
     if (after) {
       const int found = __ffs(after) - 1;
-      tile.b = base + found - 1;
+      tile.b = at.base + found - 1;
       tile.first = __shfl_sync(~0u, from, found), tile.queries = __shfl_sync(~0u, end - from, found);
-      tile.m0 = (t - tiles - __shfl_sync(~0u, sum - own, found)) * BLOCK_M;
+      tile.m0 = (t - at.tiles - __shfl_sync(~0u, sum - own, found)) * BLOCK_M;
       break;
     }
-    begin = __shfl_sync(~0u, end, 31), tiles += __shfl_sync(~0u, sum, 31);
+    at.begin = __shfl_sync(~0u, end, 31), at.tiles += __shfl_sync(~0u, sum, 31);
   }
 #if SPLITS_KEYS
   tile.split = split, tile.part = part_of(p, tile, split, splits, keys_of(p, tile.b));
@@ -105,7 +109,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
 #else
 // Tiles in order of sections of heads whose K and V share the L2. Inside a section of a causal call the
 // longest tiles of all heads come first.
-template <class Params> DEVICE Tile tile_at(const Params& p, int t) {
+template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor&) {
   const int row_heads = p.Hq / PACKED_HEADS, heads = p.B * row_heads, per = p.section * p.m_blocks;
 #if SPLITS_KEYS
   const int splits = p.tiles / (heads * p.m_blocks), split = t % splits;
