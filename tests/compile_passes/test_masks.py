@@ -494,8 +494,12 @@ REFUSED = {
         "the scores are multiplied by a tensor that varies over queries and keys",
     ),
     "a factor after a bias": (
-        lambda s, m: (s + m.float()) * m.float(),
+        lambda s, m: (s + m.float()) * (m.float() + 1.0),
         "they are multiplied by a tensor after a bias, a mask or a softcap",
+    ),
+    "a factor of 0 and 1 after a bias": (
+        lambda s, m: (s + m.float()) * m.float(),
+        "scores are filled with 0, which is not far enough below them to be a mask",
     ),
 }
 
