@@ -1,7 +1,7 @@
 """Fused attention for PyTorch: operators, backends, and the typed functions in front of them."""
 
 from fa_ops import hint
-from fa_ops.api import attention, attention_varlen, merge_states
+from fa_ops.api import attention, attention_varlen, mask_blocks, merge_states
 from fa_ops.dispatch import use_backend
 from fa_ops.explanation import explain
 from fa_ops.kv_cache import attention_with_kv_cache
@@ -15,6 +15,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kv_cache",
     "explain",
+    "mask_blocks",
     "merge_states",
     "quantized_attention",
     "use_backend",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_ops import dispatch, planning
 from fa_ops.call import DENSE, PACKED, Call, PackedTensors, QuantizedTensors, Tensors
-from fa_ops.ops import autograd, dense, library, merge, varlen
+from fa_ops.ops import autograd, dense, library, masks, merge, varlen
 from fa_ops.ops.library import Route
 from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, bounded
 
@@ -42,6 +42,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    mask_blocks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Fused attention: ``softmax(scale * query @ key.T + ...) @ value``, the scores never stored.
 
@@ -89,6 +90,10 @@ def attention(
             ``alibi_slopes`` must not be given. See :func:`quantized_attention` for 16-bit tensors.
         k_scale: the same with ``Hkv`` and ``Sk``.
         v_scale: the same as one element, ``(B, Hkv)``, or ``(B, Hkv, Dv)`` for channels.
+        mask_blocks: what :func:`mask_blocks` returned for this very ``attn_mask``. Tiles of the
+            scores that the mask excludes entirely are then skipped, and the mask is not read where
+            it changes nothing; no result depends on it. Make it once and pass it to all layers
+            that share the mask; make it again after the mask was written to.
 
     Returns:
         ``out`` ``(B, Hq, Sq, Dv)`` in query's dtype, laid out ``(B, Sq, Hq, Dv)`` in memory, so
@@ -116,13 +121,13 @@ def attention(
         tensors = QuantizedTensors(sinks, kv_lens, key_ranges, q_scale, k_scale, v_scale)
         return quantized.scaled_attention(
             query, key, value, is_causal, scale, window, softcap, tensors, return_lse, backend,
-            attn_mask=(attn_mask, None), dropout_p=(dropout_p, 0.0),
+            attn_mask=(attn_mask, None), mask_blocks=(mask_blocks, None), dropout_p=(dropout_p, 0),
             alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
         )  # fmt: skip
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
-    tensors = NO_TENSORS
-    if not (attn_mask is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
-        tensors = DenseTensors(attn_mask, alibi_slopes, sinks, kv_lens, key_ranges, seed)
+    tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
+    if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
+        tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
@@ -260,6 +265,33 @@ def attention_varlen(
         return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
     out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)
     return (out, lse) if return_lse else out
+
+
+def mask_blocks(attn_mask: Tensor) -> Tensor:
+    r"""Which tiles of a dense mask :func:`attention` may skip, and where it need not read the mask.
+
+    The mask is read once, on its device, without synchronisation. The result is passed to every
+    call of :func:`attention` with the same mask, forward and backward, and is exact for every mask:
+    a tile is skipped only if all of it is False or -inf, and not read only if all of it is True or
+    exactly 0. It pays where queries are many. The semantics describe its form.
+
+    Args:
+        attn_mask: bool or floating point, of up to four dimensions that broadcast to
+            ``(B, Hq, Sq, Sk)``. Dimensions that it shares are shared by the result.
+
+    Returns:
+        int32 ``(B or 1, Hq or 1, L)``, without a gradient.
+
+    Raises:
+        ValueError: the mask has more than four dimensions.
+        TypeError: a dtype or Python type that is not accepted.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 4, 512, 64) for _ in range(3))
+        >>> mask = torch.ones(512, 512, dtype=torch.bool).tril()
+        >>> out = fa_ops.attention(q, k, v, mask, mask_blocks=fa_ops.mask_blocks(mask))
+    """
+    return masks.MASK_BLOCKS(need_tensor("attn_mask", attn_mask))
 
 
 def merge_states(
@@ -435,7 +467,7 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(states))
 
 
-_KEYWORD_TENSORS = ("alibi_slopes", "sinks", "kv_lens", "key_ranges", "dropout_seed")
+_KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
 _INT = (int, torch.SymInt, numbers.Integral)
 _BOOL = (bool, torch.SymBool)
 _NUMBER = (int, float, torch.SymInt, torch.SymFloat)

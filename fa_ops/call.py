@@ -19,6 +19,7 @@ PAGED = "paged"  # (T, H, D) tokens of sequences whose keys are in pages
 APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
 QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
 MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
+MASK_BLOCKS = "mask blocks"  # of a mask, which is all three of query, key and value
 MERGE_INTO = "merge into"  # one such result into another, in place; all three are its `out`
 
 
@@ -213,6 +214,7 @@ class Call(NamedTuple):
 # APPEND: run(query, key, value, tensors) -> (query, kv_lens with the new keys).
 # MERGE: run(outs, lses) -> (out, lse).
 # MERGE_INTO: run(out, lse, part, part_lse) -> None, which writes out and lse.
+# MASK_BLOCKS: run(mask) -> mask_blocks.
 Run = Callable[..., Any]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops import dispatch
 from fa_ops.call import PackedTensors, Saved
-from fa_ops.types import Packing, Spec
+from fa_ops.types import Packing, Spec, mask_blocks_shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _USUAL_DTYPES = frozenset(DTYPES[:3])
@@ -63,6 +63,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
     options(q, spec, B, Hq)
     if spec.attn_mask is not None:
         _mask(q, spec, (B, Hq, Sq, k.shape[2]))
+    if spec.mask_blocks is not None:
+        _mask_blocks(q, spec, B, Hq)
     if spec.key_ranges is not None:
         key_ranges(q, spec.key_ranges, B, Hq, Sq)
 
@@ -188,6 +190,7 @@ def _is_plain(spec: Spec) -> bool:
         and spec.key_ranges is None
         and spec.dropout_seed is None
         and spec.attn_mask is None
+        and spec.mask_blocks is None
         and spec.scale is None
         and spec.backend is None
         and spec.window_left == -1
@@ -287,6 +290,30 @@ def _mask(q: Tensor, spec: Spec, full: tuple) -> None:
     for size, whole in zip(reversed(mask.shape), reversed(full), strict=False):
         # a product instead of `or`, which a symbolic size could not defer
         need((size - 1) * (size - whole) == 0, broadcastable, full, mask.shape)
+
+
+def _mask_blocks(q: Tensor, spec: Spec, B, Hq) -> None:
+    mask, blocks = spec.attn_mask, spec.mask_blocks
+    need(mask is not None, "mask_blocks describe an attn_mask: pass both or neither")
+    integers(q, "mask_blocks", blocks)
+    expected = mask_blocks_shape(mask)
+    message = "mask_blocks must be those of the attn_mask, of shape {}, got {}"
+    need(blocks.dim() == 3, message, expected, blocks.shape)
+    for size, own, whole in zip(blocks.shape, expected, (B, Hq)):
+        # what samples of a transform share is not repeated for each of them
+        need((size - 1) * (size - own) * (size - whole) == 0, message, expected, blocks.shape)
+    need(blocks.shape[2] == expected[2], message, expected, blocks.shape)
+
+
+def attn_mask(mask: Tensor) -> None:
+    """Raise ValueError or TypeError unless it is a mask of which `mask_blocks` can be made."""
+    known = (torch.bool, *DTYPES)
+    need(
+        mask.dtype in known, "attn_mask must be bool, {}, got {}", _NAMES, mask.dtype,
+        error=TypeError,
+    )  # fmt: skip
+    message = "attn_mask must have up to four dimensions, (B, Hq, Sq, Sk), got shape {}"
+    need(mask.dim() <= 4, message, mask.shape)
 
 
 def key_ranges(q: Tensor, ranges: Tensor, B, Hq, Sq) -> None:

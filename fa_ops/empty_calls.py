@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.call import MERGE, MERGE_INTO, PACKED, Call, Plan, general
+from fa_ops.call import MASK_BLOCKS, MERGE, MERGE_INTO, PACKED, Call, Plan, general
 from fa_ops.checks import FP8, lse_dtype
-from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec
+from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec, mask_blocks_shape
 
 
 def dense_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +31,8 @@ def plan(call: Call) -> Plan:
         return Plan("empty", lambda call: _merged)
     if call.kind == MERGE_INTO:
         return Plan("empty", lambda call: _merged_into)
+    if call.kind == MASK_BLOCKS:
+        return Plan("empty", lambda call: _no_blocks)
     if call.kind == PACKED:
         return general("empty", _packed if call.saved is None else _packed_gradients)
     return general("empty", _dense if call.saved is None else _dense_gradients)
@@ -42,6 +44,10 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merged_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def _no_blocks(mask: Tensor) -> Tensor:
+    return torch.zeros(mask_blocks_shape(mask), dtype=torch.int32, device=mask.device)
 
 
 def _dense(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 512  # of all kernels but those that decode over a latent cache
 MAX_QUANTIZED_HEAD_DIM = 256  # of products of 8-bit numbers
 MAX_LENGTH = 2**29  # queries or keys, so that sums of windows and positions fit 32 bits
+MASK_BLOCK = 128  # queries, and keys, of a tile that `mask_blocks` lists
 ALIGNMENT = 16  # bytes: TMA and the widest loads read rows that start at multiples
 MAX_DECODING_QUERIES = 16  # with so few queries, keys are split among CTAs
 MIN_DECODING_KEYS = 512
@@ -41,15 +42,16 @@ class Spec(NamedTuple):
     dropout_seed: Tensor | None = None  # int64, one element
     deterministic: bool = False  # bitwise repeatable backward
     backend: str | None = None  # None: the current default
+    mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip
 
     @property
     def tensors(self) -> DenseTensors:
         """The optional tensors; `NO_TENSORS` itself where there are none."""
         mask, slopes, sinks, lens = self.attn_mask, self.alibi_slopes, self.sinks, self.kv_lens
         ranges, seed = self.key_ranges, self.dropout_seed
-        if mask is slopes is sinks is lens is ranges is seed is None:
+        if mask is slopes is sinks is lens is ranges is seed is self.mask_blocks is None:
             return NO_TENSORS
-        return DenseTensors(mask, slopes, sinks, lens, ranges, seed)
+        return DenseTensors(mask, slopes, sinks, lens, ranges, seed, self.mask_blocks)
 
     def with_tensors(self, tensors: DenseTensors) -> Spec:
         """The same options with other optional tensors."""
@@ -57,6 +59,7 @@ class Spec(NamedTuple):
             tensors.attn_mask, self.dropout_p, self.is_causal, self.scale, self.window_left,
             self.window_right, self.softcap, tensors.alibi_slopes, tensors.sinks, tensors.kv_lens,
             tensors.key_ranges, tensors.dropout_seed, self.deterministic, self.backend,
+            tensors.mask_blocks,
         )  # fmt: skip
 
 
@@ -69,6 +72,7 @@ class DenseTensors(NamedTuple):
     kv_lens: Tensor | None = None
     key_ranges: Tensor | None = None
     dropout_seed: Tensor | None = None
+    mask_blocks: Tensor | None = None
 
 
 NO_TENSORS = DenseTensors()
@@ -151,6 +155,20 @@ class Gradients(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None = None
     sinks: Tensor | None = None
+
+
+def mask_tiles(mask: Tensor) -> tuple[int, int, int, int]:
+    """Batches, heads, and tiles along queries and along keys of a mask of up to four dimensions."""
+    B, H, rows, columns = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    return B, H, -(-rows // MASK_BLOCK), -(-columns // MASK_BLOCK)
+
+
+def mask_blocks_shape(mask: Tensor) -> tuple[int, int, int]:
+    """The shape of `mask_blocks` of a mask: for each batch and head, a list of tiles for each row
+    of tiles, and one for each column, with their lengths in front.
+    """
+    B, H, m, n = mask_tiles(mask)
+    return B, H, m * (n + 1) + n * (m + 1)
 
 
 def default_scale(spec: Spec, head_dim: int) -> float:

@@ -44,6 +44,7 @@ def ints(*shape, dtype=INT, device=None) -> torch.Tensor:
 REAL = ("function", "operator")  # fake tensors have other strides and devices
 Q, K = (2, 4, 5, 8), (2, 2, 7, 8)
 MASKS = "attn_mask must broadcast to (B, Hq, Sq, Sk) = (2, 4, 5, 7), got shape "
+BLOCKS = "mask_blocks must be those of the attn_mask, of shape (1, 1, 4), got "
 RANGES = (
     "key_ranges must have shape (B or 1, Hq or 1, Sq or 1, 2) with (B, Hq, Sq) = (2, 4, 5), got "
 )
@@ -130,6 +131,23 @@ DENSE = {
         V,
         "attn_mask is on meta, but query is on cpu",
         REAL,
+    ),
+    "blocks without a mask": Bad(
+        {"mask_blocks": ints(1, 1, 4)},
+        V,
+        "mask_blocks describe an attn_mask: pass both or neither",
+    ),
+    "blocks of another mask": Bad(
+        {"attn_mask": rand(5, 7), "mask_blocks": ints(1, 1, 12)}, V, BLOCKS + "(1, 1, 12)"
+    ),
+    "blocks of other heads": Bad(
+        {"attn_mask": rand(5, 7), "mask_blocks": ints(1, 2, 4)}, V, BLOCKS + "(1, 2, 4)"
+    ),
+    "2-D blocks": Bad({"attn_mask": rand(5, 7), "mask_blocks": ints(1, 4)}, V, BLOCKS + "(1, 4)"),
+    "long blocks": Bad(
+        {"attn_mask": rand(5, 7), "mask_blocks": ints(1, 1, 4, dtype=torch.int64)},
+        T,
+        "mask_blocks must be int32, got int64",
     ),
     "int mask": Bad({"attn_mask": ints(5, 7)}, T, "attn_mask must be bool or float32, got int32"),
     "wide mask": Bad(

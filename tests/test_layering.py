@@ -87,6 +87,7 @@ TOP = {
         "fa_ops.call",
         "fa_ops.types",
         "fa_ops.backends.dropout",
+        "fa_ops.backends.mask_blocks",
         "fa_ops.backends.quantization",
         "fa_ops.backends.rotary",
     ),

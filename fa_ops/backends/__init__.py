@@ -1,6 +1,6 @@
 """Implementations of attention. No backend imports another.
 
-All may import `dropout`, `quantization` and `rotary`.
+All may import `dropout`, `mask_blocks`, `quantization` and `rotary`.
 
 A backend is a module or package with three functions; `Call` and `Plan` are in `fa_ops.call`:
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout, quantization
-from fa_ops.call import APPEND, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.backends.mask_blocks import mask_blocks
+from fa_ops.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
 from fa_ops.types import Cache, Gradients, Packing, Quantization, Spec, default_scale
 
 
@@ -429,6 +430,8 @@ def plan(call: Call) -> Plan:
     """How the oracle runs the call."""
     if call.kind == QUANTIZED:
         return general("8-bit forward", quantized_forward)
+    if call.kind == MASK_BLOCKS:
+        return Plan("mask blocks", lambda call: mask_blocks)
     return plan_by_kind(
         call, forward, backward, varlen_forward, varlen_backward, cache_forward, merge_states
     )

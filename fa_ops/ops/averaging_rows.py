@@ -52,7 +52,7 @@ def _averaged(q: Tensor, rows: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
     """The query with 0 in averaging rows, and the options with a bool mask that keeps them."""
     rows, mask = rows.unsqueeze(-1), spec.attn_mask
     if mask is not None and mask.dtype == torch.bool:
-        spec = spec._replace(attn_mask=mask | rows)
+        spec = spec._replace(attn_mask=mask | rows, mask_blocks=None)  # those of another mask
     return q.masked_fill(rows, 0.0), spec
 
 
@@ -71,7 +71,9 @@ def _second_pass(spec: Spec, rows: Tensor, filled: Tensor | None, q: Tensor, k: 
         mask = torch.where(filled, -math.inf, mask)
     scale = default_scale(spec, q.shape[-1]) * TEMPERATURE
     softcap = spec.softcap * TEMPERATURE
-    return spec._replace(attn_mask=mask, key_ranges=ranges, scale=scale, softcap=softcap)
+    return spec._replace(
+        attn_mask=mask, key_ranges=ranges, scale=scale, softcap=softcap, mask_blocks=None
+    )
 
 
 def _wide(*tensors: Tensor | None) -> list[Tensor | None]:

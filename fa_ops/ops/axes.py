@@ -7,8 +7,9 @@ from torch._ops import OpOverload
 BATCH, HEADS = 0, 1
 
 # (batch axis, head axis). A result has the axes of the argument whose gradient it is.
-_FULL = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", "attn_mask", "key_ranges")
-DENSE = dict.fromkeys(_FULL, (0, 1)) | {
+_RESULTS = ("out", "lse", "grad_out", "grad_lse")
+_MASKS = ("attn_mask", "key_ranges", "mask_blocks")
+DENSE = dict.fromkeys(("query", "key", "value", *_RESULTS, *_MASKS), (0, 1)) | {
     "alibi_slopes": (0, 1),
     "sinks": (None, 0),
     "kv_lens": (0, None),
@@ -23,7 +24,7 @@ PACKED = dict.fromkeys(("query", "key", "value", "grad_out", "out"), (None, 1)) 
 # The axes above count from these ranks where a tensor may have fewer dimensions.
 RANKS = {"attn_mask": 4, "alibi_slopes": 2}
 # The axes on which a tensor may have size 1 and be broadcast.
-BROADCAST = {"attn_mask": (BATCH, HEADS), "key_ranges": (BATCH, HEADS), "alibi_slopes": (BATCH,)}
+BROADCAST = dict.fromkeys(_MASKS, (BATCH, HEADS)) | {"alibi_slopes": (BATCH,)}
 
 RESULTS = {
     "attention": ("out",),

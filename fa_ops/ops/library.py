@@ -24,8 +24,10 @@ _OPTIONS = (
     "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? kv_lens=None, {ranges}"
     "Tensor? dropout_seed=None, bool deterministic=False, str? backend=None"
 )
-_DENSE = "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, " + _OPTIONS.format(
-    ranges="Tensor? key_ranges=None, "
+_DENSE = (
+    "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+    + _OPTIONS.format(ranges="Tensor? key_ranges=None, ")
+    + ", Tensor? mask_blocks=None"
 )
 _PACKED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q=None, "
@@ -68,6 +70,8 @@ SCHEMAS = {
     f"Tensor(b!) value_cache, Tensor key, Tensor value, {_CACHED}) -> (Tensor, Tensor)",
     # 16-bit tensors, which it quantises, or e4m3 ones with their scales
     "quantized_attention": f"({_QKV}, {_QUANTIZED}) -> (Tensor, Tensor)",
+    # which tiles of a mask attention may skip, and where it need not read the mask
+    "mask_blocks": "(Tensor attn_mask) -> Tensor",
     "merge_states": "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
 }
 for _name, _schema in SCHEMAS.items():

@@ -37,7 +37,7 @@ def _nested(values: Tensor, like: Tensor) -> Tensor:
 
 def _pack(call: dict) -> tuple[dict, Packing, Spec]:
     """Tensors as tokens, and the packed operators' other arguments."""
-    for name in ("attn_mask", "key_ranges"):
+    for name in ("attn_mask", "key_ranges", "mask_blocks"):
         if call.get(name) is not None:
             raise NotImplementedError(
                 f"{name} does not go with NestedTensors, use kv_lens or window"

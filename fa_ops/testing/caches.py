@@ -206,7 +206,7 @@ def arguments(cache: Cache, spec: Spec) -> tuple[tuple, dict]:
     options = cache._asdict() | spec._asdict()
     for name in (
         "page_table", "key", "value", "attn_mask", "dropout_p", "is_causal", "kv_lens",
-        "dropout_seed", "deterministic",
+        "dropout_seed", "deterministic", "mask_blocks",
     ):  # fmt: skip
         del options[name]
     return (*new, spec.kv_lens, cache.page_table, spec.is_causal), options

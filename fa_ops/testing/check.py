@@ -102,7 +102,8 @@ def _public_call(case: Case | PackedCase, backend: str, gradients: bool, wrap=la
     if isinstance(case, PackedCase):
         function, args = fa_ops.attention_varlen, tuple(map(wrap, case.packing()[:2]))
     else:
-        options |= {"attn_mask": spec.attn_mask, "key_ranges": spec.key_ranges}
+        names = "attn_mask", "key_ranges", "mask_blocks"
+        options |= {name: getattr(spec, name) for name in names}
 
     def run() -> tuple[Tensor, ...]:
         torch.manual_seed(0)  # for dropout

@@ -142,7 +142,8 @@ def _mask_features(pick: Pick) -> dict:
     if mask is None:
         return {"ranges": ranges}
     grad = mask == "float" and pick((False, True))
-    return {"ranges": ranges, "mask": mask, "mask_shape": bits(pick, 4), "mask_grad": grad}
+    fields = {"ranges": ranges, "mask": mask, "mask_shape": bits(pick, 4), "mask_grad": grad}
+    return fields | {"mask_blocks": rarely(pick, (True,), False, 2)}
 
 
 def _cache_features(pick: Pick, dtype: torch.dtype, D: int) -> dict:
@@ -234,6 +235,7 @@ def features(case: AnyCase) -> list[str]:
             "bool mask": plain.mask == "bool",
             "float mask": plain.mask == "float",
             "gradient of the mask": plain.mask_grad,
+            "blocks of the mask": plain.mask_blocks,
             "dropout": plain.dropout_p > 0,
             "deterministic": plain.deterministic,
             "gradient of lse": plain.lse_grad,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fa_ops.backends import reference
+from fa_ops.testing import tiles
 from fa_ops.testing.layouts import GRAD_LAYOUTS, LAYOUTS, arranged, base_shape, rearranged
 from fa_ops.types import Packing, Spec
 
@@ -54,6 +56,7 @@ class Case:
     integers: bool = False  # q and k are small integers times `magnitude`: their products are exact
     broken: bool = False  # kv_lens, key_ranges and cu_seqlens may hold out-of-range numbers
     poison: str | None = None  # NaN or Inf in an operand, such as "nan key"; see `isolation`
+    mask_blocks: bool = False  # give those of the mask, some of whose tiles are empty or full
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -108,6 +111,9 @@ class Case:
                     bias[holes | (torch.rand(shape, generator=g) < 0.2)] = float("-inf")
                 grad = requires_grad and self.mask_grad
                 fields["attn_mask"] = move(bias.to(self.dtype), grad=grad)
+            if self.mask_blocks:
+                tiles.fill_some(fields["attn_mask"].detach(), g)
+                fields["mask_blocks"] = reference.mask_blocks(fields["attn_mask"])
         if self.alibi is not None:
             fields["alibi_slopes"] = move(random_slopes(self, g), torch.float32, False)
         if self.sinks:
@@ -222,7 +228,8 @@ class PackedCase:
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Spec]:
         """New tensors q (Tq, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv) and the spec."""
-        plain = dataclasses.replace(self.features, mask=None, key_ranges=None)
+        none = {"mask": None, "mask_blocks": False, "key_ranges": None}
+        plain = dataclasses.replace(self.features, **none)
         Tq, Tk = self._tokens()
         tokens = dataclasses.replace(plain, B=1, Sq=Tq, Sk=Tk).fresh(dtype)[:3]
         q, k, v = (x[0].transpose(0, 1).requires_grad_(requires_grad) for x in tokens)
@@ -305,4 +312,5 @@ def random_case(seed: int, **fixed) -> Case:
         fields["layout"] = pick(LAYOUTS)
     if fields["sinks"] and maybe(0.2):
         fields["sinks"] = "-inf"
+    fields["mask_blocks"] = mask is not None and maybe(0.4)
     return dataclasses.replace(Case(), **(fields | fixed))

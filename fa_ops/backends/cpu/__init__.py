@@ -9,7 +9,8 @@ from fa_ops.backends.cpu.dense import backward, forward
 from fa_ops.backends.cpu.kv_cache import cache_forward
 from fa_ops.backends.cpu.quantized import quantized_forward
 from fa_ops.backends.cpu.varlen import varlen_backward, varlen_forward
-from fa_ops.call import APPEND, QUANTIZED, Call, Plan, general, plan_by_kind
+from fa_ops.backends.mask_blocks import mask_blocks
+from fa_ops.call import APPEND, MASK_BLOCKS, QUANTIZED, Call, Plan, general, plan_by_kind
 from fa_ops.types import Spec
 
 
@@ -22,7 +23,7 @@ def supports(call: Call) -> str | None:
     """Why this backend cannot run the call, or None."""
     if call.kind == APPEND:
         return "appends and attends in one call"
-    if call.kind == QUANTIZED:
+    if call.kind in (QUANTIZED, MASK_BLOCKS):
         q = call.query
         return _foreign(q) if q.device.type != "cpu" else None
     return support_error(call.query, call.key, call.value, call.spec)
@@ -30,6 +31,8 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How this backend runs the call."""
+    if call.kind == MASK_BLOCKS:
+        return Plan("mask blocks", lambda call: mask_blocks)
     if call.kind == QUANTIZED:
         return general("8-bit forward", quantized_forward)
     return plan_by_kind(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fa_ops.backends.cpu import blockwise, flash
 from fa_ops.backends.cpu.key_ranges import attended_ranges
+from fa_ops.backends.cpu.mask_states import skipping_pays
 from fa_ops.types import Gradients, Spec
 
 
@@ -14,7 +15,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
     """out and lse; `first_batch` is the batch index of the first element in the dropout stream."""
-    pieces = flash.plan(q, k, v, spec)
+    pieces = None if skipping_pays(spec) else flash.plan(q, k, v, spec)
     if pieces is not None:
         return flash.forward(q, k, v, spec, pieces)
     ranges = attended_ranges(spec, q.shape[2], k.shape[2])
@@ -26,7 +27,7 @@ def backward(
     out: Tensor, lse: Tensor, spec: Spec, mask_grad: bool = False, first_batch: int = 0,
 ) -> Gradients:  # fmt: skip
     """Gradients by the engine that runs the call; `out` and `lse` are the forward's results."""
-    plain = grad_lse is None and not mask_grad
+    plain = grad_lse is None and not mask_grad and not skipping_pays(spec)
     pieces = flash.plan_backward(grad_out, q, k, v, lse, spec) if plain else None
     if pieces is not None:
         grads = flash.backward(grad_out, q, k, v, out, lse, spec, pieces)

@@ -12,6 +12,8 @@ from torch import Tensor
 from fa_ops.backends import dropout
 from fa_ops.backends.cpu import layout
 from fa_ops.backends.cpu.key_ranges import KeyRanges, key_lengths
+from fa_ops.backends.cpu.mask_states import MaskStates, TileState
+from fa_ops.backends.mask_blocks import listed_states
 from fa_ops.types import Spec, default_scale
 
 # Measured on AVX2 with 1 MiB of L2 (docs/performance-cpu.md). ROWS counts the rows of all query
@@ -67,6 +69,7 @@ class ScoreTile(NamedTuple):
     cols: slice
     edge: slice  # the columns of the tile that `keep` covers; all others are attended
     keep: Tensor | None  # bool, broadcastable to (batches, heads, group, rows, edge)
+    biased: bool  # whether a float mask changes its scores
 
 
 class ScoreProblem:
@@ -82,6 +85,9 @@ class ScoreProblem:
         rows = self.rows * self.group
         self.cols = min(k.shape[2], max(COLS, ROWS * COLS // rows))
         self.heads = max(1, SLAB * torch.get_num_threads() // (rows * self.cols))
+        self.states = None  # of the mask's tiles, as `listed_states` returns them
+        if spec.mask_blocks is not None:
+            self.states = listed_states(spec.mask_blocks, spec.attn_mask)
         self.buffers: dict[str, Tensor] = {}
 
     def slabs(self) -> Iterator[Slab]:
@@ -122,12 +128,14 @@ class Scores:
         self.bound = abs(self.scale) * longest.item()
         self.cap = _cap_that_matters(self.spec.softcap, self.bound, problem.dtype)
         self.factor = _factor(self.scale, self.cap, problem.dtype)
-        self.ranges = self.keep = self.bias = self.slopes = None
+        self.ranges = self.keep = self.bias = self.slopes = self.states = None
         if problem.ranges is not None:
             self.ranges = KeyRanges(*(slab.spread(x) for x in problem.ranges))
         if self.spec.attn_mask is not None:
             mask = slab.spread(layout.four_dims(self.spec.attn_mask.detach()))
             self.keep, self.bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
+        if problem.states is not None:
+            self.states = MaskStates(slab.spread(problem.states))
         if self.spec.alibi_slopes is not None:
             slopes = self.spec.alibi_slopes.to(problem.dtype).view(-1, self.Hq, 1, 1)
             self.slopes = slab.spread(slopes)
@@ -155,19 +163,24 @@ class Scores:
             ranges = KeyRanges(*(cut(x, rows, slice(None)) for x in self.ranges))
             (start, stop), (first, last) = ranges.span(), ranges.core()
         for cols in blocks(start, stop, self.problem.cols):
+            state = TileState.MIXED if self.states is None else self.states.of(rows, cols)
+            if state is TileState.EMPTY:
+                continue
+            is_mixed = state is TileState.MIXED
             low = cols.start if cols.start < first else max(cols.start, last)
             high = cols.stop if cols.stop > last else min(cols.stop, first)
-            edge, keep = cols if self.keep is not None else slice(low, high), None
+            reads_keep = self.keep is not None and is_mixed
+            edge, keep = cols if reads_keep else slice(low, high), None
             if low < high:
                 j = torch.arange(edge.start, edge.stop, dtype=torch.int32)
                 keep = (j >= ranges.lo) & (j < ranges.hi)
-            if self.keep is not None:
+            if reads_keep:
                 mask = cut(self.keep, rows, cols)
                 keep = mask if keep is None else keep & mask
                 if not keep.any():
                     continue
             masked = slice(edge.start - cols.start, edge.stop - cols.start)
-            yield ScoreTile(rows, cols, masked, keep)
+            yield ScoreTile(rows, cols, masked, keep, self.bias is not None and is_mixed)
 
     def of(self, q: Tensor, tile: ScoreTile) -> tuple[Tensor, Tensor | None]:
         """Scores (n, group * rows, cols), -inf where masked, and the softcap's tanh or None."""
@@ -181,7 +194,7 @@ class Scores:
             i, j = self._indices(tile)
             distance = (i + self.offset - j).abs()
             heads.addcmul_(self.slopes, distance.to(s.dtype), value=-1)
-        if self.bias is not None:
+        if tile.biased:
             bias = cut(self.bias, tile.rows, tile.cols)
             heads.add_(bias)
             if self.may_be_nan:

@@ -21,6 +21,7 @@ from fa_ops.call import (
     APPEND,
     CACHED,
     DENSE,
+    MASK_BLOCKS,
     MERGE,
     MERGE_INTO,
     PACKED,
@@ -83,6 +84,8 @@ def supports(call: Call) -> str | None:
         return cache_error(q, k, v, call.cache, spec)
     if call.kind == PAGED:
         return _paged_error(call)
+    if call.kind == MASK_BLOCKS:
+        return f"has no kernel that summarises masks; {_ALTERNATIVE}"
     if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
         return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"

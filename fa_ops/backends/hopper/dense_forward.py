@@ -110,7 +110,7 @@ def prepare_attention(
 
 def as_kernel_inputs(tensors: DenseTensors) -> DenseTensors:
     """The tensors as the kernel reads them, copied only if needed; `tensors` itself if none is."""
-    _, slopes, sinks, lens, ranges, _ = tensors
+    _, slopes, sinks, lens, ranges, *_ = tensors
     changed = {}
     if lens is not None and not lens.is_contiguous():
         changed["kv_lens"] = lens.contiguous()
@@ -326,7 +326,7 @@ def _maps(
 
 def _addresses(tensors: DenseTensors) -> Sequence[int]:
     """Those of kv_lens, key_ranges, sinks and slopes."""
-    _, slopes, sinks, lens, ranges, _ = tensors
+    _, slopes, sinks, lens, ranges, *_ = tensors
     return [0 if t is None else t.data_ptr() for t in (lens, ranges, sinks, slopes)]
 
 

@@ -17,12 +17,14 @@ from fa_ops.backends.triton.configs_backward import holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
 from fa_ops.backends.triton.launch import INTERPRETED, architecture
+from fa_ops.backends.triton.mask_blocks import mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states
 from fa_ops.backends.triton.quantized import architecture_error, quantized_forward
 from fa_ops.call import (
     APPEND,
     CACHED,
     DENSE,
+    MASK_BLOCKS,
     MERGE,
     MERGE_INTO,
     PACKED,
@@ -61,6 +63,8 @@ def supports(call: Call) -> str | None:
         return cache_error(q, k, v, call.cache, call.spec)
     if call.kind == QUANTIZED:
         return _quantized_error(q, k, v, call.spec)
+    if call.kind == MASK_BLOCKS:
+        return _device_error(q.device) or size_error(q.shape[2], q.shape[3])
     if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
     return support_error(q, k, v, call.spec) or _backward_error(call)
@@ -68,6 +72,8 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How this backend runs the call."""
+    if call.kind == MASK_BLOCKS:
+        return Plan("mask blocks", lambda call: mask_blocks)
     if call.kind == MERGE:
         return Plan("merge", lambda call: merge_states)
     if call.kind == MERGE_INTO:
@@ -115,12 +121,8 @@ def support_error(
     max_head_dim: int = MAX_HEAD_DIM,
 ) -> str | None:  # fmt: skip
     """Why this backend cannot run this call, and what can."""
-    device = q.device
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-        return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
-    if device.type == "cuda" and architecture(device) < 80:
-        name = torch.cuda.get_device_name(device)
-        return f"needs compute capability 8.0, {name} has {architecture(device) / 10}"
+    if reason := _device_error(q.device):
+        return reason
     if q.dtype not in dtypes:
         return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
     widest = max(q.shape[-1], v.shape[-1])
@@ -131,3 +133,13 @@ def support_error(
         )
     axis = 2 if q.dim() == 4 else 0
     return size_error(q.shape[axis], k.shape[axis])
+
+
+def _device_error(device: torch.device) -> str | None:
+    """Why this backend cannot run on the device, and what can."""
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"runs on CUDA tensors, got {device.type}; the cpu and reference backends run on it"
+    if device.type == "cuda" and architecture(device) < 80:
+        name = torch.cuda.get_device_name(device)
+        return f"needs compute capability 8.0, {name} has {architecture(device) / 10}"
+    return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import dropout
-from fa_ops.types import ALIGNMENT, MAX_LENGTH, Spec
+from fa_ops.types import ALIGNMENT, MAX_LENGTH, Spec, mask_tiles
 
 LOG2E = 1.4426950408889634
 _MAX_WINDOW = 2 * MAX_LENGTH  # longer than every sequence, and small enough to add to a position
@@ -21,9 +21,9 @@ _NEGLIGIBLE = 1e-15  # scores no larger than this do not change a float32 result
 # caller's; threshold and keep_scale belong to dropout.
 NAMES = (
     "scale", "cap", "mask", "mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_k",
-    "slopes", "slopes_stride_b", "sinks", "kv_lens", "ranges", "ranges_stride_b",
-    "ranges_stride_h", "ranges_stride_q", "seed", "threshold", "keep_scale", "window_left",
-    "window_right",
+    "blocks", "blocks_stride_b", "blocks_stride_h", "blocks_rows", "blocks_columns", "slopes",
+    "slopes_stride_b", "sinks", "kv_lens", "ranges", "ranges_stride_b", "ranges_stride_h",
+    "ranges_stride_q", "seed", "threshold", "keep_scale", "window_left", "window_right",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Class(NamedTuple):
     right: bool = False  # a window to the right, or causal
     softcap: bool = False
     mask: tuple[torch.dtype, bool, bool] | None = None  # dtype, 16-byte rows, contiguous in k
+    blocks: bool = False
     slopes: bool = False
     sinks: torch.dtype | None = None
     kv_lens: bool = False
@@ -56,7 +57,10 @@ class Class(NamedTuple):
 
 _NO_STRIDES = (0, 0, 0, 0)
 # calls without options: the values after the scale, and the classes
-_FULL = (None, None, *_NO_STRIDES, None, 0, None, None, None, 0, 0, 0, None, None, None, None, None)
+_FULL = (
+    None, None, *_NO_STRIDES, None, *_NO_STRIDES, None, 0, None, None, None, 0, 0, 0, None, None,
+    None, None, None,
+)  # fmt: skip
 _CAUSAL = (*_FULL[:-1], 0)
 _CLASSES = (Class(), Class(right=True))
 
@@ -83,6 +87,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     factor = scale / softcap if capped else scale * LOG2E
     values = (_single(factor), _single(softcap * LOG2E) if capped else None)
     values += _mask(mask, B, Hq, Sq, Sk)
+    values += _blocks(spec.mask_blocks, mask, B, Hq)
     if slopes is not None:
         slopes = slopes.contiguous()
     values += (slopes, 0 if slopes is None or slopes.dim() == 1 else Hq)
@@ -94,13 +99,15 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         values += (seed, signed, 1.0 / max(1.0 - p, 2.0**-32))
     else:
         values += (None, None, None)
+    is_added = mask is not None and mask.dtype != torch.bool
     return (*values, left, right), Class(
-        fold=not capped and slopes is None and mask is None and scale > 1e-30,
+        fold=not capped and slopes is None and not is_added and scale > 1e-30,
         extreme=abs(scale) > 1e30 or (capped and softcap > 64.0),
         left=left is not None,
         right=right is not None,
         softcap=capped,
         mask=None if mask is None else _mask_class(values[2], values[3:7]),
+        blocks=spec.mask_blocks is not None,
         slopes=slopes is not None,
         sinks=None if sinks is None else sinks.dtype,
         kv_lens=kv_lens is not None,
@@ -130,6 +137,13 @@ def _mask(mask: Tensor | None, B: int, Hq: int, Sq: int, Sk: int) -> tuple:
         return (None, *_NO_STRIDES)
     mask = mask.expand(B, Hq, Sq, Sk)
     return (mask, *mask.stride())
+
+
+def _blocks(blocks: Tensor | None, mask: Tensor | None, B: int, Hq: int) -> tuple:
+    if blocks is None:
+        return (None, *_NO_STRIDES)
+    blocks = blocks.expand(B, Hq, blocks.shape[2])
+    return (blocks, *blocks.stride()[:2], *mask_tiles(mask)[2:])
 
 
 def _mask_class(mask: Tensor, strides: tuple) -> tuple[torch.dtype, bool, bool]:

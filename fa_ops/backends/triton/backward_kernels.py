@@ -11,7 +11,14 @@ seven products and was slower on an H200 at every size.)
 import triton
 import triton.language as tl
 
-from fa_ops.backends.triton.primitives import LN2, dropout_keep, dropout_rows, load_ranges, scores
+from fa_ops.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    dropout_keep,
+    dropout_rows,
+    load_ranges,
+    scores,
+)
 
 ROW_UNIT = tl.constexpr(128)  # at least every BLOCK_M
 
@@ -51,7 +58,7 @@ def load_rows(
 def score_gradients(
     qk, dp, lse, delta, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q,
     mask_stride_k, ranges, ranges_stride_q, seed, batch_head, threshold, keep_scale, window_left,
-    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr,
+    window_right, LIMIT: tl.constexpr, EXTREME: tl.constexpr, EXACT: tl.constexpr, is_mixed=True,
 ):  # fmt: skip
     """(w, ds, dx) of one tile, or of its transpose: the weights of the values without `keep_scale`,
     the gradient of the scores, and the gradient of the products without `product_scale`.
@@ -64,7 +71,7 @@ def score_gradients(
     """
     s, t = scores(
         qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-        None, None, None, None, mask is not None, EXTREME, EXACT,
+        None, None, None, None, mask is not None, EXTREME, EXACT, LOG2E, is_mixed,
     )  # fmt: skip
     p = tl.exp2(s - lse)
     if LIMIT:

@@ -13,6 +13,7 @@ from fa_ops.backends.triton.backward_kernels import (
     schedule,
     score_gradients,
 )
+from fa_ops.backends.triton.block_lists import block_of_step, walk_queries
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
@@ -67,12 +68,13 @@ def key_value_grad_block(
     k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
     grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
     dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, Sq, k_start, Sk, tokens, scale,
-    cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes, slopes_stride_b,
-    kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-    window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr,
-    WITH_DV: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
+    cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks, blocks_stride_b,
+    blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, kv_lens, ranges,
+    ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
+    window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+    EXTREME: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys n0 ... n0 + BLOCK_N - 1 of a kv head; `tokens` as in `query_grad_block`.
 
@@ -122,6 +124,7 @@ def key_value_grad_block(
         kt = load_rows(k, n0, k_stride_s, 0, limit, D, BLOCK_N, BLOCK_D, True)
         if WITH_DK:
             vt = load_rows(v, n0, v_stride_s, 0, limit, Dv, BLOCK_N, BLOCK_DV, True)
+    STEP: tl.constexpr = BLOCK_M if blocks is None else 1
     dk_acc, dv_acc = None, None
     if WITH_DK:
         dk_acc = tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -155,12 +158,22 @@ def key_value_grad_block(
             begin, end = range_bounds(
                 ranges_head, ranges_stride_q, lo, hi, n0, tl.minimum(n0 + BLOCK_N, limit), BLOCK_M
             )
-        for m0 in tl.range(begin, end, BLOCK_M, num_stages=1 if EXACT else None):
+        if blocks is not None:
+            tiles, listed, last_tile, begin, end = walk_queries(
+                blocks + b * blocks_stride_b + h * blocks_stride_h, blocks_rows, blocks_columns,
+                n0, Sq, begin, end, is_masked(window_left, window_right, kv_lens, ranges), BLOCK_M,
+            )  # fmt: skip
+        for m0 in tl.range(begin, end, STEP, num_stages=1 if EXACT else None):
+            never, is_mixed = m0 < begin, True
+            if blocks is not None:
+                m0, is_mixed = block_of_step(tiles, listed, last_tile, m0, BLOCK_M)
             m0 = tl.multiple_of(m0, BLOCK_M)
             rows_m = m0 + positions(BLOCK_M, EXACT)
             i = rows_m[None, :]
             qt = load_rows(q_head, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, not EVEN)
             m = tl.load(row_lse_head + rows_m)
+            if blocks is not None:  # a tile may end behind the rows that were written
+                m = tl.where(rows_m < Sq, m, float("inf"))
             if EXACT:
                 qt, nonfinite = replace_nonfinite(qt)
             qk = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
@@ -168,6 +181,8 @@ def key_value_grad_block(
                 grad_out_head, m0, grad_out_stride_s, 0, Sq, Dv, BLOCK_M, BLOCK_DV, not EVEN
             )
             delta = tl.load(row_delta_head + rows_m)
+            if blocks is not None:
+                delta = tl.where(rows_m < Sq, delta, 0.0)
             if EXACT:
                 do, nonfinite_do = replace_nonfinite(do)
                 delta, nonfinite_delta = replace_nonfinite(delta[:, None])
@@ -178,14 +193,14 @@ def key_value_grad_block(
             if WITH_DK:
                 dp = tl.dot(vt, tl.trans(do), input_precision=PRECISION)
             if DIVIDES and not EXACT:
-                qk = divided(qk, m0 < begin)
+                qk = divided(qk, never)
                 if WITH_DK:
-                    dp = divided(dp, m0 < begin)
+                    dp = divided(dp, never)
             w, ds, dx = score_gradients(
                 qk, dp, m[None, :], delta[None, :], i, j, Sq, shift, limit, scale, cap, slope,
                 mask_head, mask_stride_q, mask_stride_k, ranges_head, ranges_stride_q, seed,
                 b * Hq + h, threshold, keep_scale, window_left, window_right, False, EXTREME,
-                EXACT,
+                EXACT, is_mixed,
             )  # fmt: skip
             if EXACT:
                 found = w != 0.0
@@ -263,6 +278,8 @@ def key_value_grad_kernel(
     scale: tl.float32, cap,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
     mask_stride_k: tl.int64,
+    blocks, blocks_stride_b: tl.int64, blocks_stride_h: tl.int64, blocks_rows: tl.int32,
+    blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
@@ -292,10 +309,11 @@ def key_value_grad_kernel(
         k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, grad_out_stride_b,
         grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b,
         dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0, q_start, rows, k_start, keys, Sq,
-        scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
-        slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
-        threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
-        BLOCK_N, EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, False,
+        scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
+        blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b,
+        kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold,
+        keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+        EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, False,
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         b, hk, n0, q_start, rows, k_start, keys = locate_keys(
@@ -307,9 +325,9 @@ def key_value_grad_kernel(
             grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, dk_stride_b, dk_stride_h,
             dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s, batch, Hq, group, b, hk, n0,
             q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
-            mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
-            ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-            window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
-            2 * exact_size(q.dtype.element_ty), BLOCK_N, EVEN, EXTREME, PRECISION,
-            WITH_DK, WITH_DV, DIVIDES, True,
+            mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
+            blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
+            ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
+            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, 2 * exact_size(q.dtype.element_ty),
+            BLOCK_N, EVEN, EXTREME, PRECISION, WITH_DK, WITH_DV, DIVIDES, True,
         )  # fmt: skip

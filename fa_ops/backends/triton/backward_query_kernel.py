@@ -13,6 +13,7 @@ from fa_ops.backends.triton.backward_kernels import (
     schedule,
     score_gradients,
 )
+from fa_ops.backends.triton.block_lists import block_of_step, walk_keys
 from fa_ops.backends.triton.primitives import (
     LOG2E,
     find_sequence,
@@ -50,11 +51,12 @@ def query_grad_block(
     grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
     out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start, Sq,
     k_start, Sk, tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
-    mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
-    ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
-    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, DIVIDES: tl.constexpr, EXACT: tl.constexpr,
+    mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
+    slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed,
+    threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr,
+    Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr,
+    DIVIDES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dq of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
@@ -108,11 +110,17 @@ def query_grad_block(
     )
 
     ROWS: tl.constexpr = BLOCK_N // 2 if EXACT else BLOCK_M
-    begin, end, step = lo, hi, BLOCK_N
+    KEY_STEP: tl.constexpr = BLOCK_N if blocks is None else 1
+    begin, end, step = lo, hi, KEY_STEP
+    if blocks is not None:
+        tiles, listed, last_tile, begin, end = walk_keys(
+            blocks + b * blocks_stride_b + h * blocks_stride_h, blocks_rows, blocks_columns, m0, Sk,
+            lo, hi, is_masked(window_left, window_right, kv_lens, ranges), BLOCK_N,
+        )  # fmt: skip
     if EXACT:
         # a single loop over rows and keys: ptxas spills registers of the loop with fewer nested
         # levels, which would be the main loop
-        key_blocks = tl.cdiv(hi - lo, BLOCK_N)
+        key_begin, key_blocks = begin, tl.cdiv(end - begin, KEY_STEP)
         begin, end, step = 0, tl.cdiv(tl.minimum(Sq - m0, BLOCK_M), ROWS) * key_blocks, 1
         poisoned = tl.zeros([ROWS], tl.int32)
         tl.debug_barrier()  # between the stores of row_lse and row_delta and their loads
@@ -139,14 +147,18 @@ def query_grad_block(
     for n0 in tl.range(begin, end, step, num_stages=1 if EXACT else None):
         if EXACT:
             m_begin = m0 + n0 // key_blocks * ROWS
-            n0 = lo + n0 % key_blocks * BLOCK_N
+            key_block = n0 % key_blocks
+            n0 = key_begin + key_block * KEY_STEP
             rows_m = m_begin + positions(ROWS, True)
             m = tl.load(row_lse + row_at + rows_m)
             delta = tl.load(row_delta + row_at + rows_m)
             do = load_rows(grad_out, m_begin, grad_out_stride_s, 0, Sq, Dv, ROWS, BLOCK_DV, True)
             qt = load_rows(q, m_begin, q_stride_s, 0, Sq, D, ROWS, BLOCK_D, True)
-            acc = tl.where(n0 == lo, 0.0, acc)
-            poisoned = tl.where(n0 == lo, 0, poisoned)
+            acc = tl.where(key_block == 0, 0.0, acc)
+            poisoned = tl.where(key_block == 0, 0, poisoned)
+        never, is_mixed = n0 < begin, True
+        if blocks is not None:
+            n0, is_mixed = block_of_step(tiles, listed, last_tile, n0, BLOCK_N)
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + positions(BLOCK_N, EXACT)[None, :]
         kt = load_rows(k, n0, k_stride_s, low, hi, D, BLOCK_N, BLOCK_D, CHECK)
@@ -159,11 +171,11 @@ def query_grad_block(
             nonfinite = nonfinite | nonfinite_v
         dp = tl.dot(do, tl.trans(vt), input_precision=PRECISION)
         if DIVIDES and not EXACT:
-            qk, dp = divided(qk, n0 < begin), divided(dp, n0 < begin)
+            qk, dp = divided(qk, never), divided(dp, never)
         w, ds, dx = score_gradients(
             qk, dp, m[:, None], delta[:, None], rows_m[:, None], j, Sq, shift, limit, scale, cap,
             slope, mask, mask_stride_q, mask_stride_k, ranges, ranges_stride_q, seed, b * Hq + h,
-            threshold, keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT,
+            threshold, keep_scale, window_left, window_right, not EVEN, EXTREME, EXACT, is_mixed,
         )  # fmt: skip
         if EXACT:
             found = ((w != 0.0) | (ds != 0.0)) & nonfinite[None, :]
@@ -172,7 +184,7 @@ def query_grad_block(
         if EXACT:
             grad = acc * product_scale(scale, cap)
             grad = tl.where(poisoned[:, None] > 0, float("nan"), grad)
-            end_row = tl.where(n0 + BLOCK_N >= hi, Sq, 0)  # stored after the last keys
+            end_row = tl.where(key_block == key_blocks - 1, Sq, 0)  # stored after the last keys
             store_tile(dq, m_begin, dq_stride_s, end_row, D, grad, D == BLOCK_D)
     if EXACT:
         return False
@@ -197,6 +209,8 @@ def query_grad_kernel(
     scale: tl.float32, cap,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
     mask_stride_k: tl.int64,
+    blocks, blocks_stride_b: tl.int64, blocks_stride_h: tl.int64, blocks_rows: tl.int32,
+    blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
@@ -225,9 +239,10 @@ def query_grad_kernel(
         grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
         out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0, q_start,
         rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q,
-        mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
-        ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
-        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, DIVIDES, False,
+        mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns,
+        slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
+        seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
+        BLOCK_M, BLOCK_N, EVEN, EXTREME, PRECISION, DIVIDES, False,
     )  # fmt: skip
     if is_masked(window_left, window_right, mask, ranges) and redo:
         # opaque indices take no registers from the loop above
@@ -240,8 +255,9 @@ def query_grad_kernel(
             grad_out_stride_b, grad_out_stride_h, grad_out_stride_s, out_stride_b, out_stride_h,
             out_stride_s, dq_stride_b, dq_stride_h, dq_stride_s, batch, Hq, group, b, h, m0,
             q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
-            mask_stride_q, mask_stride_k, slopes, slopes_stride_b, kv_lens, ranges,
-            ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-            window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M,
-            2 * exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, DIVIDES, True,
+            mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
+            blocks_columns, slopes, slopes_stride_b, kv_lens, ranges, ranges_stride_b,
+            ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
+            window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, BLOCK_M, 2 *
+            exact_size(q.dtype.element_ty), EVEN, EXTREME, PRECISION, DIVIDES, True,
         )  # fmt: skip

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops.backends.triton.arguments import Class, arguments, padded, precision, size_error
+from fa_ops.backends.triton.arguments import (
+    NAMES,
+    Class,
+    arguments,
+    padded,
+    precision,
+    size_error,
+)
 from fa_ops.backends.triton.configs_decode import (
     FIXED_KEYS,
     LIGHT_KEYS,
@@ -32,6 +39,7 @@ from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, scales_of
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
 _MAX_KEY_DIM = 640  # of a latent cache: 512 features and up to 128 that rotate
+_SLOPES_STRIDE = NAMES.index("slopes_stride_b")
 _CHUNKS = (16, 64, 256)  # sequences whose lengths a program reads at once
 _launches: dict[tuple, SplitKernels] = {}
 
@@ -169,7 +177,7 @@ def _bind(
     Dv, Hkv, capacity = memory.Dv, memory.Hkv, memory.capacity
     group, device = Hq // Hkv, q.get_device()
     values, kind = arguments(_unbounded_right(spec, Sq), B, Hq, Sq, capacity, D)
-    scale, cap, slopes_stride, (left, right) = *values[:2], values[8], values[18:]
+    scale, cap, slopes_stride, (left, right) = *values[:2], values[_SLOPES_STRIDE], values[-2:]
     mode = "fixed" if invariant else "even" if splits else "stream"
     plan = _plan(q, memory, kind, mode, group * Sq)
     tile = plan.tile

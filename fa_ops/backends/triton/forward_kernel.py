@@ -9,6 +9,7 @@ float mask without a score that float32 can hold.
 import triton
 import triton.language as tl
 
+from fa_ops.backends.triton.block_lists import block_of_step, walk_keys
 from fa_ops.backends.triton.primitives import (
     LARGEST,
     LN2,
@@ -30,6 +31,7 @@ from fa_ops.backends.triton.primitives import (
     replace_nonfinite,
     scores,
     store_tile,
+    with_mask,
     with_sink,
 )
 
@@ -61,18 +63,20 @@ def locate(pid, batch, Hq, Sq, Sk, cu_seqlens_q, cu_seqlens_k, BLOCK: tl.constex
 def attend_block(
     q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, Sq, k_start, Sk,
-    tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, slopes,
-    slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
-    seed, threshold, keep_scale, window_left, window_right, PACKED: tl.constexpr,
-    D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, EXTREME: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    tokens, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, blocks,
+    blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes, slopes_stride_b, sinks,
+    kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
+    window_left, window_right, PACKED: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr, EXTREME: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows m0 ... m0 + BLOCK_M - 1 of a head; `tokens` is the row length of lse.
 
     EXACT: scores are natural ones, or with FOLD the products, until the maximum is subtracted, and
     a NaN or Inf in a value makes NaN of the rows that attend it and changes no other. Otherwise
     returns whether any row has to be recomputed so.
+
+    With `blocks` the loop is over the tiles that they list, instead of all keys of the rows.
 
     Blocks at an edge of the mask are a branch in the same loop: after a separate loop, ptxas takes
     the accumulator for one that is in flight and serialises every product (C7515).
@@ -99,6 +103,8 @@ def attend_block(
         slope = tl.load(slopes + b * slopes_stride_b + h, mask=inside, other=0.0)
     if mask is not None:
         mask += b * mask_stride_b + h * mask_stride_h
+    if blocks is not None:
+        blocks += b * blocks_stride_b + h * blocks_stride_h
     if ranges is not None:
         ranges += b * ranges_stride_b + h * ranges_stride_h
     if sinks is not None:
@@ -127,23 +133,42 @@ def attend_block(
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     qt = load_tile(q, m0, q_stride_s, 0, Sq, D, BLOCK_M, BLOCK_D, True, D == BLOCK_D)
-    k += tl.cast(lo, tl.int64) * k_stride_s
-    v += tl.cast(lo, tl.int64) * v_stride_s
+    STEP: tl.constexpr = BLOCK_N if blocks is None else 1
+    begin, end = lo, hi
+    if blocks is not None:
+        IS_BOUNDED: tl.constexpr = is_masked(window_left, window_right, kv_lens, ranges)
+        tiles, listed, last_tile, begin, end = walk_keys(
+            blocks, blocks_rows, blocks_columns, m0, Sk, lo, hi, IS_BOUNDED, BLOCK_N
+        )
+    else:
+        k += tl.cast(lo, tl.int64) * k_stride_s
+        v += tl.cast(lo, tl.int64) * v_stride_s
     k_step = tl.cast(k_stride_s * BLOCK_N, tl.int64)
     v_step = tl.cast(v_stride_s * BLOCK_N, tl.int64)
-    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1 if EXACT else None):
+    for n0 in tl.range(begin, end, STEP, num_stages=1 if EXACT else None):
+        k_at, v_at, is_mixed = k, v, True
+        if blocks is not None:
+            n0, is_mixed = block_of_step(tiles, listed, last_tile, n0, BLOCK_N)
+            k_at += tl.cast(n0, tl.int64) * k_stride_s
+            v_at += tl.cast(n0, tl.int64) * v_stride_s
         n0 = tl.multiple_of(n0, BLOCK_N)
         j = n0 + positions(BLOCK_N, EXACT)[None, :]
-        begin = low
+        above = low
         if low is not None:
-            begin = low - n0
-        kt = load_rows(k, k_stride_s, begin, hi - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
+            above = low - n0
+        kt = load_rows(k_at, k_stride_s, above, hi - n0, D, BLOCK_N, BLOCK_D, True, D == BLOCK_D)
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
         if not FOLD:
             s, _ = scores(
-                s, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
-                None, None, None, None, mask is not None, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
+                s, i, j, Sq, shift, limit, scale, cap, slope, None, 0, 0, None, None, None, None,
+                False, EXTREME, EXACT, 1.0 if EXACT else LOG2E,
             )  # fmt: skip
+        if mask is not None:  # noqa: SIM102  (a constexpr and perhaps a runtime condition)
+            if is_mixed:
+                s = with_mask(
+                    s, i, j, Sq, limit, mask, mask_stride_q, mask_stride_k, True, EXACT,
+                    1.0 if EXACT else LOG2E,
+                )  # fmt: skip
         if (n0 < full_lo) | (n0 >= full_hi):
             keep = attended(i, j, shift, limit, window_left, window_right, first, last)
             s = tl.where(keep, s, float("-inf"))
@@ -164,14 +189,17 @@ def attend_block(
         if rows is not None:
             p = tl.where(dropout_keep(rows, j, threshold), p, 0.0)
         acc = acc * alpha[:, None]
-        vt = load_rows(v, v_stride_s, begin, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV)
+        vt = load_rows(
+            v_at, v_stride_s, above, hi - n0, Dv, BLOCK_N, BLOCK_DV, True, Dv == BLOCK_DV
+        )
         if EXACT:
             vt, nonfinite = replace_nonfinite(vt)
             found = (p != 0.0) & nonfinite[None, :]
             poisoned = tl.maximum(poisoned, tl.max(found.to(tl.int32), 1))
         acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION)
-        k += k_step
-        v += v_step
+        if blocks is None:
+            k += k_step
+            v += v_step
     if EXACT:
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         if FOLD:
@@ -214,6 +242,8 @@ def forward_kernel(
     scale: tl.float32, cap,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
     mask_stride_k: tl.int64,
+    blocks, blocks_stride_b: tl.int64, blocks_stride_h: tl.int64, blocks_rows: tl.int32,
+    blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
@@ -243,9 +273,10 @@ def forward_kernel(
         q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
         v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0, q_start, rows, k_start,
         keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-        slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h,
-        ranges_stride_q, seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv,
-        BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, False,
+        blocks, blocks_stride_b, blocks_stride_h, blocks_rows, blocks_columns, slopes,
+        slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b, ranges_stride_h, ranges_stride_q,
+        seed, threshold, keep_scale, window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV,
+        BLOCK_M, BLOCK_N, FOLD, EXTREME, PRECISION, False,
     )  # fmt: skip
     if redo:
         # small tiles, and recomputed indices, take no registers from the loop above
@@ -257,10 +288,10 @@ def forward_kernel(
             attend_block(
                 q, k, v, out, lse, q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h,
                 k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, Hq, group, b, h, m0 + more,
-                q_start,
-                rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
-                mask_stride_q, mask_stride_k, slopes, slopes_stride_b, sinks, kv_lens, ranges,
-                ranges_stride_b, ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale,
-                window_left, window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS,
-                FOLD, EXTREME, PRECISION, True,
+                q_start, rows, k_start, keys, Sq, scale, cap, mask, mask_stride_b, mask_stride_h,
+                mask_stride_q, mask_stride_k, blocks, blocks_stride_b, blocks_stride_h, blocks_rows,
+                blocks_columns, slopes, slopes_stride_b, sinks, kv_lens, ranges, ranges_stride_b,
+                ranges_stride_h, ranges_stride_q, seed, threshold, keep_scale, window_left,
+                window_right, PACKED, D, Dv, BLOCK_D, BLOCK_DV, EXACT_ROWS, EXACT_KEYS, FOLD,
+                EXTREME, PRECISION, True,
             )  # fmt: skip

@@ -20,6 +20,8 @@ def mask_grad_kernel(
     scale: tl.float32, cap,
     mask, mask_stride_b: tl.int64, mask_stride_h: tl.int64, mask_stride_q: tl.int64,
     mask_stride_k: tl.int64,
+    blocks, blocks_stride_b: tl.int64, blocks_stride_h: tl.int64, blocks_rows: tl.int32,
+    blocks_columns: tl.int32,
     slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
     ranges, ranges_stride_b: tl.int64, ranges_stride_h: tl.int64, ranges_stride_q: tl.int64,
     seed, threshold, keep_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k,

@@ -254,7 +254,7 @@ def tanh(x, SMALL: tl.constexpr):
 def scores(
     qk, i, j, Sq, shift, limit, scale, cap, slope, mask, mask_stride_q, mask_stride_k,
     window_left, window_right, first, last, EDGE: tl.constexpr, EXTREME: tl.constexpr,
-    EXACT: tl.constexpr = False, UNIT: tl.constexpr = LOG2E,
+    EXACT: tl.constexpr = False, UNIT: tl.constexpr = LOG2E, is_mixed=True,
 ):  # fmt: skip
     """Convert products q.k to (s, t): s is -inf where masked; t is the softcap's tanh.
 
@@ -270,6 +270,7 @@ def scores(
     EXACT: -inf in a float mask masks NaN and Inf, too.
     UNIT:  1 for natural scores, with scale, cap and slope not multiplied by log2(e), so that the
            lowest finite numbers of a float mask stay finite.
+    is_mixed: whether the mask must be read, as it changes some score of the tile.
     """
     if cap is not None:
         t = tanh(qk * scale, EXTREME)
@@ -282,19 +283,38 @@ def scores(
     if slope is not None:
         s -= slope * tl.abs(i + shift - j).to(tl.float32)
     if mask is not None:
-        at = mask + tl.cast(i, tl.int64) * mask_stride_q + tl.cast(j, tl.int64) * mask_stride_k
-        inside = (i < Sq) & (j < limit) if EDGE else i < Sq
-        if mask.dtype.element_ty == tl.int1:
-            s = tl.where(tl.load(at, mask=inside, other=0), s, float("-inf"))
-        else:
-            # a NaN or Inf in a key makes NaN of the scores of rows beyond Sq, too
-            element = tl.load(at, mask=inside, other=float("-inf") if EXACT else 0.0)
-            bias = element.to(tl.float32) * UNIT
-            s = tl.where(bias == float("-inf"), bias, s + bias) if EXACT else s + bias
+        if not EXACT:
+            s = with_mask(
+                s, i, j, Sq, limit, mask, mask_stride_q, mask_stride_k, EDGE, False, UNIT, is_mixed
+            )
+        elif is_mixed:
+            s = with_mask(s, i, j, Sq, limit, mask, mask_stride_q, mask_stride_k, EDGE, True, UNIT)
     if EDGE:
         keep = attended(i, j, shift, limit, window_left, window_right, first, last)
         s = tl.where(keep, s, float("-inf"))
     return s, t
+
+
+@triton.jit
+def with_mask(
+    s, i, j, Sq, limit, mask, mask_stride_q, mask_stride_k, EDGE: tl.constexpr,
+    EXACT: tl.constexpr, UNIT: tl.constexpr, is_mixed=True,
+):  # fmt: skip
+    """The scores with a dense mask, as `scores` applies it; with a bool one they may be products.
+
+    is_mixed: nothing is loaded where it is False, and the scores are unchanged.
+    """
+    at = mask + tl.cast(i, tl.int64) * mask_stride_q + tl.cast(j, tl.int64) * mask_stride_k
+    inside = (i < Sq) & (j < limit) if EDGE else i < Sq
+    inside = inside & is_mixed
+    if mask.dtype.element_ty == tl.int1:
+        keep = tl.load(at, mask=inside, other=0) != 0
+        return tl.where(keep | (is_mixed == 0), s, float("-inf"))
+    else:
+        # a NaN or Inf in a key makes NaN of the scores of rows beyond Sq, too
+        element = tl.load(at, mask=inside, other=float("-inf") if EXACT else 0.0)
+        bias = element.to(tl.float32) * UNIT
+        return tl.where(bias == float("-inf"), bias, s + bias) if EXACT else s + bias
 
 
 @triton.jit

@@ -1,0 +1,32 @@
+"""fa::mask_blocks: what attention may skip of a dense mask, and where it need not read it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops import call, checks, dispatch, planning
+from fa_ops.ops import library
+from fa_ops.types import mask_blocks_shape
+
+MASK_BLOCKS = torch.ops.fa.mask_blocks.default
+
+
+def _mask_blocks(attn_mask: Tensor) -> Tensor:
+    checks.attn_mask(attn_mask)
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    described = call.Call(call.MASK_BLOCKS, mask, mask, mask, backend=dispatch.default or "auto")
+    return planning.plan_for(described).prepare(described)(mask)
+
+
+def _fake(attn_mask: Tensor) -> Tensor:
+    checks.attn_mask(attn_mask)
+    return attn_mask.new_empty(mask_blocks_shape(attn_mask), dtype=torch.int32)
+
+
+def _autograd(keyset, attn_mask: Tensor) -> Tensor:
+    """The result is integers, which have no gradient."""
+    return library.redispatch(MASK_BLOCKS, keyset, attn_mask)
+
+
+library.register("mask_blocks", _mask_blocks, _fake, _autograd)
