@@ -28,6 +28,7 @@ from compile_passes.match.match_state import Core, RowStatistic
 from compile_passes.match.matcher import NO_SCORES as NO_SCORES
 from compile_passes.match.matcher import Matcher
 from compile_passes.report import Finding, FusedCore, Refused
+from compile_passes.rewrite.mask_block_nodes import add_mask_blocks
 from compile_passes.rewrite.replace import rewrite
 
 NO_VALUE = "its result is not multiplied with a value"
@@ -81,6 +82,7 @@ def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = Fals
     _finish_inlined(inlined, {node for node, finding in found.items() if finding.fused})
     if stored:
         stored.restore()
+    add_mask_blocks(graph)
     findings = [found[node] for node in sorted(found, key=order.__getitem__)]
     report.record(findings)
     return findings

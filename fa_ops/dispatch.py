@@ -14,13 +14,18 @@ import warnings
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa_ops.call import Call
+from fa_ops.types import MASK_BLOCK
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 # The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
+
+# The backends that skip tiles by `mask_blocks`; those of `hopper` do so by bits of bool masks.
+_SKIPPING = ("triton", "cpu")
 
 _PACKAGES = ("triton",)  # third-party packages that backends import
 
@@ -128,6 +133,23 @@ def available_error(name: str) -> str | None:
 def refusal(name: str, call: Call) -> str | None:
     """Why the backend cannot run this call; None where it can."""
     return available_error(name) or load(name).supports(call)
+
+
+def mask_blocks_pay(queries: int, device: torch.device) -> bool:
+    """Whether attention with a dense mask is faster with `mask_blocks`, counting their making.
+
+    With fewer queries than a tile has, making them reads as much of the mask as attention does.
+    """
+    return queries >= MASK_BLOCK and _skips_tiles(device.type)
+
+
+@torch.compiler.assume_constant_result
+def _skips_tiles(device: str) -> bool:
+    """Whether the backend that runs most calls on a device skips by `mask_blocks`."""
+    name = default or "auto"
+    names = AUTO.get(device, ()) if name == "auto" else (name,)
+    runs = next((name for name in names if available_error(name) is None), None)
+    return runs in _SKIPPING
 
 
 def backends() -> list[tuple[str, str | None]]:

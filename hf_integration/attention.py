@@ -18,6 +18,7 @@ from hf_integration import (
     distribution,
     encodings,
     latent,
+    mask_blocks,
     operators,
     paged,
     rewrites,
@@ -203,7 +204,7 @@ def _mask_arguments(
         is_row = found.attn_mask is not None and query.shape[2] == 1 and found.is_bool_row()
         if is_row and mask.is_cuda:
             return encodings.bounded(mask, query.dtype, module)
-        return found
+        return mask_blocks.with_mask_blocks(found, query.shape[2], module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and not architectures.attends_all(getattr(module, "config", None))

@@ -57,6 +57,7 @@ class MaskArguments(NamedTuple):
     attn_mask: Tensor | None = None
     kv_lens: Tensor | None = None  # (B,)
     packing: PackingHint = PackingHint.NONE
+    mask_blocks: Tensor | None = None  # those of `attn_mask`
 
     def without_lens(self) -> MaskArguments:
         """The same mask with its lengths as key ranges."""

@@ -142,8 +142,10 @@ def dense(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
     query, key, value, mask, sinks, options = call[:6]
     if mask.kv_lens is not None:
         mask = mask.without_lens()
-    _, is_causal, key_ranges, attn_mask, _, _ = mask
-    options = {"is_causal": is_causal, "key_ranges": key_ranges, **options}
+    _, is_causal, key_ranges, attn_mask, _, _, blocks = mask
+    options = {
+        "is_causal": is_causal, "key_ranges": key_ranges, "mask_blocks": blocks, **options,
+    }  # fmt: skip
     if sinks is None or sinks.dim() == 1:
         out = fa_ops.attention(query, key, value, attn_mask, sinks=sinks, **options)
         return out.transpose(1, 2), None

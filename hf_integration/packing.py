@@ -84,5 +84,5 @@ def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:
         lo, hi = lo[None, None], hi[None, None]
     kept = mask.attn_mask
     if kept is not None and kept.dtype == torch.bool:  # which excludes key ranges
-        kept = encodings.added_to_scores(kept)
+        kept = encodings.added_to_scores(kept)  # its blocks are the same
     return mask._replace(key_ranges=torch.stack([lo, hi], -1).int(), attn_mask=kept)

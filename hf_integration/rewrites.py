@@ -127,7 +127,7 @@ def with_bias(layer: nn.Module, call: LayerCall) -> LayerCall:
         added = added.float()
     if added is call.mask.attn_mask:
         return call
-    return call._replace(mask=call.mask._replace(attn_mask=added))
+    return call._replace(mask=call.mask._replace(attn_mask=added, mask_blocks=None))
 
 
 REWRITES = (

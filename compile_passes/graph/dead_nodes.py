@@ -28,11 +28,12 @@ _WITHOUT_EFFECT = vocabulary.LAYOUT | set(
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Erase unused nodes that have no effect, the last first."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and _has_no_effect(node):
+        if not node.users and has_no_effect(node):
             graph.erase_node(node)
 
 
-def _has_no_effect(node: fx.Node) -> bool:
+def has_no_effect(node: fx.Node) -> bool:
+    """Whether a node does nothing but compute its result, the same from the same arguments."""
     name, _, writes = vocabulary.operation(node)
     if node.op not in ("call_function", "call_method") or writes or written_nodes(node, writes):
         return False

@@ -181,6 +181,19 @@ def _merge_rule(cls, operator: OpOverload, types, args: tuple, options: dict | N
     return tuple(_global(x, mesh, after, like) for x, like in zip(results, whole, strict=True))
 
 
+def _mask_rule(cls, operator: OpOverload, types, args: tuple, options: dict | None = None):
+    (mask,) = axes.bind(operator, args, options or {}).values()
+    shared = 4 - mask.dim()  # leading dimensions that the mask lacks
+    placements = [
+        p if type(p) is Shard and p.dim + shared in (axes.BATCH, axes.HEADS) else Replicate()
+        for p in mask.placements
+    ]
+    after = [Shard(p.dim + shared) if type(p) is Shard else p for p in placements]
+    blocks = operator(_local(mask, mask.device_mesh, placements))
+    return _global(blocks, mask.device_mesh, after, operator(_on_meta(mask)))
+
+
 for _name in axes.RESULTS:
     library.register_subclass_rule(_name, DTensor, _attention_rule)
 library.register_subclass_rule("merge_states", DTensor, _merge_rule)
+library.register_subclass_rule("mask_blocks", DTensor, _mask_rule)

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fa_ops.call import rows_contiguous
-from fa_ops.ops import averaging_rows, axes, dense, kv_cache, library, merge, quantized, varlen
+from fa_ops.ops import (
+    averaging_rows,
+    axes,
+    dense,
+    kv_cache,
+    library,
+    masks,
+    merge,
+    quantized,
+    varlen,
+)
 from fa_ops.ops.axes import BATCH, HEADS
 
 
@@ -153,5 +163,5 @@ for _operator in (
 ):
     _register(_operator, _rule)
 _register(merge.MERGE, _merge_rule)
-for _operator in (kv_cache.READ, kv_cache.APPEND, averaging_rows.OPERATOR):
+for _operator in (kv_cache.READ, kv_cache.APPEND, averaging_rows.OPERATOR, masks.MASK_BLOCKS):
     _register(_operator, _separate_rule)

@@ -147,6 +147,19 @@ def check_varlen_and_merge(mesh) -> None:
         assert_same(actual, single)
 
 
+def check_mask_blocks(mesh) -> None:
+    q, mask = torch.randn(2, 4, 5, 8), torch.rand(1, 4, 5, 5) < 0.5
+    on_heads = distribute_tensor(mask, mesh, [Shard(1)])
+    blocks = fa_ops.mask_blocks(on_heads)
+    assert blocks.placements == (Shard(1),)
+    assert torch.equal(blocks.full_tensor(), fa_ops.mask_blocks(mask))
+    q_on_heads = distribute_tensor(q, mesh, [Shard(1)])
+    out = fa_ops.attention(*[q_on_heads] * 3, on_heads, mask_blocks=blocks)
+    assert_same(out, fa_ops.attention(q, q, q, mask))
+    rows = distribute_tensor(mask[0, 0], mesh, [Shard(0)])
+    assert fa_ops.mask_blocks(rows).placements == (Replicate(),)
+
+
 def check_errors(mesh) -> None:
     q = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(2)])
     with pytest.raises(NotImplementedError, match="dropout_p > 0 does not support DTensors"):
@@ -197,6 +210,7 @@ CHECKS = {
     "packed length": lambda: check_packed_length(mesh()),
     "graph break": check_graph_break,
     "varlen and merge": lambda: check_varlen_and_merge(mesh()),
+    "mask blocks": lambda: check_mask_blocks(mesh()),
     "errors": lambda: check_errors(mesh()),
 }
 

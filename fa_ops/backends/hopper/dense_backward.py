@@ -267,7 +267,7 @@ class BackwardPlan:
         Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
         """
         config, kernels, dmask = self.config, self.kernels, None
-        mask, slopes, _, lens, ranges, seed = tensors
+        mask, slopes, _, lens, ranges, seed, _ = tensors
         with on_device(self.device):
             stream = current_stream(self.device)
             dq, dk, dv = grads = [empty(*of) for of in self.grads]

@@ -1,0 +1,27 @@
+"""What attention may skip of the dense masks that transformers or users make."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fa_ops
+from fa_ops.dispatch import mask_blocks_pay
+from fa_ops.types import MASK_BLOCK
+from hf_integration.encodings import MaskArguments
+from hf_integration.memo import PerTensorMemo
+
+_memo = PerTensorMemo()
+
+
+def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> MaskArguments:
+    """The same with `mask_blocks` of a dense mask, made once for the layers that share the mask."""
+    mask = found.attn_mask
+    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
+        return found
+    if torch.compiler.is_compiling():
+        queries = MASK_BLOCK  # not compared, which would compile again for short prompts
+    if not mask_blocks_pay(queries, mask.device):
+        return found
+    blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
+    return found._replace(mask_blocks=blocks)
