@@ -24,8 +24,9 @@ BACKENDS = ("hopper", "triton", "cpu", "reference")
 # The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 
-# The backends that skip tiles by `mask_blocks`; those of `hopper` do so by bits of bool masks.
-_SKIPPING = ("triton", "cpu")
+# The backends that skip tiles by `mask_blocks` of bool, and of float masks: those of `hopper` are
+# packed to bits, by which it skips.
+_SKIPPING = {True: ("triton", "cpu"), False: ("hopper", "triton", "cpu")}
 
 _PACKAGES = ("triton",)  # third-party packages that backends import
 
@@ -135,21 +136,21 @@ def refusal(name: str, call: Call) -> str | None:
     return available_error(name) or load(name).supports(call)
 
 
-def mask_blocks_pay(queries: int, device: torch.device) -> bool:
+def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
     """Whether attention with a dense mask is faster with `mask_blocks`, counting their making.
 
     With fewer queries than a tile has, making them reads as much of the mask as attention does.
     """
-    return queries >= MASK_BLOCK and _skips_tiles(device.type)
+    return queries >= MASK_BLOCK and _skips_tiles(mask.device.type, mask.dtype == torch.bool)
 
 
 @torch.compiler.assume_constant_result
-def _skips_tiles(device: str) -> bool:
+def _skips_tiles(device: str, is_bool: bool) -> bool:
     """Whether the backend that runs most calls on a device skips by `mask_blocks`."""
     name = default or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)
     runs = next((name for name in names if available_error(name) is None), None)
-    return runs in _SKIPPING
+    return runs in _SKIPPING[is_bool]
 
 
 def backends() -> list[tuple[str, str | None]]:

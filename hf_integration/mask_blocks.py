@@ -21,7 +21,7 @@ def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> Ma
         return found
     if torch.compiler.is_compiling():
         queries = MASK_BLOCK  # not compared, which would compile again for short prompts
-    if not mask_blocks_pay(queries, mask.device):
+    if not mask_blocks_pay(queries, mask):
         return found
     blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
     return found._replace(mask_blocks=blocks)

@@ -54,7 +54,7 @@ def _dense_mask(node: fx.Node) -> fx.Node | None:
         return None
     # a length that may vary is that of prompts: graphs of single tokens are made for 1
     count = queries if type(queries) is int else MASK_BLOCK
-    return mask if mask_blocks_pay(count, example(mask).device) else None
+    return mask if mask_blocks_pay(count, example(mask)) else None
 
 
 def _insert(graph: fx.Graph, mask: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa_ops.backends import reference
 from fa_ops.backends.hopper import dense_backward, dense_forward, kernel_params
 from fa_ops.backends.hopper import mask_gradient as gradients
 from fa_ops.backends.hopper.bias import ROWS, Bias, bits_of
@@ -56,11 +57,14 @@ def test_no_bits():
 
 
 def test_its_struct():
-    bias, held = Bias.of(torch.randn(2, 1, 70, 144))
-    packed = bias.packed(SimpleNamespace(at=lambda where: b"m" * 128), 4096, 0.25)
+    mask = torch.randn(2, 1, 70, 144)
+    bias, held = Bias.of(mask, reference.mask_blocks(mask))
+    packed = bias.packed(SimpleNamespace(at=lambda where: b"m" * 128), 4096, 8192, unit=0.25)
     steps = held.stride(0) * 4, 0, 144 * 4
-    assert packed[128:] == struct.pack("<Qqqqiiiiif8x", 4096, *steps, 1, 0, 1, 1, 142, 0.25)
-    assert len(packed) == 192
+    lists = 8192, 4 * (1 * 3 + 2 * 2), 0, 1, 2  # address, strides, tiles
+    fields = 4096, *steps, 1, 0, 1, 1, 142, 0.25, *lists
+    assert packed[128:] == struct.pack("<QqqqiiiiifQqqii40x", *fields)
+    assert len(packed) == 256
 
 
 class FakeKernel:
@@ -141,10 +145,13 @@ def test_kernels_find_the_mask_in_their_parameters(driver, kernel):
     layout = kernel_params.struct_layout(f"{kernel}_params.cuh", name)
     driver.struct_bytes = layout.size
     q, mask = torch.randn(1, 2, 40, 64).half(), torch.randn(40, 40).half()
-    spec = Spec(attn_mask=mask[None, None])
+    blocks = reference.mask_blocks(mask[None, None])
+    spec = Spec(attn_mask=mask[None, None], mask_blocks=blocks)
     out, lse = dense_forward.forward(q, q, q, spec)
     if kernel == "backward":
         dense_backward.backward(out, None, q, q, q, out, lse, spec, False)
     data = driver.last(kernel)[1][layout.fields["bias"].offset :]
     address, steps = struct.unpack_from("<Q", data), struct.unpack_from("<Q3q", data, 128)
     assert address == (mask.data_ptr(),) and steps == (mask.data_ptr(), 0, 0, 80)
+    lists = kernel_params.struct_layout("bias.cuh", "Bias").fields["blocks"].offset
+    assert struct.unpack_from("<Q2q2i", data, lists) == (blocks.data_ptr(), 0, 0, 1, 1)

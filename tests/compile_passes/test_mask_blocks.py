@@ -81,7 +81,7 @@ def test_any_length_in_one_graph():
 @pytest.mark.parametrize("rows, device", [(1, "cpu"), (LENGTH, "hopper")])
 def test_calls_that_they_do_not_pay_for_have_none(inputs, rows, device, monkeypatch):
     if device == "hopper":
-        monkeypatch.setattr(mask_block_nodes, "mask_blocks_pay", lambda queries, device: False)
+        monkeypatch.setattr(mask_block_nodes, "mask_blocks_pay", lambda queries, mask: False)
     q, k, v, mask = inputs
     fusion = check(attend, (q[:, :, :rows], k, v, mask[-rows:]))
     assert (made(fusion), given(fusion)) == (0, 0)

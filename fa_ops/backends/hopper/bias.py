@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
-from fa_ops.types import ALIGNMENT, rows_are_aligned
+from fa_ops.types import ALIGNMENT, mask_tiles, rows_are_aligned
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
 _FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map
@@ -32,29 +32,37 @@ class Bias(NamedTuple):
     strides: tuple[int, ...]
     steps: tuple[int, int, int, int]  # 0 where a dimension is shared, else 1
     last_column: int  # where the last pair of a row begins
+    # of the mask's blocks, byte strides of batches and heads, and tiles along queries and keys
+    blocks: tuple[int, int, int, int] | None = None
 
     @classmethod
-    def of(cls, mask: Tensor) -> tuple[Bias, Tensor]:
+    def of(cls, mask: Tensor, blocks: Tensor | None = None) -> tuple[Bias, Tensor]:
         """The layout, and the tensor that has it."""
+        layout = None
+        if blocks is not None:
+            (B, H, _), (b, h, _) = blocks.shape, blocks.stride()
+            layout = 4 * b * (B > 1), 4 * h * (H > 1), *mask_tiles(mask)[2:]
         mask = _without_repetition(mask)
         steps = tuple(int(size > 1) for size in mask.shape)
         B, H, rows, columns = mask.shape
         held = mask.expand(B, H, ROWS if rows == 1 else rows, _COLUMNS if columns == 1 else columns)
         if not rows_are_aligned(held):
             held = _copied(held)
-        return cls(
-            held.dtype, tuple(held.shape), held.stride(), steps, (held.shape[3] - 1) // 2 * 2
-        ), held
+        last = (held.shape[3] - 1) // 2 * 2
+        return cls(held.dtype, tuple(held.shape), held.stride(), steps, last, layout), held
 
     def map(self) -> TensorMap:
         """The tensor map of the mask."""
         return TensorMap(self.dtype, self.shape, self.strides, ROWS)
 
-    def packed(self, tensor_map: TensorMap, address: int, unit: float) -> bytes:
-        """struct Bias: `unit` is that of the accumulators, in scores."""
+    def packed(self, tensor_map: TensorMap, address: int, blocks: int = 0, *, unit: float) -> bytes:
+        """struct Bias: of mask and blocks the addresses; `unit` is the accumulators', in scores."""
         size = self.dtype.itemsize
         at = (s * size * step for s, step in zip(self.strides[:3], self.steps))
-        fields = _FIELDS.pack(address, *at, *self.steps, self.last_column, unit)
+        fields = _FIELDS.pack(
+            address, *at, *self.steps, self.last_column, unit, blocks,
+            *(self.blocks or (0, 0, 0, 0)),
+        )  # fmt: skip
         return tensor_map.at(address) + fields
 
 

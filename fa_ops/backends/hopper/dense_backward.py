@@ -78,12 +78,13 @@ def backward(
     ranges, mask = spec.key_ranges, spec.attn_mask
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
-    bias, held = Bias.of(mask) if bits_of(mask) else (None, None)
+    bias, held = Bias.of(mask, spec.mask_blocks) if bits_of(mask) else (None, None)
     plan = plan_of((q, k, v, grad_out, out), grad_strides, spec, ranges, bias)
     lens, slopes = (
         None if t is None else t.contiguous() for t in (spec.kv_lens, spec.alibi_slopes)
     )
-    tensors = DenseTensors(mask, slopes, spec.sinks, lens, ranges, spec.dropout_seed)
+    seed, blocks = spec.dropout_seed, spec.mask_blocks
+    tensors = DenseTensors(mask, slopes, spec.sinks, lens, ranges, seed, blocks)
     *grads, dmask, workspace = plan.run(
         grad_out, q, k, v, out, lse, grad_lse, tensors, held, mask_grad
     )
@@ -267,7 +268,7 @@ class BackwardPlan:
         Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
         """
         config, kernels, dmask = self.config, self.kernels, None
-        mask, slopes, _, lens, ranges, seed, _ = tensors
+        mask, slopes, _, lens, ranges, seed, blocks = tensors
         with on_device(self.device):
             stream = current_stream(self.device)
             dq, dk, dv = grads = [empty(*of) for of in self.grads]
@@ -283,7 +284,7 @@ class BackwardPlan:
                 0 if clipped is None else clipped.data_ptr() + self.range_bytes,
                 *(at + self.key_sums_at, counter + 4),
             )
-            held = self._write_features(params[0], mask, bias, seed, cu_seqlens, stream)
+            held = self._write_features(params[0], mask, bias, blocks, seed, cu_seqlens, stream)
             rows = self.preprocess.take(
                 out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
                 lse_log2, delta, sums, counter,
@@ -319,7 +320,7 @@ class BackwardPlan:
         return clipped
 
     def _write_features(
-        self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None,
+        self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None, blocks: Tensor | None,
         seed: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Write the parameters of masks and dropout; returns the tensors that they point to."""
@@ -333,7 +334,7 @@ class BackwardPlan:
             packed = dropout.parameters(row_seeds, self.dropout_p)
             params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
         if bias is not None:
-            packed = self.bias(address(bias))
+            packed = self.bias(address(bias), address(blocks))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
         return by_key, by_query, row_seeds
 

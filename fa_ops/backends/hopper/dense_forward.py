@@ -16,6 +16,7 @@ from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
+    address,
     current_stream,
     empty,
     kernel,
@@ -58,7 +59,9 @@ def forward(
     """
     q, k, v = tma_aligned(q), tma_aligned(k), tma_aligned(v)
     spec = spec.with_tensors(as_kernel_inputs(spec.tensors))
-    bias, held = Bias.of(spec.attn_mask) if bits_of(spec.attn_mask) else (None, None)
+    bias, held = None, None
+    if bits_of(spec.attn_mask):
+        bias, held = Bias.of(spec.attn_mask, spec.mask_blocks)
     plan = plan_of(q, k, v, spec, bias, table)
     return plan.run(q, k, v, True, spec.tensors, held, table)
 
@@ -80,7 +83,7 @@ def prepare_attention(
     if not rows_are_aligned(q, k, v):
         return None
     if mask is not None and mask.dtype != torch.bool:
-        bias, held = Bias.of(mask)
+        bias, held = Bias.of(mask, spec.mask_blocks)
         if held.data_ptr() != mask.data_ptr():
             return None
     options, is_converted, tensors = spec, False, spec.tensors
@@ -179,7 +182,7 @@ class ForwardPlan:
         self.kernel, self.grid, self.is_dynamic, *blocks = self._schedule(
             config,
             (sizes.B * Hq, sizes.Sq, splits),
-            has_window or has_lens or bool(ranges or mask),
+            has_window or has_lens or bool(ranges or mask or (bias and bias.blocks)),
             features=dict(
                 dtype=dtype, window=has_window, left=left < UNBOUNDED, kv_lens=has_lens,
                 ranges=ranges is not None, softcap=softcap and softcap_kind(softcap),
@@ -268,7 +271,7 @@ class ForwardPlan:
                 q_map.at(rows[0]), k_map.at(rows[1]), v_map.at(rows[2]), _ADDRESSES.pack(*words),
                 self.scalars, self.no_dropout or dropout.parameters(seeds, self.dropout_p),
                 _NO_PAGES if table is None else self._packed_pages(table, cu_seqlens[0]),
-                b"" if bias is None else self.bias(bias.data_ptr()),
+                b"" if bias is None else self.bias(bias.data_ptr(), address(tensors.mask_blocks)),
             )  # fmt: skip
             if counter is not None:
                 set_zero(counter, stream)

@@ -2,6 +2,9 @@
 // which the producer publishes both.
 #pragma once
 #include "tile_scheduler.cuh"
+#if BIAS_BITS
+#include "bias.cuh"
+#endif
 
 template <class Params>
 DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
@@ -66,6 +69,10 @@ DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows =
 #if HAS_MASK
   const KeyRange kept = mask_range(p, t);
   any.begin = max(any.begin, kept.begin), any.end = min(any.end, kept.end);
+#endif
+#if BIAS_BITS
+  const int2 listed = listed_range<true>(p.bias, t.b, t.h, t.m0, min(t.m0 + rows, p.Sq));
+  any.begin = max(any.begin, listed.x), any.end = min(any.end, listed.y);
 #endif
   BlockRange n;
   if (any.end <= any.begin) {

@@ -288,7 +288,8 @@ struct QueryConsumer {
     for (int i = 0; i < HEAD_FEATURES / 2; i++) dq[i] = 0.f;
     read_rows();
     KeyBlocks n = keys_of(span);
-    if (n.first == n.end) n = {all.end, all.end};
+    n.first = max(n.first, all.first), n.end = min(n.end, all.end);
+    if (n.first >= n.end) n = {all.end, all.end};
     if (all.first < all.end) mbar_wait(barrier(sm.queries_full, c), 0);
     skip_blocks(n.first - all.first);
 #pragma unroll 1

@@ -117,7 +117,7 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor&) {
 #endif
   const int sec = t / per, r = t - sec * per;
   const int inside = min(p.section, heads - sec * p.section);
-#if HAS_WINDOW || HAS_RANGES || HAS_MASK  // nearly every mask is causal
+#if HAS_WINDOW || HAS_RANGES || HAS_MASK || BIAS_BITS  // nearly every mask is causal
   const int m = p.m_blocks - 1 - r / inside, head = sec * p.section + r % inside;
 #else
   const int m = r % p.m_blocks, head = sec * p.section + r / p.m_blocks;
