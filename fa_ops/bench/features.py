@@ -43,8 +43,17 @@ def mixed_lengths(S: int) -> tuple[int, ...]:
     return tuple(n for n in (*lengths, S - sum(lengths)) if n)
 
 
+def causal_mask(i: Tensor, dtype: torch.dtype, with_blocks: bool = False) -> Feature:
+    """Causality of queries i as a dense mask, alone or with its `mask_blocks`."""
+    mask = i[None] <= i[:, None]
+    if dtype != torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=i.device).masked_fill_(~mask, -torch.inf)
+    blocks = {"mask_blocks": fa_ops.mask_blocks(mask)} if with_blocks else {}
+    return Feature({"attn_mask": mask} | blocks, lambda b, h, q, k: q >= k)
+
+
 def features(H: int, S: int, device: str) -> Makers:
-    """All features; each is created only when it is measured, as two hold an (S, S) mask."""
+    """All features; each is created only when it is measured, as some hold an (S, S) mask."""
     i = torch.arange(S, device=device, dtype=torch.int32)
     zeros, causal = torch.zeros_like(i), {"is_causal": True}
     slopes = torch.logspace(-1, -8, H, base=2.0, device=device)
@@ -89,7 +98,10 @@ def features(H: int, S: int, device: str) -> Makers:
             {"key_ranges": torch.stack([left, i + 1], -1)[None, None]},
             lambda b, h, q, k: (q >= k) & (k >= left[q]),
         ),
-        "causal as a bool mask": lambda: Feature({"attn_mask": i[None] <= i[:, None]}, past),
+        "causal as a bool mask": lambda: causal_mask(i, torch.bool),
+        "causal as a bool mask, mask_blocks": lambda: causal_mask(i, torch.bool, True),
+        "causal as a float mask": lambda: causal_mask(i, torch.float32),
+        "causal as a float mask, mask_blocks": lambda: causal_mask(i, torch.float32, True),
         "causal and a float mask": float_mask,
         f"causal, dropout {DROPOUT:g}": lambda: Feature(causal | {"dropout_p": DROPOUT}),
         f"{len(lengths)} packed documents": lambda: Feature(

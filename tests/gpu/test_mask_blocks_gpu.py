@@ -5,7 +5,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import mask_blocks
-from fa_ops.testing import assert_close_to_oracle, make_case, random_case
+from fa_ops.testing import assert_close_to_oracle, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,15 +31,26 @@ def test_lists(shape, dtype, transposed):
     assert torch.equal(fa_ops.mask_blocks(mask), mask_blocks.mask_blocks(mask))
 
 
+LONG = {"Sq": 300, "Sk": 400, "D": 64, "Dv": 64, "device": "cuda", "mask_blocks": True}
+FEATURES = {
+    "bool": {"mask": "bool"},
+    "bool, queries share": {"mask": "bool", "mask_shape": (1, 0, 0, 1)},
+    "float of heads": {"mask": "float", "mask_holes": True, "D": 128, "Dv": 128},
+    "float of batches": {"mask": "float", "mask_shape": (1, 0, 1, 1), "deterministic": True},
+    "float, queries share": {"mask": "float", "mask_shape": (1, 1, 0, 1), "mask_holes": True},
+    "float, keys share": {"mask": "float", "mask_shape": (0, 1, 1, 0), "mask_holes": True},
+    "gradient of the mask": {"mask": "float", "mask_shape": (0, 0, 1, 1), "mask_grad": True},
+    "causal and lengths": {"mask": "float", "is_causal": True, "kv_lens": True},
+    "ranges": {"mask": "float", "key_ranges": (1, 0, 1), "sinks": True},
+    "whole tiles": {"mask": "float", "Sq": 512, "Sk": 256, "mask_holes": True},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("seed", range(40))
-def test_random(seed, dtype, backend):
-    sizes = {"Sq": (300, 130, 64, 257)[seed % 4], "Sk": (513, 100, 384)[seed % 3]}
-    fixed = sizes | {"dtype": dtype, "device": "cuda", "D": (64, 128)[seed % 2], "broken": False}
-    fixed |= {"mask": ("bool", "float")[seed // 2 % 2], "key_ranges": None, "mask_blocks": True}
-    fixed |= {"layout": "bhsd", "mask_shape": ((1, 1, 1, 1), (0, 0, 1, 1), (1, 0, 0, 1))[seed % 3]}
-    case = random_case(seed, **fixed | {"Dv": fixed["D"]})
+def test_attention(feature, seed, backend):
+    case = make_case(**LONG | FEATURES[feature], dtype=torch.bfloat16, seed=seed)
     assert_close_to_oracle(case, backend)
 
 
