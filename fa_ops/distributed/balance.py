@@ -10,7 +10,7 @@ from torch import Tensor
 from fa_ops import api
 from fa_ops.distributed import plans
 from fa_ops.distributed.layout import SequenceLayout, merged, whole_group
-from fa_ops.distributed.masks import Mask, on_host, visible
+from fa_ops.distributed.masks import Mask, Ranges, on_host, visible
 from fa_ops.distributed.plans import StepProblem
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def balanced_layout(
             _of_documents(before, ends, size, most)
             for most in (local, max(1, local // 2), max(1, local // 4))
         ]
-    costs = [_cost(mask, layout, before) for layout in found] if len(found) > 1 else [0.0]
+    costs = [_cost(mask, layout, attended, before) for layout in found] if found[1:] else [0.0]
     return found[costs.index(min(costs))]
 
 
@@ -90,9 +90,14 @@ def balanced_layout(
 _PAIRS_PER_KEY = 500
 
 
-def _cost(mask: Mask, layout: SequenceLayout, before: Tensor) -> float:
+def _cost(mask: Mask, layout: SequenceLayout, attended: Ranges, before: Tensor) -> float:
     """The time of the slowest process, in pairs."""
-    needs = plans.requests(StepProblem(mask, layout, layout, False, 1))
+
+    def of_process(rank: int) -> Ranges:
+        held = layout.segments[rank]
+        return Ranges(*(torch.cat([x[..., a:b] for a, b in held], -1) for x in attended))
+
+    needs = plans.requests(StepProblem(mask, layout, layout, False, 1), of_process)
     slowest = 0.0
     for rank, held in enumerate(layout.segments):
         segments = [part for other, part in enumerate(needs[rank]) if other != rank]

@@ -156,8 +156,7 @@ class Sizes(NamedTuple):
 def _work(problem: StepProblem) -> tuple[list[list[float]], list[list[int]]]:
     """For each process and each step, the pairs that it attends and the keys that it receives."""
     size = problem.queries.size
-    attended = {r: plans.of_process(problem, r) for r in range(size)}
-    needs = plans.requests(problem, attended.__getitem__)
+    attended, needs = plans.attended_by_all(problem)
     pairs, received = [], []
     for r in range(size):
         order = [(r - t) % size for t in range(size)]

@@ -8,7 +8,6 @@ of the whole sequence, so that nothing need be agreed on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from fa_ops.distributed.sums import Parts, parts_of
 
 RING, ALL_GATHER = "ring", "all_gather"
 
-_LIMIT = 32
+_LIMIT, _LIMIT_KEPT = 32, 2
 
 
 class Step(NamedTuple):
@@ -89,9 +88,8 @@ def plan(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
     return _plans[key]
 
 
-def requests(problem: StepProblem, attended: Callable[[int], Ranges] | None = None) -> list[list]:
+def requests(problem: StepProblem, attended: Callable[[int], Ranges]) -> list[list]:
     """`requests[r][s]`: the segments of process `s`'s keys that process `r` attends."""
-    attended = attended or (lambda rank: of_process(problem, rank))
     size, found = problem.queries.size, []
     for r in range(size):
         ranges = attended(r)
@@ -99,6 +97,20 @@ def requests(problem: StepProblem, attended: Callable[[int], Ranges] | None = No
         hulls = [hull for hull in hulls if hull is not None]
         found.append([_needed(problem.keys.segments[s], hulls) for s in range(size)])
     return found
+
+
+_kept: dict[tuple, tuple[list[Ranges], list[list]]] = {}
+
+
+def attended_by_all(problem: StepProblem) -> tuple[list[Ranges], list[list]]:
+    """What each process attends, and requests; kept for the plans of other schemes."""
+    key = problem.key()
+    if key not in _kept:
+        if len(_kept) >= _LIMIT_KEPT:
+            _kept.clear()
+        ranges = [of_process(problem, rank) for rank in range(problem.queries.size)]
+        _kept[key] = ranges, requests(problem, ranges.__getitem__)
+    return _kept[key]
 
 
 def of_process(problem: StepProblem, rank: int) -> Ranges:
@@ -128,8 +140,7 @@ def _needed(segments: tuple[Segment, ...], hulls: list[Segment]) -> tuple[Segmen
 
 def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
     size = problem.queries.size
-    known = functools.lru_cache(maxsize=None)(functools.partial(of_process, problem))
-    needs = requests(problem, known)
+    attended, needs = attended_by_all(problem)
     sources = [[(rank - t) % size] for t in range(size)]
     targets = [[(rank + t) % size] for t in range(size)]
     if scheme == ALL_GATHER:
@@ -140,7 +151,7 @@ def _make(problem: StepProblem, scheme: str, rank: int) -> StepPlan:
         sends = tuple((r, needs[r][rank]) for r in tos if r != rank and needs[r][rank])
         own = problem.keys.segments[rank] if rank in froms else ()
         step = Step(receives, sends, own, ())
-        calls = _calls(problem, known(rank), step.buffer, problem.queries.segments[rank])
+        calls = _calls(problem, attended[rank], step.buffer, problem.queries.segments[rank])
         steps += _own_keys_first(step._replace(calls=tuple(calls)))
     parts = _most_parts([call for step in steps for call in step.calls])
     held = problem.queries.segments[rank], problem.keys.segments[rank]

@@ -352,7 +352,7 @@ def check_default_device() -> None:
     for scheme in ("ring", "ulysses", "all_gather"):
         for mask in ({"cu_seqlens": ENDS}, {"alibi_slopes": slopes}):
             expected = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
-            plans._plans.clear(), requests._known.clear()
+            plans._plans.clear(), plans._kept.clear(), requests._known.clear()
             with torch.device("meta"):
                 found = context_parallel_attention(q, k, v, None, scheme, **mask, **options)
             assert torch.equal(found, expected)
