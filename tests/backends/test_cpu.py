@@ -264,6 +264,24 @@ def test_gradients_of_the_scores_of_one_key_are_exactly_zero(Hq, dtype):
         assert not dq.any() and not dk.any() and dv.any()
 
 
+def test_gradients_of_two_keys_are_those_of_two_calls_with_one_key():
+    """A part of attention is given the result over all keys, as in rings."""
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (5, 2, 2))
+    out, lse = fa_ops.attention(q, k, v, return_lse=True)
+    grad_out = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
+    parts = [
+        torch.ops.fa.attention_backward(
+            grad_out, None, q.detach(), k[:, :, n : n + 1].detach(), v[:, :, n : n + 1].detach(),
+            out.detach(), lse.detach(),
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    torch.testing.assert_close(parts[0][0] + parts[1][0], dq)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts], 2), dk)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts], 2), dv)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_bad_sink_reaches_its_head(softcap):
     q, k, v, spec = make_case(sinks=True, softcap=softcap).fresh()

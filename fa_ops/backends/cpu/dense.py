@@ -36,12 +36,23 @@ def backward(
         grads = blockwise.backward(
             grad_out, grad_lse, q, k, v, out, lse, spec, ranges, mask_grad, first_batch
         )
-    if k.shape[2] == 1 and spec.sinks is None and grad_lse is None:
+    if spec.sinks is None and grad_lse is None and _attends_one_key(k, v, out, lse, spec):
         # The weight is 1 whatever the score. Multiplied, because gradients that are NaN stay NaN.
         grads.query.mul_(0.0), grads.key.mul_(0.0)
     if spec.sinks is None:
         return grads
     return grads._replace(sinks=_sinks_gradient(grad_out, grad_lse, out, lse, spec.sinks))
+
+
+def _attends_one_key(k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: Spec) -> bool:
+    """Whether no row attends more than one key.
+
+    A call with one key may be a part of attention over more keys, which `out` and `lse` belong to.
+    """
+    if k.shape[2] != 1 or not k.numel() or spec.dropout_p:
+        return k.shape[2] == 1
+    is_value = out.unflatten(1, (k.shape[1], -1)) == v.unsqueeze(2)
+    return bool((is_value.all(-1).flatten(1, 2) | (lse == float("-inf"))).all())
 
 
 def _sinks_gradient(
