@@ -88,6 +88,21 @@ def check_bits_of_documents() -> None:
     assert torch.equal(unshard(out)[0].transpose(0, 1), expected)
 
 
+def check_chunks_of_one_token() -> None:
+    """Steps with one key have gradients of its score, as the result is of more keys."""
+    g, ends = torch.Generator().manual_seed(0), torch.tensor([0, 3, 8], dtype=torch.int32)
+    sizes = ((4, 8), (4, 8), (4, 16))
+    whole = [torch.randn(1, H, 8, D, generator=g).requires_grad_() for H, D in sizes]
+    packed = (x[0].transpose(0, 1) for x in whole)
+    out = fa_ops.attention_varlen(*packed, ends, ends, is_causal=True)
+    expected = torch.autograd.grad(out.sin().sum(), whole)
+    for scheme in ("ring", "all_gather"):
+        parts = [shard(x.detach()).requires_grad_() for x in whole]
+        out = context_parallel_attention(*parts, None, scheme, is_causal=True, cu_seqlens=ends)
+        for grad, wanted in zip(torch.autograd.grad(out.sin().sum(), parts), expected, strict=True):
+            torch.testing.assert_close(unshard(grad), wanted)
+
+
 def check_repeatable() -> None:
     for scheme in ("ring", "ulysses", "all_gather"):
         grads = []
@@ -370,6 +385,7 @@ CHECKS |= {
     "dropout": check_dropout,
     "random calls": check_random,
     "bits of documents": check_bits_of_documents,
+    "chunks of one token": check_chunks_of_one_token,
     "repeatable": check_repeatable,
     "skipped steps": check_skipped_steps,
     "layouts": check_layouts,
