@@ -286,7 +286,7 @@ def mask_blocks(attn_mask: Tensor) -> Tensor:
         ValueError: the mask has more than four dimensions.
         TypeError: a dtype or Python type that is not accepted.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 4, 512, 64) for _ in range(3))
         >>> mask = torch.ones(512, 512, dtype=torch.bool).tril()
         >>> out = fa_ops.attention(q, k, v, mask, mask_blocks=fa_ops.mask_blocks(mask))

@@ -156,6 +156,9 @@ def _heads(memory: Tensor, cache: Cache) -> int:
 def _scale(scale: Tensor | None, cache: Cache, b: int, j: int, memory: Tensor) -> Tensor | float:
     if scale is None:
         return 1.0
-    if scale.dim() == 3:
-        return scale[int(cache.page_table[b, j // memory.shape[1]]), 0].double()[:, None]
-    return scale[b].double()[:, None]
+    if scale.dim() == 2:
+        return scale[b].double()[:, None]
+    if cache.page_table is None:
+        return scale[b, :, j].double()[:, None]
+    page = int(cache.page_table[b, j // memory.shape[1]])
+    return scale[page, j % scale.shape[1]].double()[:, None]
