@@ -28,12 +28,10 @@ class Rates(NamedTuple):
     memory: float  # bytes
     link: float  # bytes that a process sends, and at the same time receives
     latency: float = 2e-5  # seconds for each exchange
-    overlaps: bool = True  # whether keys arrive while others are attended
 
 
-# An H200 in 16 bits, with NVLink, where NCCL's kernels wait until attention leaves multiprocessors;
-# one core of a CPU, with gloo.
-_RATES = {"cuda": Rates(7e14, 3e12, 2.8e11, 5e-5, False), "cpu": Rates(4e10, 5e9, 1e9, 2e-4)}
+# An H200 in 16 bits, with NVLink; one core of a CPU, with gloo.
+_RATES = {"cuda": Rates(7e14, 3e12, 2.8e11, 5e-5), "cpu": Rates(4e10, 5e9, 1e9, 2e-4)}
 _measured: dict[tuple, float] = {}
 
 
@@ -182,9 +180,8 @@ def _stepwise(name: str, pairs: list, received: list, sizes: Sizes, rates: Rates
             copied = 2 * own * sizes.key_bytes / rates.memory
             slowest = max(slowest, sum(compute) + sum(transfer) + copied)
             continue
-        total = sum(compute) + sum(transfer)
-        if rates.overlaps:  # a step's keys arrive while the step before is computed
-            total = sum(map(max, compute, [*transfer[1:], 0.0]))
+        # a step's keys arrive while the step before is computed
+        total = sum(map(max, compute, [*transfer[1:], 0.0]))
         merges = max(0, sum(p > 0 for p in of_steps) - 1)
         # a merge reads the part and reads and writes the sum, in float32 if there are several
         bytes_of_sum = 2 * (sizes.out_bytes if merges < 2 else 4 * sizes.out_elements)
