@@ -261,10 +261,7 @@ def _stepwise(
         plan = plans.plan(problem, scheme, members.rank)
         outside = None if sinks is None else _outside(problem.mask, plan, query.device)
         keeps_keys = _keeps_keys(query, key, value, members.size)
-        # gradients of all keys in one call take less time than those of each step's keys
-        backward = plans.ALL_GATHER if keeps_keys else scheme
-        backward_plan = plans.plan(problem, backward, members.rank)
-        known = request.kept[scheme] = plan, backward_plan, keeps_keys, outside
+        known = request.kept[scheme] = plan, keeps_keys, outside
     exchange = Exchange(members, timeout)
     job = Job(*known, exchange, request.options.step_options, slopes)
     return StepwiseAttention.apply(query, key, value, sinks, job)

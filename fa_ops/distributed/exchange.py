@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops.distributed.layout import Members, Segment
-from fa_ops.distributed.plans import Step, StepPlan, blocks, rows_of
+from fa_ops.distributed.plans import Step, StepPlan, rows_of
 
 
 class Waiting(NamedTuple):
@@ -70,11 +70,6 @@ class Exchange(NamedTuple):
             held, waiting = arriving
             if number + 1 < len(plan.steps):
                 arriving = self._request(plan, number + 1, own, k, v)
-                if k.is_cuda and plan.steps[number + 1].own:
-                    # else NCCL's kernel would run after the attention of own keys, and processes
-                    # without such calls would wait for it
-                    arriving[1].wait()
-                    arriving = arriving[0], arriving[1]._replace(works=[])
             waiting.wait()
             yield number, step, _keys(step, held, k, v), held
 
@@ -152,33 +147,16 @@ class PackedKeys(NamedTuple):
 
 
 def kept_keys(
-    plan: StepPlan, kept: list[PackedKeys], k: Tensor, v: Tensor
+    plan: StepPlan, kept: dict[int, Tensor], k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, Step, tuple[Tensor, Tensor]]]:
-    """Yield (number, step, (keys, values)) of a plan from what the steps of another received.
+    """Yield (number, step, (keys, values)) from what was received before, by number.
 
     Steps whose gradients are exchanged come first, and return while the last step is run.
     """
     steps = enumerate(plan.steps)
     for number, step in sorted(steps, key=lambda x: not (x[1].receives or x[1].sends)):
-        held = _assembled(plan, step, kept, k, v) if step.receives else None
+        held = PackedKeys(kept[number], step.buffer) if number in kept else None
         yield number, step, _keys(step, held, k, v)
-
-
-def _assembled(
-    plan: StepPlan, step: Step, kept: list[PackedKeys], k: Tensor, v: Tensor
-) -> PackedKeys:
-    """The keys of a step, copied unless they have been received for such a step."""
-    for held in kept:
-        if held.segments == step.buffer:
-            return held
-    whole = PackedKeys.empty(step.buffer, k, v)
-    if step.own:
-        whole.write(plan.keys, k, v)
-    for held in kept:
-        for segment, rows in zip(held.segments, blocks(held.segments), strict=True):
-            for to in rows_of(step.buffer, (segment,)):
-                whole.x[to].copy_(held.x[rows])
-    return whole
 
 
 def _keys(step: Step, held: PackedKeys | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

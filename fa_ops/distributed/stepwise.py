@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.distributed import operators
-from fa_ops.distributed.exchange import Exchange, PackedKeys, kept_keys
+from fa_ops.distributed.exchange import Exchange, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
 from fa_ops.distributed.sums import Covered, TokenSum, sum_dtype
@@ -33,7 +33,6 @@ class Job(NamedTuple):
     """What a call computes, besides tensors that may require grad."""
 
     plan: StepPlan
-    backward_plan: StepPlan
     keeps_keys: bool  # whether received keys are kept for the backward pass
     outside: Tensor | None  # bool (S,): tokens of no document, which have no sink either
     exchange: Exchange
@@ -53,12 +52,12 @@ class StepwiseAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, job: Job):
         """Attend the keys of all steps."""
         partial, sinks_in_calls = Partial(q, v, job.plan.parts), job.sinks_in_calls(sinks)
-        keeps_keys, kept = job.keeps_keys and any(ctx.needs_input_grad), []
-        for _, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
+        keeps_keys, kept = job.keeps_keys and any(ctx.needs_input_grad), {}
+        for number, step, (keys, values), held in job.exchange.keys(job.plan, k, v):
             if held is not None and keeps_keys:
-                kept.append(held)
+                kept[number] = held.x
             for call in step.calls:
-                spec, row_terms = arguments(job, job.plan, call, q)
+                spec, row_terms = arguments(job, call, q)
                 if sinks_in_calls:
                     spec = spec._replace(sinks=sinks.detach())
                 part, part_lse = operators.forward(
@@ -69,8 +68,8 @@ class StepwiseAttention(torch.autograd.Function):
                 )
                 partial.add(call, part, part_lse if row_terms is None else part_lse + row_terms)
         out, lse = partial.finish(sinks, sinks_in_calls, job.outside)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *(held.x for held in kept))
-        ctx.job, ctx.kept_segments = job, [held.segments for held in kept]
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *kept.values())
+        ctx.job, ctx.kept = job, tuple(kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -79,10 +78,9 @@ class StepwiseAttention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         """Gradients of query, key, value and sinks."""
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
-        job, plan = ctx.job, ctx.job.backward_plan
+        job, plan = ctx.job, ctx.job.plan
         if job.keeps_keys:
-            kept = [PackedKeys(x, held) for x, held in zip(kept, ctx.kept_segments, strict=True)]
-            steps = kept_keys(plan, kept, k, v)
+            steps = kept_keys(plan, dict(zip(ctx.kept, kept)), k, v)
         else:
             steps = (found[:3] for found in job.exchange.keys(plan, k, v))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -180,12 +178,12 @@ class Partial:
         return out.to(self.dtype), lse
 
 
-def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
+def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]:
     """The operator's options in a call, and what is added to its lse."""
     scale, softcap, deterministic, backend = job.options
     ranges = call.ranges
     if ranges is not None:
-        ranges = _on_device(plan, ranges, q.device)
+        ranges = _on_device(job.plan, ranges, q.device)
     spec = Spec(
         None, 0.0, call.is_causal, scale, call.left, call.right, softcap,
         key_ranges=ranges, deterministic=deterministic, backend=backend,
@@ -198,7 +196,7 @@ def arguments(job: Job, plan: StepPlan, call: StepCall, q: Tensor) -> tuple[Spec
     wide = sum_dtype(q)
     slopes = slopes.to(wide).view(-1, slopes.shape[-1], 1)
     key_terms, row_terms = (
-        slopes * _on_device(plan, terms, q.device).to(wide) for terms in call.alibi
+        slopes * _on_device(job.plan, terms, q.device).to(wide) for terms in call.alibi
     )
     return spec._replace(attn_mask=key_terms.unsqueeze(2)), row_terms
 
@@ -222,7 +220,7 @@ def _gradients(job: Job, step: Step, saved: tuple, buffers: tuple, dq: TokenSum)
     calls, grads = step.calls, None
     for call in calls:
         at = (call.batches, slice(None), call.rows)
-        spec, row_terms = arguments(job, job.backward_plan, call, q)
+        spec, row_terms = arguments(job, call, q)
         parts = operators.backward(
             grad_out[at], None if grad_lse is None else grad_lse[at], q[at],
             *(x[call.batches, :, call.keys] for x in buffers),
