@@ -141,11 +141,10 @@ def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
 
     With fewer queries than a tile has, making them reads as much of the mask as attention does.
     """
-    return queries >= MASK_BLOCK and _skips_tiles(mask.device.type, mask.dtype == torch.bool)
+    return queries >= MASK_BLOCK and skips_tiles(mask.device.type, mask.dtype == torch.bool)
 
 
-@torch.compiler.assume_constant_result
-def _skips_tiles(device: str, is_bool: bool) -> bool:
+def skips_tiles(device: str, is_bool: bool) -> bool:
     """Whether the backend that runs most calls on a device skips by `mask_blocks`."""
     name = default or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)

@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 import fa_ops
-from fa_ops.dispatch import mask_blocks_pay
+from fa_ops import dispatch
 from fa_ops.types import MASK_BLOCK
 from hf_integration.encodings import MaskArguments
 from hf_integration.memo import PerTensorMemo
 
 _memo = PerTensorMemo()
+_skips_tiles = torch.compiler.assume_constant_result(dispatch.skips_tiles)
 
 
 def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> MaskArguments:
@@ -19,9 +20,9 @@ def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> Ma
     mask = found.attn_mask
     if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return found
-    if torch.compiler.is_compiling():
-        queries = MASK_BLOCK  # not compared, which would compile again for short prompts
-    if not mask_blocks_pay(queries, mask):
+    # queries are not compared in compiled code, which would be compiled again for short prompts
+    pays = torch.compiler.is_compiling() or queries >= MASK_BLOCK
+    if not (pays and _skips_tiles(mask.device.type, mask.dtype == torch.bool)):
         return found
     blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
     return found._replace(mask_blocks=blocks)

@@ -133,7 +133,7 @@ DENSE = {
         REAL,
     ),
     "blocks without a mask": Bad(
-        {"mask_blocks": ints(1, 1, 4)},
+        {"attn_mask": None, "mask_blocks": ints(1, 1, 4)},
         V,
         "mask_blocks describe an attn_mask: pass both or neither",
     ),

@@ -13,7 +13,9 @@ Window = tuple[int | None, int | None]
 
 def scalar(value: object) -> object:
     """A Python number in place of a 0-d tensor or a NumPy number."""
-    if isinstance(value, (int, float)):  # of Dynamo too, which cannot look for attributes of sizes
+    if isinstance(value, float):
+        return float(value)  # of NumPy's subclass
+    if isinstance(value, int):  # of Dynamo too, which cannot look for attributes of sizes
         return value
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
