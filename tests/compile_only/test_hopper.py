@@ -362,7 +362,7 @@ def kernel_counts(sass, instruction, start="backward"):
 
 # With every option and 16 rows, whatever the pages; without options, as most calls are.
 DECODE = [
-    *itertools.product((64, 128, 256), (0, 16, 64), (16,)),
+    *((64, 16, 16), (128, 0, 16), (128, 64, 16), (256, 16, 16)),
     *((64, 0, 8), (128, 0, 8), (128, 64, 8), (256, 64, 8)),
 ]
 

@@ -127,7 +127,7 @@ CHECKS = {name: lambda case=case: check(**case) for name, case in CASES.items()}
 CHECKS |= {"layout": check_layout, "errors": check_errors, "a group": check_group}
 
 
-@pytest.fixture(scope="module", params=[(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "cuda")], ids=str)
+@pytest.fixture(scope="module", params=[(2, "cpu"), (3, "cpu"), (2, "cuda")], ids=str)
 def verdicts(request, tmp_path_factory) -> Verdicts:
     """The verdicts of some numbers of processes."""
     world, device = request.param
