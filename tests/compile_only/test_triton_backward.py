@@ -72,7 +72,7 @@ def hot_loop(code):
         target = re.search(r"\bBRA\b.* (0x[0-9a-f]+)", text)
         if target and int(target.group(1), 16) < at:
             body = [one for place, one in lines if int(target.group(1), 16) <= place <= at]
-            if any("HGMMA" in one for one in body):
+            if any(re.match("HG?MMA", one) for one in body):
                 loops.append(body)
     return min(loops, key=len)
 

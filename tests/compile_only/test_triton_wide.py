@@ -1,7 +1,10 @@
 """The Triton kernels of heads over 256 wide without a GPU: registers and shared memory.
 
-What is spilled, in bytes, is indices before and behind the loop but where a limit says otherwise.
+What is spilled, in bytes, is indices before and behind the main loop and in the loop that computes
+rows with NaN or Inf again.
 """
+
+import re
 
 import pytest
 
@@ -37,7 +40,7 @@ def test_forward_with_every_option_fits(arch, tmp_path):
     assert_fits(forward.compiled(arch, 512, forward.KINDS["everything"]), arch, tmp_path, 32)
 
 
-SPILLS = {90: (96, 128, 128), 120: (32, 160, 64)}
+SPILLS = {90: (96, 128, 128), 120: (112, 160, 64)}
 
 
 @pytest.mark.parametrize("arch", [90, 120])
@@ -57,6 +60,8 @@ def test_backward_fits(arch, monkeypatch, tmp_path):
     for kernel, spills in zip(kernels, SPILLS[arch], strict=True):
         assert_fits(kernel, arch, tmp_path, spills)
         assert getattr(kernel.metadata, "tmem_size", 0) <= 512
+        main_loop = backward.hot_loop(disassembled(kernel.asm["cubin"], tmp_path))
+        assert not any(re.match("LDL|STL", one) for one in main_loop)
     if arch == 90:  # both warpgroups compute a product together, and each of them once
         for kernel, products in zip(kernels, (66, 66, 34)):
             loop = backward.hot_loop(disassembled(kernel.asm["cubin"], tmp_path))
