@@ -26,8 +26,7 @@ def sections(model: str) -> Iterator[tuple[str, Rows]]:
         try:
             built = AutoModel.from_config(config, attn_implementation="fa_ops", dtype=dtype)
         except Exception as error:  # modeling code can raise anything
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise LookupError(f"no model can be built from {model!r}: {reason}") from None
+            raise _cannot_build(model, error) from None
     rows = [
         (layers.kind, f"{len(layers.names)} x {layers.runs}; {layers.why}")
         for layers in explain(built).layers
@@ -46,4 +45,12 @@ def _config(model: str) -> PreTrainedConfig:
             raise LookupError(f"no model's config can be read from {model}: {error}") from None
     if model not in CONFIG_MAPPING:
         raise LookupError(f"{model!r} is neither a folder nor a model type of transformers")
-    return CONFIG_MAPPING[model]()
+    try:
+        return CONFIG_MAPPING[model]()
+    except Exception as error:  # "encoder-decoder" has no default config in some releases
+        raise _cannot_build(model, error) from None
+
+
+def _cannot_build(model: str, error: Exception) -> LookupError:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return LookupError(f"no model can be built from {model!r}: {reason}")
