@@ -233,11 +233,11 @@ def attention_varlen(
 
         given = varlen_pages.arguments(
             query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q,
-            dropout_p, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
+            max_seqlen_k, dropout_p, deterministic, is_causal=is_causal, scale=scale, window=window,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
         )  # fmt: skip
-        out, lse = varlen_pages.attention(*given)
-        return (out, lse) if return_lse else out
+        results = varlen_pages.attention(*given)
+        return results if return_lse else results[0]
     seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None

@@ -90,10 +90,10 @@ _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
 def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
     """The arguments of attention_varlen with page_table, checked."""
     given = _bound(api.attention_varlen, query, key, value, options)
-    for name in ("max_seqlen_k", "deterministic", "return_lse"):
-        del given[name]
+    del given["return_lse"]
     call = varlen_pages.arguments(**given)
     varlen_pages.check(*call[:-1])
+    paged_calls.check_options(*call[:-2], call.options)
     return call
 
 

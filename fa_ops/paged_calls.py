@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, planning
+from fa_ops import api, checks, dispatch, planning
 from fa_ops.call import PAGED, Call, PagedTensors
 from fa_ops.ops import library
 from fa_ops.ops.library import Route
@@ -56,6 +57,26 @@ def call_of(
     return planning.normalised(call) if _refusal(call) is None else None
 
 
+def check_options(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, kv_lens: Tensor,
+    page_table: Tensor, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError unless the options of a call are legal.
+
+    In a graph only for slopes: the operator that the graph calls checks all others.
+    """
+    tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
+    if not torch.compiler.is_compiling():
+        call = _described(query, key, value, tensors, options, options.get("backend"))
+        checks.options(query, call.spec, page_table.shape[0], query.shape[1])
+        return
+    slopes = tensors.alibi_slopes
+    if slopes is not None and slopes.dim() != 1:
+        expected = page_table.shape[0], query.shape[1]
+        if slopes.shape != expected:
+            raise ValueError(f"alibi_slopes must have shape {expected}, got {tuple(slopes.shape)}")
+
+
 def tensors_of(
     cu_seqlens_q: Tensor, kv_lens: Tensor, page_table: Tensor, options: dict[str, Any]
 ) -> PagedTensors:
@@ -65,13 +86,14 @@ def tensors_of(
 
 
 def _described(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any]
-) -> Call:
+    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any],
+    backend: str | None = BACKEND,
+) -> Call:  # fmt: skip
     """The call, types checked."""
     causal = options.get("is_causal", False)
     checked = api.checked_options(
         query, key, value, 0.0, causal, options.get("scale"), options.get("window"),
-        options.get("softcap", 0.0), tensors, False, BACKEND,
+        options.get("softcap", 0.0), tensors, False, backend,
     )  # fmt: skip
     packing = Packing(tensors.cu_seqlens_q, tensors.cu_seqlens_q)
     spec = Spec(None, 0.0, causal, **checked)

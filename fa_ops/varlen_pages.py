@@ -18,7 +18,10 @@ from fa_ops import cache_checks, checks, paged_calls
 from fa_ops.api import need_int, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.ops import library
 from fa_ops.types import heads_of_tile
+
+MAX_KEYS = 2**31 - 1  # that borders of 32 bits can count
 
 
 class Tiles(NamedTuple):
@@ -56,27 +59,50 @@ class PagedCall(NamedTuple):
 
 
 def arguments(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q, dropout_p,
-    **options,
+    query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q, max_seqlen_k,
+    dropout_p, deterministic, **options,
 ) -> PagedCall:  # fmt: skip
-    """The call that these arguments of attention_varlen make, types checked."""
+    """The call that these arguments of attention_varlen make, types checked.
+
+    `max_seqlen_k` and `deterministic` are checked, and change nothing.
+    """
     for name, t in (
         ("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_seqlens_q),
         ("page_table", page_table),
     ):  # fmt: skip
         need_tensor(name, t)
+    if (kv_lens is None) == (cu_seqlens_k is None):
+        given = "neither" if kv_lens is None else "both"
+        raise ValueError(
+            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
+        )
     if kv_lens is None:
-        if cu_seqlens_k is None:
-            raise ValueError("kv_lens or cu_seqlens_k must be given with page_table")
-        kv_lens = need_tensor("cu_seqlens_k", cu_seqlens_k).diff()
+        kv_lens = _lengths(query, cu_seqlens_k, page_table)
     if dropout_p:
         raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    if max_seqlen_k is not None:
+        longest = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
+        checks.need(longest >= 0, "max_seqlen_k must not be negative, got {}", longest)
     return PagedCall(
         query, key, value, cu_seqlens_q, need_tensor("kv_lens", kv_lens), page_table, max_seqlen_q,
         options,
     )  # fmt: skip
+
+
+def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
+    """The numbers of keys between these borders, checked."""
+    checks.integers(query, "cu_seqlens_k", need_tensor("cu_seqlens_k", cu_seqlens_k))
+    size = page_table.shape[0] + 1 if page_table.dim() else 1
+    if cu_seqlens_k.shape != (size,):
+        found = tuple(cu_seqlens_k.shape)
+        raise ValueError(f"cu_seqlens_k must have shape ({size},), got {found}")
+    if library.can_read(cu_seqlens_k):
+        checks.borders("cu_seqlens_k", cu_seqlens_k, MAX_KEYS)
+    return cu_seqlens_k.diff()
 
 
 def attention(
@@ -90,13 +116,16 @@ def attention(
     """
     check(query, key, value, cu_seqlens_q, kv_lens, page_table, max_seqlen_q)
     tokens = query.shape[0]
-    if not tokens or not page_table.shape[0]:
+    is_empty = not tokens or not page_table.shape[0]
+    if not is_empty:
+        found = paged_calls.attention(
+            query, key, value, cu_seqlens_q, kv_lens, page_table, options
+        )  # fmt: skip
+        if found is not None:
+            return found
+    paged_calls.check_options(query, key, value, cu_seqlens_q, kv_lens, page_table, options)
+    if is_empty:
         return query.new_zeros(*query.shape[:2], value.shape[3]), _no_keys(query)
-    found = paged_calls.attention(
-        query, key, value, cu_seqlens_q, kv_lens, page_table, options
-    )  # fmt: skip
-    if found is not None:
-        return found
     call = tiled_call(query, key, cu_seqlens_q, kv_lens, page_table, max_seqlen_q, options)
     out, lse = attention_with_kv_cache(
         call.query, key, value, call.kv_lens, call.page_table, return_lse=True, **call.options
@@ -132,8 +161,11 @@ def check(
             raise ValueError(f"{name} must have shape ({size},), got {tuple(t.shape)}")
     if max_seqlen_q is not None:
         need(max_seqlen_q >= 0, "max_seqlen_q must not be negative, got {}", max_seqlen_q)
-    if not (query.is_cuda or is_traced):
+    if library.can_read(cu_seqlens_q, kv_lens, page_table):
         checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+        longest = int(cu_seqlens_q.diff().max()) if B else 0
+        need(max_seqlen_q is None or max_seqlen_q >= longest, "max_seqlen_q is {}, but a sequence "
+             "has {} queries", max_seqlen_q, longest)  # fmt: skip
         cache_checks.values(query, key, value, CacheTensors(kv_lens, page_table), "key")
 
 

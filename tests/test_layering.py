@@ -51,6 +51,7 @@ TOP = {
         "fa_ops.api",
         "fa_ops.paged_calls",
         "fa_ops.kv_cache",
+        "fa_ops.ops",
         *PLANS,
     ),
     "fa_ops.explanation": (

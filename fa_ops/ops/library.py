@@ -237,6 +237,13 @@ def is_strided(*tensors: Tensor | None) -> bool:
     return True
 
 
+def can_read(*tensors: Tensor) -> bool:
+    """Whether the host may read what the tensors hold, now and without waiting for a device."""
+    if torch.compiler.is_compiling() or in_functorch():
+        return False
+    return all(type(t) in _PLAIN and t.is_cpu for t in tensors)
+
+
 def have_same_dispatch_keys(a: Tensor, b: Tensor) -> bool:
     """Whether neither or both are batched by autograd's own vmap, or zeros without memory."""
     return _dispatch_keys(a) == _dispatch_keys(b)

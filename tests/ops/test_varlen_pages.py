@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fa_ops
 from fa_ops import varlen_pages
@@ -147,6 +148,20 @@ def test_it_compiles_to_one_graph_for_all_lengths():
         ),
         ({"page_table": [[0]]}, "page_table must be a Tensor, got list"),
         ({"max_seqlen_q": 2.5}, "max_seqlen_q must be an int or None, got 2.5"),
+        ({"max_seqlen_q": 6}, "max_seqlen_q is 6, but a sequence has 7 queries"),
+        ({"max_seqlen_k": "24"}, "max_seqlen_k must be an int or None, got '24'"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k must not be negative, got -1"),
+        ({"deterministic": 1}, "deterministic must be a bool, got 1"),
+        ({"cu_seqlens_k": torch.zeros(6).int()}, "one of them, got both"),
+        (
+            {"alibi_slopes": torch.zeros(6, 4)},
+            r"alibi_slopes must have shape \(5, 4\), got \(6, 4\)",
+        ),
+        (
+            {"alibi_slopes": torch.zeros(1, 4)},
+            r"alibi_slopes must have shape \(5, 4\), got \(1, 4\)",
+        ),
+        ({"alibi_slopes": 0.5}, "alibi_slopes must be a Tensor, got float"),
     ],
 )
 def test_errors(change, message):
@@ -156,6 +171,57 @@ def test_errors(change, message):
     fa_ops.attention_varlen(**given)
     with pytest.raises((ValueError, TypeError), match=message):
         fa_ops.attention_varlen(**given | change)
+
+
+@pytest.mark.parametrize(
+    "borders, message",
+    [
+        (torch.tensor(0).int(), r"cu_seqlens_k must have shape \(6,\), got \(\)"),
+        (torch.zeros(5).int(), r"cu_seqlens_k must have shape \(6,\), got \(5,\)"),
+        (torch.zeros(6).long(), "cu_seqlens_k must be int32, got int64"),
+        (torch.tensor([0, 3, 2, 4, 5, 6]).int(), r"cu_seqlens_k\[2\] is 2, but must not be less"),
+        ([0] * 6, "cu_seqlens_k must be a Tensor, got list"),
+    ],
+)
+def test_errors_of_borders_of_keys_name_them(borders, message):
+    q, k, v, ends, _, table = drawn()
+    with pytest.raises((ValueError, TypeError), match=message):
+        fa_ops.attention_varlen(q, k, v, ends, borders, page_table=table)
+
+
+@pytest.mark.parametrize("tokens, rows", [(0, 2), (3, 0)])
+@pytest.mark.parametrize(
+    "bad", [{"softcap": -1.0}, {"backend": "gpu"}, {"window": 3}, {"sinks": torch.zeros(5)}]
+)
+def test_sizes_of_zero_do_not_excuse_wrong_options(tokens, rows, bad):
+    q, k, v, _, _, table = drawn()
+    ends, lens = torch.zeros(rows + 1).int(), torch.ones(rows).int()
+    with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+        fa_ops.attention_varlen(
+            q[:tokens], k, v, ends, None, kv_lens=lens, page_table=table[:rows], **bad
+        )
+
+
+def test_fake_and_meta_tensors_have_no_values_to_check():
+    given = drawn()
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        q, k, v, ends, lens, table = fakes
+        out = fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table)
+    q, k, v, ends, lens, table = (x.to("meta") for x in given)
+    on_meta = fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table)
+    assert out.shape == on_meta.shape == (TOKENS, 4, 8) and out.dtype == q.dtype
+
+
+def test_vmap_over_queries_and_lengths():
+    q, k, v, ends, lens, table = drawn()
+
+    def attend(q, lens):
+        return fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table)
+
+    samples = torch.stack([q, 2 * q]), torch.stack([lens, lens - 1])
+    expected = torch.stack([attend(*one) for one in zip(*samples)])
+    torch.testing.assert_close(torch.func.vmap(attend)(*samples), expected)
 
 
 def test_explain_names_the_call_over_a_cache():
