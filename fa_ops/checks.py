@@ -60,7 +60,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: Spec, real: bool = False) -> No
     if _is_plain(spec):
         return
     B, Hq, Sq, _ = q.shape
-    options(q, spec, B, Hq)
+    options(q, spec, B, Hq, Sq)
     if spec.attn_mask is not None:
         _mask(q, spec, (B, Hq, Sq, k.shape[2]))
     if spec.mask_blocks is not None:
@@ -241,8 +241,8 @@ def heads(Hq, Hkv, Hv, D, Dk, Dv, key: str = "key", value: str = "value") -> Non
     need(Dv >= 1, "{}'s head dimension must be at least 1", value)
 
 
-def options(q: Tensor, spec: Spec, B, Hq) -> None:
-    """Everything of the spec but attn_mask and key_ranges."""
+def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
+    """Everything of the spec but attn_mask and key_ranges; `rows`: queries of a dense call."""
     p, seed, softcap = spec.dropout_p, spec.dropout_seed, spec.softcap
     need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
     need(
@@ -250,8 +250,7 @@ def options(q: Tensor, spec: Spec, B, Hq) -> None:
         "dropout_p > 0 needs dropout_seed, an int64 tensor of one element",
     )
     if seed is not None:
-        integers(q, "dropout_seed", seed, torch.int64)
-        need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
+        _seed(q, seed, None if rows is None else (B, Hq, rows))
     need(
         spec.scale is None or math.isfinite(spec.scale), "scale must be finite, got {}", spec.scale
     )
@@ -339,6 +338,17 @@ def has_shape(name: str, t: Tensor, shape: tuple) -> None:
 def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
     """Raise ValueError unless the tensor is on q's device."""
     need(t.device == q.device, "{} is on {}, but {} is on {}", name, t.device, other, q.device)
+
+
+def _seed(q: Tensor, seed: Tensor, words: tuple[int, int, int] | None) -> None:
+    """A seed of dropout, or words of rows in this shape."""
+    if words is None or seed.dtype != torch.int32 or seed.dim() != 3:
+        integers(q, "dropout_seed", seed, torch.int64)
+        need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
+        return
+    same_device(q, "dropout_seed", seed)
+    message = "dropout_seed of int32 must have shape {}, a word for each row, got {}"
+    need(seed.shape == words, message, words, tuple(seed.shape))
 
 
 def integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) -> None:

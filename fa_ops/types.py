@@ -39,7 +39,8 @@ class Spec(NamedTuple):
     sinks: Tensor | None = None  # (Hq,), joins the softmax denominator only
     kv_lens: Tensor | None = None  # int32 (B,)
     key_ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, Sq or 1, 2)
-    dropout_seed: Tensor | None = None  # int64, one element
+    # int64, one element; in dense calls also int32 (B, Hq, Sq), a word for each row
+    dropout_seed: Tensor | None = None
     deterministic: bool = False  # bitwise repeatable backward
     backend: str | None = None  # None: the current default
     mask_blocks: Tensor | None = None  # int32, of `mask_blocks_shape`: what attn_mask may skip

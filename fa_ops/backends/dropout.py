@@ -3,6 +3,9 @@
 A weight at (b, h, i, j) is dropped when `hash32(seed, b * Hq + h, i, j) < floor(p * 2**32)`. The
 hash is three rounds of a 32-bit avalanche finaliser (xor-shift, multiply);
 `backends/triton/primitives.py` states the same three rounds in uint32.
+
+Two of the rounds need no key. Their result, a word for each row, may take the place of the seed:
+rows and keys may then be any part of a larger call.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_COLUMN_STEP = 0xC2B2AE35
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -42,12 +46,43 @@ def seed_of_heads(seed: Tensor, first: int) -> Tensor:
     return (((high + first * 0x9E3779B9) & _MASK) << 32) | low
 
 
-def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
-    """Bool tensor, True where the weight survives. Index tensors broadcast against each other.
+def row_words(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
+    """The words of rows, int32: what a call may be given in place of a seed."""
+    return _signed(row_keys(seed, batch_head, rows))
 
-    `_mix` of (row key + column key) in wrapping int32, in place: five times faster than in int64.
+
+def from_key(words: Tensor, first: int | Tensor) -> Tensor:
+    """The words with which key `j` of a call is key `first + j` of the words' own."""
+    return words + _signed(torch.as_tensor(first, device=words.device).long() * _COLUMN_STEP)
+
+
+def words_of(seed: Tensor, B: int, Hq: int, Sq: int, first_batch: int = 0) -> Tensor:
+    """The words (B, Hq, Sq) of a call, from its seed or as they were given.
+
+    `first_batch` is the batch index of the first element.
     """
-    x = _signed(row_keys(seed, batch_head, rows)) + _signed(cols.long() * 0xC2B2AE35)
+    if is_words(seed):
+        return seed
+    index = torch.arange(B * Hq, device=seed.device).view(B, Hq, 1) + first_batch * Hq
+    return row_words(seed, index, torch.arange(Sq, device=seed.device))
+
+
+def is_words(seed: Tensor) -> bool:
+    """Whether a call's `dropout_seed` has a word for each row."""
+    return seed.dtype == torch.int32
+
+
+def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+    """Bool tensor, True where the weight survives. Index tensors broadcast against each other."""
+    return kept(row_words(seed, batch_head, rows), cols, p)
+
+
+def kept(words: Tensor, cols: Tensor, p: float) -> Tensor:
+    """The same from the words of rows.
+
+    `_mix` of (word + column key) in wrapping int32, in place: five times faster than in int64.
+    """
+    x = words + _signed(cols.long() * _COLUMN_STEP)
     scratch = torch.empty_like(x)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=scratch)  # copies the sign, which the mask removes

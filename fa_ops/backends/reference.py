@@ -138,9 +138,8 @@ def dropout_factor(
 ) -> Tensor:
     """Dropout's factor of each weight (B, Hq, Sq, Sk): 0, or 1 / (1 - p) where kept."""
     B, Hq, Sq, Sk = shape
-    index = (torch.arange(B * Hq, device=device) + first_batch * Hq).view(B, Hq, 1, 1)
-    rows, cols = torch.arange(Sq, device=device).view(Sq, 1), torch.arange(Sk, device=device)
-    keep = dropout.keep_mask(spec.dropout_seed, index, rows, cols, spec.dropout_p)
+    words = dropout.words_of(spec.dropout_seed, B, Hq, Sq, first_batch).unsqueeze(3)
+    keep = dropout.kept(words, torch.arange(Sk, device=device), spec.dropout_p)
     return keep.double() / max(1.0 - spec.dropout_p, 2.0**-32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 from fa_ops import api
 from fa_ops.distributed import agreement, costs, plans, whole_heads
 from fa_ops.distributed.costs import SchemeChoice
+from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
 from fa_ops.distributed.exchange import Exchange
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of
 from fa_ops.distributed.masks import Mask, positions
 from fa_ops.distributed.plans import StepProblem
-from fa_ops.distributed.requests import CheckedCall, Options, checked
+from fa_ops.distributed.requests import CheckedCall, Options, checked, drops_by_seed
 from fa_ops.distributed.stepwise import Job, StepwiseAttention
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
@@ -73,8 +75,8 @@ def context_parallel_attention(
         window: ``(left, right)``, keys that stay visible on either side of a query's position.
         scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0: off.
-        dropout_p: probability of dropping a weight, with "ulysses" only. The seed is drawn by the
-            group's first process, and drops the weights that it would drop on one device.
+        dropout_p: probability of dropping a weight. The seed is drawn by the group's first
+            process, and drops the weights that it would drop on one device.
         alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``. No gradient.
         sinks: ``(Hq,)``. Its gradient is this process's part: the sum over processes is the whole.
         kv_lens: int32 ``(B,)``; with `cu_seqlens` the keys of each document.
@@ -103,8 +105,7 @@ def context_parallel_attention(
         TypeError: a dtype or Python type that is not accepted.
         RuntimeError: torch.distributed is not initialised; another process raised an error or did
             not answer, the message names the step.
-        NotImplementedError: no backend, or not the requested one, supports the call; dropout
-            without the scheme "ulysses".
+        NotImplementedError: no backend, or not the requested one, supports the call.
 
     Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; Jacobs et al., DeepSpeed
     Ulysses, https://arxiv.org/abs/2309.14509; Dubey et al., The Llama 3 Herd of Models (section
@@ -215,9 +216,8 @@ def choice(
         inner = groups[1].size
         query = query[:, : query.shape[1] // inner]
         key, value = (x[:, : max(1, x.shape[1] // inner)] for x in (key, value))
-    found = costs.choose(
-        problem, query, key, value, groups[0], len(groups) == 1, options.dropout_p > 0
-    )
+    by_seed = options.dropout_p > 0 and drops_by_seed(options, groups, query)
+    found = costs.choose(problem, query, key, value, groups[0], len(groups) == 1, by_seed)
     if options.scheme in ("auto", found.scheme):
         return found
     others = dict.fromkeys(set(found.seconds) - {options.scheme}, "not asked for")
@@ -237,11 +237,24 @@ def attend(
         scheme = chosen_scheme(query, key, value, groups, request)
     if scheme == "ulysses" or len(groups) == 2:
         return _with_heads(query, key, value, groups, request, scheme, return_lse, timeout)
-    options = request.options
+    options, heads = request.options, slice(0, query.shape[1])
+    words = _seeded(query, groups, request, heads, query.shape[1])
     return _stepwise(
         query, key, value, options.sinks, options.alibi_slopes, groups[0], request.problem,
-        scheme, request, timeout,
+        scheme, request, timeout, words,
     )  # fmt: skip
+
+
+def _seeded(
+    query: Tensor, groups: tuple[Members, ...], request: CheckedCall, heads: slice, Hq: int
+) -> Callable[[plans.StepPlan], RowWords] | None:
+    """What gives the words of dropout to the queries of a plan, these of `Hq` heads; or None."""
+    p = request.options.dropout_p
+    if not p:
+        return None
+    seed, B = agreed_seed(query, p, groups), query.shape[0]
+    mask = request.problem.mask
+    return lambda plan: RowWords(p, row_words(seed, mask, plan.queries, B, heads, Hq))
 
 
 def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
@@ -254,7 +267,7 @@ def chosen_scheme(query, key, value, groups, request: CheckedCall) -> str:
 
 def _stepwise(
     query, key, value, sinks, slopes, members: Members, problem: StepProblem, scheme: str,
-    request: CheckedCall, timeout,
+    request: CheckedCall, timeout, words: Callable[[plans.StepPlan], RowWords] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     known = request.kept.get(scheme)
     if known is None:
@@ -263,7 +276,8 @@ def _stepwise(
         keeps_keys = _keeps_keys(query, key, value, members.size)
         known = request.kept[scheme] = plan, keeps_keys, outside
     exchange = Exchange(members, timeout)
-    job = Job(*known, exchange, request.options.step_options, slopes)
+    dropout = None if words is None else words(known[0])
+    job = Job(*known, exchange, request.options.step_options, slopes, dropout)
     return StepwiseAttention.apply(query, key, value, sinks, job)
 
 
@@ -287,10 +301,7 @@ def _outside(mask: Mask, plan: plans.StepPlan, device: torch.device) -> Tensor |
 
 def _of_groups(problem: StepProblem, groups: tuple[Members, ...]) -> StepProblem:
     """The problem of the processes that exchange keys."""
-    if len(groups) == 1:
-        return problem
-    inner = groups[1].size
-    return problem._replace(queries=problem.queries.over(inner), keys=problem.keys.over(inner))
+    return problem if len(groups) == 1 else problem.over(groups[1].size)
 
 
 def _with_heads(
@@ -306,13 +317,16 @@ def _with_heads(
     q, k, v = ToHeads.apply(query, key, value, split)
     k, v = split.served(k), split.served(v)
     heads = split.query_heads(members.rank)
-    if len(groups) == 1:
+    has_words = options.dropout_p and not drops_by_seed(options, groups, query)
+    if len(groups) == 1 and not has_words:
         out, lse = whole_heads.attend(q, k, v, split, problem.mask, options)
     else:
-        part = _of_groups(problem, groups)
+        part = problem.over(members.size)
         part = part._replace(mask=part.mask.heads(heads))
         sinks, slopes = whole_heads.of_heads(options.sinks, options.alibi_slopes, heads)
-        out, lse = _stepwise(q, k, v, sinks, slopes, groups[0], part, scheme, request, timeout)
+        words = _seeded(q, groups, request, heads, query.shape[1])
+        outer = groups[0] if len(groups) == 2 else Members(None, 0, 1)
+        out, lse = _stepwise(q, k, v, sinks, slopes, outer, part, scheme, request, timeout, words)
     if return_lse:
         return ToTokens.apply(split, out, lse)
     return ToTokens.apply(split, out)[0], None

@@ -106,9 +106,9 @@ def _synchronise(device: torch.device) -> None:
 
 def choose(
     problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members, exchanges_heads: bool,
-    needs_heads: bool = False,
+    prefers_heads: bool = False,
 ) -> SchemeChoice:  # fmt: skip
-    """The fastest scheme by estimate, or all-to-all if `needs_heads`.
+    """The fastest scheme by estimate, or all-to-all if `prefers_heads` and it is possible.
 
     All-to-all is considered only if `exchanges_heads`.
     """
@@ -123,10 +123,12 @@ def choose(
         reasons["ulysses"] = error or "heads are exchanged on the other dimension of the mesh"
     else:
         seconds["ulysses"] = _all_to_all(sum(map(sum, pairs)), sizes, members.size, rates)
-    scheme = "ulysses" if needs_heads else min(seconds, key=seconds.get)
+    prefers_heads = prefers_heads and "ulysses" in seconds
+    scheme = "ulysses" if prefers_heads else min(seconds, key=seconds.get)
     for name in seconds:
         if name != scheme:
-            reasons[name] = "has no dropout" if needs_heads else f"not faster than {scheme}"
+            slower = f"not faster than {scheme}"
+            reasons[name] = "drops by words of rows, not by a seed" if prefers_heads else slower
     return SchemeChoice(scheme, seconds, reasons, rates)
 
 

@@ -37,6 +37,7 @@ class StepCall(NamedTuple):
     ranges: Tensor | None = None  # int32 (B or 1, Hq or 1, rows, 2), within `keys`
     batches: slice = slice(None)
     alibi: bool | LinearBias = False  # whether the operator's own positions are right, or a bias
+    first_key: int = 0  # the token of the first of `keys`; where known, tokens follow one another
 
     @property
     def form(self) -> str:
@@ -60,6 +61,19 @@ def calls_for(ranges: Ranges, buffer: int, blocks: list[slice]) -> list[StepCall
     parts = [_plain(ranges.rows(rows), rows, buffer) for rows in blocks]
     parts = [part for part in parts if part is not None]
     return parts if all(part.ranges is None for part in parts) else [whole]
+
+
+def calls_by_segment(
+    ranges: Ranges, buffer: tuple[Segment, ...], blocks: list[slice]
+) -> list[StepCall]:
+    """The same for keys of one segment each; `ranges` are of the whole sequence."""
+    calls, at = [], 0
+    for start, stop in buffer:
+        for call in calls_for(within(ranges, ((start, stop),)), stop - start, blocks):
+            first = start + call.keys.start
+            calls.append(call._replace(keys=_moved(call.keys, at), first_key=first))
+        at += stop - start
+    return calls
 
 
 def _plain(ranges: Ranges, rows: slice, buffer: int) -> StepCall | None:
@@ -146,8 +160,9 @@ def _one_sided(
         if ranges.lo.shape[:2] == (1, 1):
             window = _window(ranges.lo.flatten(), ranges.hi.flatten(), q[1] - q[0], k[1] - k[0])
         if window is not None:
-            return StepCall(rows, keys, window[1] == 0, *window, alibi=True)
-        return StepCall(rows, keys, ranges=torch.stack(tuple(ranges), -1).int(), alibi=True)
+            return StepCall(rows, keys, window[1] == 0, *window, alibi=True, first_key=k[0])
+        ranges = torch.stack(tuple(ranges), -1).int()
+        return StepCall(rows, keys, ranges=ranges, alibi=True, first_key=k[0])
     call = _plain(ranges, slice(0, q[1] - q[0]), k[1] - k[0])
     q_at = positions((q,))[call.rows].double()
     k_at = positions((k,))[call.keys].double()
@@ -156,8 +171,9 @@ def _one_sided(
         bias = LinearBias(k_at - k_at[-1], k_at[-1] - q_at)
     else:
         bias = LinearBias(k_at[0] - k_at, q_at - k_at[0])
+    first = k[0] + call.keys.start
     rows, keys = _moved(call.rows, rows.start), _moved(call.keys, keys.start)
-    return call._replace(rows=rows, keys=keys, alibi=bias)
+    return call._replace(rows=rows, keys=keys, alibi=bias, first_key=first)
 
 
 def _moved(part: slice, by: int) -> slice:

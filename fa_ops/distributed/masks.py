@@ -117,15 +117,22 @@ def visible(mask: Mask, queries: Tensor) -> Ranges:
 def _in_documents(mask: Mask, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(first key, end of keys, position) of each query in its document."""
     ends = mask.cu_seqlens
-    document = torch.searchsorted(ends[1:].contiguous(), i, right=True)
     inside = (i >= ends[0]) & (i < ends[-1])
-    document = document.clamp(max=max(0, len(ends) - 2))
-    start, stop = ends[document], ends[document + 1] if len(ends) > 1 else ends[document]
+    document, start = document_of(mask, i)
+    stop = ends[document + 1] if len(ends) > 1 else start
     length = stop - start
     if mask.kv_lens is not None and len(mask.kv_lens):
         length = length.minimum(mask.kv_lens[document].clamp(min=0))
     position = i + length - (stop - start)
     return start, torch.where(inside, start + length, start), position
+
+
+def document_of(mask: Mask, i: Tensor) -> tuple[Tensor, Tensor]:
+    """The document of each token and its first token; of tokens in none, those of any."""
+    ends = mask.cu_seqlens
+    document = torch.searchsorted(ends[1:].contiguous(), i, right=True)
+    document = document.clamp(max=max(0, len(ends) - 2))
+    return document, ends[document]
 
 
 def _without_empty(lo: Tensor, hi: Tensor) -> Ranges:

@@ -68,11 +68,16 @@ class StepProblem(NamedTuple):
     keys: SequenceLayout
     alibi: bool
     batch: int
+    has_dropout: bool = False  # calls attend consecutive keys then
+
+    def over(self, inner: int) -> StepProblem:
+        """The problem of groups of `inner` processes that follow one another."""
+        return self._replace(queries=self.queries.over(inner), keys=self.keys.over(inner))
 
     def key(self) -> tuple:
         """What equal plans share."""
         mask = self.mask._replace(kv_lens=None, key_ranges=None, cu_seqlens=None)
-        return mask, self.mask.digest(), self.queries, self.keys, self.alibi, self.batch
+        return mask, self.mask.digest(), *self[1:]
 
 
 _plans: dict[tuple, StepPlan] = {}
@@ -227,6 +232,8 @@ def _most_parts(calls: list[StepCall]) -> int:
 def _calls(
     problem: StepProblem, ranges: Ranges, buffer: tuple[Segment, ...], queries: tuple[Segment, ...]
 ) -> list[StepCall]:
+    if problem.has_dropout and not problem.alibi:
+        return forms.calls_by_segment(ranges, buffer, blocks(queries))
     if not problem.alibi:
         keys = sum(stop - start for start, stop in buffer)
         return forms.calls_for(within(ranges, buffer), keys, blocks(queries))

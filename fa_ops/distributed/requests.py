@@ -131,8 +131,11 @@ def _checked(
     _check_scheme(options, groups, query)
     layouts = [_layout(options.layout, name, x.shape[2], size) for name, x in _named(query, key)]
     _check_operator(query, key, value, size, options)
+    _check_backend(query, key, value, options, drops_by_seed(options, groups, query))
     mask = _mask(options, *(layout.tokens for layout in layouts))
-    problem = StepProblem(mask, *layouts, options.alibi_slopes is not None, query.shape[0])
+    problem = StepProblem(
+        mask, *layouts, options.alibi_slopes is not None, query.shape[0], options.dropout_p > 0
+    )
     return CheckedCall(problem, options, _text(query, key, value, problem, options), {})
 
 
@@ -155,20 +158,17 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
             f"query must have a number of heads that the {exchanging} processes which exchange "
             f"heads divide, got {query.shape[1]}"
         )
-    if options.dropout_p:
-        _check_dropout(options, groups, query)
-
-
-def _check_dropout(options: Options, groups: tuple[Members, ...], query: Tensor) -> None:
     if not 0.0 <= options.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
+
+
+def drops_by_seed(options: Options, groups: tuple[Members, ...], query: Tensor) -> bool:
+    """Whether a seed tells the operator what to drop, or can with the scheme "ulysses".
+
+    Elsewhere it needs a word for each row, which fewer backends take.
+    """
     whole = len(groups) == 1 and query.shape[1] % groups[0].size == 0
-    if options.scheme not in ("auto", "ulysses") or not whole or options.cu_seqlens is not None:
-        raise NotImplementedError(
-            "dropout_p > 0 needs the scheme 'ulysses', a number of query heads that the processes "
-            "divide, and no cu_seqlens: elsewhere the operator does not know which weights of the "
-            "whole sequence it computes"
-        )
+    return whole and options.scheme in ("auto", "ulysses") and options.cu_seqlens is None
 
 
 def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> SequenceLayout:
@@ -218,7 +218,6 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
             "the reference backend has no gradients of ring attention or of the other schemes, got "
             "inputs that require grad"
         )
-    _check_backend(q, k, v, options)
 
 
 def _whole(x: Tensor, size: int) -> Tensor:
@@ -226,13 +225,17 @@ def _whole(x: Tensor, size: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options, by_seed: bool) -> None:
     """Raise NotImplementedError unless a backend supports such calls on this device."""
     left, right = options.sides
     spec = Spec(
-        None, 0.0, options.is_causal, options.scale, left, right, options.softcap,
+        None, options.dropout_p, options.is_causal, options.scale, left, right, options.softcap,
         options.alibi_slopes, backend=options.backend,
     )  # fmt: skip
+    if options.dropout_p > 0:
+        shape, dtype = ((1,), torch.int64) if by_seed else (q.shape[:3], torch.int32)
+        seed = torch.empty(shape, dtype=dtype, device=q.device)
+        spec = spec._replace(dropout_seed=seed)
     if (
         options.kv_lens is not None
         or options.key_ranges is not None

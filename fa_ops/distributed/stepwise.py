@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.distributed import operators
+from fa_ops.distributed.dropout import RowWords
 from fa_ops.distributed.exchange import Exchange, kept_keys
 from fa_ops.distributed.forms import LinearBias, StepCall
 from fa_ops.distributed.plans import Step, StepPlan, rows_of
@@ -38,6 +39,7 @@ class Job(NamedTuple):
     exchange: Exchange
     options: StepOptions
     slopes: Tensor | None  # ALiBi, float32 (Hq,) or (B, Hq)
+    dropout: RowWords | None = None
 
     def sinks_in_calls(self, sinks: Tensor | None) -> bool:
         """Whether the operator adds the sinks, as each row has one call; saves a rounding."""
@@ -188,6 +190,9 @@ def arguments(job: Job, call: StepCall, q: Tensor) -> tuple[Spec, Tensor | None]
         None, 0.0, call.is_causal, scale, call.left, call.right, softcap,
         key_ranges=ranges, deterministic=deterministic, backend=backend,
     )  # fmt: skip
+    if job.dropout is not None:
+        words = job.dropout.of_call(call)
+        spec = spec._replace(dropout_p=job.dropout.p, dropout_seed=words)
     if call.alibi is False:
         return spec, None
     slopes = job.slopes if job.slopes.dim() == 1 else job.slopes[call.batches]

@@ -6,11 +6,11 @@ Masks are those of the whole sequence, and so every option works as on one devic
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fa_ops import api
 from fa_ops.backends.dropout import seed_of_heads
+from fa_ops.distributed.dropout import agreed_seed
 from fa_ops.distributed.masks import Mask
 from fa_ops.distributed.requests import Options
 from fa_ops.distributed.ulysses import HeadSplit
@@ -71,10 +71,8 @@ def _with_dropout(
     q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, options: Options, given: dict
 ) -> tuple[Tensor, Tensor]:
     """One call for each row of the batch, whose heads then follow one another in the hash."""
-    members = split.members
-    seed = api.dropout_seed(q, options.dropout_p)
-    dist.broadcast(seed, members.global_rank(0), group=members.group)
-    first, results = split.query_heads(members.rank).start, []
+    seed = agreed_seed(q, options.dropout_p, (split.members,))
+    first, results = split.query_heads(split.members.rank).start, []
     left, right = options.sides
     for b in range(q.shape[0]):
         row = slice(b, b + 1)

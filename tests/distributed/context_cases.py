@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fa_ops
-from fa_ops.backends import reference
+from fa_ops.backends import dropout, reference
 from fa_ops.distributed import balanced_layout, context_parallel_attention, shard, unshard
 from fa_ops.testing.budget import _farthest, _with_rounding, assert_within_budget, naive
 from fa_ops.testing.inputs import short_repr
@@ -69,7 +69,7 @@ def random_context_case(seed: int, world: int, **fixed) -> ContextCase:
     Hq *= 1 if Hq % divisor == 0 else divisor
     documents = pick([1, 2, 5, 12]) if maybe(0.3) else None
     masked = documents is None
-    dropout = scheme == "ulysses" and masked and maybe(0.3)
+    drops = maybe(0.25)
     fields = {
         "scheme": scheme, "inner": inner, "Hq": Hq, "Hkv": Hkv,
         "layout": pick(["zigzag", "contiguous", "balanced"]),
@@ -85,7 +85,7 @@ def random_context_case(seed: int, world: int, **fixed) -> ContextCase:
         "sinks": maybe(0.25),
         "kv_lens": maybe(0.2),
         "documents": documents,
-        "dropout_p": 0.3 if dropout else 0.0,
+        "dropout_p": 0.3 if drops else 0.0,
         "deterministic": maybe(0.2),
         "lse_grad": maybe(0.5),
         "bshd": maybe(0.3),
@@ -269,4 +269,7 @@ def sinks_noise(case: ContextCase, exact: dict[str, Tensor], world: int) -> Tens
 
 def one_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, first_batch: int = 0):
     """The operator itself, as a baseline."""
+    if spec.dropout_p:
+        words = dropout.words_of(spec.dropout_seed, *q.shape[:3], first_batch)
+        spec = spec._replace(dropout_seed=words)
     return torch.ops.fa.attention_with_lse(q, k, v, *spec[:3], **fa_ops.types.keywords(spec))

@@ -40,6 +40,8 @@ MASKS = {
     "ALiBi": {"alibi": "heads", "is_causal": True},
     "ALiBi over both sides, with lengths": {"alibi": "batch_heads", "B": 2, "kv_lens": True},
     "ranges of heads": {"key_ranges": (1, 1, 1), "B": 2},
+    "dropout": {"dropout_p": 0.4, "is_causal": True, "B": 2, "window": (20, 0), "alibi": "heads"},
+    "dropout of documents": {"dropout_p": 0.4, "documents": 5, "is_causal": True, "sinks": True},
 }  # fmt: skip
 SCHEMES = {
     "ring": {"scheme": "ring"},
@@ -62,8 +64,11 @@ def check_case(**fields) -> None:
 
 
 def check_dropout() -> None:
-    """The weights that one process would drop are dropped, in each row of the batch."""
-    check_case(scheme="ulysses", B=2, dropout_p=0.4, is_causal=True)
+    """A process draws the seed in "auto" too, and prefers the scheme that needs nothing more."""
+    check_case(scheme="auto", B=2, dropout_p=0.4, is_causal=True)
+    found = explain_context_parallel(*inputs(), dropout_p=0.4)
+    assert found.scheme == "ulysses"
+    assert found.reasons["ring"] == "drops by words of rows, not by a seed"
 
 
 def check_random() -> None:
@@ -238,8 +243,9 @@ def check_errors() -> None:
         attend(*inputs(8, (3, 3, 3)), scheme="ulysses")
     with pytest.raises(ValueError, match="scheme must be 'auto', 'ring' or 'all_gather' on a mesh"):
         attend(q, k, v, mesh(2, 2), "ulysses")
-    with pytest.raises(NotImplementedError, match="dropout_p > 0 needs the scheme 'ulysses'"):
-        attend(q, k, v, scheme="ring", dropout_p=0.1)
+    for p in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=rf"dropout_p must be in \[0, 1\), got {p}"):
+            attend(q, k, v, scheme="ring", dropout_p=p)
     with pytest.raises(ValueError, match=r"key_ranges must have shape .* \(1, 4, 32\), got"):
         attend(q, k, v, key_ranges=torch.zeros(1, 1, 8, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"cu_seqlens must not decrease and be within \[0, 32\]"):
@@ -382,7 +388,7 @@ CHECKS = {
     for mask, fields in MASKS.items()
 }
 CHECKS |= {
-    "dropout": check_dropout,
+    "choice with dropout": check_dropout,
     "random calls": check_random,
     "bits of documents": check_bits_of_documents,
     "chunks of one token": check_chunks_of_one_token,

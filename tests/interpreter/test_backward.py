@@ -9,6 +9,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from fa_ops.types import Spec, keywords
+from tests.backends.test_dropout_words import check_part
 
 pytestmark = [
     pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -104,6 +105,10 @@ def test_gradient_of_a_mask_with_few_dimensions():
 def test_random(seed):
     dtype = (torch.float32, torch.float16)[seed % 2]
     assert_close_to_oracle(random_case(seed, dtype=dtype), "triton")
+
+
+def test_dropout_of_a_part():
+    check_part("triton", torch.float32)
 
 
 PACKED = {

@@ -148,7 +148,7 @@ def test_borders_that_decrease_or_lie_outside_of_the_tokens_are_clamped(seed):
 def dropout_kernel(out, seed, threshold, HEAD: tl.constexpr, I0: tl.constexpr, J0: tl.constexpr):
     i = I0 + tl.arange(0, 16)[:, None]
     j = J0 + tl.arange(0, 32)[None, :]
-    rows = P.dropout_rows(seed, tl.program_id(0) + HEAD, i)
+    rows = P.dropout_rows(seed, tl.program_id(0) + HEAD, i, 1 << 30)
     keep = P.dropout_keep(rows, j, threshold)
     at = tl.program_id(0) * 512 + tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + at, keep.to(tl.int32))

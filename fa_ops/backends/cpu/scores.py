@@ -212,10 +212,14 @@ class Scores:
 
     def survivors(self, tile: ScoreTile) -> Tensor:
         """Dropout's mask (n, group * rows, cols): 1 where a weight is kept, else 0."""
-        b = torch.arange(self.problem.q.shape[0]).view(-1, 1, 1, 1) + self.problem.first_batch
-        index = self.slab.spread(b * self.Hq + torch.arange(self.Hq).view(-1, 1, 1))
+        i, j = self._indices(tile)
         seed, p = self.spec.dropout_seed, self.spec.dropout_p
-        keep = dropout.keep_mask(seed, index, *self._indices(tile), p)
+        if dropout.is_words(seed):
+            keep = dropout.kept(self.slab.spread(seed.unsqueeze(3))[..., tile.rows, :], j, p)
+        else:
+            b = torch.arange(self.problem.q.shape[0]).view(-1, 1, 1, 1) + self.problem.first_batch
+            index = self.slab.spread(b * self.Hq + torch.arange(self.Hq).view(-1, 1, 1))
+            keep = dropout.keep_mask(seed, index, i, j, p)
         return keep.flatten(2, 3).flatten(0, 1).to(self.k.dtype)
 
     @staticmethod

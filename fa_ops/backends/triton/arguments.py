@@ -41,7 +41,7 @@ class Class(NamedTuple):
     sinks: torch.dtype | None = None
     kv_lens: bool = False
     ranges: bool = False
-    dropout: bool = False
+    dropout: torch.dtype | None = None  # of the seed, or of a word for each row
 
     def divisors(self) -> dict[str, int]:
         """Divisors of the mask's address and strides, for `bind`."""
@@ -96,7 +96,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
     if p > 0.0:
         bits = dropout.threshold(p)
         signed = bits - (1 << 32) if bits >= 1 << 31 else bits
-        values += (seed, signed, 1.0 / max(1.0 - p, 2.0**-32))
+        values += (seed.contiguous(), signed, 1.0 / max(1.0 - p, 2.0**-32))
     else:
         values += (None, None, None)
     is_added = mask is not None and mask.dtype != torch.bool
@@ -112,7 +112,7 @@ def arguments(spec: Spec, B: int, Hq: int, Sq: int, Sk: int, D: int) -> tuple[tu
         sinks=None if sinks is None else sinks.dtype,
         kv_lens=kv_lens is not None,
         ranges=ranges is not None,
-        dropout=p > 0.0,
+        dropout=seed.dtype if p > 0.0 else None,
     )
 
 

@@ -86,7 +86,7 @@ def score_gradients(
         p = tl.where(inside, p, 0.0)
     w = p
     if seed is not None:
-        keep = dropout_keep(dropout_rows(seed, batch_head, i), j, threshold)
+        keep = dropout_keep(dropout_rows(seed, batch_head, i, Sq), j, threshold)
         w = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)

@@ -27,7 +27,7 @@ class Tile:
 def forward_tile(arch: int, dtype: torch.dtype, head_dim: int, kind: Class) -> Tile:
     """The forward tile for a GPU of capability `arch` and the larger of D and Dv."""
     # more work between the products than masks by position
-    heavy = kind.dropout or not kind.fold or kind.mask is not None
+    heavy = kind.dropout is not None or not kind.fold or kind.mask is not None
     table = _FORWARD_FP32 if dtype == torch.float32 else _FORWARD[_family(arch)]
     return table[max(64, padded(head_dim))][heavy]
 

@@ -116,7 +116,7 @@ def attend_block(
         first, last = load_ranges(ranges, ranges_stride_q, i, Sq)
         low = tl.maximum(tl.min(tl.where(first < last, first, 2147483647)), 0)
     if seed is not None:
-        rows = dropout_rows(seed, b * Hq + h, i)
+        rows = dropout_rows(seed, b * Hq + h, i, Sq)
     lo, full_lo, full_hi, hi = key_bounds(
         m0, Sq, shift, limit, window_left, window_right, first, last, BLOCK_M, BLOCK_N
     )

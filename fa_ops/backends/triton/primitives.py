@@ -395,8 +395,15 @@ def _mix(x):
 
 
 @triton.jit
-def dropout_rows(seed, batch_head, i):
-    """Hash of seed, batch_head = b * Hq + h and query, in i's shape; `seed` is a pointer."""
+def dropout_rows(seed, batch_head, i, Sq):
+    """Hash of seed, batch_head = b * Hq + h and query, in i's shape; `seed` is a pointer.
+
+    Where it points to 32-bit numbers, they are the hashes (B, Hq, Sq), those of other rows 0.
+    """
+    if seed.dtype.element_ty == tl.int32:
+        inside = (i >= 0) & (i < Sq)
+        word = tl.load(seed + batch_head.to(tl.int64) * Sq + i, mask=inside, other=0)
+        return word.to(tl.uint32, bitcast=True)
     seed = tl.load(seed)
     high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
     stream = _mix(batch_head.to(tl.uint32) * 0x9E3779B9 + high) ^ low
