@@ -96,7 +96,6 @@ def solve_cached(case: CacheCase, second: bool) -> dict[str, torch.Tensor]:
     return {"out": out, "lse": lse, "key_cache": k.double(), "value_cache": v.double()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_two_oracles_agree(part):

@@ -56,7 +56,6 @@ def test_every_group_runs_by_public_functions(tmp_path):
     assert result.stdout.count("geometric mean") == len(compare.ALL)
 
 
-@pytest.mark.slow
 def test_processes_rotate_the_order_of_the_checkouts(changed, tmp_path):
     file = tmp_path / "rows.json"
     options = ("--groups", "forward", "--only", "causal", "--processes", 2, "--json", file)

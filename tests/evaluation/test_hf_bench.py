@@ -15,7 +15,6 @@ from tests.evaluation.hf_sweep import tiny
 from tests.evaluation.hf_sweep.inputs import padding, tokens
 
 
-@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     file = tmp_path / "bench.json"
     names = "sdpa,flash_attention_3,fa_ops"

@@ -10,7 +10,6 @@ from fa_ops.cli import smollm
 from tests.evaluation import hf_check as check
 
 
-@pytest.mark.slow
 def test_a_real_model_gives_the_tokens_of_eager_attention():
     if packages := smollm.missing():
         pytest.skip(f"needs {', '.join(packages)}")

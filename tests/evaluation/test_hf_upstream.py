@@ -59,7 +59,6 @@ def folder(tmp_path):
     return make
 
 
-@pytest.mark.slow
 def test_the_tests_run_with_fa_ops_and_are_compared(folder, tmp_path, capsys):
     pytest.importorskip("parameterized")
     file = tmp_path / "results.json"

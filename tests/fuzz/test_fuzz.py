@@ -55,21 +55,18 @@ def fuzz(strategy: st.SearchStrategy, share: float, arena: bool = False) -> None
         compare()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dense(dtype):
     fuzz(cases("dense", dtype, DEVICE, edges=False), share=0.8)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed(dtype):
     fuzz(cases("packed", dtype, DEVICE, edges=False), share=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", draws.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

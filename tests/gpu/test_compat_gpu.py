@@ -7,10 +7,6 @@ from fa_ops.compat import flash_attn, flash_attn_interface
 from tests.compat.test_flash_attn_3 import naive
 from tests.kernels import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 QUERIES, KEYS = [1, 300, 0, 77, 129], [513, 300, 64, 1000, 130]
 
 

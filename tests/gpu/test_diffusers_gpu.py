@@ -14,10 +14,6 @@ import hf_integration.diffusers
 from tests.hf_integration import tiny_diffusers
 from tests.hf_integration.tiny_diffusers import TINY, padding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPE = torch.bfloat16
 
 

@@ -9,11 +9,6 @@ import compile_passes
 from fa_ops.testing import assert_within_budget
 from tests.kernels import DTYPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LOWEST = torch.finfo(torch.float32).min
 KINDS = ("plain", "softcap", "two masks", "bias", "softcap bias", "log-sum-exp")
 

@@ -10,10 +10,6 @@ pytest.importorskip("transformers")
 from hf_integration import decoding
 from tests.evaluation.hf_sweep import inputs, scenarios, tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MODELS = ["llama", "gpt_oss", "gemma2", "deepseek_v3"]
 
 

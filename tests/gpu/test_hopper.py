@@ -22,11 +22,6 @@ from tests.gpu.cases import (
     random_masked_case,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 NO_MASK = {"mask": None, "mask_shape": None, "mask_grad": False}
 FOR_PACKED = {"mask": None, "mask_grad": False, "key_ranges": None, "alibi": None}
 

@@ -9,11 +9,6 @@ from fa_ops.backends import hopper, reference
 from fa_ops.types import Packing, Spec
 from tests.gpu.cases import few_processors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 B, HQ, HKV, SQ, SK = 2, 4, 2, 200, 330
 LOW = -math.inf
 KERNELS = [

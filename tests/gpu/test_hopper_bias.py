@@ -10,11 +10,6 @@ from fa_ops.backends import hopper
 from fa_ops.types import Spec
 from tests.gpu.cases import MaskedCase, check, masked_case, random_masked_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 
 @pytest.mark.parametrize("seed", range(256))
 def test_gradients(seed):

@@ -12,11 +12,6 @@ from fa_ops.types import Cache, Spec
 from tests.gpu.cases import chosen
 from tests.kernels import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 HALVES = (torch.bfloat16, torch.float16)
 
 

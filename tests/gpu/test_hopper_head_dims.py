@@ -6,14 +6,8 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import hopper
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu.cases import check, few_processors, lengthened
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
 
 DIMS = (
     (40, 40), (72, 72), (80, 80), (96, 96), (112, 112), (160, 160),  # of real models

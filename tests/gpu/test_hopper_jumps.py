@@ -7,11 +7,6 @@ from fa_ops.backends import hopper, reference
 from fa_ops.types import Packing, Spec
 from tests.kernels import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 S = 1000
 
 

@@ -6,16 +6,10 @@ import pytest
 import torch
 
 import fa_ops
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_forward
 from fa_ops.testing import Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu.cases import few_processors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
 
 DIMS = (64, 128, 80, 96, 192, 256, 40)
 

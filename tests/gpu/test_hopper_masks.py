@@ -10,11 +10,6 @@ from fa_ops.testing import assert_close_to_oracle
 from tests.backends.test_hopper_masks import FORMS, by_key, by_query
 from tests.gpu.cases import UNBOUNDED, random_masked_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 
 def on_gpu(t):
     """A copy with the same strides and offset."""

@@ -8,11 +8,6 @@ from fa_ops.testing.caches import CacheCase, assert_cache_close
 from fa_ops.types import Cache, Spec
 from tests.gpu.cases import chosen
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 HALVES = (torch.bfloat16, torch.float16)
 
 

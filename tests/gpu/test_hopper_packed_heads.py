@@ -5,16 +5,10 @@ import random
 import pytest
 import torch
 
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_forward
 from fa_ops.testing import Arena, Case, assert_close_to_oracle, assert_right
 from fa_ops.testing.caches import CacheCase, assert_cache_close
 from tests.gpu.cases import few_processors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
 
 GROUPS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 

@@ -7,14 +7,8 @@ import torch
 
 import fa_ops
 from fa_ops import paged_calls, planning
-from fa_ops.backends import hopper
 from fa_ops.backends.hopper import dense_forward, paged
 from tests.gpu.cases import few_processors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
 
 DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 40))
 

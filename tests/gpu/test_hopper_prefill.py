@@ -13,11 +13,6 @@ from fa_ops.types import Cache, Spec
 from tests.gpu.cases import chosen, few_processors
 from tests.kernels import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
-
 HALVES = (torch.bfloat16, torch.float16)
 READS = {"rotary": 0, "fp8": False, "new": 0, "num_splits": 0, "batch_invariant": False,
          "unified_max": None, "ranges": False}  # fmt: skip

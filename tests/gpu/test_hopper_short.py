@@ -5,14 +5,8 @@ import random
 import pytest
 import torch
 
-from fa_ops.backends import hopper
 from fa_ops.testing import Case, assert_right
 from tests.gpu.cases import few_processors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
 
 
 @pytest.mark.parametrize("seed", range(24))

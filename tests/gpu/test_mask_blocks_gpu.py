@@ -7,11 +7,6 @@ import fa_ops
 from fa_ops.backends import mask_blocks
 from fa_ops.testing import assert_close_to_oracle, make_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

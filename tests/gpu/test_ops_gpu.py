@@ -14,11 +14,6 @@ from fa_ops.testing import assert_close_to_oracle, make_case
 from tests.ops.cases import CASES as SMALL
 from tests.ops.cases import dense_call, packed_call, packed_case, saved_by
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def on_gpu(case):
     return dataclasses.replace(case, device="cuda", D=16, Dv=16)

@@ -12,11 +12,6 @@ from fa_ops.ops import kv_cache
 from fa_ops.testing import assert_within_budget, naive
 from fa_ops.types import Spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CASES = ("contiguous", "paged", "latent", "append")
 
 

@@ -20,10 +20,6 @@ from fa_ops.types import Quantization
 from tests.gpu.cases import few_processors
 from tests.quantized_calls import call_of, public_call, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 E4M3 = torch.float8_e4m3fn
 
 

@@ -12,11 +12,6 @@ from torch.nn import attention as torchs
 from fa_ops.compat import replacement, sdpa
 from tests.kernels import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def attend(q, k, v, is_causal):
     with torchs.sdpa_kernel(torchs.SDPBackend.FLASH_ATTENTION):

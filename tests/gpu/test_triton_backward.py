@@ -10,11 +10,6 @@ from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Spec
 from tests.kernels import DTYPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("seed", range(150))
 def test_random(seed):

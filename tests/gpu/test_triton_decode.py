@@ -13,11 +13,6 @@ from fa_ops.testing.caches import CacheCase, assert_cache_close, random_cache_ca
 from fa_ops.types import Cache, Spec
 from tests.kernels import DTYPES, assert_batch_invariant, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("seed", range(2000, 2120))
 def test_random(seed):

@@ -16,11 +16,6 @@ from tests.kernels import DTYPES, assert_merges, assert_merges_into, relative_er
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture(autouse=True)
 def nan_poisoned_outputs(monkeypatch):

@@ -8,11 +8,6 @@ import torch
 import fa_ops
 from tests.ops.test_varlen_pages import OPTIONS, drawn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def on_gpu(tensors: tuple, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     return [x.cuda().to(dtype) if x.is_floating_point() else x.cuda() for x in tensors]

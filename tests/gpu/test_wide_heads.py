@@ -8,11 +8,6 @@ from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.testing.caches import assert_cache_close, random_cache_case
 from tests.kernels import DTYPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DIMS = ((512, 512), (320, 320), (512, 256), (264, 500), (64, 512))
 
 

@@ -91,7 +91,6 @@ def test_without_gradients(function):
         assert_same(compiled(*args), function(*args))
 
 
-@pytest.mark.slow
 def test_inductor():
     """Inductor asserts the strides that the fakes promised."""
     for function in (causal, with_everything, packed):

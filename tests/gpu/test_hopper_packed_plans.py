@@ -5,17 +5,9 @@ import torch
 
 import fa_ops
 from fa_ops import planning
-from fa_ops.backends import hopper, reference
+from fa_ops.backends import reference
 from fa_ops.testing import assert_within_budget, naive
 from fa_ops.types import Packing, Spec
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.available_error() is not None,
-        reason="needs a Hopper GPU",
-    ),
-]
 
 LENGTHS = (5, 0, 140, 51, 300)
 TOKENS = sum(LENGTHS) + 4  # two before the first sequence, two behind the last
