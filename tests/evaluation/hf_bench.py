@@ -53,7 +53,7 @@ class Sizes:
     steps: int = 32  # tokens decoded per measurement
 
 
-TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (1, 2), (32, 64), 4)
+TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (2,), (32,), 4)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from tests.fuzz.strategies import cases
 
 BACKEND = os.environ.get("FA_OPS_FUZZ_BACKEND", "cpu")
 DEVICE = os.environ.get("FA_OPS_FUZZ_DEVICE", "cpu")
-CASES = int(os.environ.get("FA_OPS_FUZZ_CASES", "800"))
+CASES = int(os.environ.get("FA_OPS_FUZZ_CASES", "400"))
 SEED = os.environ.get("FA_OPS_FUZZ_SEED")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
