@@ -23,6 +23,7 @@ _TORCH = [
 ]
 
 
+@functools.cache
 def _hopper_allocators() -> list[tuple[object, str]]:
     """`empty` in every Hopper module that defines it, those of repeated calls included."""
     from fa_ops.backends import hopper
