@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from fa_ops.testing.caches import CacheCase
 from fa_ops.types import Cache
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def alternating_dtype(name: str, names: Iterable[str]) -> torch.dtype:
+    """float32 and float16 in turns: what a feature computes does not depend on the dtype."""
+    return (torch.float32, torch.float16)[[*names].index(name) % 2]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

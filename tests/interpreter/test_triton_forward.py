@@ -1,7 +1,7 @@
 """The Triton forward kernels in the interpreter against the oracle.
 
 They need TRITON_INTERPRET=1 before Triton is imported, so a process of their own:
-`make test-interpreter`. `test_backward.py` checks out and lse too, feature by feature.
+`make test-interpreter`. `test_backward.py` checks out and lse too: other features, random cases.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, make_case, random_case
 from fa_ops.types import Packing, Spec
-from tests.kernels import assert_merges, assert_merges_into
+from tests.kernels import alternating_dtype, assert_merges, assert_merges_into
 
 host = importlib.import_module("fa_ops.backends.triton.forward")
 
@@ -50,20 +50,13 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_feature(feature, dtype):
-    case = make_case(dtype=dtype, **FEATURES[feature])
+def test_feature(feature):
+    case = make_case(dtype=alternating_dtype(feature, FEATURES), **FEATURES[feature])
     assert_close_to_oracle(case, "triton", gradients=False)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1040))
-def test_random(seed):
-    case = random_case(seed, dtype=(torch.float32, torch.float16)[seed % 2])
-    assert_close_to_oracle(case, "triton", gradients=False)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_packed(seed):
     features = random_case(seed, mask=None, key_ranges=None, broken=False, D=16, Dv=16)
     case = PackedCase((0, 5, 150, 33, 1), (4, 9, 70, 0, 47), seed % 3 * 65, features)
