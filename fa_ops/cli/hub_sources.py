@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fa_ops
+from fa_ops.compat import flash_attn
 
 _ROOT = Path(fa_ops.__file__).parent
 _SUFFIXES = (".py", ".cu", ".cuh")
@@ -21,23 +22,6 @@ _LEFT_OUT = (
     "__init__.py", "__main__.py", "bench", "cli", "testing", "hint.py", "compat/__init__.py",
     "compat/aten_flash.py", "compat/installation.py", "compat/replacement.py", "compat/sdpa.py",
 )  # fmt: skip
-_FUNCTIONS = """\
-from .api import attention, attention_varlen, merge_states
-from .compat.flash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
-from .dispatch import use_backend
-from .explanation import explain
-from .kv_cache import attention_with_kv_cache
-from .ops.rules import SAC_OPS
-from .quantized import quantized_attention
-"""
 
 
 def sources(namespace: str) -> dict[str, str]:
@@ -48,15 +32,19 @@ def sources(namespace: str) -> dict[str, str]:
     """
     names = [name for name in _files() if not _is_left_out(name)]
     found = {name: (_ROOT / name).read_text() for name in names}
-    for name in names:
+    found["compat/__init__.py"] = '"""Functions with the names of other libraries."""\n'
+    found["__init__.py"] = _public_names()
+    for name in found:
         if name.endswith(".py"):
             found[name] = _in_namespace(_relative(name, found[name], names), namespace)
-    found["compat/__init__.py"] = '"""Functions with the names of other libraries."""\n'
-    found["__init__.py"] = (
-        f'"""fa_ops {fa_ops.__version__}: fused attention, also under the names of flash-attn."""\n'
-        f'\n{_FUNCTIONS}\n__version__ = "{fa_ops.__version__}"\n'
-    )
     return found
+
+
+def _public_names() -> str:
+    """`fa_ops/__init__.py` without what changes other packages, and the functions of flash-attn."""
+    source = (_ROOT / "__init__.py").read_text()
+    source = source.replace("from fa_ops import hint\n", "").replace("\nhint.install()\n", "")
+    return f"{source}\nfrom fa_ops.compat.flash_attn import {', '.join(flash_attn.__all__)}\n"
 
 
 def _files() -> Iterator[str]:
