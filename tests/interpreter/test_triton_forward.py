@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+import fa_ops
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import arguments, launch
@@ -162,6 +163,15 @@ def test_unsupported_calls_are_refused():
     wide = torch.randn(1, 1, 4, 520)
     assert "head dimensions up to 512, got 520" in backend.support_error(q, q, wide, Spec())
     assert "float64" in backend.support_error(q.double(), q.double(), q.double(), Spec())
+
+
+@pytest.mark.parametrize("queries", [1, 17])
+def test_bfloat16_is_refused_as_the_interpreter_multiplies_its_bits(queries):
+    q, k = (torch.ones(1, 1, n, 16, dtype=torch.bfloat16) for n in (queries, 600))
+    lens = torch.tensor([600], dtype=torch.int32)
+    for call in (fa_ops.attention, fa_ops.attention_with_kv_cache):
+        with pytest.raises(NotImplementedError, match="bfloat16 in Triton's interpreter"):
+            call(q, k, k, kv_lens=lens, backend="triton")
 
 
 def test_fp32_precision_follows_torchs_setting():

@@ -16,7 +16,7 @@ from fa_ops.backends.triton.cached import attends_whole_rows, cache_forward, pre
 from fa_ops.backends.triton.configs_backward import holds_wide_single
 from fa_ops.backends.triton.decode import cache_error, prepare_cached
 from fa_ops.backends.triton.forward import forward, varlen_forward
-from fa_ops.backends.triton.launch import INTERPRETED, architecture
+from fa_ops.backends.triton.launch import INTERPRETED, architecture, interpreter_error
 from fa_ops.backends.triton.mask_blocks import mask_blocks
 from fa_ops.backends.triton.merge import merge_into, merge_states
 from fa_ops.backends.triton.quantized import architecture_error, quantized_forward
@@ -67,7 +67,8 @@ def supports(call: Call) -> str | None:
         return _device_error(q.device) or size_error(q.shape[2], q.shape[3])
     if call.kind in (MERGE, MERGE_INTO):
         q = k = v = q.reshape(-1, 1, q.shape[-1])
-    return support_error(q, k, v, call.spec) or _backward_error(call)
+        return support_error(q, k, v, call.spec)
+    return interpreter_error(q) or support_error(q, k, v, call.spec) or _backward_error(call)
 
 
 def plan(call: Call) -> Plan:

@@ -32,7 +32,15 @@ from fa_ops.backends.triton.configs_decode import (
 )
 from fa_ops.backends.triton.decode_append import bind_cache, prepare_cache
 from fa_ops.backends.triton.decode_kernels import merge_splits_kernel, split_kernel
-from fa_ops.backends.triton.launch import INTERPRETED, Launch, address, architecture, bind, empty
+from fa_ops.backends.triton.launch import (
+    INTERPRETED,
+    Launch,
+    address,
+    architecture,
+    bind,
+    empty,
+    interpreter_error,
+)
 from fa_ops.call import Call, Run
 from fa_ops.types import ALIGNMENT, MAX_HEAD_DIM, Cache, Spec, scales_of
 
@@ -99,6 +107,8 @@ def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> st
         return f"takes float16, bfloat16 and float32, got {q.dtype}; for float64 use the CPU"
     if k.dtype == _FP8 and arch < 89 and device.type == "cuda":
         return f"has fp8 caches from compute capability 8.9 on, got {arch / 10}"
+    if reason := interpreter_error(q):
+        return reason
     if k.dtype == _FP8 and (D % 2 or Dv % 2):
         return f"has fp8 caches for even head dimensions, got {D} and {Dv}"
     if D > _MAX_KEY_DIM or Dv > MAX_HEAD_DIM:

@@ -133,6 +133,13 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def interpreter_error(q: Tensor) -> str | None:
+    """Why Triton's interpreter cannot multiply such numbers, or None."""
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        return "has no bfloat16 in Triton's interpreter, which multiplies its bits; use float16"
+    return None
+
+
 def _type(arg: Any, annotation: str, wide: bool) -> str:
     if isinstance(arg, Tensor):
         return _POINTERS[arg.dtype]
