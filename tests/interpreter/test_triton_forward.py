@@ -206,3 +206,17 @@ def test_rows_of_unaligned_width(D, Dv, offset):
     for x, grad, want in zip((q, k, v), grads, wanted):
         assert grad.stride() == torch.empty_like(x).stride()
         torch.testing.assert_close(grad.double(), want.double(), atol=2e-2, rtol=0)
+
+
+def test_a_row_without_keys_changes_no_rounding_of_the_rows_beside_it():
+    """Blocks are attended again with natural scores for low finite fills, and for nothing else."""
+    q, k, v, spec = make_case(Sq=20, Sk=30, mask="float", alibi="heads").fresh()
+    ranges = torch.tensor([3, 30], dtype=torch.int32).repeat(1, 1, 20, 1)
+    spec = spec._replace(alibi_slopes=20.0 * spec.alibi_slopes)  # scores of hundreds round visibly
+    expected = backend.forward(q, k, v, spec._replace(key_ranges=ranges.clone()))
+    ranges[:, :, 7] = 0
+    actual = backend.forward(q, k, v, spec._replace(key_ranges=ranges))
+    rows = [i for i in range(20) if i != 7]
+    for x, y in zip(actual, expected):
+        assert torch.equal(x[:, :, rows], y[:, :, rows])
+    assert (actual[0][:, :, 7] == 0).all()

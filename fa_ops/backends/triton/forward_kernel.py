@@ -15,6 +15,7 @@ from fa_ops.backends.triton.primitives import (
     LN2,
     LOG2E,
     attended,
+    attends_some,
     dropout_keep,
     dropout_rows,
     find_sequence,
@@ -226,6 +227,13 @@ def attend_block(
     redo = tl.abs(m) > (4194304.0 if FOLD else LARGEST)
     if mask is None or mask.dtype.element_ty == tl.int1:
         redo = redo & (m != float("-inf"))
+    else:
+        # a low finite fill may have become -inf, but rows that attend no position have no scores;
+        # with natural ones, weights would fit those of the backward pass less well
+        first, last = None, None
+        if ranges is not None:
+            first, last = load_ranges(ranges, ranges_stride_q, rows_m, Sq)
+        redo = redo & attends_some(rows_m, shift, limit, window_left, window_right, first, last)
     redo = tl.max((redo & (rows_m < Sq)).to(tl.int32), 0) > 0
     if is_masked(window_left, window_right, mask, ranges):
         redo = redo | has_nonfinite(acc)

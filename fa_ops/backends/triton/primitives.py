@@ -337,6 +337,19 @@ def attended(i, j, shift, limit, window_left, window_right, first, last):
 
 
 @triton.jit
+def attends_some(i, shift, limit, window_left, window_right, first, last):
+    """Whether there is a position within limit, window and ranges: bool, in i's shape."""
+    low, high = i * 0, i * 0 + limit
+    if window_right is not None:
+        high = tl.minimum(high, i + shift + window_right + 1)
+    if window_left is not None:
+        low = tl.maximum(low, i + shift - window_left)
+    if first is not None:
+        low, high = tl.maximum(low, first), tl.minimum(high, last)
+    return low < high
+
+
+@triton.jit
 def with_sink(m, den, sink, NATURAL: tl.constexpr):
     """Add a sink to rows: (maximum, denominator, factor of the weighted sums of values).
 
