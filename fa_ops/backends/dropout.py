@@ -67,9 +67,9 @@ def words_of(seed: Tensor, B: int, Hq: int, Sq: int, first_batch: int = 0) -> Te
     return row_words(seed, index, torch.arange(Sq, device=seed.device))
 
 
-def is_words(seed: Tensor) -> bool:
+def is_words(seed: Tensor | None) -> bool:
     """Whether a call's `dropout_seed` has a word for each row."""
-    return seed.dtype == torch.int32
+    return seed is not None and seed.dtype == torch.int32
 
 
 def keep_mask(seed: Tensor, batch_head: Tensor, rows: Tensor, cols: Tensor, p: float) -> Tensor:
