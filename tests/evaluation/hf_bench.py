@@ -1,4 +1,4 @@
-"""`python -m tests.evaluation.hf_bench`: a Llama of 8B shape with each attention implementation.
+"""`python -m tests.evaluation.hf_bench`: a Llama or wide layers with each attention implementation.
 
 Weights are random, and nothing is downloaded. Every row holds a measurement of this run, or an
 error message.
@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 from torch import Tensor
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import logging
 
 import hf_integration
@@ -28,32 +28,10 @@ from fa_ops.bench import report
 from fa_ops.cli.options import in_existing_folder
 from tests.evaluation import hf_bench_peers as peers
 from tests.evaluation.hf_bench_parts import PARTS
+from tests.evaluation.hf_bench_shapes import SHAPES, Sizes, build
 
 IMPLEMENTATIONS = ("sdpa", "flash_attention_3", "flex_attention", "fa_ops")
 MODES = ("eager", "compiled")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the model and of its inputs; lengths are in tokens."""
-
-    layers: int = 8
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    vocab: int = 128256
-    prefill: int = 8192
-    padded: tuple[int, int] = (8, 1024)  # rows, tokens
-    train: tuple[int, int] = (2, 4096)
-    packed: int = 8192
-    contexts: tuple[int, ...] = (4096, 32768)
-    batches: tuple[int, ...] = (1, 16)
-    memory: tuple[int, ...] = (8192, 16384, 32768)
-    steps: int = 32  # tokens decoded per measurement
-
-
-TINY = Sizes(2, 64, 96, 4, 2, 128, 64, (4, 32), (2, 32), 64, (32, 64), (2,), (32,), 4)
 
 
 @dataclass
@@ -61,7 +39,7 @@ class Bench:
     """A model on a device; every part of the benchmark adds its measurements to `rows`."""
 
     sizes: Sizes
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     device: torch.device
     repeats: int
     rows: list[dict]
@@ -126,24 +104,6 @@ def _error(error: Exception) -> dict:
     return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
-def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A Llama of the given sizes with random weights."""
-    config = LlamaConfig(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        max_position_embeddings=131072,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    return model.to(device).eval()
-
-
 def _names(names: list[str]) -> list[str]:
     """The implementations, with FlashAttention 3 under the name by which it is available here."""
     other = peers.register() if "flash_attention_3" in names else None
@@ -158,6 +118,7 @@ def main(
         IMPLEMENTATIONS
     ),
     parts: Annotated[str, typer.Option(help="comma separated")] = ",".join(PARTS),
+    shape: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama",
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
     layers: Annotated[int, typer.Option(min=1)] = 8,
     modes: Annotated[str, typer.Option(help="comma separated")] = ",".join(MODES),
@@ -174,6 +135,7 @@ def main(
         ("part", parts, PARTS),
         ("mode", modes, MODES),
         ("implementation", implementations, (*IMPLEMENTATIONS, *AttentionInterface())),
+        ("shape", shape, SHAPES),
     )
     for name, words, known in chosen:
         for word in words.split(","):
@@ -182,17 +144,18 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch has no such device")
     if device == "cpu" and not tiny:
-        raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
+        raise typer.BadParameter("a model of this size needs CUDA; --tiny tries the command")
     logging.set_verbosity_error()
-    sizes = TINY if tiny else replace(Sizes(), layers=layers)
+    sizes = SHAPES[shape].tiny if tiny else replace(SHAPES[shape].sizes, layers=layers)
     torch_device = torch.device(device)
     dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
-    bench = Bench(sizes, build(sizes, torch_device, dtype), torch_device, repeats, [])
+    bench = Bench(sizes, build(shape, sizes, torch_device, dtype), torch_device, repeats, [])
     bench.deadline = math.inf if budget is None else start + budget
     bench.only = case
     names = _names(implementations.split(","))
     about = {
         "transformers": transformers.__version__,
+        "shape": shape,
         "dtype": str(dtype).removeprefix("torch."),
         "layers": sizes.layers,
         "repeats": repeats,

@@ -36,13 +36,24 @@ def test_cases_after_the_budget_are_skipped(tmp_path):
     assert {row["error"] for row in rows} == {"TimeoutError: skipped: the time budget is spent"}
 
 
+def test_layers_of_gemma4_run_with_heads_of_512(tmp_path):
+    pytest.importorskip("transformers.models.gemma4", reason="not in this transformers release")
+    file = tmp_path / "bench.json"
+    options = {"device": "cpu", "modes": "eager", "repeats": 1, "tiny": True}
+    options |= {"implementations": "fa_ops", "parts": "decode", "case": "batch 2, 32 of 40"}
+    bench.main(file, shape="gemma4-global", **options)
+    (row,) = json.loads(file.read_text())["records"]
+    assert row["ms_per_token"] > 0, row
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ({"shape": "bert"}, "no shape is called 'bert': llama, gemma4-global"),
         ({"parts": "prefil"}, "no part is called 'prefil': prefill,"),
         ({"modes": "fast"}, "no mode is called 'fast': eager, compiled"),
         ({"implementations": "sdpa,fast"}, "no implementation is called 'fast': sdpa,"),
-        ({"device": "cpu"}, "a model of 8B shape needs CUDA"),
+        ({"device": "cpu"}, "a model of this size needs CUDA"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
