@@ -161,7 +161,7 @@ def checked_cache(
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
-    if num_splits:
+    if type(num_splits) is not int or num_splits:
         num_splits = api.need_int("num_splits", num_splits)
     t = tensors
     if (t.key is None) != (t.value is None):

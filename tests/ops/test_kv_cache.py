@@ -134,6 +134,7 @@ WRONG_TYPES = {
     "key_cache must be a Tensor, got NoneType": {"key_cache": None},
     "value_cache must be a Tensor, got list": {"value_cache": [1.0]},
     "num_splits must be an int, got 1.5": {"num_splits": 1.5},
+    "num_splits must be an int, got None": {"num_splits": None},
     "batch_invariant must be a bool, got 1": {"batch_invariant": 1},
 }  # fmt: skip
 
