@@ -53,7 +53,8 @@ def _roles(operator: OpOverload, call: dict) -> list[int | None]:
 def _can_shard_rows(call: dict) -> bool:
     """Whether key ranges can express the mask of some rows of a dense call."""
     absent = (call.get("attn_mask"), call.get("alibi_slopes"), call.get("cu_seqlens_q"))
-    return all(x is None for x in absent)
+    scale = call.get("q_scale")
+    return all(x is None for x in absent) and (scale is None or scale.dim() < 3)
 
 
 def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None:
@@ -61,15 +62,18 @@ def _axis(call_axes: dict, name: str, x: Tensor, role: int | None) -> int | None
     if role == ROWS:
         return _ROWS.get(name)
     axis = None if role is None else call_axes.get(name, (None, None))[role]
-    if axis is None:
+    if axis is None or (name in axes.SCALES and x.dim() < 2):
         return None
     axis -= axes.RANKS.get(name, x.dim()) - x.dim()
     is_broadcast = axis < 0 or (role in axes.BROADCAST.get(name, ()) and x.shape[axis] == 1)
     return None if is_broadcast else axis
 
 
-def _rows_alone(call: dict, local: dict, roles: list) -> dict:
-    """The options of this process's rows over all keys: their intervals of keys as key_ranges."""
+def _rows_alone(operator: OpOverload, call: dict, local: dict, roles: list) -> dict:
+    """The options of this process's rows over all keys: their intervals of keys as key_ranges.
+
+    Where keys are quantised, `kv_lens` also say which of them the scales are of.
+    """
     query, mesh, dim = call["query"], call["query"].device_mesh, roles.index(ROWS)
     Sq, Sk = query.shape[2], call["key"].shape[2]
     part = -(-Sq // mesh.shape[dim])
@@ -79,7 +83,9 @@ def _rows_alone(call: dict, local: dict, roles: list) -> dict:
     sides = (local.get(name, -1) for name in ("window_left", "window_right"))
     mask = Mask(Sq, Sk, local.get("is_causal", False), *sides, *tensors)
     ranges = torch.stack(tuple(visible(mask, rows)), -1).int()
-    plain = {"is_causal": False, "window_left": -1, "window_right": -1, "kv_lens": None}
+    plain = {"is_causal": False, "window_left": -1, "window_right": -1}
+    if operator._opname != "quantized_attention":
+        plain["kv_lens"] = None
     return local | plain | {"key_ranges": ranges}
 
 
@@ -124,7 +130,7 @@ def _attention_rule(cls, operator: OpOverload, types, args: tuple, options: dict
         for name, x in call.items()
     }
     if ROWS in roles:
-        local = _rows_alone(call, local, roles)
+        local = _rows_alone(operator, call, local, roles)
     results = operator(**local)
     if isinstance(results, Tensor):
         out = _global(results, mesh, placements("out", whole, Replicate()), whole)

@@ -9,7 +9,8 @@ BATCH, HEADS = 0, 1
 # (batch axis, head axis). A result has the axes of the argument whose gradient it is.
 _RESULTS = ("out", "lse", "grad_out", "grad_lse")
 _MASKS = ("attn_mask", "key_ranges", "mask_blocks")
-DENSE = dict.fromkeys(("query", "key", "value", *_RESULTS, *_MASKS), (0, 1)) | {
+SCALES = ("q_scale", "k_scale", "v_scale")  # below two dimensions of one element
+DENSE = dict.fromkeys(("query", "key", "value", *_RESULTS, *_MASKS, *SCALES), (0, 1)) | {
     "alibi_slopes": (0, 1),
     "sinks": (None, 0),
     "kv_lens": (0, None),

@@ -160,6 +160,31 @@ def check_mask_blocks(mesh) -> None:
     assert fa_ops.mask_blocks(rows).placements == (Replicate(),)
 
 
+def check_eight_bit_scales(mesh) -> None:
+    """Scales of e4m3 tensors are sharded as these are."""
+    shapes = (2, 4, 6, 8), (2, 2, 70, 8), (2, 2, 70, 8)
+    eight = [torch.randn(shape).to(torch.float8_e4m3fn) for shape in shapes]
+    names = "q_scale", "k_scale", "v_scale"
+    for sizes in (((), (1,), ()), [s[:2] for s in shapes], ((2, 4, 6), (2, 2, 2), (2, 2, 8))):
+        scales = dict(zip(names, (torch.rand(size) + 0.5 for size in sizes)))
+        expected = fa_ops.attention(*eight, **scales)
+        for dim in (0, 1):
+            place = [Shard(dim)]
+            local = [x.chunk(WORLD, dim)[mesh.get_local_rank()].contiguous() for x in eight]
+            sharded = [DTensor.from_local(x, mesh, place) for x in local]
+            assert_same(fa_ops.attention(*sharded, **scales), expected)
+
+
+def check_eight_bit_rows(mesh) -> None:
+    """Keys behind kv_lens have no part in the mean and the scales of the keys."""
+    q, k, v = (torch.randn(2, 3, S, 8) for S in (6, 8, 8))
+    k[1, :, 3:], v[1, :, 3:] = torch.nan, 1e4
+    options = {"kv_lens": torch.tensor([8, 3], dtype=torch.int32), "is_causal": True}
+    expected = fa_ops.quantized_attention(q, k, v, **options)
+    sharded = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    assert_same(fa_ops.quantized_attention(*sharded, **options), expected)
+
+
 def check_errors(mesh) -> None:
     q = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(2)])
     with pytest.raises(NotImplementedError, match="dropout_p > 0 does not support DTensors"):
@@ -211,6 +236,8 @@ CHECKS = {
     "graph break": check_graph_break,
     "varlen and merge": lambda: check_varlen_and_merge(mesh()),
     "mask blocks": lambda: check_mask_blocks(mesh()),
+    "8-bit scales": lambda: check_eight_bit_scales(mesh()),
+    "8-bit rows": lambda: check_eight_bit_rows(mesh()),
     "errors": lambda: check_errors(mesh()),
 }
 
