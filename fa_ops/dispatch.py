@@ -27,6 +27,7 @@ AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 # The backends that skip tiles by `mask_blocks` of bool, and of float masks: those of `hopper` are
 # packed to bits, by which it skips.
 _SKIPPING = {True: ("triton", "cpu"), False: ("hopper", "triton", "cpu")}
+_SUMMARISING = ("triton", "cpu")  # those that make `mask_blocks` of a mask
 
 _PACKAGES = ("triton",)  # third-party packages that backends import
 
@@ -145,11 +146,13 @@ def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
 
 
 def skips_tiles(device: str, is_bool: bool) -> bool:
-    """Whether the backend that runs most calls on a device skips by `mask_blocks`."""
+    """Whether the backend that runs most calls on a device skips by `mask_blocks`, and one may make
+    them.
+    """
     name = default or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)
-    runs = next((name for name in names if available_error(name) is None), None)
-    return runs in _SKIPPING[is_bool]
+    able = [name for name in names if available_error(name) is None]
+    return bool(able) and able[0] in _SKIPPING[is_bool] and any(n in _SUMMARISING for n in able)
 
 
 def backends() -> list[tuple[str, str | None]]:

@@ -37,6 +37,28 @@ def test_a_named_backend_never_falls_back(monkeypatch):
         fa_ops.attention(*qkv(), backend="cpu")
 
 
+@pytest.mark.parametrize(
+    "name, missing, bool_masks, float_masks",
+    [
+        (None, (), False, True),
+        (None, ("hopper",), True, True),
+        (None, ("triton",), False, False),
+        ("hopper", (), False, False),
+        ("triton", (), True, True),
+        ("reference", (), False, False),
+    ],
+)
+def test_masks_are_summarised_where_a_backend_may_and_it_pays(
+    name, missing, bool_masks, float_masks, monkeypatch
+):
+    """hopper skips by the blocks of float masks, but does not make them."""
+    monkeypatch.setattr(dispatch, "default", name)
+    errors = dict.fromkeys(missing, "is missing")
+    monkeypatch.setattr(dispatch, "available_error", errors.get)
+    found = [dispatch.skips_tiles("cuda", is_bool) for is_bool in (True, False)]
+    assert found == [bool_masks, float_masks]
+
+
 def test_auto_says_what_every_backend_said(monkeypatch):
     monkeypatch.setattr(dispatch.load("cpu"), "supports", lambda call: "not today")
     with pytest.raises(NotImplementedError, match="on cpu:\n  cpu: not today"):
