@@ -33,7 +33,7 @@ def attention(
     geometry = planning.key_of(PAGED, query, key, value, tensors, scalars)
     plan = planning.prepared(geometry)
     if plan is None:
-        if geometry in _refused:
+        if _is_refused(geometry):
             return None
         call = _described(query, key, value, tensors, options)
         if _refusal(call) is not None:
@@ -43,6 +43,13 @@ def attention(
             return None
         plan = planning.prepare(geometry, call, scalars)
     return plan.run(query, key, value, tensors)
+
+
+def _is_refused(geometry: tuple | None) -> bool:
+    try:
+        return geometry in _refused
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        return False
 
 
 def call_of(

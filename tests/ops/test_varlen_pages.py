@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fa_ops
-from fa_ops import varlen_pages
+from fa_ops import paged_calls, varlen_pages
 
 COUNTS, KEYS = [3, 0, 1, 7, 5], [9, 4, 24, 2, 13]  # queries and keys of each sequence
 TOKENS = sum(COUNTS) + 2  # the first and the last are in no sequence
@@ -171,6 +171,13 @@ def test_errors(change, message):
     fa_ops.attention_varlen(**given)
     with pytest.raises((ValueError, TypeError), match=message):
         fa_ops.attention_varlen(**given | change)
+
+
+def test_options_that_cannot_be_hashed_are_named_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(paged_calls, "_may_run", lambda *args: True)
+    q, k, v, ends, lens, table = drawn()
+    with pytest.raises(TypeError, match=r"scale must be a number, got \[1.0\]"):
+        fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table, scale=[1.0])
 
 
 @pytest.mark.parametrize(
