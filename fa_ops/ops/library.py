@@ -238,8 +238,11 @@ def is_strided(*tensors: Tensor | None) -> bool:
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """Whether the host may read what the tensors hold, now and without waiting for a device."""
-    if torch.compiler.is_compiling() or in_functorch():
+    """Whether the host may read what the tensors hold, now and without waiting for a device.
+
+    Not under a dispatch mode, which may be tracing.
+    """
+    if torch.compiler.is_compiling() or in_functorch() or _dispatch_modes():
         return False
     return all(type(t) in _PLAIN and t.is_cpu for t in tensors)
 

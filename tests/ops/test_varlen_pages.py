@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa_ops
 from fa_ops import paged_calls, varlen_pages
@@ -218,6 +219,16 @@ def test_fake_and_meta_tensors_have_no_values_to_check():
     q, k, v, ends, lens, table = (x.to("meta") for x in given)
     on_meta = fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table)
     assert out.shape == on_meta.shape == (TOKENS, 4, 8) and out.dtype == q.dtype
+
+
+def test_it_is_traced_without_reading_values():
+    q, k, v, ends, lens, table = drawn()
+
+    def attend(q, ends, lens):
+        return fa_ops.attention_varlen(q, k, v, ends, None, kv_lens=lens, page_table=table)
+
+    traced = make_fx(attend)(q, ends, lens)
+    torch.testing.assert_close(traced(2 * q, ends, lens - 1), attend(2 * q, ends, lens - 1))
 
 
 def test_vmap_over_queries_and_lengths():
