@@ -115,6 +115,7 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
+    need_bool("return_lse", return_lse)
     if not (q_scale is k_scale is v_scale is None):
         from fa_ops import quantized
 
@@ -124,7 +125,7 @@ def attention(
             attn_mask=(attn_mask, None), mask_blocks=(mask_blocks, None), dropout_p=(dropout_p, 0),
             alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
         )  # fmt: skip
-    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
+    seed = dropout_seed(query, dropout_p)
     tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
@@ -132,10 +133,9 @@ def attention(
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
-        left, right = (-1, -1) if window is None else sides(window)
         scalars = (
-            is_causal, dropout_p, scale, left, right, softcap, deterministic,
-            backend or dispatch.default,
+            is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
+            deterministic, dispatch.default if backend is None else backend,
         )  # fmt: skip
         geometry = planning.key_of(DENSE, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
@@ -228,26 +228,26 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
+    need_bool("return_lse", return_lse)
     if page_table is not None:
         from fa_ops import varlen_pages
 
-        given = varlen_pages.arguments(
+        out, lse = varlen_pages.attention(*varlen_pages.arguments(
             query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q,
             max_seqlen_k, dropout_p, deterministic, is_causal=is_causal, scale=scale, window=window,
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
-        )  # fmt: skip
-        results = varlen_pages.attention(*given)
-        return results if return_lse else results[0]
-    seed = None if dropout_p == 0.0 else dropout_seed(query, dropout_p)
+        ))  # fmt: skip
+        return (out, lse) if return_lse else out
+    seed = dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
     if route is not Route.DISPATCH:
-        left, right = (-1, -1) if window is None else sides(window)
         scalars = (
-            is_causal, dropout_p, scale, left, right, softcap, deterministic,
-            backend or dispatch.default, max_seqlen_q, max_seqlen_k,
+            is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
+            deterministic, dispatch.default if backend is None else backend, max_seqlen_q,
+            max_seqlen_k,
         )  # fmt: skip
         geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
@@ -333,8 +333,10 @@ def run(
 
 
 def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
-    """A seed from torch's generator; None where the probability is out of range."""
-    _need_number("dropout_p", dropout_p)
+    """A seed from torch's generator; None where the probability is 0 or out of range."""
+    if type(dropout_p) is float and dropout_p == 0.0:
+        return None
+    need_number("dropout_p", dropout_p)
     if not 0.0 < dropout_p < 1.0:
         return None
     return torch.randint(2**63 - 1, (1,), device=need_tensor("query", query).device)
@@ -348,23 +350,22 @@ def checked_options(
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         for name, t in (("query", query), ("key", key), ("value", value)):
             need_tensor(name, t)
-    if not isinstance(is_causal, _BOOL):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    need_bool("is_causal", is_causal)
     options: dict = {}
     if scale is not None:
-        options["scale"] = _need_number("scale", scale)
+        options["scale"] = need_number("scale", scale)
     if window is not None:
         options["window_left"], options["window_right"] = sides(window)
+    softcap = need_number("softcap", softcap)
     if softcap != 0.0:
-        options["softcap"] = _need_number("softcap", softcap)
+        options["softcap"] = softcap
     for name, t in zip(tensors._fields, tensors):
         if t is not None:
             need_tensor(name, t)
             if name in _KEYWORD_TENSORS:
                 options[name] = t
     if deterministic is not False:
-        if not isinstance(deterministic, bool):
-            raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
+        need_bool("deterministic", deterministic)
         options["deterministic"] = True
     if backend is None:
         backend = dispatch.default
@@ -431,7 +432,14 @@ def _short(value: int) -> str:
     return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
 
 
-def _need_number(name: str, value: object) -> float:
+def need_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a bool of Python or of torch.compile."""
+    if not isinstance(value, _BOOL):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def need_number(name: str, value: object) -> float:
+    """The value, a float in place of an int; raises TypeError if it is no number."""
     if not isinstance(value, _NUMBER):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if type(value) is not int:

@@ -65,7 +65,7 @@ class use_backend:
 
 def check_name(name: str) -> None:
     """Raise ValueError unless a backend has that name."""
-    if name not in BACKENDS and name != "auto":
+    if not isinstance(name, str) or name not in (*BACKENDS, "auto"):
         known = ", ".join(repr(one) for one in BACKENDS)
         raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
 

@@ -118,6 +118,7 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
+    api.need_bool("return_lse", return_lse)
     tensors = CacheTensors(
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max,
@@ -126,8 +127,9 @@ def attention_with_kv_cache(
     if library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT:
         left, right = (-1, -1) if window is None else api.sides(window)
         scalars = (
-            is_causal, 0.0, scale, left, right, softcap, False, backend or dispatch.default,
-            rotary_interleaved, num_splits, batch_invariant,
+            is_causal, 0.0, scale, left, right, softcap, False,
+            dispatch.default if backend is None else backend, rotary_interleaved, num_splits,
+            batch_invariant,
         )  # fmt: skip
         geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, scalars)
         plan = planning.prepared(geometry)
@@ -159,10 +161,8 @@ def checked_cache(
     """The cache of a call, types checked but for those of tensors."""
     flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
-    if type(num_splits) is not int or num_splits:
-        num_splits = api.need_int("num_splits", num_splits)
+        api.need_bool(name, flag)
+    num_splits = api.need_int("num_splits", num_splits)
     t = tensors
     if (t.key is None) != (t.value is None):
         raise ValueError("key and value must be given together")

@@ -80,9 +80,12 @@ def quantized_attention(
         >>> fa_ops.quantized_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 512, 64])
     """
+    if qk_dtype is None:
+        raise TypeError("qk_dtype must be a torch.dtype, got None")
     tensors = QuantizedTensors(sinks, kv_lens, key_ranges)
-    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend or dispatch.default,
-               qk_dtype, smooth_key, rotate)  # fmt: skip
+    backend = dispatch.default if backend is None else backend
+    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, qk_dtype, smooth_key,
+               rotate)  # fmt: skip
     return _run(query, key, value, tensors, scalars, return_lse)
 
 
@@ -92,15 +95,16 @@ def scaled_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of e4m3 tensors with their scales; of `refused` all must have their defaults."""
     for name, (value_given, default) in refused.items():
-        if value_given is not default and value_given != default:
+        is_number = isinstance(value_given, int | float)
+        if value_given is not default and not (is_number and value_given == default):
             raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
     missing = [name for name in tensors._fields[3:] if getattr(tensors, name) is None]
     if missing:
         raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
     if isinstance(query, Tensor) and query.dtype.itemsize > 1:
         raise TypeError(f"q_scale is for tensors in float8_e4m3fn, but query is {query.dtype}")
-    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend or dispatch.default,
-               None, False, False)  # fmt: skip
+    backend = dispatch.default if backend is None else backend
+    scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
     return _run(query, key, value, tensors, scalars, return_lse)
 
 
@@ -124,14 +128,14 @@ def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> C
     if qk_dtype is not None and not isinstance(qk_dtype, torch.dtype):
         raise TypeError(f"qk_dtype must be a torch.dtype, got {qk_dtype!r}")
     for name, flag in (("smooth_key", smooth_key), ("rotate", rotate)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
+        api.need_bool(name, flag)
     quantization = Quantization(*tensors[3:], qk_dtype, smooth_key, rotate)
     spec = Spec(None, 0.0, is_causal, **options)
     return Call(QUANTIZED, query, key, value, spec, quantization=quantization)
 
 
 def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
+    api.need_bool("return_lse", with_lse)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         quantized.refuse_gradients(query, key, value, *tensors)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, checks, paged_calls
-from fa_ops.api import need_int, need_tensor
+from fa_ops import cache_checks, checks, dispatch, paged_calls
+from fa_ops.api import need_bool, need_int, need_number, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
@@ -71,17 +71,22 @@ def arguments(
         ("page_table", page_table),
     ):  # fmt: skip
         need_tensor(name, t)
+    for name, t in (("cu_seqlens_k", cu_seqlens_k), ("alibi_slopes", options["alibi_slopes"])):
+        if t is not None:
+            need_tensor(name, t)
     if (kv_lens is None) == (cu_seqlens_k is None):
         given = "neither" if kv_lens is None else "both"
         raise ValueError(
             f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
         )
+    if options["backend"] is not None:
+        dispatch.check_name(options["backend"])
+    need_bool("is_causal", options["is_causal"])
+    need_bool("deterministic", deterministic)
+    if need_number("dropout_p", dropout_p):
+        raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
     if kv_lens is None:
         kv_lens = _lengths(query, cu_seqlens_k, page_table)
-    if dropout_p:
-        raise ValueError(f"dropout_p must be 0 with page_table, got {dropout_p}")
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
     if max_seqlen_q is not None:
         max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
     if max_seqlen_k is not None:

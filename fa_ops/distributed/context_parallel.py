@@ -17,7 +17,13 @@ from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, SequenceLayout, groups_of
 from fa_ops.distributed.masks import Mask, positions
 from fa_ops.distributed.plans import StepProblem
-from fa_ops.distributed.requests import CheckedCall, Options, checked, drops_by_seed
+from fa_ops.distributed.requests import (
+    CheckedCall,
+    Options,
+    checked,
+    drops_by_seed,
+    error_of_flags,
+)
 from fa_ops.distributed.stepwise import Job, StepwiseAttention
 from fa_ops.distributed.ulysses import HeadSplit, ToHeads, ToTokens
 
@@ -122,7 +128,8 @@ def context_parallel_attention(
         key_ranges, cu_seqlens, layout, deterministic, backend,
     )  # fmt: skip
     query, key, value = _autocast(query, key, value)
-    request = agreed(query, key, value, groups, options, check, timeout=timeout)
+    error = error_of_flags(check=check, return_lse=return_lse)
+    request = agreed(query, key, value, groups, options, check, error, timeout)
     out, lse = attend(query, key, value, groups, request, return_lse, timeout)
     return (out, lse) if return_lse else out
 

@@ -64,6 +64,16 @@ _known: dict[tuple, tuple[StepProblem, str, dict]] = {}
 _shared: dict[tuple, dict] = {}  # of calls whose masks are compared by a hash of their values
 
 
+def error_of_flags(**flags: object) -> TypeError | None:
+    """The error of the first that is no bool, of which other processes are to hear, or None."""
+    for name, flag in flags.items():
+        try:
+            api.need_bool(name, flag)
+        except TypeError as error:
+            return error
+    return None
+
+
 def checked(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
 ) -> CheckedCall:

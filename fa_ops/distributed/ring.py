@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops.distributed.context_parallel import agreed, attend
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import groups_of
-from fa_ops.distributed.requests import Options
+from fa_ops.distributed.requests import Options, error_of_flags
 
 
 @outside_graphs
@@ -66,7 +66,7 @@ def ring_attention(
         "ring", is_causal, None, scale, softcap, layout=order, deterministic=deterministic,
         backend=backend,
     )  # fmt: skip
-    refused = None
+    refused = error_of_flags(zigzag=zigzag, return_lse=return_lse)
     tensors = [t for t in (query, key) if isinstance(t, Tensor) and t.dim() == 4]
     if is_causal and len(tensors) == 2 and query.shape[2] != key.shape[2]:
         lengths = f"{key.shape[2]} and {query.shape[2]} tokens"

@@ -93,6 +93,9 @@ def attention_with_sharded_kv_cache(
     if len(groups) != 1:
         raise ValueError("mesh must have one dimension for a sharded cache, got 2")
     (members,) = groups
+    flags = {"is_causal": is_causal, "check": check, "return_lse": return_lse}
+    for name, flag in flags.items():
+        api.need_bool(name, flag)
     several = api.need_tensor("query", query).dim() == 4 and query.shape[2] > 1
     for name, given in (("window", window), ("alibi_slopes", alibi_slopes)):
         if given is not None and several:

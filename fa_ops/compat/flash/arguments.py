@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import need_int, need_tensor
+from fa_ops.api import need_int, need_number, need_tensor
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
 Window = tuple[int | None, int | None]
@@ -23,9 +23,19 @@ def scalar(value: object) -> object:
 def flag(name: str, value: object) -> bool:
     """A bool in place of 0, 1 or one of their kinds. Raises TypeError for anything else."""
     value = scalar(value)
-    if value not in (0, 1):
+    if not isinstance(value, int | float) or value not in (0, 1):
         raise TypeError(f"{name} must be a bool, got {value!r}")
     return bool(value)
+
+
+def number(name: str, value: object) -> float:
+    """A Python number in place of a 0-d tensor or a NumPy number; TypeError for anything else."""
+    return need_number(name, scalar(value))
+
+
+def count(name: str, value: object, kind: str = "an int") -> int:
+    """A Python int in place of a 0-d tensor or a NumPy integer; TypeError for anything else."""
+    return need_int(name, scalar(value), kind)
 
 
 def sides(window: object) -> Window | None:
@@ -35,8 +45,7 @@ def sides(window: object) -> Window | None:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
     left, right = (
-        -1 if side is None else max(need_int("a side of window_size", scalar(side)), -1)
-        for side in window
+        -1 if side is None else max(count("a side of window_size", side), -1) for side in window
     )
     return None if left == right == -1 else (left, right)
 
@@ -59,8 +68,9 @@ def parts(name: str, packed: Tensor, count: int, layout: str) -> tuple[Tensor, .
 def score_options(softmax_scale, causal, window_size, softcap) -> dict:
     """The options of scores and masks, which all functions have in common."""
     return {
-        "is_causal": flag("causal", causal), "scale": scalar(softmax_scale),
-        "window": sides(window_size), "softcap": scalar(softcap),
+        "is_causal": flag("causal", causal),
+        "scale": None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        "window": sides(window_size), "softcap": number("softcap", softcap),
     }  # fmt: skip
 
 
@@ -79,8 +89,9 @@ def lengths(name: str, lens: object, rows: int, room: int, device: torch.device)
     lens = room if lens is None else lens
     if isinstance(lens, Tensor):
         lens = lens.int() if lens.dtype == torch.int64 and lens.dim() == 0 else lens
+        need_int32(name, lens)
         return lens.expand(rows) if lens.dim() < 2 and lens.numel() == 1 else lens
-    lens = need_int(name, scalar(lens), "a Tensor or an int")
+    lens = count(name, lens, "a Tensor or an int")
     if not 0 <= lens <= room:
         raise ValueError(f"{name} must lie within the cache's {room} keys, got {lens}")
     return torch.full((rows,), lens, dtype=torch.int32, device=device)
@@ -90,9 +101,15 @@ def of_sequences(name: str, x: Tensor | None, count: int) -> Tensor | None:
     """One int32 number for each sequence. Raises TypeError or ValueError for another tensor."""
     if x is None:
         return None
+    need_int32(name, x)
+    has_shape(name, x, (count,))
+    return x
+
+
+def need_int32(name: str, x: Tensor) -> Tensor:
+    """The tensor. Raises TypeError for anything but an int32 tensor."""
     if need_tensor(name, x).dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {str(x.dtype).removeprefix('torch.')}")
-    has_shape(name, x, (count,))
     return x
 
 

@@ -7,23 +7,27 @@ import importlib
 import torch
 from torch import Tensor
 
-from fa_ops.compat.flash.arguments import has_shape
+from fa_ops.api import need_tensor
+from fa_ops.compat.flash.arguments import count, has_shape
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows ``indices`` of x ``(rows, ...)``. Differentiable."""
+    _need_rows("x", x, indices)
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """``(first_axis_dim, ...)``, values in rows ``indices`` and 0 elsewhere. Differentiable."""
+    _need_rows("values", values, indices)
+    first_axis_dim = count("first_axis_dim", first_axis_dim)
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``indices`` of x, and x."""
-    return x.index_select(0, indices), x
+    return index_first_axis(x, indices), x
 
 
 def unpad_input(
@@ -41,9 +45,10 @@ def unpad_input(
         ``(B + 1,)``, the longest length, and how many tokens of each sequence the first mask
         selects ``(B,)``.
     """
+    need_tensor("hidden_states", hidden_states)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None:
-            has_shape(name, mask, hidden_states.shape[:2])
+        if mask is not None or name == "attention_mask":
+            has_shape(name, need_tensor(name, mask), hidden_states.shape[:2])
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     tokens, indices, lens = _selected(hidden_states, packed)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -64,7 +69,8 @@ def unpad_input_for_concatenated_sequences(
         tokens ``(T, ...)``, their indices in the flattened batch, the cumulative lengths of all
         sequences int32, and the longest length.
     """
-    lens = attention_mask_in_length
+    need_tensor("hidden_states", hidden_states)
+    lens = need_tensor("attention_mask_in_length", attention_mask_in_length)
     has_shape("attention_mask_in_length", lens, hidden_states.shape[:2])
     columns = torch.arange(lens.shape[1], device=lens.device)
     tokens, indices, _ = _selected(hidden_states, columns < lens.sum(-1, keepdim=True))
@@ -74,9 +80,18 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Packed tokens ``(T, ...)`` as a padded batch ``(batch, seqlen, ...)``; padding is 0."""
+    _need_rows("hidden_states", hidden_states, indices)
     has_shape("indices", indices, hidden_states.shape[:1])
+    batch, seqlen = count("batch", batch), count("seqlen", seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
+
+
+def _need_rows(name: str, x: Tensor, indices: Tensor) -> None:
+    """Raise TypeError unless both are tensors, and the second one of int32 or int64."""
+    need_tensor(name, x)
+    if need_tensor("indices", indices).dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
 
 
 def _selected(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

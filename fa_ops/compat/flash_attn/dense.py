@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.api import attention, dropout_seed
+from fa_ops.api import attention, dropout_seed, need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     Window,
     flag,
     heads_first,
     infinite_where_empty,
+    number,
     parts,
-    scalar,
     score_options,
     shape,
 )
@@ -90,7 +90,9 @@ def options_of(
 ) -> dict:
     """The options of fa_ops.attention for the arguments of flash-attn."""
     options = score_options(softmax_scale, causal, window_size, softcap)
-    options |= {"dropout_p": scalar(dropout_p), "alibi_slopes": alibi_slopes}
+    if alibi_slopes is not None:
+        need_tensor("alibi_slopes", alibi_slopes)
+    options |= {"dropout_p": number("dropout_p", dropout_p), "alibi_slopes": alibi_slopes}
     return options | {"deterministic": flag("deterministic", deterministic)}
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     Window,
+    count,
     flag,
     infinite_where_empty,
     lengths,
-    scalar,
     score_options,
     shape,
     unit_stride,
@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(
     q, new = unit_stride(without_gradient(q)), new_keys(k, v, DENSE)
     lens = lengths("cache_seqlens", cache_seqlens, q.shape[0], caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
-    options |= {"alibi_slopes": alibi_slopes, "num_splits": scalar(num_splits)}
+    options |= {"alibi_slopes": alibi_slopes, "num_splits": count("num_splits", num_splits)}
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
     out, lse = attend_rows(

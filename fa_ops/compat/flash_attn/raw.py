@@ -8,13 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import dropout_seed
+from fa_ops.api import dropout_seed, need_tensor
 from fa_ops.compat.flash.arguments import (
+    DENSE,
+    PACKED,
+    PAGES,
     buffers,
+    count,
     finite_or_empty,
+    flag,
     heads_first,
     of_sequences,
     scalar,
+    shape,
     unit_stride,
 )
 from fa_ops.compat.flash.weights import signed_weights
@@ -33,10 +39,12 @@ def fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, lse, weights, rng_state] of a batch; the seed is in the state."""
     _refuse_generator(generator)
+    shape(DENSE, q=q, k=k, v=v)
     buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                False)  # fmt: skip
+    return_softmax = flag("return_softmax", return_softmax)
     seed, state = _seed(q, options["dropout_p"])
     found, lse = dense.seeded(q, k, v, seed, options)
     weights = q.new_empty(0)
@@ -53,8 +61,11 @@ def varlen_fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, lse, weights, rng_state] of packed sequences, or of keys in pages."""
     _refuse_generator(generator)
+    shape(PACKED, q=q)
+    shape(PACKED if block_table is None else PAGES, k=k, v=v)
+    of_sequences("seqused_k", seqused_k, need_tensor("cu_seqlens_q", cu_seqlens_q).numel() - 1)
     buffers(out=(out, (*q.shape[:-1], v.shape[-1])))
-    if scalar(num_splits) > 1:
+    if count("num_splits", num_splits) > 1:
         raise NotImplementedError(
             f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
         )
@@ -62,6 +73,7 @@ def varlen_fwd(
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                False)  # fmt: skip
     packing = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
+    return_softmax = flag("return_softmax", return_softmax)
     seed, state = _seed(q, options["dropout_p"])
     if block_table is not None:
         if leftpad_k is not None:
@@ -84,7 +96,9 @@ def bwd(
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of fwd; gradients are written into the buffers that are given."""
     _refuse_generator(generator)
+    shape(DENSE, dout=dout, q=q, k=k, v=v, out=out)
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
+    need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
@@ -108,7 +122,9 @@ def varlen_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of varlen_fwd without pages."""
     _refuse_generator(generator)
+    shape(PACKED, dout=dout, q=q, k=k, v=v, out=out)
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
+    need_tensor("softmax_lse", softmax_lse)
     window = window_size_left, window_size_right
     options = dense.options_of(p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes,
                                deterministic)  # fmt: skip
@@ -150,11 +166,13 @@ def _seed(q: Tensor, p: float) -> tuple[Tensor | None, Tensor]:
     seed, state = None, torch.zeros(2, dtype=torch.int64, device=q.device)
     if p:
         seed = dropout_seed(q, p)
-        state[:1] = seed
+        state[:1] = 0 if seed is None else seed  # the operator refuses such a probability
     return seed, state
 
 
 def _seed_of(state: Tensor | None, p: float) -> Tensor | None:
+    if state is not None:
+        need_tensor("rng_state", state)
     if p and state is None:
         raise ValueError(f"rng_state must be that of the forward pass with dropout, got p {p}")
     return state[:1].clone() if p else None

@@ -5,16 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import need_int
-from fa_ops.compat.flash.arguments import scalar
+from fa_ops.api import need_tensor
+from fa_ops.compat.flash.arguments import count, flag
 
 
 def chunk_of(attention_chunk: int) -> int:
     """The length of a chunk of positions; 0: none."""
-    chunk = need_int("attention_chunk", scalar(attention_chunk))
+    chunk = count("attention_chunk", attention_chunk)
     if chunk < 0:
         raise ValueError(f"attention_chunk must not be negative, got {chunk}")
     return chunk
+
+
+def check_unused(
+    num_splits: int, pack_gqa: bool | None, sm_margin: int, scheduler_metadata: Tensor | None = None
+) -> None:
+    """Raise TypeError for values of wrong types of what only steers FlashAttention 3's kernels."""
+    count("num_splits", num_splits)
+    count("sm_margin", sm_margin)
+    if pack_gqa is not None:
+        flag("pack_gqa", pack_gqa)
+    if scheduler_metadata is not None:
+        need_tensor("scheduler_metadata", scheduler_metadata)
 
 
 def refuse(q: Tensor, **arguments: Tensor | None) -> None:
@@ -22,5 +34,5 @@ def refuse(q: Tensor, **arguments: Tensor | None) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None, got {type(value).__name__}")
-    if q.dtype == torch.float8_e4m3fn:
+    if need_tensor("q", q).dtype == torch.float8_e4m3fn:
         raise NotImplementedError(f"q must be in 16 bits or more, got {q.dtype}")

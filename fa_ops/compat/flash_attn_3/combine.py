@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.api import merge_states, need_tensor
+from fa_ops.compat.flash.arguments import buffers
 
 _FEATURES = 256  # of one call: what all backends take
 
@@ -30,7 +31,11 @@ def flash_attn_combine(
     Raises:
         ValueError, TypeError: as :func:`fa_ops.merge_states`.
     """
-    parts = need_tensor("out_partial", out_partial).split(_FEATURES, -1)
+    need_tensor("lse_partial", lse_partial)
+    if not isinstance(out_dtype, torch.dtype | None):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
+    buffers(out=(out, need_tensor("out_partial", out_partial).shape[1:]))
+    parts = out_partial.split(_FEATURES, -1)
     merged = [merge_states(part, lse_partial) for part in parts]
     found = torch.cat([part for part, _ in merged], -1) if len(merged) > 1 else merged[0][0]
     found = found if out_dtype is None else found.to(out_dtype)

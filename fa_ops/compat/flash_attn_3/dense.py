@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.api import attention
+from fa_ops.api import attention, need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     Window,
+    count,
     flag,
     heads_first,
     score_options,
@@ -15,7 +16,7 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.flash.segments import chunk_ranges
 from fa_ops.compat.flash_attn_3 import qv as values
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
 from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -68,6 +69,7 @@ def flash_attn_func(
     """
     shape(DENSE, q=q, k=k, v=v)
     refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_unused(num_splits, pack_gqa, sm_margin)
     options = score_options(softmax_scale, causal, window_size, softcap)
     chunk = chunk_of(attention_chunk)
     deterministic = flag("deterministic", deterministic)
@@ -107,7 +109,9 @@ def flash_attn_qkvpacked_func(
     Raises:
         ValueError: another shape.
     """
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
+    if num_heads_q is not None:
+        num_heads_q = count("num_heads_q", num_heads_q, "an int or None")
+    if need_tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         heads = (qkv.shape[2] - num_heads_q) // 2
@@ -119,5 +123,6 @@ def flash_attn_qkvpacked_func(
         )
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-        attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
     )  # fmt: skip

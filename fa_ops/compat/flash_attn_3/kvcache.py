@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import need_int, need_tensor
+from fa_ops.api import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     PACKED,
     Window,
+    count,
     flag,
     has_shape,
     lengths,
-    scalar,
+    need_int32,
     score_options,
     shape,
     unit_stride,
@@ -26,7 +27,7 @@ from fa_ops.compat.flash.cache import (
     rotation_of,
     without_gradient,
 )
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
 from fa_ops.compat.flash_attn_3.packed_cache import Packed
 
 
@@ -106,13 +107,14 @@ def flash_attn_with_kvcache(
     """
     refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    check_unused(num_splits, pack_gqa, sm_margin, scheduler_metadata)
+    longest = _checked_packing(cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
     shape(DENSE if cu_seqlens_q is None else PACKED, q=q)
-    ends = cu_seqlens_q if cu_seqlens_q is None else need_tensor("cu_seqlens_q", cu_seqlens_q)
-    rows = q.shape[0] if ends is None else ends.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     caches = caches_of(rows, k_cache, v_cache, "page_table", page_table, cache_batch_idx)
     lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
-    options["num_splits"] = scalar(num_splits)
+    options["num_splits"] = count("num_splits", num_splits)
     if rotary_seqlens is not None:
         has_shape("rotary_seqlens", need_tensor("rotary_seqlens", rotary_seqlens), (rows,))
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
@@ -126,7 +128,14 @@ def flash_attn_with_kvcache(
         )
     else:
         packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
-        longest = None if max_seqlen_q is None else need_int("max_seqlen_q", scalar(max_seqlen_q))
         out, lse = packed.attend(q, qv, new, caches, longest, cache_leftpad, chunk, options)
     nothing = q.new_empty(0, dtype=torch.float32)
     return (out, lse, nothing, nothing.clone()) if with_lse else out
+
+
+def _checked_packing(ends_q: Tensor | None, ends_k: Tensor | None, longest: object) -> int | None:
+    """max_seqlen_q, once the types of what describes packed queries and new keys are checked."""
+    for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k_new", ends_k)):
+        if ends is not None:
+            need_int32(name, ends)
+    return None if longest is None else count("max_seqlen_q", longest, "an int or None")

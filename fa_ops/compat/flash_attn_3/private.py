@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import checked_packing
-from fa_ops.compat.flash.arguments import buffers, heads_first, scalar, score_options, unit_stride
+from fa_ops.api import checked_packing, need_tensor
+from fa_ops.compat.flash.arguments import (
+    DENSE,
+    PACKED,
+    buffers,
+    flag,
+    heads_first,
+    of_sequences,
+    scalar,
+    score_options,
+    shape,
+    unit_stride,
+)
 from fa_ops.compat.flash_attn.dense import keywords_of
 from fa_ops.compat.flash_attn_3 import dense, kvcache, varlen
+from fa_ops.compat.flash_attn_3.arguments import check_unused
 from fa_ops.ops import dense as dense_operators
 from fa_ops.ops import varlen as varlen_operators
 
@@ -35,7 +47,16 @@ def _flash_attn_forward(
     Packed keys make it flash_attn_varlen_func; rows of queries, keys and values of equal length
     without anything of a cache flash_attn_func; everything else is flash_attn_with_kvcache.
     """
+    need_tensor("q", q), need_tensor("v", v)
+    check_unused(num_splits, pack_gqa, sm_margin)
     buffers(out_=(out_, (*q.shape[:-1], v.shape[-1])))
+    of_cache = {"k_new": k_new, "v_new": v_new, "cu_seqlens_k_new": cu_seqlens_k_new,
+                "page_table": page_table, "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k,
+                "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}  # fmt: skip
+    if cu_seqlens_k is None:
+        _refuse("without cu_seqlens_k", seqused_q=seqused_q)
+    else:
+        _refuse("with cu_seqlens_k", **of_cache)
     descales, window = (q_descale, k_descale, v_descale), (window_size_left, window_size_right)
     if cu_seqlens_k is not None:
         result = varlen.flash_attn_varlen_func(
@@ -43,7 +64,7 @@ def _flash_attn_forward(
             softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
             return_attn_probs=True,
         )  # fmt: skip
-    elif seqused_k is k_new is page_table is kv_batch_idx is leftpad_k is cu_seqlens_q is None:
+    elif all(given is None for given in (seqused_k, cu_seqlens_q, *of_cache.values())):
         result = dense.flash_attn_func(
             q, k, v, softmax_scale, causal, qv, *descales, window, attention_chunk, softcap,
             return_attn_probs=True,
@@ -86,13 +107,18 @@ def _flash_attn_backward(
     sm_margin: int = 0,
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns the row sums of ``dout * out``."""
+    shape(DENSE if cu_seqlens_q is None else PACKED, dout=dout, q=q, k=k, v=v, out=out)
     buffers(dq=(dq, q.shape), dk=(dk, k.shape), dv=(dv, v.shape))
+    need_tensor("softmax_lse", softmax_lse)
+    check_unused(1, None, sm_margin)
     window = window_size_left, window_size_right
-    options = score_options(softmax_scale, is_causal, window, softcap)
+    options = score_options(softmax_scale, flag("is_causal", is_causal), window, softcap)
     causal = options["is_causal"]
-    options = options | {"alibi_slopes": None, "deterministic": bool(scalar(deterministic))}
+    options |= {"alibi_slopes": None, "deterministic": flag("deterministic", deterministic)}
     inputs, sums = (dout, q, k, v, out), (dout.float() * out.float()).sum(-1)
     if cu_seqlens_q is None:
+        _refuse("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, sequed_q=sequed_q)
+        of_sequences("sequed_k", sequed_k, q.shape[0])
         grad_out, *saved = map(heads_first, inputs)
         grads = dense_operators.BACKWARD(
             grad_out, None, *saved, softmax_lse, None, 0.0, causal, kv_lens=sequed_k,
@@ -112,3 +138,10 @@ def _flash_attn_backward(
         if buffer is not None:
             buffer.copy_(grad)
     return sums.contiguous()
+
+
+def _refuse(why: str, **arguments: Tensor | None) -> None:
+    """Raise NotImplementedError for arguments that the call would ignore."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None {why}, got {type(value).__name__}")

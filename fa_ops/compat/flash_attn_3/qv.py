@@ -69,6 +69,7 @@ def packed(
     options: dict,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``; each key is a page of its own."""
+    check(q, qv, v)
     ends_q, ends_k, longest_q, longest_k = packing
     tokens = k.shape[0]
     lens = ends_k.diff() if kv_lens is None else torch.minimum(kv_lens, ends_k.diff())

@@ -17,7 +17,7 @@ from fa_ops.compat.flash.arguments import (
     unit_stride,
 )
 from fa_ops.compat.flash_attn_3 import qv as values
-from fa_ops.compat.flash_attn_3.arguments import chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
 from fa_ops.compat.flash_attn_3.dense import Result
 from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 from fa_ops.types import Packing
@@ -75,6 +75,7 @@ def flash_attn_varlen_func(
     """
     shape(PACKED, q=q, k=k, v=v)
     refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_unused(num_splits, pack_gqa, sm_margin)
     given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), q.shape[0])
     options = score_options(softmax_scale, causal, window_size, softcap)

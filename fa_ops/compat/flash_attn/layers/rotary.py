@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops.api import need_tensor
+from fa_ops.compat.flash.arguments import count, flag, number
 from fa_ops.compat.flash_attn.ops.triton.rotary import apply_rotary
 
 Offsets = int | Tensor
@@ -41,6 +43,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
         max_seqlen=None,
     ):  # fmt: skip
         """Rotate x, which is written without autograd's notice if `inplace`."""
+        inplace = flag("inplace", inplace)
         tables = cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved
         ctx.tables = tables
         out = apply_rotary(x.detach(), *tables, inplace)
@@ -64,7 +67,7 @@ def apply_rotary_emb(
 ) -> Tensor:
     """x with the first R features of each head rotated; the arguments are those of apply_rotary."""
     return ApplyRotaryEmb.apply(
-        x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
+        need_tensor("x", x), cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
     )
 
 
@@ -122,7 +125,11 @@ def apply_rotary_emb_qkv_(
         ValueError: shapes that do not fit each other.
     """
     tables_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
+    for name, t in (("cos_k", tables_k[0]), ("sin_k", tables_k[1])):
+        need_tensor(name, t)
+    if num_heads_q is not None:
+        num_heads_q = count("num_heads_q", num_heads_q, "an int or None")
+    if need_tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
         q, k = 0, 1
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         both = (qkv.shape[2] + num_heads_q) // 2
@@ -140,7 +147,7 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
     """Rotate the keys of kv ``(B, S, 2, H, D)`` in place; the other arguments are as above."""
-    if kv.dim() != 5 or kv.shape[2] != 2:
+    if need_tensor("kv", kv).dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (B, S, 2, H, D), got {tuple(kv.shape)}")
     return _RotatedParts.apply(kv, ((0, cos, sin),), interleaved, seqlen_offsets)
 
@@ -168,8 +175,9 @@ class RotaryEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.base = dim, float(base)
-        self.interleaved, self.scale_base = interleaved, scale_base
+        self.dim, self.base = count("dim", dim), float(number("base", base))
+        self.interleaved = flag("interleaved", interleaved)
+        self.scale_base = None if scale_base is None else number("scale_base", scale_base)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         scale = None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim)

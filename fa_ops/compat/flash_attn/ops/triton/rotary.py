@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import checks
+from fa_ops.api import need_int, need_tensor
 from fa_ops.backends.rotary import turned
+from fa_ops.compat.flash.arguments import count, flag
 
 
 @torch.no_grad()
@@ -38,7 +41,10 @@ def apply_rotary(
 
     Raises:
         ValueError: the tables do not fit each other, x, or its tokens.
+        TypeError: a dtype or Python type that is not accepted.
     """
+    interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
+    conjugate = flag("conjugate", conjugate)
     _check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos = torch.nn.functional.pad(cos, (0, 0, 0, 1), value=1.0)
     sin = torch.nn.functional.pad(-sin if conjugate else sin, (0, 0, 0, 1))
@@ -63,6 +69,15 @@ def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _check(x, cos, sin, offsets, ends, longest) -> None:
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        need_tensor(name, t)
+    if isinstance(offsets, Tensor):
+        checks.need(not offsets.is_floating_point(), "seqlen_offsets must hold integers, got {}",
+                    offsets.dtype, error=TypeError)  # fmt: skip
+    else:
+        need_int("seqlen_offsets", offsets, "an int or a Tensor")
+    if longest is not None:
+        count("max_seqlen", longest, "an int or None")
     if ends is not None and longest is None:
         raise ValueError("max_seqlen must be given with cu_seqlens")
     dims = 4 if ends is None else 3
