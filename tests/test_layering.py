@@ -26,6 +26,7 @@ PLANS = (
 TOP = {
     "fa_ops": (
         "fa_ops.api",
+        "fa_ops.compat",
         "fa_ops.dispatch",
         "fa_ops.explanation",
         "fa_ops.hint",

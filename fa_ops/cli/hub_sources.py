@@ -43,7 +43,9 @@ def sources(namespace: str) -> dict[str, str]:
 def _public_names() -> str:
     """`fa_ops/__init__.py` without what changes other packages, and the functions of flash-attn."""
     source = (_ROOT / "__init__.py").read_text()
-    source = source.replace("from fa_ops import hint\n", "").replace("\nhint.install()\n", "")
+    for line in ("from fa_ops import compat, hint\n", '    "compat",\n', "\nhint.install()\n"):
+        assert line in source, line
+        source = source.replace(line, "")
     return f"{source}\nfrom fa_ops.compat.flash_attn import {', '.join(flash_attn.__all__)}\n"
 
 

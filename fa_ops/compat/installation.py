@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -72,9 +74,10 @@ def install(name: str) -> None:
         found = sys.modules.get(module)
         if found is not None and not _is_ours(found):
             raise RuntimeError(f"{module} has been imported from {getattr(found, '__file__', '?')}")
-    for module, source in package.modules.items():
+    for module in package.modules:
         if module not in sys.modules:
-            sys.modules[module] = _copy(module, source, package.modules)
+            sys.modules[module] = module_from_spec(spec := _spec_of(module, package.modules))
+            spec.loader.exec_module(sys.modules[module])
             parent, _, child = module.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], child, sys.modules[module])
@@ -100,7 +103,7 @@ def uninstall(name: str) -> None:
 
 
 def _package(name: str) -> Package:
-    if name not in PACKAGES:
+    if not isinstance(name, str) or name not in PACKAGES:
         raise ValueError(f"name must be one of {', '.join(PACKAGES)}, got {name!r}")
     return PACKAGES[name]
 
@@ -109,19 +112,30 @@ def _is_ours(module: ModuleType | None) -> bool:
     return getattr(getattr(module, "__spec__", None), "loader_state", None) is PACKAGES
 
 
-def _copy(name: str, source: str | None, modules: dict) -> ModuleType:
-    """A module with this name and the contents of one of fa_ops."""
+def _spec_of(name: str, modules: dict[str, str | None]) -> ModuleSpec:
+    """The spec of a module with this name; a package's submodules are those of `modules` alone."""
     is_package = any(other.startswith(f"{name}.") for other in modules)
-    module = ModuleType(name)
-    if source is not None:
-        real = importlib.import_module(source)
-        kept = {k: v for k, v in vars(real).items() if not _is_special(k)}
-        vars(module).update(kept, __doc__=real.__doc__, __file__=real.__file__)
-    spec = ModuleSpec(name, None, loader_state=PACKAGES, is_package=is_package)
-    module.__spec__, module.__package__ = spec, name if is_package else name.rpartition(".")[0]
-    if is_package:
-        module.__path__ = []  # no other submodule is found
-    return module
+    return ModuleSpec(name, _Copying(modules), loader_state=PACKAGES, is_package=is_package)
+
+
+class _Copying(Loader):
+    """Gives modules the contents of those of fa_ops, but for submodules, which are copies too."""
+
+    def __init__(self, modules: dict[str, str | None]) -> None:
+        self._modules = modules
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module."""
+        name = module.__name__
+        source = self._modules[name]
+        if source is not None:
+            real = importlib.import_module(source)
+            kept = {
+                k: v
+                for k, v in vars(real).items()
+                if not _is_special(k) and f"{name}.{k}" not in self._modules
+            }
+            vars(module).update(kept, __doc__=real.__doc__, __file__=real.__file__)
 
 
 def _is_special(name: str) -> bool:
@@ -132,6 +146,7 @@ class _Installed(Distribution):
     """What importlib.metadata knows of an installed package."""
 
     def __init__(self, package: Package, version: str) -> None:
+        self.modules = package.modules
         self._texts = {
             "METADATA": f"Metadata-Version: 2.1\nName: {package.distribution}\n"
             f"Version: {version}\nSummary: The functions of fa_ops under this name.\n",
@@ -146,13 +161,17 @@ class _Installed(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Finds the distributions that are installed."""
+    """Finds the packages that are installed, and their distributions."""
 
     def __init__(self) -> None:
         self.installed: dict[str, _Installed] = {}
 
-    def find_spec(self, fullname, path=None, target=None) -> None:
-        """Find no modules: those of the packages are in sys.modules."""
+    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
+        """The spec of a module that was taken out of sys.modules, or is reloaded."""
+        for installed in self.installed.values():
+            if fullname in installed.modules:
+                return _spec_of(fullname, installed.modules)
+        return None
 
     def find_distributions(self, context=None):
         """The distribution of the name that is asked for, or all."""

@@ -79,6 +79,14 @@ def test_functions_of_einops_are_those_of_einops(installed, monkeypatch):
     assert rearrange is len
 
 
+def test_modules_can_be_reloaded_and_imported_again(installed):
+    flash_attn = importlib.reload(importlib.import_module("flash_attn"))
+    assert flash_attn.__spec__.name == "flash_attn"
+    assert flash_attn.bert_padding is sys.modules["flash_attn.bert_padding"]
+    del sys.modules["flash_attn"]
+    assert importlib.import_module("flash_attn").flash_attn_func is flash_attn.flash_attn_func
+
+
 def test_other_modules_are_not_found(installed):
     with pytest.raises(ModuleNotFoundError, match="flash_attn.losses"):
         import flash_attn.losses  # noqa: F401
@@ -120,7 +128,11 @@ def test_the_real_package_is_not_replaced(monkeypatch):
     assert sys.modules["flash_attn.flash_attn_interface"] is real
 
 
-def test_unknown_names_raise():
+@pytest.mark.parametrize("name", ["xformers", None, ["flash_attn"]])
+def test_unknown_names_raise(name):
     for function in (compat.install, compat.uninstall):
-        with pytest.raises(ValueError, match="flash_attn_interface, ring_flash_attn, got 'x"):
-            function("xformers")
+        with pytest.raises(
+            ValueError, match="flash_attn_interface, ring_flash_attn, got "
+        ) as error:
+            function(name)
+        assert str(error.value).endswith(f"got {name!r}")
