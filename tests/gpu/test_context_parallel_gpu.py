@@ -83,6 +83,27 @@ def check(scheme: str, mask: str, key_heads: int = 2) -> None:
         torch.testing.assert_close(unshard(part.grad, **where), x.grad, **close)
 
 
+def check_dropout(scheme: str, mask: str) -> None:
+    """The weights that one GPU drops."""
+    g = torch.Generator("cuda").manual_seed(0)
+    whole = [
+        torch.randn(1, H, TOKENS, 64, generator=g, device="cuda").bfloat16().requires_grad_()
+        for H in (8, 2, 2)
+    ]
+    options = options_of(mask) | {"dropout_p": 0.5}
+    torch.manual_seed(7)
+    expected = one_gpu(*whole, **options)
+    parts = [shard(x.detach()).requires_grad_() for x in whole]
+    torch.manual_seed(7 + dist.get_rank())  # the seed of the first process counts
+    found = context_parallel_attention(*parts, None, scheme, return_lse=True, **options)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(unshard(one), other.detach(), atol=3e-2, rtol=3e-2)
+    loss(*found).backward(), loss(*expected).backward()
+    for part, x in zip(parts, whole):
+        close = {"atol": 3e-2 * float(x.grad.abs().max().clamp(min=1.0)), "rtol": 3e-2}
+        torch.testing.assert_close(unshard(part.grad), x.grad, **close)
+
+
 def check_mesh_and_rate() -> None:
     assert measure_link_rate(device="cuda") > 1e9
     mesh = init_device_mesh("cuda", (1, 2))
@@ -119,6 +140,11 @@ CHECKS = {
 CHECKS |= {
     f"{scheme}, keys are exchanged again": lambda scheme=scheme: check(scheme, "causal", 8)
     for scheme in ("ring", "all_gather")
+}
+CHECKS |= {
+    f"{scheme}, {mask}, dropout": lambda scheme=scheme, mask=mask: check_dropout(scheme, mask)
+    for scheme in ("ring", "ulysses", "all_gather")
+    for mask in ("causal", "documents")
 }
 CHECKS |= {
     "a mesh, and the link": check_mesh_and_rate,

@@ -415,12 +415,14 @@ def dropout_rows(seed, batch_head, i, Sq):
     """
     if seed.dtype.element_ty == tl.int32:
         inside = (i >= 0) & (i < Sq)
-        word = tl.load(seed + batch_head.to(tl.int64) * Sq + i, mask=inside, other=0)
-        return word.to(tl.uint32, bitcast=True)
-    seed = tl.load(seed)
-    high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
-    stream = _mix(batch_head.to(tl.uint32) * 0x9E3779B9 + high) ^ low
-    return _mix(stream + i.to(tl.uint32) * 0x85EBCA6B)
+        words = tl.load(seed + batch_head.to(tl.int64) * Sq + i, mask=inside, other=0)
+        words = words.to(tl.uint32, bitcast=True)
+    else:
+        seed = tl.load(seed)
+        high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
+        stream = _mix(batch_head.to(tl.uint32) * 0x9E3779B9 + high) ^ low
+        words = _mix(stream + i.to(tl.uint32) * 0x85EBCA6B)
+    return words
 
 
 @triton.jit
