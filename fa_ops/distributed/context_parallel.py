@@ -157,6 +157,9 @@ def explain_context_parallel(
     groups = groups_of(mesh_or_group)
     for name in ("check", "timeout", "return_lse"):
         options.pop(name, None)
+    unknown = [name for name in options if name not in Options._fields]
+    if unknown:
+        raise TypeError(f"context_parallel_attention has no argument {unknown[0]!r}")
     query, key, value = _autocast(query, key, value)
     request = checked(query, key, value, groups, Options(scheme, **options))
     chosen = choice(query, key, value, groups, request)
@@ -197,6 +200,9 @@ def agreed(
     one that this process has found before.
     """
     request = None
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        given, timeout = timeout, None
+        error = error or ValueError(f"timeout must be a positive number or None, got {given!r}")
     try:
         request = checked(query, key, value, groups, options)
     except (ValueError, TypeError, NotImplementedError) as refused:
@@ -245,7 +251,7 @@ def attend(
     if scheme == "ulysses" or len(groups) == 2:
         return _with_heads(query, key, value, groups, request, scheme, return_lse, timeout)
     options, heads = request.options, slice(0, query.shape[1])
-    words = _seeded(query, groups, request, heads, query.shape[1])
+    words = _seeded(query, groups, request, heads, query.shape[1], timeout)
     return _stepwise(
         query, key, value, options.sinks, options.alibi_slopes, groups[0], request.problem,
         scheme, request, timeout, words,
@@ -253,13 +259,18 @@ def attend(
 
 
 def _seeded(
-    query: Tensor, groups: tuple[Members, ...], request: CheckedCall, heads: slice, Hq: int
+    query: Tensor,
+    groups: tuple[Members, ...],
+    request: CheckedCall,
+    heads: slice,
+    Hq: int,
+    timeout: float | None,
 ) -> Callable[[plans.StepPlan], RowWords] | None:
     """What gives the words of dropout to the queries of a plan, these of `Hq` heads; or None."""
     p = request.options.dropout_p
     if not p:
         return None
-    seed, B = agreed_seed(query, p, groups), query.shape[0]
+    seed, B = agreed_seed(query, p, groups, timeout), query.shape[0]
     mask = request.problem.mask
     return lambda plan: RowWords(p, row_words(seed, mask, plan.queries, B, heads, Hq))
 
@@ -320,7 +331,7 @@ def _with_heads(
     if len(groups) == 1:
         here = slice(0, members.size)
     tokens = (x.segments[here] for x in (problem.queries, problem.keys))
-    split = HeadSplit(members, *tokens, query.shape[1], key.shape[1])
+    split = HeadSplit(members, *tokens, query.shape[1], key.shape[1], timeout)
     q, k, v = ToHeads.apply(query, key, value, split)
     k, v = split.served(k), split.served(v)
     heads = split.query_heads(members.rank)
@@ -331,7 +342,7 @@ def _with_heads(
         part = problem.over(members.size)
         part = part._replace(mask=part.mask.heads(heads))
         sinks, slopes = whole_heads.of_heads(options.sinks, options.alibi_slopes, heads)
-        words = _seeded(q, groups, request, heads, query.shape[1])
+        words = _seeded(q, groups, request, heads, query.shape[1], timeout)
         outer = groups[0] if len(groups) == 2 else Members(None, 0, 1)
         out, lse = _stepwise(q, k, v, sinks, slopes, outer, part, scheme, request, timeout, words)
     if return_lse:
@@ -342,7 +353,7 @@ def _with_heads(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, if it is on."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa_ops import api
 from fa_ops.backends import dropout
+from fa_ops.distributed.exchange import Waiting
 from fa_ops.distributed.forms import StepCall
 from fa_ops.distributed.layout import Members, Segment
 from fa_ops.distributed.masks import Mask, document_of, positions
@@ -31,12 +32,16 @@ class RowWords(NamedTuple):
         return dropout.from_key(words, call.first_key)
 
 
-def agreed_seed(query: Tensor, p: float, groups: tuple[Members, ...]) -> Tensor:
+def agreed_seed(
+    query: Tensor, p: float, groups: tuple[Members, ...], timeout: float | None
+) -> Tensor:
     """The seed that the first process of all draws; the others draw one too, and drop it."""
     seed = api.dropout_seed(query, p)
     for members in reversed(groups):
         if members.size > 1:
-            dist.broadcast(seed, members.global_rank(0), group=members.group)
+            first = members.global_rank(0)
+            work = dist.broadcast(seed, first, group=members.group, async_op=True)
+            Waiting([work], [seed], "the seed of dropout", timeout).wait()
     return seed
 
 

@@ -190,9 +190,12 @@ def shard(
         layout: in place of `zigzag`, the tokens of each process, as :func:`balanced_layout` gives.
 
     Raises:
-        ValueError: the length is not such a multiple, or not that of the layout.
+        ValueError: the length is not such a multiple, or not that of the layout; x has no such
+            dimension.
     """
     _, rank, size = whole_group(group)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
     layout = _layout_of(x.shape[dim], dim, size, zigzag, layout)
     parts = [x.narrow(dim, start, stop - start) for start, stop in layout.segments[rank]]
     return torch.cat(parts, dim) if parts else x

@@ -6,6 +6,7 @@ import hashlib
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -137,6 +138,7 @@ def _checked(
             raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")
     size = 1
     for members in groups:
+        _check_device(query, key, value, members)
         size *= members.size
     _check_scheme(options, groups, query)
     layouts = [_layout(options.layout, name, x.shape[2], size) for name, x in _named(query, key)]
@@ -147,6 +149,15 @@ def _checked(
         mask, *layouts, options.alibi_slopes is not None, query.shape[0], options.dropout_p > 0
     )
     return CheckedCall(problem, options, _text(query, key, value, problem, options), {})
+
+
+def _check_device(query: Tensor, key: Tensor, value: Tensor, members: Members) -> None:
+    for name, t in (("key", key), ("value", value)):
+        if t.device != query.device:
+            raise ValueError(f"{name} is on {t.device}, but query is on {query.device}")
+    kind, backends = query.device.type, dist.get_backend_config(members.group)
+    if members.size > 1 and f"{kind}:" not in backends:
+        raise ValueError(f"query is on {query.device}, but the group has backends for {backends}")
 
 
 def _named(query: Tensor, key: Tensor) -> tuple:

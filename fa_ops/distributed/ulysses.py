@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa_ops.distributed.exchange import Waiting
 from fa_ops.distributed.layout import Members, Segment, joined, separated
 from fa_ops.distributed.sums import sum_dtype
 
@@ -25,6 +26,7 @@ class HeadSplit(NamedTuple):
     key_tokens: tuple[tuple[Segment, ...], ...]
     Hq: int
     Hkv: int
+    timeout: float | None = None  # seconds to wait for the others
 
     @property
     def queries(self) -> int:
@@ -72,13 +74,14 @@ class ToHeads(torch.autograd.Function):
     def forward(ctx, q, k, v, split: HeadSplit):
         """Send each process its heads of this process's tokens."""
         ctx.split = split
-        return _to_heads(split, (q, k, v))
+        return _to_heads(split, (q, k, v), "step 1 of 2 (heads of queries, keys and values)")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         """The reverse; gradients of a key head are summed over the processes that had it."""
-        return *_to_tokens(ctx.split, grads, (False, True, True)), None
+        what = "step 2 of 2 of the backward pass (tokens' gradients)"
+        return *_to_tokens(ctx.split, grads, (False, True, True), what), None
 
 
 class ToTokens(torch.autograd.Function):
@@ -88,16 +91,19 @@ class ToTokens(torch.autograd.Function):
     def forward(ctx, split: HeadSplit, *results):
         """Return to each process its tokens."""
         ctx.split = split
-        return _to_tokens(split, results, (False,) * len(results))
+        return _to_tokens(split, results, (False,) * len(results), "step 2 of 2 (tokens' results)")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         """Send each process its heads of the gradients; zeros too, as others wait for them."""
-        return None, *_to_heads(ctx.split, grads, (False,) * len(grads))
+        what = "step 1 of 2 of the backward pass (heads of gradients)"
+        return None, *_to_heads(ctx.split, grads, what, (False,) * len(grads))
 
 
-def _to_heads(split: HeadSplit, tensors, are_keys=(False, True, True)) -> tuple[Tensor, ...]:
+def _to_heads(
+    split: HeadSplit, tensors, what: str, are_keys=(False, True, True)
+) -> tuple[Tensor, ...]:
     """(B, H, local tokens, ...) of all heads to (B, local heads, tokens, ...)."""
     sent = [
         [x[:, _heads(split, rank, is_key)] for x, is_key in zip(tensors, are_keys)]
@@ -107,14 +113,14 @@ def _to_heads(split: HeadSplit, tensors, are_keys=(False, True, True)) -> tuple[
     shapes = [
         (x.shape[0], heads.stop - heads.start, *x.shape[2:]) for x, heads in zip(tensors, mine)
     ]
-    received = _all_to_all(split.members, sent, [shapes] * split.members.size)
+    received = _all_to_all(split, sent, [shapes] * split.members.size, what)
     return tuple(
         joined([parts[n] for parts in received], split.tokens(is_key), 2)
         for n, is_key in enumerate(are_keys)
     )
 
 
-def _to_tokens(split: HeadSplit, tensors, are_keys) -> tuple[Tensor, ...]:
+def _to_tokens(split: HeadSplit, tensors, are_keys, what: str) -> tuple[Tensor, ...]:
     """(B, local heads, tokens, ...) to (B, H, local tokens, ...)."""
     size, shapes = split.members.size, []
     apart = [separated(x, split.tokens(is_key), 2) for x, is_key in zip(tensors, are_keys)]
@@ -125,7 +131,7 @@ def _to_tokens(split: HeadSplit, tensors, are_keys) -> tuple[Tensor, ...]:
         shapes.append([
             (x.shape[0], h.stop - h.start, *x.shape[2:]) for x, h in zip(mine, heads)
         ])  # fmt: skip
-    received = _all_to_all(split.members, sent, shapes)
+    received = _all_to_all(split, sent, shapes, what)
     results = []
     for n, (x, is_key) in enumerate(zip(tensors, are_keys)):
         parts = [pieces[n] for pieces in received]
@@ -143,7 +149,7 @@ def _heads(split: HeadSplit, rank: int, is_key: bool) -> slice:
     return split.key_heads(rank) if is_key else split.query_heads(rank)
 
 
-def _all_to_all(members: Members, sent: list, shapes: list) -> list[list[Tensor]]:
+def _all_to_all(split: HeadSplit, sent: list, shapes: list, what: str) -> list[list[Tensor]]:
     """Exchange a list of tensors with each process, in one message for each dtype."""
     received: list[list] = [[None] * len(parts) for parts in sent]
     for dtype in dict.fromkeys(x.dtype for x in sent[0]):
@@ -151,10 +157,12 @@ def _all_to_all(members: Members, sent: list, shapes: list) -> list[list[Tensor]
         flat = [torch.cat([parts[n].reshape(-1) for n in chosen]) for parts in sent]
         sizes = [[_elements(from_one[n]) for n in chosen] for from_one in shapes]
         arrived = flat[0].new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            arrived, torch.cat(flat), [sum(s) for s in sizes], [len(x) for x in flat],
-            group=members.group,
+        whole = torch.cat(flat)
+        work = dist.all_to_all_single(
+            arrived, whole, [sum(s) for s in sizes], [len(x) for x in flat],
+            group=split.members.group, async_op=True,
         )  # fmt: skip
+        Waiting([work], [whole], what, split.timeout).wait()
         for rank, parts in enumerate(arrived.split([sum(s) for s in sizes])):
             for n, part in zip(chosen, parts.split(sizes[rank]), strict=True):
                 received[rank][n] = part.view(shapes[rank][n])

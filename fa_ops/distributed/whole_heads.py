@@ -71,7 +71,7 @@ def _with_dropout(
     q: Tensor, k: Tensor, v: Tensor, split: HeadSplit, options: Options, given: dict
 ) -> tuple[Tensor, Tensor]:
     """One call for each row of the batch, whose heads then follow one another in the hash."""
-    seed = agreed_seed(q, options.dropout_p, (split.members,))
+    seed = agreed_seed(q, options.dropout_p, (split.members,), split.timeout)
     first, results = split.query_heads(split.members.rank).start, []
     left, right = options.sides
     for b in range(q.shape[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from unittest import mock
@@ -25,6 +26,7 @@ from fa_ops.distributed import (
     shard,
     stepwise,
     unshard,
+    whole_heads,
 )
 from tests.distributed.context_cases import ContextCase, assert_case_right
 from tests.distributed.random_calls import run_cases
@@ -166,6 +168,8 @@ def check_layouts() -> None:
     assert torch.equal(shard(x, on_two), shard(x))
     with pytest.raises(ValueError, match="tokens must be a multiple of 12, 3 chunks for each of 4"):
         balanced_layout(64, chunks=3)
+    with pytest.raises(ValueError, match="dim must be one of x's 4 dimensions, got 4"):
+        shard(x, dim=4)
     with pytest.raises(ValueError, match="layout is of 64 tokens on 4 processes, but x has 32"):
         shard(x[:, :, :32], layout=layout)
     with pytest.raises(ValueError, match="give each of 2 processes 2 of 4 tokens, got 3"):
@@ -239,6 +243,15 @@ def check_errors() -> None:
         attend(q, k, v, "cp")
     with pytest.raises(ValueError, match=r"mesh must have one dimension, or two .* got 3 of sizes"):
         attend(q, k, v, mesh(2, 2, 1))
+    for timeout in (0, -1.0, "3"):
+        with pytest.raises(ValueError, match=f"timeout must be a positive .* got {timeout!r}"):
+            attend(q, k, v, timeout=timeout)
+    with pytest.raises(ValueError, match="^key is on meta, but query is on cpu"):
+        attend(q, k.to("meta"), v)
+    with pytest.raises(ValueError, match="^query is on meta, but the group has backends for cpu"):
+        attend(*(x.to("meta") for x in (q, k, v)))
+    with pytest.raises(TypeError, match="context_parallel_attention has no argument 'masks'"):
+        explain_context_parallel(q, k, v, masks=None)
     with pytest.raises(ValueError, match="number of heads that the 4 processes .* got 3"):
         attend(*inputs(8, (3, 3, 3)), scheme="ulysses")
     with pytest.raises(ValueError, match="scheme must be 'auto', 'ring' or 'all_gather' on a mesh"):
@@ -344,6 +357,21 @@ def check_failure() -> None:
     assert time.monotonic() - begin < 30
 
 
+def check_failure_of_heads() -> None:
+    """The same in an all-to-all of heads."""
+    rank, tensors, begin = dist.get_rank(), inputs(requires_grad=True), time.monotonic()
+    group = dist.new_group(range(WORLD))
+    kind, match = RuntimeError, "step 2 of 2 .tokens' results. failed, another process may"
+    failing = mock.patch.object(whole_heads, "attend", side_effect=MemoryError("no memory"))
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(failing)
+            kind, match = MemoryError, "no memory"
+        with pytest.raises(kind, match=match):
+            context_parallel_attention(*tensors, group, "ulysses", timeout=1.0)
+    assert time.monotonic() - begin < 30
+
+
 def check_absence() -> None:
     """A process that does not call, as it raised before: the others end with an error."""
     rank, tensors, begin = dist.get_rank(), inputs(), time.monotonic()
@@ -405,6 +433,7 @@ CHECKS |= {
     "disagreement": check_disagreement,
     "other processes": check_other_processes,
     "absence": check_absence,
+    "failure of heads": check_failure_of_heads,
     "failure": check_failure,  # the last, as messages of its group may remain
 }
 
