@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa_ops.distributed.exchange import Waiting
+from fa_ops.distributed.exchange import Exchange, Waiting
 from fa_ops.distributed.layout import Members, Segment, joined, separated
 from fa_ops.distributed.sums import sum_dtype
 
@@ -157,16 +157,30 @@ def _all_to_all(split: HeadSplit, sent: list, shapes: list, what: str) -> list[l
         flat = [torch.cat([parts[n].reshape(-1) for n in chosen]) for parts in sent]
         sizes = [[_elements(from_one[n]) for n in chosen] for from_one in shapes]
         arrived = flat[0].new_empty(sum(map(sum, sizes)))
-        whole = torch.cat(flat)
-        work = dist.all_to_all_single(
-            arrived, whole, [sum(s) for s in sizes], [len(x) for x in flat],
-            group=split.members.group, async_op=True,
-        )  # fmt: skip
-        Waiting([work], [whole], what, split.timeout).wait()
-        for rank, parts in enumerate(arrived.split([sum(s) for s in sizes])):
+        pieces = arrived.split([sum(s) for s in sizes])
+        _exchange(split, flat, arrived, pieces, what)
+        for rank, parts in enumerate(pieces):
             for n, part in zip(chosen, parts.split(sizes[rank]), strict=True):
                 received[rank][n] = part.view(shapes[rank][n])
     return received
+
+
+def _exchange(split: HeadSplit, sent: list, arrived: Tensor, pieces: tuple, what: str) -> None:
+    """Send each process its part, and wait for those of all, which `arrived` consists of."""
+    members = split.members
+    if arrived.is_cuda:
+        whole = torch.cat(sent)
+        work = dist.all_to_all_single(
+            arrived, whole, [len(x) for x in pieces], [len(x) for x in sent], group=members.group,
+            async_op=True,
+        )  # fmt: skip
+        Waiting([work], [whole], what, split.timeout).wait()
+        return
+    # gloo's all-to-all does not end before the group's timeout where a process is missing
+    pieces[members.rank].copy_(sent[members.rank])
+    others = [rank for rank in range(members.size) if rank != members.rank]
+    sends, receives = ([(rank, x[rank]) for rank in others if len(x[rank])] for x in (sent, pieces))
+    Exchange(members, split.timeout).start(sends, receives, what).wait()
 
 
 def _elements(shape: tuple[int, ...]) -> int:

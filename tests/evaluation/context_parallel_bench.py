@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fa_ops
 from fa_ops.distributed import (
@@ -33,6 +31,7 @@ from fa_ops.distributed import (
     measure_link_rate,
     shard,
 )
+from tests.evaluation.context_parallel_peers import of_ring_flash_attn, of_torch
 
 SCHEMES = ("ring", "ulysses", "all_gather", "auto")
 KINDS = ("causal 16k", "causal 64k", "causal 128k", "window 64k", "documents 64k")
@@ -111,35 +110,17 @@ def repeated(function: Callable[[], Tensor], tensors: list[Tensor], backward: bo
 def measure(
     function: Callable[[], Tensor], tensors: list[Tensor], device: torch.device, given
 ) -> dict[str, float]:
-    """Seconds of a forward pass and of a step, and the bytes allocated at most."""
+    """Seconds of a forward pass and of a step, and the bytes that it needs with its tensors."""
     found = {}
     for name, backward in (("forward", False), ("step", True)):
         if device.type == "cuda":
+            others = torch.cuda.memory_allocated() - sum(x.nbytes for x in tensors)
             torch.cuda.reset_peak_memory_stats()
         run = repeated(function, tensors, backward, given.repeats)
         found[name] = timed(run, device, given.rounds) / given.repeats
         if device.type == "cuda":
-            found[f"{name} bytes"] = torch.cuda.max_memory_allocated()
+            found[f"{name} bytes"] = torch.cuda.max_memory_allocated() - others
     return found
-
-
-def of_torch(problem: BenchProblem, whole: list[Tensor], device: torch.device, given) -> dict:
-    """torch's context_parallel over SDPA, with key heads repeated; causal only."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    if problem.borders is not None or "window" in problem.mask:
-        return {"error": "has no such mask"}
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    group = whole[0].shape[1] // whole[1].shape[1]
-    tensors = [whole[0].clone(), *(x.repeat_interleave(group, 1) for x in whole[1:])]
-    shards = {"buffers": tensors, "buffer_seq_dims": [2, 2, 2], "no_restore_buffers": set(tensors)}
-    try:
-        with context_parallel(mesh, **shards):
-            tensors = [x.requires_grad_() for x in tensors]
-            attend = lambda: F.scaled_dot_product_attention(*tensors, is_causal=True)  # noqa: E731
-            return measure(attend, tensors, device, given)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
 
 def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dict]:
@@ -169,8 +150,11 @@ def compare(problem: BenchProblem, device: torch.device, given) -> dict[str, dic
         found[scheme] = measure(attend, parts, device, given)
     if "auto" in found:
         found["auto"]["chosen"] = explain_context_parallel(*parts, layout=layout, **options).scheme
-    if given.torch:
-        found["torch"] = of_torch(problem, whole, device, given)
+    if given.peers:
+        is_plain = problem.borders is None and "window" not in problem.mask
+        timing = lambda attend, tensors: measure(attend, tensors, device, given)  # noqa: E731
+        found["torch"] = of_torch(whole, is_plain, timing)
+        found["ring-flash-attn"] = of_ring_flash_attn(parts, is_plain, timing)
     return found
 
 
@@ -180,9 +164,9 @@ def report(problem: BenchProblem, found: dict[str, dict]) -> None:
     print(f"\n{problem.kind}: {problem.tokens} tokens on {world} processes")
     for name, times in found.items():
         if "error" in times:
-            print(f"  {name:12s} {times['error']}")
+            print(f"  {name:15s} {times['error']}")
             continue
-        words = [f"  {name:12s}"]
+        words = [f"  {name:15s}"]
         for what in ("forward", "step"):
             share = (
                 "" if name == "one device" else f" share {alone[what] / world / times[what]:.3f}"
@@ -191,6 +175,19 @@ def report(problem: BenchProblem, found: dict[str, dict]) -> None:
             if f"{what} bytes" in times:
                 words.append(f"{times[f'{what} bytes'] / 2**30:.2f} GiB")
         print("  ".join(words), times.get("chosen", ""))
+
+
+def report_memory(records: dict[str, dict], unit: int) -> None:
+    """Print the memory of a step for 1k tokens of a process: equal where it grows linearly."""
+    print("\nMiB of a training step for 1k tokens of a process")
+    for kind, found in records.items():
+        thousands = BenchProblem.of(kind, unit).tokens / unit / dist.get_world_size()
+        words = [
+            f"{name} {times['step bytes'] / thousands / 2**20:.1f}"
+            for name, times in found.items()
+            if "step bytes" in times and name != "one device"
+        ]
+        print(f"  {kind}: " + ", ".join(words))
 
 
 def _work(rank: int, store: str, given) -> None:
@@ -214,6 +211,8 @@ def _work(rank: int, store: str, given) -> None:
         if rank == 0:
             report(problem, found)
             sys.stdout.flush()
+    if rank == 0 and device.type == "cuda":
+        report_memory(records, given.unit)
     if rank == 0 and given.json:
         with open(given.json, "w") as file:
             json.dump({"link": rate, "kinds": records}, file, indent=1)
@@ -235,7 +234,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=5, help="calls in a row in each round")
     parser.add_argument("--check", action="store_true", help="compare arguments in every call")
-    parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--json", help="write the times to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
