@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from collections.abc import Callable
 
 import torch
@@ -44,6 +46,9 @@ def of_ring_flash_attn(parts: list[Tensor], is_plain: bool, measure: Measure) ->
     if parts[0].dtype == torch.float32:
         return {"error": "needs 16 bits"}
     compat.install("flash_attn")
+    adapters = types.ModuleType("ring_flash_attn.adapters")  # imports what transformers 5 lacks
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+    sys.modules.setdefault(adapters.__name__, adapters)
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
 
