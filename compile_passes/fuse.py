@@ -11,10 +11,12 @@ from torch._dynamo.utils import counters
 from compile_passes import report
 from compile_passes.graph import flex, multi_head, sdpa
 from compile_passes.graph.dead_nodes import drop_dead_nodes
+from compile_passes.graph.indexed_writes import rewrite_indexed_writes
 from compile_passes.graph.inlined_call import InlinedAttention, InlinedCall
 from compile_passes.graph.ir import GraphView, Value
 from compile_passes.graph.joined_keys import split_joined_keys
 from compile_passes.graph.metadata_readers import detach_metadata_readers
+from compile_passes.graph.normalised_weights import divide_products
 from compile_passes.graph.stored_outputs import StoredOutputs
 from compile_passes.graph.vocabulary import raw_name
 from compile_passes.graph.weight_sums import distribute_products
@@ -50,7 +52,9 @@ def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = Fals
     sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
     calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
-    inlined += [*calls.values(), *split_joined_keys(graph), *distribute_products(graph)]
+    writes = rewrite_indexed_writes(graph)
+    rewritten = [*split_joined_keys(graph), *divide_products(graph)]
+    inlined += [*calls.values(), *distribute_products(graph), *reversed(rewritten), *writes]
     order = {node: i for i, node in enumerate(graph.nodes)}
     try:
         view = GraphView(graph)
@@ -92,16 +96,19 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    softmax = any(name.endswith(("softmax", "exp", "exp_", sdpa.NAME, flex.NAME)) for name in names)
+    softmax = any(
+        name.endswith(("softmax", "exp", "exp_", "exp2", sdpa.NAME, flex.NAME)) for name in names
+    )
     return softmax or any(map(multi_head.is_attention_call, graph.nodes))
 
 
 def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:
+    copies: dict[fx.Node, fx.Node] = {}
     for call in inlined:
         if call.is_fused(fused):
             call.commit()
         else:
-            call.undo()
+            call.undo(copies)
 
 
 @dataclasses.dataclass(frozen=True)

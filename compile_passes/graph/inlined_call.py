@@ -38,8 +38,10 @@ class InlinedCall:
             part.graph.erase_node(part)
         self.call.graph.erase_node(self.call)
 
-    def undo(self) -> None:
-        """Erase the operations; the call is left unchanged."""
+    def undo(self, copies: dict[fx.Node, fx.Node]) -> None:
+        """Erase the operations; the call is left unchanged. `copies`: nodes by those that were
+        erased earlier in the pass and now are restored.
+        """
         if self.result is not None:
             self.out.replace_all_uses_with(self.result)
         for node in reversed(self.nodes):

@@ -14,9 +14,9 @@ from torch.fx.node import map_arg
 from compile_passes.graph.axes import is_one, sizes_equal
 from compile_passes.graph.inserter import NodeInserter
 from compile_passes.graph.ir import example
-from compile_passes.graph.rewritten_nodes import RewrittenNodes, replace
+from compile_passes.graph.rewritten_nodes import RewrittenNodes, attempt, replace
 from compile_passes.graph.vocabulary import bind, operation
-from compile_passes.graph.weight_sums import PRODUCTS, with_operand
+from compile_passes.graph.weight_sums import is_product_of, with_operand, with_rows
 
 _BETWEEN = ("cast", "copy", "dropout")  # operations on single weights
 
@@ -36,8 +36,14 @@ class JoinedKeys(NamedTuple):
 
 def split_joined_keys(graph: fx.Graph) -> list[RewrittenNodes]:
     """Write every softmax over two sets of keys as one over each."""
-    found = (_joined_keys(node) for node in list(graph.nodes) if operation(node)[0] == "cat")
-    return [_split(joined) for joined in found if joined is not None]
+    concatenations = [node for node in graph.nodes if operation(node)[0] == "cat"]
+    found = (attempt(_joined_and_split, node) for node in concatenations)
+    return [made for made in found if made is not None]
+
+
+def _joined_and_split(node: fx.Node) -> RewrittenNodes | None:
+    joined = _joined_keys(node)
+    return None if joined is None else _split(joined)
 
 
 def _joined_keys(node: fx.Node) -> JoinedKeys | None:
@@ -54,7 +60,7 @@ def _joined_keys(node: fx.Node) -> JoinedKeys | None:
         return None
     products = [next(iter(part.users)) for part in parts]
     totals = {user for product in products for user in product.users}
-    if not all(map(_is_product, products, parts)) or len(totals) != 1 or len({*products}) != 2:
+    if not all(map(is_product_of, products, parts)) or len(totals) != 1 or len({*products}) != 2:
         return None
     (total,) = totals
     is_sum = operation(total)[0] == "add" and not total.kwargs and not operation(total)[2]
@@ -120,13 +126,6 @@ def _equal(a: object, b: object) -> bool:
     return isinstance(a, (int, torch.SymInt)) and sizes_equal(a, b)
 
 
-def _is_product(product: fx.Node, part: fx.Node) -> bool:
-    """Whether weights are multiplied with a value, the weights first."""
-    name, _, writes = operation(product)
-    given = product.args[1:] if name == "einsum" else product.args
-    return name in PRODUCTS and not writes and not product.kwargs and given[:1] == (part,)
-
-
 def _split(joined: JoinedKeys) -> RewrittenNodes:
     inserter = NodeInserter(joined.total.graph, joined.total)
     softmaxes, products, lses = [], [], []
@@ -144,7 +143,7 @@ def _split(joined: JoinedKeys) -> RewrittenNodes:
     first = inserter.method("sigmoid", inserter.function(operator.sub, *lses))
     shares = first, inserter.function(operator.sub, 1.0, first)
     outs = [
-        _weighted(inserter, product, like, share)
+        with_rows(inserter, operator.mul, product, like, share)
         for product, like, share in zip(products, joined.products, shares, strict=True)
     ]
     out = inserter.function(operator.add, *outs)
@@ -162,29 +161,3 @@ def _again(
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: new if n is old else n)
     insert = inserter.method if node.op == "call_method" else inserter.function
     return insert(node.target, *args, **kwargs)
-
-
-def _weighted(inserter: NodeInserter, product: fx.Node, like: fx.Node, share: fx.Node) -> fx.Node:
-    """A product times the share of each row, laid out as the product's rows are."""
-    labels = _row_labels(like)
-    if labels is not None:
-        rows, out = labels
-        order = [rows.index(x) for x in out if x in rows]
-        share = inserter.method("permute", share, order)
-        for dim, label in enumerate(out):
-            if label not in rows:
-                share = inserter.method("unsqueeze", share, dim)
-    else:
-        share = inserter.method("unsqueeze", share, -1)
-    dtype = example(product).dtype
-    if example(share).dtype != dtype:
-        share = inserter.method("to", share, dtype)
-    return inserter.function(operator.mul, product, share)
-
-
-def _row_labels(product: fx.Node) -> tuple[str, str] | None:
-    """(labels of the rows of weights, labels of the result) of an einsum."""
-    if operation(product)[0] != "einsum":
-        return None
-    left, out = product.args[0].replace(" ", "").split("->")
-    return left.split(",")[0][:-1], out

@@ -5,13 +5,15 @@ fuses none of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
+from torch._dynamo.utils import counters
 from torch.fx.node import map_arg
 
 from compile_passes.graph.inlined_call import InlinedCall
 from compile_passes.graph.inserter import NodeInserter
+from compile_passes.report import log
 
 
 @dataclasses.dataclass
@@ -30,23 +32,44 @@ class RewrittenNodes(InlinedCall):
     def commit(self) -> None:
         """Keep the new form."""
 
-    def undo(self) -> None:
+    def undo(self, copies: dict[fx.Node, fx.Node]) -> None:
         """Restore the nodes, unless the pass has replaced an input of theirs."""
-        graph, copies = self.out.graph, {}
+        out = copies.get(self.out, self.out)
+        graph = out.graph
         left = {*graph.nodes, *(node for node, _, _ in self.removed)}
         inputs: list[fx.Node] = []
         map_arg([given[1:] for given in self.removed], inputs.append)
-        if not left.issuperset(inputs):
+        if not left.issuperset(copies.get(n, n) for n in inputs):
             return
-        with graph.inserting_before(self.out):
+        with graph.inserting_before(out):
             for node, args, kwargs in self.removed:
                 args, kwargs = map_arg((args, kwargs), lambda n: copies.get(n, n))
                 copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
                 copies[node].meta = node.meta
-        self.out.replace_all_uses_with(copies[self.call])
+        out.replace_all_uses_with(copies.get(self.call, self.call))
         for node in reversed(self.nodes):
-            graph.erase_node(node)
+            graph.erase_node(copies.get(node, node))
         self.nodes.clear()
+
+
+class RewrittenWrite(RewrittenNodes):
+    """A write to the result of `call`, which later readers now find in `out`. The new form stays if
+    an attention that reads it was fused.
+    """
+
+    def is_fused(self, fused: set[fx.Node]) -> bool:
+        """Whether `out` is no longer computed."""
+        return self.out not in set(self.out.graph.nodes)
+
+
+def attempt(rewrite: Callable, x: object) -> RewrittenNodes | None:
+    """The result of rewriting x, or None."""
+    try:
+        return rewrite(x)
+    except Exception:  # a bug of the pass must not break the user's compilation
+        log.warning("could not rewrite %s", x, exc_info=True)
+        counters["fa_ops"]["internal error"] += 1
+        return None
 
 
 def replace(

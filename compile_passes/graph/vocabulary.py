@@ -26,6 +26,7 @@ _SYNONYMS = {
     "copy": "contiguous clone alias lift_fresh_copy",
     "div": "truediv divide true_divide __truediv__",
     "eq": "__eq__",
+    "exp2": "special_exp2",
     "expand": "expand_as broadcast_to",
     "floordiv": "floor_divide __floordiv__",
     "ge": "greater_equal __ge__",

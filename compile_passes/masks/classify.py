@@ -352,10 +352,10 @@ def _can_add_fill(terms: list[Term], fills: list[FillTerm], site: AttentionSite)
 
 def _needs_float_mask(dense: list[Term], finite: list[FillTerm], several: bool) -> bool:
     """Whether one bool mask cannot express what the finite fills do."""
-    if any(not fill.value <= MAX_MASK_FILL for fill in finite):
+    small = [fill.value for fill in finite if not fill.value <= MAX_MASK_FILL]
+    if small:
         raise Refused(
-            f"scores are filled with {finite[0].value:g}, which is not far enough below them to "
-            "be a mask"
+            f"scores are filled with {small[0]:g}, which is not far enough below them to be a mask"
         )
     biased_later = any(isinstance(t, BiasTerm) for t in dense[dense.index(finite[0]) :])
     return several or biased_later or len({fill.value for fill in finite}) > 1

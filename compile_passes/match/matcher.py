@@ -8,6 +8,7 @@ Rules give the effect of each operation on scores or weights. Where there is no 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import Tensor
 
@@ -242,6 +243,9 @@ def _apply_to_scores(
 ) -> State:
     if value.op == "sub" and name == "input" and isinstance(operand_state, RowStatistic):
         return softmax_rules.subtract_row(value, s, operand_state)
+    if value.op == "exp2" and not s.sink:
+        s = score_rules.scaled(value, s, math.log(2.0))
+        return ScoreExps(s.dims, s.path, s)
     if value.op == "exp":
         return ScoreExps(s.dims, (*s.path, value), s)
     rule = score_rules.RULES.get(value.op, _unsupported)

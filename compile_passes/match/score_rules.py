@@ -71,10 +71,11 @@ def mul(value: Value, s: MatchedScores, name: str) -> State:
         return s.extend(value, dims=dims, **{field: (*getattr(s, field), leaf)})
     if leaf.value == 0:
         raise Refused("they are multiplied or divided by zero")
-    return _scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
+    return scaled(value, s, 1.0 / leaf.value if value.op == "div" else leaf.value)
 
 
-def _scaled(value: Value, s: MatchedScores, c: float) -> State:
+def scaled(value: Value, s: MatchedScores, c: float) -> MatchedScores:
+    """They are multiplied by a number."""
     if c < 0 and (s.softcap or any(isinstance(t, FillTerm) for t in s.terms)):
         raise Refused("they are negated after a mask or a softcap")
     if c < 0 and any(isinstance(t, ClampTerm) for t in s.terms):
@@ -111,7 +112,7 @@ def neg(value: Value, s: MatchedScores, name: str) -> State:
     """They are negated."""
     if s.shift:
         raise Refused("they are negated after a shift")
-    return _scaled(value, s, -1.0)
+    return scaled(value, s, -1.0)
 
 
 def nan_to_num(value: Value, s: MatchedScores, name: str) -> State:

@@ -170,18 +170,24 @@ FLEX_SCORES = {
     "alibi": lambda given, s, h, i, j: s + given["slopes"][h] * (j - i),
     "distance": lambda given, s, h, i, j: s - given["slopes"][h] * (i - j).abs(),
 }
+# torch refuses a fill in a variable where shapes are dynamic
+FLEX_FILLS = (
+    lambda keep, s: torch.where(keep, s, -float("inf")),
+    lambda keep, s: torch.where(keep, s, -1e9),
+)
 
 
 def flex(rng: random.Random) -> Callable:
     names = rng.sample(list(FLEX_MASKS), rng.choice((0, 1, 1, 2)))
-    change, fill = rng.choice(list(FLEX_SCORES)), rng.choice((-INF, -INF, -INF, -1e9))
+    change = rng.choice(list(FLEX_SCORES))
+    fill = rng.choice((FLEX_FILLS[0], FLEX_FILLS[0], *FLEX_FILLS))
     scale = rng.choice((None, 0.3))
 
     def function(q, k, v, **given):
         def score_mod(s, b, h, i, j):
             s = FLEX_SCORES[change](given, s, h, i, j)
             for name in names:
-                s = torch.where(FLEX_MASKS[name](given, b, i, j), s, fill)
+                s = fill(FLEX_MASKS[name](given, b, i, j), s)
             return s
 
         grouped = k.shape[1] != q.shape[1]

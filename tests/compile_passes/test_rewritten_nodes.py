@@ -1,22 +1,29 @@
-"""Sums of weights and joined keys: written in another form where that is fused, else restored."""
+"""Sums of weights, joined keys, normalised weights and writes by index: written in another form
+where that is fused, else restored.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.compile_passes.cases import Case, bhsd
 from tests.compile_passes.helpers import check, fuse, results, verified
 from tests.compile_passes.spellings import CASES
 
 
-@pytest.mark.parametrize("name", ["differential", "joined_keys_with_masks", "tied_rows"])
+@pytest.mark.parametrize(
+    "name",
+    """differential joined_keys_with_masks tied_rows convit written_by_a_bool_mask
+    written_bias""".split(),
+)
 def test_dynamic_shapes(name):
     case = CASES[name]
     check(case.fn, case.make_inputs(), case.cores, dynamic=True)
 
 
 def test_joined_keys_are_verified():
-    for name in ("differential", "joined_keys"):
+    for name in ("differential", "joined_keys", "two_attentions_are_normalised"):
         case = CASES[name]
         findings = verified(case.fn, case.make_inputs())
         assert len(findings) == 2 and all(f.fused for f in findings)
@@ -32,6 +39,32 @@ def test_a_form_that_is_not_fused_is_restored(name):
     products = 1 if "queries" in name else 2
     assert names.count("softmax") == 3 - products
     assert [getattr(x, "__name__", x) for x in names].count("matmul") == (3 if products == 1 else 2)
+
+
+RESTORED = "a_view_sees_the_write written_and_returned normalised_products normalised_after_dropout"
+
+
+@pytest.mark.parametrize("name", [*RESTORED.split(), "sum_of_three"])
+def test_the_nodes_of_the_model_are_restored(name):
+    def sum_of_three(q, k, v):
+        a, b, c = ((x @ k.mT).softmax(-2) for x in (q, k, v))
+        w = a + b * 0.5 - c
+        return (w / w.sum(-1, keepdim=True)) @ v
+
+    case = CASES.get(name) or Case(sum_of_three, bhsd(), "no_fuse")
+    inputs = case.make_inputs()
+    captured = []
+
+    def backend(gm, _):
+        captured.extend(node.target for node in gm.graph.nodes if node.op.startswith("call"))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(case.fn, backend=backend)(*inputs)
+    fusion = fuse(case.fn)
+    fusion.run(*inputs)
+    left = [node.target for node in fusion.graphs[-1].nodes if node.op.startswith("call")]
+    assert not fusion.fused and left == captured
 
 
 def test_an_input_that_was_replaced_keeps_the_new_form():

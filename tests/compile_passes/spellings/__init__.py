@@ -7,11 +7,13 @@ from tests.compile_passes.spellings import (
     encoders,
     guards,
     joined,
+    normalised,
     refused,
     rows_without_keys,
     sdpa_calls,
     styles,
     vision,
+    written,
     zero_one,
 )
 
@@ -25,6 +27,8 @@ FILES = (
     sdpa_calls,
     guards,
     joined,
+    normalised,
+    written,
     zero_one,
 )
 CASES = {name: case for file in FILES for name, case in file.CASES.items()}

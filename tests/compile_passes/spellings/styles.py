@@ -91,3 +91,16 @@ def prefix_or_chunk(q, k, v):
     i, j = torch.arange(S)[:, None], torch.arange(S)[None]
     keep = (j <= i) & (torch.div(i, 4, rounding_mode="floor") == j // 4)
     return torch.where(keep, q @ k.mT * 0.3, -INF).softmax(-1) @ v
+
+
+@case("fuse", bhsd())
+def powers_of_two(q, k, v):
+    s = q @ k.mT * (D**-0.5 / math.log(2))
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case("no_fuse", bhsd())
+def powers_of_two_and_of_e(q, k, v):
+    s = q @ k.mT * 0.3
+    return (s.exp2() @ v) / s.exp().sum(-1, keepdim=True)
