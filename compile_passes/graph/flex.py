@@ -108,7 +108,11 @@ def _check(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> None:
     reads_inputs = _reads_inputs([x for x in others if isinstance(x, fx.Node)])
     known = one_block and whole and not reads_inputs
     if not known and not block_masks.is_made_of(call, block_mask, mask_mod):
-        raise Refused("its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself")
+        lists = [x for x in block_mask[2:-3] if isinstance(x, fx.Node)]
+        where = " is made outside of the graph, and" if all(map(_is_input, lists)) else ""
+        raise Refused(
+            f"its BlockMask{where} may skip blocks that mask_mod keeps, or mask_mod itself"
+        )
 
 
 def _at_most(n: int | torch.SymInt, limit: object) -> bool:
@@ -120,12 +124,16 @@ def _is_filled(node: object, name: str) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and raw_name(node) == name
 
 
+def _is_input(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
 def _reads_inputs(nodes: list[fx.Node]) -> bool:
     """Whether any of the nodes depends on an input of the graph."""
     seen: set[fx.Node] = set()
     while nodes:
         node = nodes.pop()
-        if node.op in ("placeholder", "get_attr", "call_module"):
+        if _is_input(node) or node.op == "call_module":
             return True
         if node not in seen:
             seen.add(node)

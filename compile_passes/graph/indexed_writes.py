@@ -80,7 +80,7 @@ def _entries(index: tuple, rank: int) -> list[object] | None:
     """An item for each dimension; None if the index has others than ints, slices and one mask."""
     masks = [i for i in index if isinstance(i, fx.Node)]
     others = [i for i in index if i is not Ellipsis and not isinstance(i, fx.Node)]
-    if len(masks) > 1 or any(getattr(example(i), "dtype", None) != torch.bool for i in masks):
+    if len(masks) > 1 or not all(_is_mask(example(i)) for i in masks):
         return None
     if not all(type(i) is int or _is_range(i) for i in others):
         return None
@@ -94,6 +94,10 @@ def _entries(index: tuple, rank: int) -> list[object] | None:
         else:
             entries += [i] + ([None] * (example(i).dim() - 1) if isinstance(i, fx.Node) else [])
     return entries
+
+
+def _is_mask(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() > 0
 
 
 def _is_range(i: object) -> bool:

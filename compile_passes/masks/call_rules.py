@@ -38,7 +38,8 @@ class Rule(NamedTuple):
     reason: str
 
 
-def _needs_second_pass(case: CallCase) -> bool:
+def _reads_mask_for_gradients(case: CallCase) -> bool:
+    """Whether the rows without keys, or large numbers, are to be found in a mask first."""
     return case.masks.empty_rows is EmptyRows.ABSORBED and case.site.requires_grad
 
 
@@ -81,9 +82,9 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 RULES = (
     Rule(
-        _needs_second_pass,
+        _reads_mask_for_gradients,
         False,
-        "its mask may leave rows without keys, whose gradients need a second pass",
+        "its mask may leave rows without keys, which training has to find first",
     ),
     Rule(_computes_scores, False, "its scores or mask would be stored for every query and key"),
     # CPU, 2048 keys, one core: a window of 128 given as a mask takes 124 ms, the operator 24;

@@ -125,6 +125,9 @@ class ByHand:
             return s.masked_fill(~keep, self.fill)
         if self.form == "bool-where":
             return torch.where(keep, s, self.fill)
+        if self.form == "written":
+            s[(~keep).expand(s.shape)] = self.fill
+            return s
         added = torch.zeros(keep.shape).masked_fill(~keep, self.fill)
         return s + added + (added if self.form == "added-twice" and self.fill == -INF else 0.0)
 
@@ -137,12 +140,14 @@ class ByHand:
             return w.masked_fill((torch.arange(w.shape[-2]) % 3 == 0)[:, None], 0.0)
         if self.guard == "masked" and keep is not None:
             return w.masked_fill(~keep, 0.0)
+        if self.guard == "normalised":
+            return w / w.sum(-1, keepdim=True)
         return w
 
 
 def by_hand(rng: random.Random) -> ByHand:
     return ByHand(
-        form=rng.choice("bool-filled bool-where added added-twice given".split()),
+        form=rng.choice("bool-filled bool-where written added added-twice given".split()),
         fill=rng.choice((-INF, -INF, MIN, -1e9)),
         scale=rng.choice((D**-0.5, 0.3, 1.0)),
         bias=rng.choice("none none none none first last alibi".split()),
@@ -150,7 +155,7 @@ def by_hand(rng: random.Random) -> ByHand:
         rescale=rng.choice((1.0, 1.0, 1.0, 0.3, 2.0, -3.0)),
         second=rng.choice("none none none none added filled".split()),
         late=rng.choice((0, 0, 0, 0, 0, 0.5, 1.5)),
-        guard=rng.choice("none none none none nan rows masked".split()),
+        guard=rng.choice("none none none none nan rows masked normalised".split()),
     )
 
 

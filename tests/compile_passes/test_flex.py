@@ -92,6 +92,10 @@ def test_a_mask_mod_alone_decides_within_one_block():
 CAUSAL = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
 DROPPED = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", BLOCK_SIZE=32)
 DROPPED.kv_num_blocks[..., 2] = 0
+FULL = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu", BLOCK_SIZE=32)
+FULL.full_kv_num_blocks += FULL.kv_num_blocks  # mask_mod is not applied anywhere
+FULL.full_kv_indices.copy_(torch.arange(FULL.full_kv_indices.shape[-1]))
+FULL.kv_num_blocks.zero_()
 
 
 def made_inside(mask_mod, changed=False, **sizes):
@@ -135,12 +139,14 @@ def test_block_masks_made_of_the_mask_mod_are_left_out(name):
 
 
 BLOCKS = "its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself"
+OUTSIDE = BLOCKS.replace("may", "is made outside of the graph, and may", 1)
 STORED = "its scores or mask would be stored for every query and key"
 
 
 LEFT = {
-    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), BLOCKS),
-    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), BLOCKS),
+    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), OUTSIDE),
+    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), OUTSIDE),
+    "blocks listed as full": (lambda q, k, v: flex_attention(q, k, v, block_mask=FULL), OUTSIDE),
     "made inside of the first text": (
         made_inside(lambda b, h, i, j: j < LENGTHS[b]),  # B is 1
         BLOCKS,

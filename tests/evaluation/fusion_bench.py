@@ -291,27 +291,42 @@ def cost(
     json_file: Json = None,
     depths: Annotated[str, typer.Option(help="layers, comma separated")] = "10,20,30",
 ) -> None:
-    """Measure the share of the pass in the first call, without caches, for several depths."""
+    """Measure the share of the pass in the first call, without caches, for several depths of a
+    Llama, and for layers without attention.
+    """
     device = options.device(device)
-    table = Table("layers", "compile s", "pass s", "share", "fused")
+    numbers = [int(x) for x in options.words(depths)]
+    models = [("Llama", n, lambda n=n: build(TINY, n, "fused", device).float()) for n in numbers]
+    models.append(("MLP", numbers[-1], lambda: _without_attention(numbers[-1], device)))
+    table = Table("model", "layers", "compile s", "pass s", "share", "fused")
     rows = []
-    for layers in map(int, options.words(depths)):
+    for name, layers, make in models:
         torch._dynamo.reset()
         counters.clear()
         compilation_time_metrics.clear()
-        model = build(TINY, layers, "fused", device).float()
-        ids = torch.zeros(1, 64, dtype=torch.long, device=device)
+        model, ids = make(), torch.zeros(1, 64, dtype=torch.long, device=device)
         start = time.perf_counter()
         with _without_caches(), install(), torch.no_grad():
             torch.compile(model)(ids)
         total = time.perf_counter() - start
         spent = sum(compilation_time_metrics[TIMER])
-        rows.append({"layers": layers, "compile_s": total, "pass_s": spent})
+        rows.append({"model": name, "layers": layers, "compile_s": total, "pass_s": spent})
         fused = str(counters["fa_ops"]["fused"])
-        table.add_row(str(layers), f"{total:.1f}", f"{spent:.3f}", f"{spent / total:.1%}", fused)
+        share = f"{spent / total:.2%}"
+        table.add_row(name, str(layers), f"{total:.1f}", f"{spent:.4f}", share, fused)
     Console().print(table)
     if json_file is not None:
         report.write_json(json_file, device, "fusion cost", rows)
+
+
+def _without_attention(layers: int, device: str) -> torch.nn.Module:
+    """As many layers as a Llama, without attention."""
+    size, inner = TINY["hidden_size"], TINY["intermediate_size"]
+    blocks = [torch.nn.Embedding(TINY["vocab_size"], size)]
+    for _ in range(layers):
+        blocks += [torch.nn.LayerNorm(size), torch.nn.Linear(size, inner), torch.nn.SiLU()]
+        blocks += [torch.nn.Linear(inner, size)]
+    return torch.nn.Sequential(*blocks).to(device)
 
 
 def _without_caches():
