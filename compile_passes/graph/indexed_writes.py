@@ -48,7 +48,12 @@ def _without_index(node: fx.Node) -> RewrittenNodes | None:
     write = _indexed_write(node)
     if write is None:
         return None
-    return _filled(write) if isinstance(write.value, (int, float)) else _added(write)
+    return _filled(write) if _is_number(write.value) else _added(write)
+
+
+def _is_number(x: object) -> bool:
+    x = example(x) if isinstance(x, fx.Node) else x
+    return isinstance(x, (int, float, torch.SymFloat)) or (isinstance(x, Tensor) and not x.dim())
 
 
 def _indexed_write(node: fx.Node) -> IndexedWrite | None:
@@ -239,12 +244,13 @@ def _replaced(
     """The write replaced by `out`, which later readers of the target read."""
     order = {n: i for i, n in enumerate(write.node.graph.nodes)}
     others = [user for user in write.target.users if user not in (*nodes, *inserter.nodes)]
-    if any(order[user] < order[write.node] for user in others):
+    earlier = [user for user in others if order[user] < order[write.node]]
+    if any(isinstance(example(user), Tensor) for user in earlier):
         inserter.undo()  # a view that is read later would see the write
         return None
     removed = [(node, node.args, node.kwargs) for node in nodes]
     out.meta.update(write.target.meta)
-    for user in others:
+    for user in set(others) - set(earlier):
         user.replace_input_with(write.target, out)
     for node in reversed(nodes):
         node.graph.erase_node(node)
