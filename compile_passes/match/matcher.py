@@ -205,7 +205,9 @@ class Matcher:
         axes = {x: resolve(g) for x, g in zip(labels, state.dims, strict=True) if x is not None}
         keys = [a for x in c.summed for a in axes.get(x, ())]
         if isinstance(state, MatchedWeights) and set(keys) != state.key_axes():
-            if keys and set(keys) <= state.scores.a.axes() & state.scores.b.axes():
+            of_both = set(keys) <= state.scores.a.axes() & state.scores.b.axes()
+            rows = {axis for group in state.dims[-2:] for axis in resolve(group)}
+            if keys and (of_both or rows.isdisjoint(keys)):
                 raise Refused(TALKING_HEADS)
             raise Refused("they are multiplied along another dimension than the keys")
         # several where rows share their weights, as in an MSA transformer

@@ -135,3 +135,11 @@ def one_exponential_of_another(q, k, v):
 def normalised_with_epsilon(q, k, v):
     e = (q @ k.mT * 0.3).exp()
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@case("no_fuse", bhsd())
+def talking_heads_before_and_after(q, k, v):
+    """As in CaiT."""
+    mix = torch.eye(H) + 0.1
+    w = torch.einsum("bhij,hg->bgij", q @ k.mT, mix).softmax(-1)
+    return torch.einsum("bhij,hg->bgij", w, mix.mT) @ v

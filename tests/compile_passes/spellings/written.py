@@ -126,3 +126,11 @@ def written_everywhere(q, k, v, rows, columns):
         s[:, :, 0:, 0:].view(B, -1, 3, 4, 3, 4) + rows.unsqueeze(-1) + columns.unsqueeze(-2)
     ).view(B, -1, 12, 12)
     return s.softmax(-1) @ v
+
+
+@case("fuse", bhsd())
+def written_number_of_a_tensor(q, k, v):
+    s = q @ k.mT * 0.3
+    hidden = (~triangle()).expand(s.shape)
+    s[hidden] = torch.tensor(-INF)
+    return s.softmax(-1) @ v
