@@ -87,25 +87,28 @@ def test_the_second_kernel_reads_only_blocks_that_the_first_wrote(arch, D, dtype
     assert ROW_UNIT.value % query.block_n == ROW_UNIT.value % key_value.block_n == 0
 
 
-@pytest.mark.parametrize("S", [256, 250], ids=["whole blocks", "ragged"])
+# a few values before the loop; on Hopper, keys and values of wide heads leave no register free, and
+# what else is alive outside the loop must go
+HOPPER_SPILLS = {64: 64, 128: 320, 256: 384}
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("arch", SHARED)
-def test_fits(arch, D, S, compiled, tmp_path):
-    for kernel in compiled(arch, dense(D, Spec(is_causal=True), S=S)).values():
-        # a few values before the loop; on Hopper, keys and values of wide heads leave no register
-        # free, and what else is alive outside the loop must go (the test below looks inside); on
-        # sm_100 up to 112 bytes, most of them where gradients are recomputed beside a NaN or Inf
-        spills = {64: 64, 128: 320, 256: 384}[D] if arch == 90 else 32
+def test_fits(arch, D, compiled, tmp_path):
+    """Lengths that are no multiple of a block, where more is masked."""
+    for kernel in compiled(arch, dense(D, Spec(is_causal=True), S=250)).values():
+        spills = HOPPER_SPILLS[D] if arch == 90 else 32
+        # most of them where gradients are recomputed beside a NaN or Inf
         if (arch, D) == (100, 256):
             spills = 112
         assert_fits(kernel, arch, tmp_path, spills)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D, causal", [(64, True), (128, False), (128, True), (256, True)])
 def test_products_on_hopper_are_asynchronous(D, causal, compiled, tmp_path):
     kernels = compiled(90, dense(D, Spec(is_causal=causal)))
     for name, products in (("query_grad_kernel", 3), ("key_value_grad_kernel", 4)):
+        assert_fits(kernels[name], 90, tmp_path, HOPPER_SPILLS[D])
         loop = hot_loop(disassembled(kernels[name].asm["cubin"], tmp_path))
         waits = sum("WARPGROUP.DEPBAR" in one for one in loop)
         # ptxas puts a wait after every instruction of a product that it serialises
@@ -122,7 +125,7 @@ def test_fp32_fits(arch, D, compiled, tmp_path):
         assert_fits(kernel, arch, tmp_path, 40 if (arch, D) == (120, 128) else 16)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_feature_compiles(seed, compiled):
     """What the interpreter lets pass, such as a loop variable that changes its type."""
     case = random_case(seed, dtype=(torch.bfloat16, torch.float16)[seed % 2])

@@ -57,10 +57,14 @@ def compiled(arch, D, spec, dtype=torch.bfloat16, packed=False, Dv=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["causal", "everything"])
+# causal ones on sm_90 are tested below, with their products
+ARCHITECTURES = [(arch, kind) for arch in SHARED for kind in ("causal", "everything")]
+ARCHITECTURES.remove((90, "causal"))
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("arch", SHARED)
-def test_fits(arch, D, kind, tmp_path):
+@pytest.mark.parametrize("arch, kind", ARCHITECTURES)
+def test_fits(arch, kind, D, tmp_path):
     # all options at once are no main configuration: a few values may be spilled outside the loop
     assert_fits(compiled(arch, D, KINDS[kind]), arch, tmp_path, 32 if kind == "everything" else 0)
 

@@ -40,11 +40,12 @@ def work(target: Target, number: int) -> float:
 
 
 @pytest.mark.parametrize("target", [TRITON, EDGES], ids=["anywhere", "edges"])
-@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("kind", sorted(set(KINDS)))
 def test_smallest(kind, target):
     """At the edges in an arena: whatever is written outside of a result is found."""
     with strict(target):
-        numbers = sorted(range(kind, 100, len(KINDS)), key=functools.partial(work, target))
+        numbers = (n for n in range(100) if KINDS[n % len(KINDS)] == kind)
+        numbers = sorted(numbers, key=functools.partial(work, target))
         for number in numbers[: 4 if target.arena else 2]:
             (outcome,) = outcomes(FuzzRun(target, number, 0, 1))
             assert outcome.error is None
