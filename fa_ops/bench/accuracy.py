@@ -20,10 +20,9 @@ from torch import Tensor
 import fa_ops
 from fa_ops.bench import accuracy_problems, perplexity, report
 from fa_ops.bench.accuracy_problems import DISTRIBUTIONS, Inputs
-from fa_ops.bench.peers import import_first
+from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.cli import options
 
-E4M3 = torch.float8_e4m3fn
 console = Console()
 
 
@@ -51,24 +50,8 @@ class AccuracyRow(NamedTuple):
     errors: dict[str, Errors | str]
 
 
-def per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in e4m3 with one scale, the simplest quantisation."""
-    scale = x.float().abs().amax() / 448.0
-    return (x.float() / scale).to(E4M3), scale
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    (q, q_scale), (k, k_scale), (v, v_scale) = (per_tensor(x) for x in (q, k, v))
-    return fa_ops.attention(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-
-
 def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    module = import_first("flash_attn_interface", "fa3_fwd_interface")
-    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
-    shape = (k.shape[0], k.shape[1])
-    descales = dict(zip(("q_descale", "k_descale", "v_descale"), (s.expand(shape) for s in scales)))
-    rows = (x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers)
-    out = module.flash_attn_func(*rows, **descales)
+    out = scaled_flash_attn_3(q, k, v)()
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
@@ -81,7 +64,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "int8": _ours(),
     "int8 rotated": _ours(rotate=True),
     "e4m3 scales": _ours(qk_dtype=E4M3),
-    "e4m3 per tensor": _plain,
+    "e4m3 per tensor": lambda q, k, v: scaled_call(q, k, v)(),
     "flash-attn 3 fp8": _flash_attn_3,
 }
 
@@ -95,7 +78,7 @@ def measure(inputs: Inputs) -> dict[str, Errors | str]:
             with torch.no_grad():
                 found[name] = Errors.of(implementation(*inputs), exact)
         except (ImportError, NotImplementedError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            found[name] = failure(error)
     return found
 
 

@@ -51,9 +51,8 @@ def _sweep_command(name: str) -> Callable:
         device = options.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
-        if preset not in problems.PRESETS:
-            raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(problems.PRESETS)}")
-        chosen, grid = peers.choose(device, only), problems.PRESETS[preset]()
+        grid = problems.PRESETS[options.preset(preset, problems.PRESETS)]()
+        chosen = peers.choose(device, only)
         backward = name == "backward"
         with torch.set_grad_enabled(backward):
             steps = sweep(grid, chosen, device, backward, budget)

@@ -26,7 +26,7 @@ from fa_ops.backends import reference
 from fa_ops.bench import report, timing
 from fa_ops.bench.decode_peers import PEERS, ours
 from fa_ops.bench.decode_problems import PRESETS, Data, DecodeProblem
-from fa_ops.bench.peers import Implementation
+from fa_ops.bench.peers import Implementation, failure
 from fa_ops.cli import options
 from fa_ops.types import Spec
 
@@ -91,8 +91,7 @@ def measure(
         try:
             graphs[implementation.name] = _captured(implementation, p, data)
         except Exception as error:
-            text = str(error).strip().splitlines() or [""]
-            results[implementation.name] = f"{type(error).__name__}: {text[0][:140]}"
+            results[implementation.name] = failure(error)
     budget_ms /= ROUNDS
     replays = {n: max(1, math.ceil(budget_ms / _replay(g, 1))) for n, (g, _) in graphs.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
@@ -211,8 +210,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="start no cell after this time; 0: all")] = 0.0,
 ) -> None:
     """Measure decoding and prefill over caches in a CUDA graph, with a cold L2 cache."""
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
+    options.preset(preset, PRESETS)
     problems, known = _chosen(preset, heads), [*ours(backend), *PEERS]
     names = options.matching(only, [i.name for i in known], "implementation")
     if not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fa_ops
-from fa_ops.bench import report
+from fa_ops.bench import peers, report
 from fa_ops.bench.problems import Problem
 from fa_ops.cli import options
 from fa_ops.cli.measure import peak_memory
@@ -66,7 +66,7 @@ def measure(problem: Problem, name: str, device: str) -> Peak:
         step()
         peak = peak_memory(step, device)
     except torch.OutOfMemoryError as error:
-        return Peak(problem, name, reason=f"OutOfMemoryError: {str(error).splitlines()[0][:160]}")
+        return Peak(problem, name, reason=peers.failure(error))
     finally:
         if device == "cuda":
             torch.cuda.empty_cache()

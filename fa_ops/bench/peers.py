@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from fa_ops.bench.problems import Problem
 from fa_ops.cli import options
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,37 @@ def _flash_attn(name: str, *modules: str) -> Implementation:
         return call
 
     return Implementation(name, build, layout="bshd")
+
+
+def per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3 with one scale, the simplest quantisation."""
+    scale = x.float().abs().amax() / 448.0
+    return (x.float() / scale).to(E4M3), scale
+
+
+def scaled_call(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Callable[[], Tensor]:
+    """A call of `attention` of q, k and v in e4m3 with a scale each, which are made now."""
+    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
+    options = dict(zip(("q_scale", "k_scale", "v_scale"), scales), is_causal=causal)
+    return functools.partial(fa_ops.attention, *numbers, **options)
+
+
+def scaled_flash_attn_3(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False
+) -> Callable[[], object]:
+    """The same by FlashAttention 3, whose output is (B, S, H, Dv)."""
+    function = import_first("flash_attn_interface", "fa3_fwd_interface").flash_attn_func
+    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
+    rows = [x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers]
+    names = "q_descale", "k_descale", "v_descale"
+    descales = {name: s.expand(k.shape[:2]) for name, s in zip(names, scales)}
+    return functools.partial(function, *rows, causal=causal, **descales)
+
+
+def failure(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    message = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {message.splitlines()[0][:160]}"
 
 
 def implementations(device: str) -> list[Implementation]:

@@ -24,8 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fa_ops
 from fa_ops.bench import report
-from fa_ops.bench.accuracy import E4M3, per_tensor
-from fa_ops.bench.peers import import_first
+from fa_ops.bench.peers import E4M3, failure, scaled_call, scaled_flash_attn_3
 from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Run, Time, device_times
 from fa_ops.cli import options
@@ -63,28 +62,13 @@ def _quantized(dtype: torch.dtype) -> Callable[..., Call]:
     return build
 
 
-def _scaled(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    (q, q_scale), (k, k_scale), (v, v_scale) = (per_tensor(x) for x in (q, k, v))
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    return lambda: fa_ops.attention(q, k, v, is_causal=problem.causal, **scales)
-
-
-def _flash_attn_3(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    function = import_first("flash_attn_interface", "fa3_fwd_interface").flash_attn_func
-    numbers, scales = zip(*(per_tensor(x) for x in (q, k, v)))
-    rows = [x.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for x in numbers]
-    names = "q_descale", "k_descale", "v_descale"
-    descales = {n: s.expand(problem.B, problem.Hkv) for n, s in zip(names, scales)}
-    return lambda: function(*rows, causal=problem.causal, **descales)
-
-
 # Each builds what is timed, from the problem and tensors in (B, S, H, D) order.
 CALLS: dict[str, Callable[..., Call]] = {
     BASELINE: _baseline,
     "int8, quantised by the call": _quantized(torch.int8),
     "e4m3, quantised by the call": _quantized(E4M3),
-    "e4m3 tensors": _scaled,
-    "flash-attn 3, e4m3 tensors": _flash_attn_3,
+    "e4m3 tensors": lambda problem, *qkv: scaled_call(*qkv, problem.causal),
+    "flash-attn 3, e4m3 tensors": lambda problem, *qkv: scaled_flash_attn_3(*qkv, problem.causal),
 }
 
 
@@ -101,8 +85,7 @@ def measure(
             kernels[name] = kernel_times(call) if device == "cuda" else {}
             runs[name] = Run(lambda _, call=call: call())
         except Exception as error:
-            first = (str(error).strip() or "no message").splitlines()[0][:160]
-            reasons[name] = f"{type(error).__name__}: {first}"
+            reasons[name] = failure(error)
     times = device_times(runs, device, budget_ms)
     for name in names:
         if name in times:
@@ -172,15 +155,12 @@ def main(
 ) -> None:
     """Compare attention with 8-bit products with 16-bit attention and flash-attn 3 in fp8."""
     device = options.device(device)
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"no grid is called {preset!r}: {', '.join(PRESETS)}")
+    grid = PRESETS[options.preset(preset, PRESETS)]()
     names = options.matching(only, CALLS, "call")
     rows: list[Measured] = []
     with torch.no_grad():
-        problems = track(
-            PRESETS[preset](), "quantized", console=Console(stderr=True), transient=True
-        )
-        for problem in problems:
+        progress = Console(stderr=True)
+        for problem in track(grid, "quantized", console=progress, transient=True):
             rows += measure(problem, names, device, budget)
             if device == "cuda":
                 torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from fa_ops.bench.check import Checker, grad_out
-from fa_ops.bench.peers import Implementation
+from fa_ops.bench.peers import Implementation, failure
 from fa_ops.bench.problems import Problem
 from fa_ops.bench.timing import Run, Time, device_times
 
@@ -60,7 +60,7 @@ def _prepare(
                 results += torch.autograd.grad(out, (q, k, v), cotangent)
         wrong = checker.error(results)
     except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        return None, failure(error)
     finally:
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -34,6 +34,13 @@ def matching(option: str | None, names: Collection[str], what: str) -> list[str]
     return [name for name in names if not chosen or any(word in name for word in chosen)]
 
 
+def preset(name: str, presets: Collection[str]) -> str:
+    """The name of a grid of problems, which must be one of `presets`."""
+    if name not in presets:
+        raise typer.BadParameter(f"no grid is called {name!r}: {', '.join(presets)}")
+    return name
+
+
 def one_of(option: str, values: Collection | None, allowed: Collection) -> list:
     """The values without duplicates, all of which must be allowed; without values, all allowed."""
     for value in values or ():
