@@ -192,7 +192,9 @@ def one_process(
 def with_gradients(case, out, lse, leaves: dict, weights) -> dict[str, Tensor]:
     """The results with the gradients of the leaves."""
     finite = lse.masked_fill(lse == float("-inf"), 0.0)
-    loss = (out * weights[0].to(out.dtype)).sum() + (finite * weights[1].to(lse.dtype)).sum()
+    loss = (out * weights[0].to(out.dtype)).sum()
+    if case.lse_grad:
+        loss = loss + (finite * weights[1].to(lse.dtype)).sum()
     grads = torch.autograd.grad(
         loss, list(leaves.values()), allow_unused=True, materialize_grads=True
     )

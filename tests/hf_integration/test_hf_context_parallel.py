@@ -43,11 +43,20 @@ def one_process(model, batch: dict) -> tuple[float, dict]:
     return loss.item(), {n: x.clone() for n, x in gradients(model).items()}
 
 
-def check(model_type: str, kind: str, mesh=None, checkpoint: bool = False, **options) -> None:
+def check(
+    model_type: str, kind: str, mesh=None, checkpoint: bool = False, dropout: float = 0.0, **options
+) -> None:
     batch = batches()[kind]
     model = tiny_models.build(model_type)
+    if dropout:
+        model.train()
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = dropout
+    torch.manual_seed(3)
     loss, expected = one_process(model, batch)
     model.zero_grad()
+    torch.manual_seed(3)
     if checkpoint:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -112,6 +121,7 @@ def refused(model, batch: dict, match: str) -> None:
 
 CHECKS = {f"{m}, {k}": lambda m=m, k=k: check(m, k) for m in MODELS for k in batches()}
 CHECKS |= {
+    "dropout": lambda: check("llama", "packed", checkpoint=True, dropout=0.3),
     "chunked": lambda: check("llama4_text", "plain"),
     "checkpointed": lambda: check("llama", "padded", checkpoint=True),
     "all-to-all": lambda: check("mistral", "packed", scheme="ulysses", layout="contiguous"),

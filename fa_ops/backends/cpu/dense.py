@@ -8,6 +8,7 @@ from torch import Tensor
 from fa_ops.backends.cpu import blockwise, flash
 from fa_ops.backends.cpu.key_ranges import attended_ranges
 from fa_ops.backends.cpu.mask_states import skipping_pays
+from fa_ops.backends.dropout import is_words
 from fa_ops.types import Gradients, Spec
 
 
@@ -48,9 +49,12 @@ def _attends_one_key(k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: Spec)
     """Whether no row attends more than one key.
 
     A call with one key may be a part of attention over more keys, which `out` and `lse` belong to.
+    With dropout it is none if it has a seed.
     """
-    if k.shape[2] != 1 or not k.numel() or spec.dropout_p:
+    if k.shape[2] != 1 or not k.numel():
         return k.shape[2] == 1
+    if spec.dropout_p:
+        return not is_words(spec.dropout_seed)
     is_value = out.unflatten(1, (k.shape[1], -1)) == v.unsqueeze(2)
     return bool((is_value.all(-1).flatten(1, 2) | (lse == float("-inf"))).all())
 
