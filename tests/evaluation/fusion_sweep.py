@@ -116,7 +116,7 @@ def run_mode(model: nn.Module, given: dict, train: bool) -> dict[str, Any]:
         found = fuse_module(gm)
         compiled = compile_fx(gm, example_inputs, inner_compile=inner)
         by_inductor += count  # after compiling: where that raises, Dynamo tries smaller graphs
-        operators += sum(str(node.target).startswith("fa.") for node in gm.graph.nodes)
+        operators += sum(str(node.target).startswith("fa.attention") for node in gm.graph.nodes)
         findings.extend(found)
         return compiled
 
