@@ -115,7 +115,7 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
-    need_bool("return_lse", return_lse)
+    type(return_lse) is bool or need_bool("return_lse", return_lse)
     if not (q_scale is k_scale is v_scale is None):
         from fa_ops import quantized
 
@@ -125,7 +125,7 @@ def attention(
             attn_mask=(attn_mask, None), mask_blocks=(mask_blocks, None), dropout_p=(dropout_p, 0),
             alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
         )  # fmt: skip
-    seed = dropout_seed(query, dropout_p)
+    seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
@@ -228,7 +228,7 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
-    need_bool("return_lse", return_lse)
+    type(return_lse) is bool or need_bool("return_lse", return_lse)
     if page_table is not None:
         from fa_ops import varlen_pages
 
@@ -238,7 +238,7 @@ def attention_varlen(
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
         ))  # fmt: skip
         return (out, lse) if return_lse else out
-    seed = dropout_seed(query, dropout_p)
+    seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
@@ -334,8 +334,6 @@ def run(
 
 def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     """A seed from torch's generator; None where the probability is 0 or out of range."""
-    if type(dropout_p) is float and dropout_p == 0.0:
-        return None
     need_number("dropout_p", dropout_p)
     if not 0.0 < dropout_p < 1.0:
         return None

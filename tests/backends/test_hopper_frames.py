@@ -139,4 +139,4 @@ def test_a_repeated_backward_pass_enters_few_functions():
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 91 and len(frames.files) <= 14, frames.entered
+    assert limit < frames.count <= 93 and len(frames.files) <= 14, frames.entered
