@@ -132,6 +132,7 @@ PRESETS: dict[str, Callable[[], list[Problem]]] = {
     "lengths": lambda: _grid(16384, 2048, (64, 128, 256), _LENGTHS),
     "gqa": lambda: _grid(16384, 4096, (128,), _LENGTHS, group=4),
     "odd": lambda: _grid(16384, 2048, (64, 128), _ODD),
+    "short": lambda: _grid(16384, 2048, (64,), (50, 64, 77, 100, 128)),
     "cross": _cross,
     "models": _models,
     "dims": lambda: _grid(16384, 2048, (72, 80, 88, 96, 104, 112), (1024, 4096)),
