@@ -12,7 +12,12 @@ import warnings
 import torch
 from torch import Tensor
 
-from fa_ops.compat.flash.arguments import finite_or_empty, infinite_where_empty, unit_stride
+from fa_ops.compat.flash.arguments import (
+    buffers,
+    finite_or_empty,
+    infinite_where_empty,
+    unit_stride,
+)
 from fa_ops.compat.flash.paged import attend_pages
 from fa_ops.ops import dense, varlen
 
@@ -92,6 +97,10 @@ def forward(
 @torch.no_grad()
 def forward_into(out: Tensor, *args, **options) -> Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace: forward, written into out."""
+    query, _, value = args[:3]
+    buffers(out=(out, (*query.shape[:-1], value.shape[-1])))
+    if out.dtype != query.dtype:
+        raise TypeError(f"out must be {query.dtype} as query, got {out.dtype}")
     found, lse, *_ = forward(*args, **options)
     out.copy_(found)
     return lse
@@ -172,7 +181,8 @@ def _deterministic() -> bool:
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:
-    return (-1 if left is None else left, -1 if right is None else right)
+    """The sides of a window, of which every negative one is unbounded, as in torch's kernel."""
+    return tuple(-1 if side is None else max(side, -1) for side in (left, right))
 
 
 def _lse_of_torch(lse: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:

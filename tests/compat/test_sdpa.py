@@ -268,6 +268,11 @@ def test_used_keys_pages_and_results_in_place(active):
         buffer, q, keys, keys, *packed, 0.0, True, False, seqused_k=used
     )
     assert torch.equal(buffer, out) and torch.equal(lse_again, lse)
+    for wrong in (torch.empty(2, *q.shape), torch.empty_like(q, dtype=torch.float16)):
+        with pytest.raises((ValueError, TypeError), match="^out must"):
+            torch.ops.aten._flash_attention_forward_no_dropout_inplace(
+                wrong, q, keys, keys, *packed, 0.0, True, False, seqused_k=used
+            )
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size_left": 3, "window_size_right": 1}], ids=str)
@@ -290,6 +295,16 @@ def test_rows_and_their_gradients(options, active):
     torch.testing.assert_close(out[:, rows], wanted.transpose(1, 2)[:, rows])
     for found, other in zip(grads, torch.autograd.grad(loss, leaves), strict=True):
         torch.testing.assert_close(found, other.transpose(1, 2))
+
+
+@torch.no_grad()
+def test_negative_sides_of_a_window_are_unbounded(active):
+    q = torch.randn(11, 4, 8)
+    found, wanted = (
+        raw(q, q, q, ENDS, ENDS, 7, 7, window_size_left=left, window_size_right=0)[0]
+        for left in (-5, -1)
+    )
+    assert torch.equal(found, wanted)
 
 
 @torch.no_grad()
