@@ -209,8 +209,10 @@ def _eager_attention(call: LayerCall) -> tuple[Tensor, Tensor]:
 
 
 def packed(layer: nn.Module, call: LayerCall) -> tuple[Tensor, None]:
-    """A call of fa_ops.attention_varlen, for documents that are packed into one row."""
-    tokens = (t[0].transpose(0, 1) for t in call[:3])
+    """A call of fa_ops.attention_varlen, for documents that are packed into one row, or several."""
+    B = call.query.shape[0]
+    rows = (t.transpose(1, 2) for t in call[:3])
+    tokens = (t[0] if B == 1 else t.flatten(0, 1) for t in rows)
     is_causal = call.mask.is_causal or call.mask.packing is PackingHint.ONLY
     out = fa_ops.attention_varlen(
         *tokens, *call.documents, is_causal=is_causal, sinks=call.sinks, **call.options

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_integration import encodings, key_ranges
 from hf_integration.encodings import MaskArguments
 from hf_integration.memo import PerTensorMemo
+from hf_integration.readable import is_readable
 
 
 class Documents(NamedTuple):
@@ -51,6 +52,16 @@ def _find(positions: Tensor) -> Documents | None:
 def _begins_document(positions: Tensor) -> Tensor:
     """Bool (S,), True where a document begins after another."""
     return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
+
+
+def length(longest: int | Tensor | None, layer: nn.Module) -> int | None:
+    """The longest document, of which some callers give a tensor.
+
+    The host reads it once in a forward pass; None where it cannot, which leaves it unknown.
+    """
+    if not isinstance(longest, Tensor):
+        return longest
+    return _memo.get(longest, layer, longest.item) if is_readable(longest) else None
 
 
 def within_documents(mask: MaskArguments, documents: Documents, Sq: int) -> MaskArguments:

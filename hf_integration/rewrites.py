@@ -86,14 +86,16 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
     """Separate documents that are packed into the only row of a batch.
 
     cu_seqlens or else positions describe the documents. If nothing else is masked, the call becomes
-    a packed one; otherwise the documents become part of the mask.
+    a packed one; otherwise the documents become part of the mask. cu_seqlens may also be those of
+    all tokens of several rows, as in transformers' FlashAttention path, if nothing else is masked.
     """
     mask, extras, Sq = call.mask, call.extras, call.query.shape[2]
-    if call.query.shape[0] != 1 or extras.is_user_mask:
-        return call
     q_ends, k_ends, *longest = extras.cu_seqlens
+    if extras.is_user_mask or (call.query.shape[0] != 1 and (q_ends is None or not is_alone(call))):
+        return call
     if q_ends is not None:
         k_ends = q_ends if k_ends is None else k_ends
+        longest = (packing.length(x, layer) for x in longest)
         documents = Documents(q_ends.int(), k_ends.int(), *longest)
     else:
         positions = extras.position_ids
@@ -110,6 +112,13 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
     if is_plain and (mask.key_ranges is None or mask.packing is PackingHint.ONLY):
         return call._replace(documents=documents)
     return call._replace(mask=packing.within_documents(mask, documents, Sq))
+
+
+def is_alone(call: LayerCall) -> bool:
+    """Whether nothing but causality decides what the queries attend, and no weights are needed."""
+    mask, extras = call.mask, call.extras
+    is_unmasked = mask.attn_mask is mask.key_ranges is mask.kv_lens is None
+    return is_unmasked and extras.position_bias is None and not extras.output_attentions
 
 
 def with_bias(layer: nn.Module, call: LayerCall) -> LayerCall:

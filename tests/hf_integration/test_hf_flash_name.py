@@ -105,6 +105,27 @@ def test_packed_rows_are_separate_sequences(named, packed_calls):
     assert packed_calls and set(packed_calls) == {2}
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_lengths_of_documents_are_those_of_all_tokens(model_type, rows, named, packed_calls):
+    """The longest one may be a tensor, as transformers' own helper makes it."""
+    model = tiny_models.build(model_type)
+    model.set_attn_implementation(NAME)
+    ids = tiny_models.tokens(1)
+    ends = torch.tensor([0, 6, 9, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in ends.diff()])[None]
+    longest = ends.diff().max()
+    with torch.no_grad():
+        found = model(
+            ids.view(rows, -1), position_ids=positions.view(rows, -1), cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest,
+        )[0]  # fmt: skip
+        model.set_attn_implementation("eager")
+        parts = [model(part)[0] for part in ids.split(ends.diff().tolist(), 1)]
+    torch.testing.assert_close(found.flatten(0, 1)[None], torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
+    assert packed_calls and set(packed_calls) == {3}
+
+
 @pytest.mark.filterwarnings("ignore:The `paged|:FutureWarning")
 def test_continuous_batching(named):
     model = tiny_models.build("llama")
