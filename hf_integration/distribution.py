@@ -245,7 +245,7 @@ def _masks(layer: nn.Module, mask: MaskArguments, to: Distribution) -> dict[str,
         if mask.key_ranges is None or mask.packing is PackingHint.ONLY:
             is_causal = mask.is_causal or mask.packing is PackingHint.ONLY
             return {"is_causal": is_causal, "cu_seqlens": documents.q_ends}
-        mask = packing.within_documents(mask, documents, to.tokens)
+        mask = packing.within_documents(mask, documents, (1, to.tokens, to.tokens))
     return {
         "is_causal": mask.is_causal,
         "key_ranges": mask.key_ranges,

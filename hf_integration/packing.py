@@ -64,12 +64,19 @@ def length(longest: int | Tensor | None, layer: nn.Module) -> int | None:
     return _memo.get(longest, layer, longest.item) if is_readable(longest) else None
 
 
-def within_documents(mask: MaskArguments, documents: Documents, Sq: int) -> MaskArguments:
-    """The mask with every query restricted to the keys of its own document."""
-    q_ends, k_ends, *_ = documents
-    i = torch.arange(Sq, device=q_ends.device, dtype=torch.int32)
+def within_documents(
+    mask: MaskArguments, documents: Documents, shape: tuple[int, int, int]
+) -> MaskArguments:
+    """The mask with every query restricted to the keys of its own document in its row.
+
+    `shape` is (B, Sq, Sk); the documents are those of the tokens of all rows.
+    """
+    (q_ends, k_ends, *_), (B, Sq, Sk) = documents, shape
+    i = torch.arange(B * Sq, device=q_ends.device, dtype=torch.int32).view(B, Sq)
     document = torch.searchsorted(q_ends, i, right=True).clamp(1, q_ends.shape[0] - 1)
-    return _restricted(mask, k_ends[document - 1], k_ends[document])
+    before = torch.arange(B, device=q_ends.device, dtype=torch.int32)[:, None] * Sk
+    lo, hi = k_ends[document - 1] - before, k_ends[document] - before
+    return _restricted(mask, lo.clamp(0, Sk), hi.clamp(0, Sk))
 
 
 def within_positions(mask: MaskArguments, position_ids: Tensor, Sq: int) -> MaskArguments:
@@ -87,12 +94,11 @@ def within_positions(mask: MaskArguments, position_ids: Tensor, Sq: int) -> Mask
 
 
 def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:
-    """The mask with the keys of each query restricted to bounds (Sq,)."""
+    """The mask with the keys of each query restricted to bounds (B, Sq) or (Sq,)."""
+    lo, hi = (x.reshape(-1, 1, x.shape[-1]) for x in (lo, hi))
     if mask.key_ranges is not None:
         lo = torch.maximum(mask.key_ranges[..., 0], lo)
         hi = torch.minimum(mask.key_ranges[..., 1], hi)
-    else:
-        lo, hi = lo[None, None], hi[None, None]
     kept = mask.attn_mask
     if kept is not None and kept.dtype == torch.bool:  # which excludes key ranges
         kept = encodings.added_to_scores(kept)  # its blocks are the same

@@ -87,11 +87,12 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
 
     cu_seqlens or else positions describe the documents. If nothing else is masked, the call becomes
     a packed one; otherwise the documents become part of the mask. cu_seqlens may also be those of
-    all tokens of several rows, as in transformers' FlashAttention path, if nothing else is masked.
+    all tokens of several rows, as in transformers' FlashAttention path.
     """
     mask, extras, Sq = call.mask, call.extras, call.query.shape[2]
     q_ends, k_ends, *longest = extras.cu_seqlens
-    if extras.is_user_mask or (call.query.shape[0] != 1 and (q_ends is None or not is_alone(call))):
+    B, Sk = call.query.shape[0], call.key.shape[2]
+    if extras.is_user_mask or (B != 1 and (q_ends is None or mask.kv_lens is not None)):
         return call
     if q_ends is not None:
         k_ends = q_ends if k_ends is None else k_ends
@@ -105,20 +106,13 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
             return call
         if not is_readable(positions):
             return call._replace(mask=packing.within_positions(mask, positions, Sq))
-        documents = packing.documents(positions, layer) if call.key.shape[2] == Sq else None
+        documents = packing.documents(positions, layer) if Sk == Sq else None
         if documents is None:
             return call
     is_plain = mask.attn_mask is extras.position_bias is None and not extras.output_attentions
     if is_plain and (mask.key_ranges is None or mask.packing is PackingHint.ONLY):
         return call._replace(documents=documents)
-    return call._replace(mask=packing.within_documents(mask, documents, Sq))
-
-
-def is_alone(call: LayerCall) -> bool:
-    """Whether nothing but causality decides what the queries attend, and no weights are needed."""
-    mask, extras = call.mask, call.extras
-    is_unmasked = mask.attn_mask is mask.key_ranges is mask.kv_lens is None
-    return is_unmasked and extras.position_bias is None and not extras.output_attentions
+    return call._replace(mask=packing.within_documents(mask, documents, (B, Sq, Sk)))
 
 
 def with_bias(layer: nn.Module, call: LayerCall) -> LayerCall:

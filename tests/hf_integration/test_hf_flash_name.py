@@ -106,7 +106,7 @@ def test_packed_rows_are_separate_sequences(named, packed_calls):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("model_type", ["llama", "bert"])
+@pytest.mark.parametrize("model_type", ["llama", "bert", "mistral"])
 def test_lengths_of_documents_are_those_of_all_tokens(model_type, rows, named, packed_calls):
     """The longest one may be a tensor, as transformers' own helper makes it."""
     model = tiny_models.build(model_type)
@@ -123,7 +123,8 @@ def test_lengths_of_documents_are_those_of_all_tokens(model_type, rows, named, p
         model.set_attn_implementation("eager")
         parts = [model(part)[0] for part in ids.split(ends.diff().tolist(), 1)]
     torch.testing.assert_close(found.flatten(0, 1)[None], torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
-    assert packed_calls and set(packed_calls) == {3}
+    if model_type != "mistral":  # whose window is a mask
+        assert packed_calls and set(packed_calls) == {3}
 
 
 @pytest.mark.filterwarnings("ignore:The `paged|:FutureWarning")
