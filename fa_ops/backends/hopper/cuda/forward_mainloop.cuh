@@ -65,8 +65,10 @@ struct ForwardConsumer : EpilogueConsumer {
     wgmma_commit();
   }
 
+  // Every warp releases for itself: one that waits for values another time, for dropout or in a block that is
+  // skipped, must not find the phase after the next.
   DEVICE void release_values() {
-    if (tid == 0) mbar_arrive(barrier(sm.v_empty, v.stage));
+    if (lane == 0) mbar_arrive(barrier(sm.v_empty, v.stage));
     v.next();
   }
 

@@ -11,7 +11,7 @@ template <class Shared> DEVICE void init_tile_barriers(const Shared& sm, int que
     mbar_init(barrier(sm.work_full, i), 1), mbar_init(barrier(sm.work_empty, i), READERS);
   for (int i = 0; i < STAGES; i++) {
     mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.v_full, i), 1);
-    mbar_init(barrier(sm.k_empty, i), 4 * CONSUMERS), mbar_init(barrier(sm.v_empty, i), CONSUMERS);
+    mbar_init(barrier(sm.k_empty, i), 4 * CONSUMERS), mbar_init(barrier(sm.v_empty, i), 4 * CONSUMERS);
   }
 }
 
