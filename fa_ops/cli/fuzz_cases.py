@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from fa_ops import cache_checks, checks, dispatch
-from fa_ops.call import CACHED, DENSE, PACKED, QUANTIZED, Call
+from fa_ops.call import CACHED, DENSE, PACKED, QUANTIZED, Call, Saved
 from fa_ops.testing import Arena, CacheCase, QuantizedCase, assert_right, draws, make_case
 from fa_ops.testing.allocators import poisoned_memory
 
@@ -71,7 +71,8 @@ def _outcome(target: Target, number: int, index: int, family: draws.Family) -> O
         result = result._replace(features=draws.features(case))
         arena = Arena() if target.arena else None
         repeated = target.arena or index % 4 == 0
-        compared = assert_right(case, target.backend, arena, repeated)
+        gradients = has_gradients(target.backend, case)
+        compared = assert_right(case, target.backend, arena, repeated, gradients)
         return result._replace(gradients=compared)
     except AssertionError as error:
         return result._replace(error=str(error))
@@ -140,6 +141,16 @@ def refusal(backend: str, case: draws.AnyCase) -> str | None:
     else:
         call = Call(DENSE if q.dim() == 4 else PACKED, q, k, v, spec, backend=backend)
     return dispatch.refusal(backend, call)
+
+
+def has_gradients(backend: str, case: draws.AnyCase) -> bool:
+    """Whether the backend has a backward pass for a case that it supports."""
+    if isinstance(case, CacheCase | QuantizedCase):
+        return False
+    q, k, v, spec = case.fresh()[:4]
+    saved = Saved(q, None, q, q)  # that there are such tensors is all that backends ask
+    call = Call(DENSE if q.dim() == 4 else PACKED, q, k, v, spec, saved=saved, backend=backend)
+    return dispatch.refusal(backend, call) is None
 
 
 @contextlib.contextmanager

@@ -21,12 +21,19 @@ def compiled(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_left": 70}])
-@pytest.mark.parametrize("D, rows", [(64, 256), (128, 128), (192, 128), (256, 128)])
+@pytest.mark.parametrize("D, rows", [(64, 256), (128, 128), (192, 128), (256, 128), (512, 128)])
 def test_nothing_compiles_when_only_lengths_change(compiled, D, rows, options):
     for S in (100, 3000):
         q = torch.empty(1, 2, S, D, dtype=torch.bfloat16)
         dense_forward.forward(q, q, q, Spec(**options))
         assert compiled == [rows]
+
+
+def test_wide_heads_have_a_cluster_of_two_ctas_for_each_tile(driver):
+    q, k = (torch.empty(2, H, 300, 512, dtype=torch.bfloat16) for H in (6, 2))
+    dense_forward.forward(q, k, k, Spec(is_causal=True))
+    grid, _ = driver.last("forward_wide")
+    assert grid[0] == 2 * 2 * 6 * 3
 
 
 def test_masks_and_dropout_have_a_tile_of_their_own(compiled):

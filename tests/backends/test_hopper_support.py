@@ -44,6 +44,20 @@ def test_packed_dropout_and_alibi():
     assert hopper.support_error(*qkv(), Spec(alibi_slopes=slopes)) is None
 
 
+@pytest.mark.parametrize("dims", [(512,), (320, 512), (264, 64), (72, 264)])
+def test_heads_over_256_wide_have_a_forward_pass(dims):
+    q, k, v = qkv(*dims)
+    lens, sinks = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (2, 4))
+    for spec in (Spec(), Spec(is_causal=True), Spec(window_left=9, kv_lens=lens, sinks=sinks)):
+        assert hopper.support_error(q, k, v, spec, takes_wide=True) is None
+        assert "at most 256" in hopper.support_error(q, k, v, spec)
+    for name, value in {"attn_mask": mask(torch.bool), "softcap": 2.0, "dropout_p": 0.1}.items():
+        error = hopper.support_error(q, k, v, Spec(**{name: value}), takes_wide=True)
+        assert error == f"has no {name} for head dims over 256; the triton backend can run it"
+    error = hopper.support_error(*qkv(520), Spec(), takes_wide=True)
+    assert error.endswith("got 520 and 520; the reference backend takes any")
+
+
 def test_what_is_named_instead_can_run_it():
     refused = {
         "got 576 and 512; the reference backend takes any": (576, 512),

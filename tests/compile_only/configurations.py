@@ -78,6 +78,7 @@ def configurations() -> Iterator[Configuration]:
         for D, Dv in DIMS:
             yield from _forward(f"forward D{D}/{Dv} {word}", D, Dv, dtype)
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
+        yield from _wide(f"forward D512/512 {word}", 512, dtype)
         for D, page in itertools.product((64, 128, 192, 256), PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
             yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
@@ -87,6 +88,13 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(
                 f"mla page{page} {word}", "mla", _names(split_kv.entries_of("mla", config)), defines
             )
+
+
+def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    config = configs.forward_config(D, D)
+    for word in ("full", "causal", "window", "ranges", "lengths", "sinks"):
+        defines = dense_forward.kernel_defines(config, dtype, **FEATURES[word])
+        yield Configuration(f"{name} {word}", config.kernel, (config.kernel,), defines)
 
 
 def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:

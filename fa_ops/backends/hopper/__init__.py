@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.dropout import is_words
-from fa_ops.backends.hopper.problem import head_dim_error, limit_error
+from fa_ops.backends.hopper.problem import MAX_NARROW_DIM, head_dim_error, limit_error
 from fa_ops.call import (
     APPEND,
     CACHED,
@@ -44,6 +44,9 @@ from fa_ops.types import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
+# Whether dense calls with head dims over 256 run here unless another backend is named. Results of
+# the kernel were compared on an H200, its times have not been.
+WIDE_BY_DEFAULT = False
 
 
 def is_for_this_gpu() -> bool:
@@ -94,7 +97,7 @@ def supports(call: Call) -> str | None:
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a tier that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
-    return support_error(q, k, v, spec)
+    return support_error(q, k, v, spec, is_forward and (WIDE_BY_DEFAULT or call.backend != "auto"))
 
 
 def plan(call: Call) -> Plan:
@@ -132,11 +135,13 @@ def _decoding_module(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType 
     return module if module.cache_error(q, k, v, Cache(), spec) is None else None
 
 
-def support_error(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """Why the tier cannot run this call, or None."""
+def support_error(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, takes_wide: bool = False
+) -> str | None:
+    """Why the tier cannot run this call, or None; `takes_wide`: head dims over 256 too."""
     if q.device.type != "cuda":
         return _device_error(q)
-    reason = _unsupported(q, v, spec)
+    reason = _unsupported(q, v, spec, takes_wide)
     is_wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM
     alternative = "the reference backend takes any" if is_wide else _ALTERNATIVE
     return reason and f"{reason}; {alternative}"
@@ -167,20 +172,37 @@ def _device_error(q: Tensor) -> str:
     return f"needs CUDA tensors, query is on {q.device}; the cpu backend can run it"
 
 
-def _unsupported(q: Tensor, v: Tensor, spec: Spec) -> str | None:
+def _unsupported(q: Tensor, v: Tensor, spec: Spec, takes_wide: bool) -> str | None:
     D, Dv = q.shape[-1], v.shape[-1]
+    is_wide = takes_wide and max(D, Dv) > MAX_NARROW_DIM
     if q.dim() == 3 and spec.alibi_slopes is not None:
         return "has no ALiBi for packed sequences"
     if spec.dropout_p > 0 and is_words(spec.dropout_seed):
         return "draws dropout from a seed, got a word for each row"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {q.dtype}"
-    if reason := head_dim_error(D, Dv):
+    if reason := head_dim_error(D, Dv, MAX_HEAD_DIM if is_wide else MAX_NARROW_DIM):
         return reason
-    if -(-Dv // 64) > -(-D // 64):
+    if is_wide and (reason := _wide_error(spec)):
+        return reason
+    if -(-Dv // 64) > -(-D // 64) and not is_wide:
         return f"needs a value head dim that is not the larger one, got {D} and {Dv}"
     tokens = 0 if q.dim() == 3 else -2
     return limit_error(default_scale(spec, D), q.shape[tokens], v.shape[tokens])
+
+
+def _wide_error(spec: Spec) -> str | None:
+    """Why the kernel of wide heads does not have these options, or None."""
+    options = {
+        "attn_mask": spec.attn_mask is not None,
+        "alibi_slopes": spec.alibi_slopes is not None,
+        "softcap": spec.softcap > 0,
+        "dropout_p": spec.dropout_p > 0,
+    }
+    for name, is_given in options.items():
+        if is_given:
+            return f"has no {name} for head dims over {MAX_NARROW_DIM}"
+    return None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

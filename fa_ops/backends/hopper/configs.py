@@ -48,6 +48,8 @@ class Config(HeadDims):
     ctas: int = 1  # that a multiprocessor holds at once
     packs_queries: bool = False  # of sequences with pages: a tile looks up where its sequence is
 
+    kernel = "forward"
+
     def __post_init__(self) -> None:
         # the product with the values takes 16 keys at a time
         assert self.block_m % 64 == 0 and self.block_n % 16 == 0, self
@@ -90,6 +92,39 @@ class Config(HeadDims):
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
             "WHOLE_ROWS": int(self.whole_rows), "PACKED_HEADS": self.packed_heads,
             "CTAS": self.ctas, "PACKED_QUERIES": int(self.packs_queries),
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class WideConfig(HeadDims):
+    """The forward's tile of 257 to 512 features: a cluster of two CTAs, 64 queries each.
+
+    Keys are in slots of 64 features of a block, values in slots of half their columns.
+    """
+
+    key_slots: int = 6
+    value_slots: int = 3
+    rescale_threshold: int = 8  # as the forward's
+
+    kernel = "forward_wide"
+    threads, tile_queries, packed_heads, whole_rows = 384, 128, 1, False
+    block_n, copy_keys = 64, 32  # each CTA copies half of a block to both
+    value_dim = 512
+
+    def shared_bytes(self, has_mask: bool = False) -> int:
+        """Bytes of shared memory of a CTA."""
+        columns = self.head_dim // 64 + self.key_slots + self.value_slots * self.value_dim // 128
+        barriers = 5 + 2 * self.key_slots + 2 * self.value_slots
+        weights = 2 * 64 * 64 * 2
+        return columns * 64 * 128 + weights + 4 * 64 * 4 + 8 * barriers
+
+    def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
+        return {
+            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_M": self.tile_queries,
+            "BLOCK_N": self.block_n, "KEY_SLOTS": self.key_slots, "VALUE_SLOTS": self.value_slots,
+            "RESCALE_THRESHOLD": self.rescale_threshold, "PACKED_HEADS": self.packed_heads,
+            "BIAS_BITS": 0, "IS_PAGED": 0, "PACKED_QUERIES": 0,
         }  # fmt: skip
 
 
@@ -345,12 +380,14 @@ def forward_config(
     few_registers: bool = False,
     page: int = 0,
     differs_by_row: bool = False,
-) -> Config:
+) -> Config | WideConfig:
     """The forward's tile.
 
     `few_registers`: a mask's bits or dropout take registers and warps. `page`: keys of a cache's
     page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges or ALiBi.
     """
+    if max(D, Dv) > 256:
+        return WideConfig(D, Dv)
     config = _forward_config(D, Dv, few_registers or bias_bits > 0)
     if 64 < D <= 112 and not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
         config = Config(D, Dv, 192, 96, stages=3)

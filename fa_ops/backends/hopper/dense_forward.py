@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import Config, forward_config
+from fa_ops.backends.hopper.configs import Config, WideConfig, forward_config
 from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
@@ -217,19 +217,25 @@ class ForwardPlan:
         self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
 
     def _schedule(
-        self, config: Config, sizes: tuple[int, int, int], is_uneven: bool, features: dict
-    ):
-        """Persistent CTAs; tiles of different lengths are scheduled dynamically."""
+        self, config: Config | WideConfig, sizes: tuple[int, int, int], is_uneven: bool,
+        features: dict,
+    ):  # fmt: skip
+        """Persistent CTAs; tiles of different lengths are scheduled dynamically.
+
+        Of wide heads a cluster of two CTAs for each tile.
+        """
         (heads, Sq, splits), per_tile = sizes, config.tile_queries
         m_blocks = -(-Sq // per_tile)
         tiles = heads // config.packed_heads * m_blocks * splits
-        ctas = processors(self.device) * config.ctas
-        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > ctas
         defines = kernel_defines(config, **features)
         found = kernel(
-            "forward", "forward", self.device, config.threads, defines["SHARED_BYTES"],
+            config.kernel, config.kernel, self.device, config.threads, defines["SHARED_BYTES"],
             tuple(defines.items()),
         )  # fmt: skip
+        if isinstance(config, WideConfig):
+            return found, 2 * tiles, False, m_blocks, tiles
+        ctas = processors(self.device) * config.ctas
+        is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > ctas
         return found, min(tiles, ctas), is_dynamic, m_blocks, tiles
 
     def run(

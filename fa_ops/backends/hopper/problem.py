@@ -12,7 +12,7 @@ from fa_ops.types import ALIGNMENT, MAX_LENGTH, rows_are_aligned
 LOG2E = 1.4426950408889634
 UNBOUNDED = MAX_LENGTH  # the size of an unbounded window, as in cuda/ptx.cuh
 MISALIGNED = ALIGNMENT - 1  # bits of an address that TMA cannot read
-_WIDEST = 256  # head dimension
+MAX_NARROW_DIM = 256  # head dimension of all kernels but one
 _HEAD_DIM_MULTIPLE = ALIGNMENT // 2  # of 2 bytes: rows are aligned
 _LARGE_SOFTCAP = 256.0  # from here on an error of 1e-7 of it is noticeable in a score
 _NO_SOFTCAP = 2.0**64  # from here on no score that float32 resolves is capped
@@ -49,12 +49,12 @@ def limit_error(scale: float, queries: int, keys: int) -> str | None:
     return None
 
 
-def head_dim_error(D: int, Dv: int) -> str | None:
+def head_dim_error(D: int, Dv: int, widest: int = MAX_NARROW_DIM) -> str | None:
     """Why the kernels do not have these head dimensions, or None."""
     unit = _HEAD_DIM_MULTIPLE
-    if D % unit or Dv % unit or max(D, Dv) > _WIDEST:
+    if D % unit or Dv % unit or max(D, Dv) > widest:
         return (
-            f"needs head dims that are multiples of {unit} and at most {_WIDEST}, got {D} and {Dv}"
+            f"needs head dims that are multiples of {unit} and at most {widest}, got {D} and {Dv}"
         )
     return None
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fa_ops.backends.hopper.configs import Config, short_config
+from fa_ops.backends.hopper.configs import Config, WideConfig, short_config
 from fa_ops.types import heads_of_tile
 
 MAX_SPLITS = 32  # parts of the keys: a lane of the merging warp has one
@@ -27,7 +27,7 @@ _WORTHWHILE = 0.9
 class Tiling(NamedTuple):
     """A configuration, and into how many parts the keys of each tile are cut."""
 
-    config: Config
+    config: Config | WideConfig
     splits: int
 
 
@@ -43,7 +43,11 @@ class Shape(NamedTuple):
 
 
 def tiling_of(
-    config: Config, shape: Shape, processors: int, can_pack: bool = True, can_split: bool = True
+    config: Config | WideConfig,
+    shape: Shape,
+    processors: int,
+    can_pack: bool = True,
+    can_split: bool = True,
 ) -> Tiling:
     """How tiles of `config` cut a call: as little as is about as fast as any other way.
 
@@ -52,6 +56,8 @@ def tiling_of(
     two kernels at most, and parts two more. Parts are for queries that are few beside the keys;
     other calls have enough tiles, or are short.
     """
+    if isinstance(config, WideConfig):
+        return Tiling(config, 1)
     if can_pack and shape.Hq == shape.Hkv and shape.B * shape.Hq > processors:
         config = short_config(config, shape.Sq, shape.keys)
     packed = config

@@ -97,7 +97,8 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
             ("wgmma_scores", N, *scores, _features(D, 64, N)),
             ("wgmma_output", Dv, *registers, _rows(N)),
         ]
-    if source == "mla.cu":  # a column of 64 features; all keys of a tile and half of the values
+    if source in ("mla.cu", "forward_wide.cu"):
+        # a column of 64 features; all keys of a tile and half of the values
         return [
             ("wgmma_scores", N, *scores, _features(64, 64, N)),
             ("wgmma_output", Dv // 2, *registers, _rows(N)),

@@ -28,6 +28,20 @@ DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   return r;
 }
 
+// Masks the scores of a thread's two rows, the first of which is of key `from`; the others are constant
+// numbers of keys further.
+template <int SCORES>
+DEVICE void mask_by_position(float (&s)[SCORES], int from, const KeyRange& range0, const KeyRange& range1) {
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) {
+    const int j = column_offset(i);
+    const KeyRange r = i & 2 ? range1 : range0;
+    bool keep = j < r.end - from;
+    if (HAS_LEFT) keep = keep && j >= r.begin - from;
+    if (!keep) s[i] = -INFINITE;
+  }
+}
+
 #if HAS_MASK
 // From the first to the last key that the mask keeps for some row of a tile. Executed by one warp.
 template <class Params> DEVICE KeyRange mask_range(const Params& p, const Tile& t) {

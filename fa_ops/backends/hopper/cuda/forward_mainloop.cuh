@@ -87,14 +87,6 @@ struct ForwardConsumer : EpilogueConsumer {
     for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
   }
 
-  DEVICE void rescale_output() {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 4) {
-      o[i] *= softmax.rescale0, o[i + 1] *= softmax.rescale0;
-      o[i + 2] *= softmax.rescale1, o[i + 3] *= softmax.rescale1;
-    }
-  }
-
   // Zeroes the values past the last attended key: they may hold anything, and 0 * NaN is NaN. Every consumer
   // writes the same zeros to all of them, since waiting for another consumer here would break the ping-pong
   // order.
@@ -192,7 +184,7 @@ struct ForwardConsumer : EpilogueConsumer {
       if (max_is_uninitialised) max_is_uninitialised = softmax.has_uninitialised_max();
     }
     pack_weights();
-    if (max_moved) rescale_output(), softmax.rescale_sums();
+    if (max_moved) softmax.rescale_output(o), softmax.rescale_sums();
     softmax.add_sums(partial0, partial1);
   }
 

@@ -2,19 +2,7 @@
 // masks, bias and dropout.
 #pragma once
 #include "forward_shared.cuh"
-#include "softmax.cuh"
-
-#if HAS_ALIBI
-// In accumulator units.
-DEVICE float slope_of(const ForwardParams& p, const Tile& tile) {
-#if PACKED_QUERIES
-  const int b = max(0, min(tile.b, p.B - 1));
-#else
-  const int b = tile.b;
-#endif
-  return p.alibi[b * p.alibi_b + tile.h] * p.alibi_unit;
-}
-#endif
+#include "forward_rows.cuh"
 
 struct ScoreConsumer {
   const ForwardParams& p;
@@ -100,17 +88,8 @@ struct ScoreConsumer {
       for (int i = 0; i < SCORES; i++)
         if (!(existing_copies & 1u << (i >> 2) * 8 / COPY_KEYS)) s[i] = -INFINITE;
 #endif
-    if (block >= n.full_end || block < n.full_begin) {
-      const int from = column(block, 0);  // the other elements are constant numbers of columns further
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) {
-        const int j = column_offset(i);
-        const KeyRange r = i & 2 ? range1 : range0;
-        bool keep = j < r.end - from;
-        if (HAS_LEFT) keep = keep && j >= r.begin - from;
-        if (!keep) s[i] = -INFINITE;
-      }
-    }
+    if (block >= n.full_end || block < n.full_begin)
+      mask_by_position(s, column(block, 0), range0, range1);
   }
 
 #if HAS_DROPOUT

@@ -252,14 +252,6 @@ struct MlaConsumer {
     wgmma_commit();
   }
 
-  DEVICE void rescale_output() {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i += 4) {
-      o[i] *= softmax.rescale0, o[i + 1] *= softmax.rescale0;
-      o[i + 2] *= softmax.rescale1, o[i + 3] *= softmax.rescale1;
-    }
-  }
-
   // Turns scores into weights, relative to the running max, which they may move. Returns whether they did.
   DEVICE bool exponentiate(const Split& t, int tile) {
     const int first = tile * BLOCK_N;
@@ -278,15 +270,7 @@ struct MlaConsumer {
         if (!(j < (i & 2 ? keys1 : keys0) && (valid >> (i >> 2) * 8 / COPY_KEYS & 1))) s[i] = -INFINITE;
       }
     }
-    bool max_moved = softmax.update_max<0>(s, p.scale_log2);
-    max_moved |= softmax.update_max<1>(s, p.scale_log2);
-    const float partial0 = softmax.exponentiate<0>(s, p.scale_log2),
-                partial1 = softmax.exponentiate<1>(s, p.scale_log2);
-    if (max_moved) softmax.rescale_sums();
-    softmax.add_sums(partial0, partial1);
-#pragma unroll
-    for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
-    return max_moved;
+    return softmax.make_weights(s, weights, p.scale_log2);
   }
 
   // Stores the weights and their running max for the other warpgroup. Only this one reads the column that
@@ -317,7 +301,7 @@ struct MlaConsumer {
     softmax.rescale1 = exp2_fast((softmax.max1 - other_max1) * p.scale_log2);
     softmax.max0 = other_max0, softmax.max1 = other_max1, softmax.sum0 *= softmax.rescale0,
     softmax.sum1 *= softmax.rescale1;
-    rescale_output();
+    softmax.rescale_output(o);
   }
 
   // Zeroes this warpgroup's half of the values past the last key: they may hold anything, and 0 * NaN is NaN.
@@ -346,7 +330,7 @@ struct MlaConsumer {
 
   // Multiplies the weights of a tile whose scores this warpgroup has computed.
   DEVICE void finish_tile(const Split& t, int tile, bool max_moved) {
-    if (max_moved) rescale_output();
+    if (max_moved) softmax.rescale_output(o);
     clear_values(t, w, tile);
     own_value_product();
     wgmma_wait<0>();

@@ -25,3 +25,9 @@ enum MlaBarriers : u32 {
   MLA_WARPGROUP = 1,  // of each consumer's own 128 threads
   MLA_SUMS = 3,       // the row sums of each consumer are in shared memory
 };
+
+enum WideBarriers : u32 {
+  WIDE_WARPGROUP = 1,  // of each consumer's own 128 threads
+  WIDE_SUMS = 3,       // the row sums of both consumers are in shared memory
+  WIDE_SCORES = 4,     // consumer w waits at WIDE_SCORES + w until the other has issued the scores before
+};

@@ -39,6 +39,19 @@ DEVICE void mbar_wait(u32 bar, u32 phase) {
       : "memory");
 }
 
+// At the same barrier of a CTA of the cluster.
+DEVICE void mbar_arrive_at(u32 bar, u32 cta) {
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; "
+      "mbarrier.arrive.shared::cluster.b64 _, [at]; }" ::"r"(bar),
+      "r"(cta)
+      : "memory");
+}
+// Of all threads of all CTAs of the cluster.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 DEVICE void store_shared(u32 at, unsigned short x) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
 }
@@ -167,6 +180,14 @@ DEVICE void copy_word(u32 dst, const void* src, bool is_there) {
 }
 DEVICE void copies_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+// To the same place in the shared memory of both CTAs of a cluster, and to the same barrier of each.
+DEVICE void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "h"((unsigned short)3)
+      : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {
   asm volatile(

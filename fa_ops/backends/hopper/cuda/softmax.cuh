@@ -63,6 +63,27 @@ template <int SCORES> struct Softmax {
   DEVICE void add_sums(float partial0, float partial1) { sum0 += partial0, sum1 += partial1; }
   DEVICE void rescale_sums() { sum0 *= rescale0, sum1 *= rescale1; }
 
+  template <int OUTPUTS> DEVICE void rescale_output(float (&o)[OUTPUTS]) const {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i += 4) {
+      o[i] *= rescale0, o[i + 1] *= rescale0;
+      o[i + 2] *= rescale1, o[i + 3] *= rescale1;
+    }
+  }
+
+  // Turns both rows' scores into packed weights, relative to the running max, which they may move. Returns
+  // whether they did.
+  DEVICE bool make_weights(float (&s)[SCORES], u32 (&weights)[SCORES / 2], float scale_log2) {
+    bool max_moved = update_max<0>(s, scale_log2);
+    max_moved |= update_max<1>(s, scale_log2);
+    const float partial0 = exponentiate<0>(s, scale_log2), partial1 = exponentiate<1>(s, scale_log2);
+    if (max_moved) rescale_sums();
+    add_sums(partial0, partial1);
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) weights[i] = pack(s[2 * i], s[2 * i + 1]);
+    return max_moved;
+  }
+
   // Whether a row of this warp has had no score yet.
   DEVICE bool has_uninitialised_max() const {
     return __any_sync(~0u, fminf(max0, max1) == UNINITIALISED_MAX);
