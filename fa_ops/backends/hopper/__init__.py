@@ -44,9 +44,6 @@ from fa_ops.types import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
-# Whether dense calls with head dims over 256 run here unless another backend is named. Results of
-# the kernel were compared on an H200, its times have not been.
-WIDE_BY_DEFAULT = False
 
 
 def is_for_this_gpu() -> bool:
@@ -97,7 +94,7 @@ def supports(call: Call) -> str | None:
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a tier that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
-    return support_error(q, k, v, spec, is_forward and (WIDE_BY_DEFAULT or call.backend != "auto"))
+    return support_error(q, k, v, spec, is_forward)
 
 
 def plan(call: Call) -> Plan:
