@@ -7,7 +7,7 @@ keys sums their gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fa_ops import api
 from fa_ops.distributed import agreement
+from fa_ops.distributed.dropout import agreed_seed
 from fa_ops.distributed.exchange import all_gather
+from fa_ops.distributed.gathered_dropout import PackedDropout
 from fa_ops.distributed.graph_breaks import outside_graphs
 from fa_ops.distributed.layout import Members, groups_of
 from fa_ops.distributed.sums import sum_dtype
@@ -28,7 +30,7 @@ Packing = tuple[Tensor, Tensor, int, int]
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, keys: slice, heads: int,
     group: dist.ProcessGroup | None, *, is_causal: bool, window: api.Window | None,
-    scale: float | None, alibi_slopes: Tensor | None, deterministic: bool,
+    scale: float | None, alibi_slopes: Tensor | None, deterministic: bool, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(T, Hq, Dv)`` and lse ``(Hq, T)`` of this process's queries. Differentiable.
 
@@ -54,14 +56,21 @@ def gathered_attention(
     job = Gathering(members, packing, keys, heads, alibi_slopes, options)
     error = None
     try:
-        _check(q, k, v, job)
+        _check(q, k, v, job, dropout_p)
     except (ValueError, TypeError, NotImplementedError) as refused:
         error = refused
     shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("q", q), ("k", k), ("v", v)))
     given = {n: x for n, x in options.items() if n != "deterministic"}
     slopes = alibi_slopes is not None
-    text = f"{shapes} of {q.dtype}, {heads} heads at a time, {given}, alibi_slopes {slopes}"
+    text = (
+        f"{shapes} of {q.dtype}, {heads} heads at a time, {given}, alibi_slopes {slopes}, "
+        f"dropout_p {dropout_p}"
+    )
     agreement.agree(members, text, error, q.device)
+    if dropout_p > 0:
+        seed = agreed_seed(q, dropout_p, (members,), None)
+        place = q.shape[0], q.shape[1], members.rank, keys.start
+        job = job._replace(dropout=PackedDropout.of(dropout_p, seed, packing[:2], options, *place))
     return _GatheredAttention.apply(q, k, v, job)
 
 
@@ -74,6 +83,7 @@ class Gathering(NamedTuple):
     heads: int
     slopes: Tensor | None
     options: dict
+    dropout: PackedDropout | None = None
 
     def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, dict]]:
         """The query heads and key heads of each piece, and the operator's options."""
@@ -83,6 +93,20 @@ class Gathering(NamedTuple):
             of_queries = slice(of_keys.start * group, of_keys.stop * group)
             slopes = None if self.slopes is None else self.slopes[..., of_queries]
             yield of_queries, of_keys, self.options | {"alibi_slopes": slopes}
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice, options: dict
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of a piece, which has these query heads."""
+        if self.dropout is not None:
+            return self.dropout.forward(q, k, v, heads, options)
+        return torch.ops.fa.attention_varlen(q, k, v, *self.packing, **options)
+
+    def gradients(self, saved: tuple, heads: slice, options: dict) -> Sequence[Tensor]:
+        """The gradients of q, k and v of a piece; `saved` as of the operator's backward pass."""
+        if self.dropout is not None:
+            return self.dropout.backward(*saved, heads, options)
+        return torch.ops.fa.attention_varlen_backward(*saved, *self.packing, **options)[:3]
 
     def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of all processes for each piece, while the next ones are gathered."""
@@ -123,9 +147,7 @@ class _GatheredAttention(torch.autograd.Function):
         lses.append(q.new_empty(0, q.shape[0], dtype=sum_dtype(q)))
         for whole, (of_queries, _, options) in zip(job.gathered(k, v), job.pieces(q, k)):
             keys, values = (x[job.keys] for x in whole)
-            out, lse = torch.ops.fa.attention_varlen(
-                q[:, of_queries], keys, values, *job.packing, **options
-            )
+            out, lse = job.attend(q[:, of_queries], keys, values, of_queries, options)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs, 1), torch.cat(lses)
@@ -143,21 +165,24 @@ class _GatheredAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for whole, (of_queries, of_keys, options) in zip(job.gathered(k, v), job.pieces(q, k)):
-            grads = torch.ops.fa.attention_varlen_backward(
+            saved = (
                 grad_out[:, of_queries], None if grad_lse is None else grad_lse[of_queries],
                 q[:, of_queries], *(x[job.keys] for x in whole), out[:, of_queries],
-                lse[of_queries], *job.packing, **options,
+                lse[of_queries],
             )  # fmt: skip
+            grads = job.gradients(saved, of_queries, options)
             dq[:, of_queries] = grads[0]
-            for total, like, part in zip((dk, dv), whole, grads[1:3], strict=True):
+            for total, like, part in zip((dk, dv), whole, grads[1:], strict=True):
                 sent = torch.zeros_like(like)
                 sent[job.keys] = part
                 total[:, of_keys] = job.returned(sent)
         return dq, dk, dv, None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, job: Gathering) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, job: Gathering, dropout_p: float) -> None:
     """Raise the errors of this process's call."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     keys, tokens = job.keys, k.shape[0] * job.members.size
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must be as long as q, got {k.shape[0]} and {q.shape[0]} tokens")

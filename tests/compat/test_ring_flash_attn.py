@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fa_ops
 from fa_ops import compat
 from fa_ops.compat import flash_attn, ring_flash_attn
+from fa_ops.distributed.gathered_dropout import key_ranges
+from fa_ops.distributed.masks import Mask, visible
 
 WORLD = 2
 ENDS = [0, 8, 8, 28, 32]  # of parts of 1 / WORLD of each sequence
@@ -17,6 +20,7 @@ OPTIONS = {
     "causal": {"causal": True},
     "window": {"causal": True, "window_size": (5, 0), "softmax_scale": 0.3},
     "ALiBi": {"causal": True, "alibi_slopes": SLOPES, "deterministic": True},
+    "dropout": {"causal": True, "dropout_p": 0.4},
 }
 
 
@@ -37,10 +41,12 @@ def packed_form(name: str, tensors: list) -> tuple:
 def compare(name: str, one_process: str, chosen: torch.Tensor, dim: int, whole, here, options):
     """Compare a function on this process's tokens with one of flash-attn on all tokens."""
     tensors = whole_tensors(*whole)
+    torch.manual_seed(7)
     out, lse, _ = getattr(flash_attn, one_process)(
         *packed_form(one_process, tensors), *here[0], return_attn_probs=True, **options
     )
     parts = [x.detach().index_select(dim, chosen).requires_grad_() for x in tensors]
+    torch.manual_seed(7 + dist.get_rank())  # the seed of the first process counts
     found, found_lse, nothing = getattr(ring_flash_attn, name)(
         *packed_form(name, parts), *here[1], return_attn_probs=True, **options
     )
@@ -91,10 +97,41 @@ def check_llama3(name: str, options: dict, ends: list[int], stride: int) -> None
     compare(name, name.replace("llama3_", ""), chosen, 0, (ends[-1],), here, options)
 
 
+def check_llama3_dropout(options: dict, ends: list[int], stride: int) -> None:
+    """Weights are numbered in the packed whole, as in a dense call with key ranges."""
+    tensors, rank = whole_tensors(ends[-1]), dist.get_rank()
+    whole, local = torch.tensor(ends, dtype=torch.int32), ends[-1] // WORLD
+    documents = Mask(ends[-1], ends[-1], True, *options.get("window_size", (-1, -1)))
+    documents = documents._replace(cu_seqlens=whole.long())
+    ranges = torch.stack(visible(documents, torch.arange(ends[-1])), -1).int()
+    dense = [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+    torch.manual_seed(7)
+    out, lse = fa_ops.attention(
+        *dense, key_ranges=ranges, dropout_p=0.4, return_lse=True,
+        alibi_slopes=options.get("alibi_slopes"),
+    )  # fmt: skip
+    *prepared, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(whole, True, rank, WORLD)
+    chosen = slice(rank * local, (rank + 1) * local)
+    parts = [x.detach()[chosen].requires_grad_() for x in tensors]
+    torch.manual_seed(7 + rank)
+    found, found_lse, _ = ring_flash_attn.llama3_flash_attn_varlen_func(
+        *parts, *prepared, stride, keys, 0.4, causal=True, return_attn_probs=True, **options
+    )
+    out = out[0].transpose(0, 1)
+    torch.testing.assert_close(found, out[chosen], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_lse, lse[0, :, chosen], atol=1e-5, rtol=1e-5)
+    for outs, lses in ((out, lse), (found, found_lse)):
+        (outs.sin().sum() + lses.cos().sum()).backward()
+    for part, x in zip(parts, tensors):
+        torch.testing.assert_close(part.grad, x.grad[chosen], atol=1e-5, rtol=1e-5)
+
+
 def check_errors() -> None:
     q, k, v = (x.detach() for x in whole_tensors(1, 8))
-    with pytest.raises(NotImplementedError, match="dropout_p must be 0 in a ring, got 0.1"):
-        ring_flash_attn.ring_flash_attn_func(q, k, v, 0.1)
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.5"):
+        ring_flash_attn.ring_flash_attn_func(q, k, v, 1.5)
+    with pytest.raises(TypeError, match="dropout_p must be a number, got '0.1'"):
+        ring_flash_attn.ring_flash_attn_func(q, k, v, "0.1")
     with pytest.raises(ValueError, match=r"q must have shape \(B, S, H, D\), got \(8, 4, 8\)"):
         ring_flash_attn.ring_flash_attn_func(q[0], k, v)
     packed, ends = (q[0], k[0], v[0]), torch.tensor([0, 5, 8], dtype=torch.int32)
@@ -111,6 +148,8 @@ def check_errors() -> None:
         llama3(*packed, *prepared, 3, keys)
     with pytest.raises(ValueError, match="local_k_slice must lie within the 16 tokens"):
         llama3(*packed, *prepared, 1, slice(0, 17))
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got -0.5"):
+        llama3(*packed, *prepared, 1, keys, -0.5)
     with pytest.raises(NotImplementedError, match="window_size needs causal=True"):
         llama3(*packed, *prepared, 1, keys, window_size=(3, 3))
     kind = ValueError if dist.get_rank() else RuntimeError
@@ -127,10 +166,19 @@ for _name in NAMES:
             _check = check_varlen if "varlen" in _name else check_dense
             CHECKS[f"{_name}, {_mask}"] = lambda c=_check, n=_name, o=_options: c(n, o)
             continue
+        if _mask == "dropout":
+            continue
         for _ends, _stride in (([0, 10, 11, 11, 40], 1), ([0, 20, 24], 2), ([0, 40], 1)):
             CHECKS[f"{_name}, {_mask}, {_ends}"] = lambda n=_name, o=_options, e=_ends, s=_stride: (
                 check_llama3(n, o, e, s)
             )
+for _ends, _stride in (([0, 10, 11, 11, 40], 1), ([0, 20, 24], 2)):
+    for _mask, _options in (
+        ("causal", {}), ("window", {"window_size": (5, 0)}), ("ALiBi", {"alibi_slopes": SLOPES})
+    ):  # fmt: skip
+        CHECKS[f"llama3 dropout, {_mask}, {_ends}"] = lambda o=_options, e=_ends, s=_stride: (
+            check_llama3_dropout(o, e, s)
+        )
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -150,6 +198,16 @@ def test_prepared_borders():
     assert keys == slice(0, 14)
     _, k, _, _, keys = prepare(ends, True, 2, 4)
     assert k.tolist() == [0, 5] and keys == slice(7, 12)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0), (2, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_key_ranges_of_packed_sequences(causal, window):
+    """Also outside of every sequence, and of an empty one."""
+    ends = torch.tensor([2, 9, 9, 14], dtype=torch.int32)
+    found = key_ranges(ends, ends, 16, causal, *window)
+    mask = Mask(16, 16, causal, *window, cu_seqlens=ends.long())
+    assert torch.equal(found, torch.stack(visible(mask, torch.arange(16)), -1).int())
 
 
 def test_installed():

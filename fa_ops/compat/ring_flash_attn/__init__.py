@@ -7,9 +7,10 @@ their order and defaults, layouts and which tokens each process holds are those 
 ring-flash-attention 0.1.7. They run over NCCL and gloo, and are differentiable.
 
 Differences: windows are those of the whole sequence, where the original applies them to each
-block of keys; ALiBi is supported; gradients are summed over processes in float32; dropout raises
-NotImplementedError, and so does a window without causality in the llama3 functions; arguments are
-compared between processes before anything is sent. The striped functions do not exist here. In
+block of keys; ALiBi is supported; gradients are summed over processes in float32; dropout has one
+seed, drawn by the group's first process, and its backward pass drops what the forward pass
+dropped; a window without causality in the llama3 functions raises NotImplementedError; arguments
+are compared between processes before anything is sent. The striped functions do not exist here. In
 place of the adapter for transformers there is `hf_integration.context_parallel`.
 """
 

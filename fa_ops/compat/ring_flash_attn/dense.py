@@ -11,6 +11,7 @@ from fa_ops.compat.flash.arguments import (
     flag,
     heads_first,
     infinite_where_empty,
+    number,
     parts,
     scalar,
     shape,
@@ -35,7 +36,9 @@ def ring_flash_attn_func(
         q: ``(B, S, Hq, D)``.
         k: ``(B, S, Hkv, D)``.
         v: ``(B, S, Hkv, Dv)``.
-        dropout_p: 0.
+        dropout_p: probability of dropping a weight. The seed is drawn by the group's first
+            process, from torch's generator, and the weights that it drops on one device are
+            dropped on all processes together.
         softmax_scale: factor of the scores; ``None``: ``1 / sqrt(D)``.
         causal: whether token ``i`` of the whole sequence attends tokens ``j <= i`` alone.
         window_size: number of visible keys on either side of a query's own position in the whole
@@ -51,7 +54,7 @@ def ring_flash_attn_func(
     Raises:
         ValueError, TypeError, RuntimeError: as
             :func:`fa_ops.distributed.context_parallel_attention`.
-        NotImplementedError: the same; dropout.
+        NotImplementedError: the same.
 
     Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; the interface of
     https://github.com/zhuzilin/ring-flash-attention.
@@ -98,10 +101,9 @@ def options_of(
     dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
 ) -> dict:  # fmt: skip
     """The options of context_parallel_attention for the arguments of ring-flash-attention."""
-    if scalar(dropout_p):
-        raise NotImplementedError(f"dropout_p must be 0 in a ring, got {dropout_p}")
     return {
-        "scale": scalar(softmax_scale), "is_causal": flag("causal", causal),
+        "dropout_p": number("dropout_p", dropout_p), "scale": scalar(softmax_scale),
+        "is_causal": flag("causal", causal),
         "window": sides(window_size), "alibi_slopes": alibi_slopes,
         "deterministic": flag("deterministic", deterministic),
     }  # fmt: skip

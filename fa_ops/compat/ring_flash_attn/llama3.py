@@ -77,6 +77,10 @@ def llama3_flash_attn_varlen_func(
         cu_seqlens_q: as :func:`llama3_flash_attn_prepare_cu_seqlens` returns it, like the next
             three and `local_k_slice`.
         heads_k_stride: key heads that are gathered at a time; it divides ``Hkv``.
+        dropout_p: probability of dropping a weight. The seed is drawn by the group's first
+            process. No process knows the sequences of the others, so weights are numbered by their
+            query and key in the packed whole: the same ones are dropped for every number of
+            processes, but others than :func:`fa_ops.attention_varlen` drops with this seed.
         window_size: needs `causal`, as do `alibi_slopes`.
         return_attn_probs: also return the lse, float32 ``(Hq, T)``, and None.
 
@@ -89,8 +93,8 @@ def llama3_flash_attn_varlen_func(
         ValueError, TypeError: shapes and options that do not fit each other or those of other
             processes, or as :func:`fa_ops.attention_varlen`.
         RuntimeError: torch.distributed is not initialised, or another process raised an error.
-        NotImplementedError: dropout; a window or ALiBi without causality, where the position of
-            the queries in the last sequence is not known.
+        NotImplementedError: a window or ALiBi without causality, where the position of the
+            queries in the last sequence is not known.
 
     Source: Dubey et al., The Llama 3 Herd of Models, section 3.3.2,
     https://arxiv.org/abs/2407.21783.
