@@ -1,9 +1,10 @@
-"""`python -m tests.evaluation.fusion_bench`: the speed-up of fusion on a Llama, and its cost.
+"""`python -m tests.evaluation.fusion_bench`: the speed-up of fusion, and its cost.
 
-`speed` compiles variants of the model: eager attention with Inductor alone ("inductor"), the same
-with the fusion pass ("fused"), attn_implementation="sdpa" without and with it ("sdpa_fused"), and
-"fa_ops". Each round times every
-variant once, in random order, and divides by the time of "fa_ops" in that round. Drift between
+`speed` compiles the variants of each workload of `fusion_workloads.py`: a prefill and a training
+step of a Llama with attn_implementation="sdpa", without the fusion pass ("sdpa") and with it
+("sdpa_fused"), and with "fa_ops"; a left-padded batch beside one without padding; GPT-2 with a
+causal mask in a buffer beside the causal flag; FlexAttention on documents. Each round times every
+variant once, in random order, and divides by the time of one of them in that round. Drift between
 rounds, for instance of clocks, then cancels out, and differences of a few per cent become visible.
 `cost` prints the share of the pass in the compile time. Weights are random; nothing is downloaded.
 """
@@ -13,11 +14,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator
 from importlib import metadata
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated
 
@@ -28,59 +32,20 @@ from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-from compile_passes.backend import fa_ops
 from compile_passes.install import TIMER, install
 from fa_ops.bench import report
 from fa_ops.cli import options
+from tests.evaluation.fusion_workloads import (
+    LLAMA_3_8B,
+    TINY,
+    WORKLOADS,
+    Sizes,
+    Step,
+    Workload,
+    llama,
+)
 
-# name: (attn_implementation, whether the pass runs)
-VARIANTS = {
-    "fused": ("eager", True),
-    "inductor": ("eager", False),
-    "sdpa": ("sdpa", False),
-    "sdpa_fused": ("sdpa", True),
-    "fa_ops": ("fa_ops", False),
-}
-LLAMA_3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A forward pass, or a training step (forward and backward), over `batch` x `length` tokens.
-    With `padded`, row b is padded on the left by b / batch of its length.
-    """
-
-    name: str
-    layers: int
-    batch: int
-    length: int
-    train: bool = False
-    padded: bool = False
-
-
-def workloads(layers: int, prefill: int, train: int) -> dict[str, Workload]:
-    """The workloads by name."""
-    found = (
-        Workload("prefill", layers, 1, prefill),
-        Workload("train", max(layers // 2, 1), 2, train, train=True),
-        Workload("batch", layers, 8, max(prefill // 8, 8)),
-        Workload("padded", layers, 8, max(prefill // 8, 8), padded=True),
-    )
-    return {workload.name: workload for workload in found}
+VARIANTS = list(dict.fromkeys(v for w in WORKLOADS.values() for v in w.variants + w.others))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,74 +57,37 @@ class Result:
     ms: float  # the median of the rounds
     low: float
     high: float
-    ratio: tuple[float, float, float]  # to "fa_ops": median of the rounds, and its 95 % interval
+    ratio: tuple[float, float, float]  # to the base: median of the rounds, and its 95 % interval
     gib: float | None  # peak memory, with the weights and gradients of one model; None on a CPU
     fused: int  # attentions that the pass replaced
-    difference: float  # of the hidden states, relative to Inductor alone
+    difference: float  # of the results, relative to the base
+    compile_s: float  # until the third step has ended
 
 
-def build(shape: dict, layers: int, variant: str, device: str, like: object = None):
-    """A LlamaModel in bf16 with random weights, or with those of the model `like`."""
-    from transformers import LlamaConfig, LlamaModel
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How often steps are timed."""
 
-    implementation = VARIANTS[variant][0]
-    if implementation == "fa_ops":
-        import hf_integration  # noqa: F401  registers the name
-    config = LlamaConfig(
-        **shape,
-        num_hidden_layers=layers,
-        use_cache=False,
-        max_position_embeddings=16384,
-        attn_implementation=implementation,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaModel(config).to(torch.bfloat16)
-    if like is not None:
-        for parameter, shared in zip(model.parameters(), like.parameters(), strict=True):
-            parameter.data = shared.data
-    return model
+    device: str
+    rounds: int
+    repeats: int  # steps of a variant in each round
 
 
-def step_of(model: torch.nn.Module, ids: Tensor, workload: Workload, fused: bool) -> Callable:
-    """A function that runs a forward pass, or forward and backward, and returns hidden states."""
-    compiled = torch.compile(model, backend=fa_ops if fused else "inductor", dynamic=False)
-    mask = None
-    if workload.padded:
-        rows = torch.arange(workload.batch, device=ids.device)[:, None]
-        first = rows * workload.length // workload.batch
-        mask = (torch.arange(workload.length, device=ids.device) >= first).long()
-
-    def infer() -> Tensor:
-        with torch.no_grad():
-            return compiled(ids, attention_mask=mask).last_hidden_state
-
-    def train() -> Tensor:
-        hidden = compiled(ids, attention_mask=mask).last_hidden_state
-        hidden.float().square().mean().backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return hidden.detach()
-
-    model.train(workload.train)
-    return train if workload.train else infer
-
-
-def milliseconds(step: Callable, device: str, repeats: int) -> float:
-    """The mean time of a step over `repeats` steps, after one warm-up step."""
+def milliseconds(step: Step, timing: Timing) -> float:
+    """The mean time of a step, after one warm-up step."""
     step()
-    if device == "cpu":
+    if timing.device == "cpu":
         start = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(timing.repeats):
             step()
-        return (time.perf_counter() - start) * 1e3 / repeats
+        return (time.perf_counter() - start) * 1e3 / timing.repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(repeats):
+    for _ in range(timing.repeats):
         step()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return begin.elapsed_time(end) / timing.repeats
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
@@ -171,7 +99,7 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
-def peak(step: Callable, device: str) -> float | None:
+def peak(step: Step, device: str) -> float | None:
     """The peak memory of a step in GiB."""
     if device == "cpu":
         return None
@@ -183,57 +111,124 @@ def peak(step: Callable, device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
+class Measurement:
+    """The compiled variants of a workload, and their results."""
+
+    def __init__(self, workload: Workload, sizes: Sizes, device: str, variants: list[str]) -> None:
+        """Compile every variant and run it three times."""
+        torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
+        torch.manual_seed(0)
+        self.workload, self.variants = workload, variants
+        self.steps: dict[str, Step] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.fused: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        with _without_caches():
+            for variant, step in workload.steps(sizes, device, variants):
+                counters["fa_ops"].clear()
+                start = time.perf_counter()
+                out = [step() for _ in range(3)][-1]
+                self.steps[variant], self.outputs[variant] = step, out.float().cpu()
+                self.fused[variant] = counters["fa_ops"]["fused"]
+                self.seconds[variant] = time.perf_counter() - start
+
+    def results(self, timing: Timing) -> list[Result]:
+        """Time the variants alternately."""
+        memory = {name: peak(step, timing.device) for name, step in self.steps.items()}
+        times: dict[str, list[float]] = {name: [] for name in self.variants}
+        order = list(self.steps)
+        for index in range(timing.rounds):
+            random.Random(index).shuffle(order)
+            for name in order:
+                times[name].append(milliseconds(self.steps[name], timing))
+        base = self.workload.base if self.workload.base in times else self.variants[0]
+        right = self.outputs[base]
+        return [
+            Result(
+                self.workload.name,
+                name,
+                statistics.median(times[name]),
+                min(times[name]),
+                max(times[name]),
+                median_interval([t / b for t, b in zip(times[name], times[base], strict=True)]),
+                memory[name],
+                self.fused[name],
+                ((self.outputs[name] - right).norm() / right.norm()).item(),
+                self.seconds[name],
+            )
+            for name in self.variants
+        ]
+
+
+def _worker(pipe: Connection, name: str, sizes: Sizes, timing: Timing, variants: list[str]) -> None:
+    """Compile a workload, say so, and measure it when it is told to."""
+    try:
+        measurement = Measurement(WORKLOADS[name], sizes, timing.device, variants)
+        pipe.send(None)
+        pipe.recv()
+        pipe.send(measurement.results(timing))
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
 def measure(
-    workload: Workload, shape: dict, device: str, rounds: int, repeats: int, variants: list[str]
-) -> list[Result]:
-    """Compile every variant, then time them alternately on the same weights."""
-    torch._dynamo.reset()
-    ids = torch.randint(0, shape["vocab_size"], (workload.batch, workload.length), device=device)
-    steps, outputs, fused = {}, {}, {}
-    first = None
-    for variant in variants:
-        model = build(shape, workload.layers, variant, device, first)
-        first = first or model
-        counters["fa_ops"].clear()
-        steps[variant] = step_of(model, ids, workload, VARIANTS[variant][1])
-        for _ in range(3):
-            outputs[variant] = steps[variant]()
-        outputs[variant] = outputs[variant].float().cpu()
-        fused[variant] = counters["fa_ops"]["fused"]
-    memory = {variant: peak(step, device) for variant, step in steps.items()}
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    order = list(steps)
-    for index in range(rounds):
-        random.Random(index).shuffle(order)
-        for variant in order:
-            times[variant].append(milliseconds(steps[variant], device, repeats))
-    reference = outputs["inductor" if "inductor" in outputs else variants[0]]
-    base = times["fa_ops" if "fa_ops" in times else variants[0]]
-    return [
-        Result(
-            workload.name,
-            variant,
-            statistics.median(times[variant]),
-            min(times[variant]),
-            max(times[variant]),
-            median_interval([t / b for t, b in zip(times[variant], base, strict=True)]),
-            memory[variant],
-            fused[variant],
-            ((outputs[variant] - reference).norm() / reference.norm()).item(),
-        )
-        for variant in variants
-    ]
+    chosen: dict[str, list[str]], sizes: Sizes, timing: Timing, seconds: float
+) -> Iterator[tuple[str, list[Result] | str]]:
+    """The results of each workload, or the reason why there are none, as they are found.
+
+    Each workload has a process. All compile at once, and are then timed one after another.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, workers = {}, {}
+    for name, variants in chosen.items():
+        pipes[name], given = context.Pipe()
+        arguments = (given, name, sizes, timing, variants)
+        workers[name] = context.Process(target=_worker, args=arguments, daemon=True)
+        workers[name].start()
+        given.close()
+    try:
+        end = time.monotonic() + seconds
+        compiled = _all_messages(pipes, end)
+        for name, pipe in pipes.items():
+            message = compiled.get(name, f"did not compile in {seconds:.0f} s")
+            if message is None:
+                pipe.send("go")
+                message = _message(pipe)
+            yield name, message
+    finally:
+        for worker in workers.values():
+            worker.kill()
 
 
-def show(results: list[Result], console: Console) -> None:
-    """Print a table of results."""
-    table = Table("workload", "variant", "ms", "of fa_ops", "GiB", "fused", "difference")
+def _all_messages(pipes: dict[str, Connection], end: float) -> dict[str, object]:
+    """The first message of each worker that sends one before `end`."""
+    waiting, messages = {pipe: name for name, pipe in pipes.items()}, {}
+    while waiting:
+        ready = wait(list(waiting), max(end - time.monotonic(), 0))
+        if not ready:
+            break
+        for pipe in ready:
+            messages[waiting.pop(pipe)] = _message(pipe)
+    return messages
+
+
+def _message(pipe: Connection) -> object:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "its process ended without a result"
+
+
+def show(title: str, results: list[Result], base: str, console: Console) -> None:
+    """Print a table of the results of one workload."""
+    table = Table("variant", "ms", f"of {base}", "GiB", "fused", "difference", "compiled in s")
+    table.title, table.title_justify = title, "left"
     for r in results:
         middle, low, high = r.ratio
         ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
         memory = "-" if r.gib is None else f"{r.gib:.2f}"
-        rest = (ratio, memory, str(r.fused), f"{r.difference:.1e}")
-        table.add_row(r.workload, r.variant, f"{r.ms:.2f}", *rest)
+        rest = (ratio, memory, str(r.fused), f"{r.difference:.1e}", f"{r.compile_s:.0f}")
+        table.add_row(r.variant, f"{r.ms:.2f}", *rest)
     console.print(table)
 
 
@@ -250,39 +245,54 @@ Json = Annotated[
 def speed(
     device: Device = "auto",
     json_file: Json = None,
-    tiny: Annotated[bool, typer.Option(help="a small model, to try the command")] = False,
+    tiny: Annotated[bool, typer.Option(help="small models, to try the command")] = False,
     layers: Annotated[
         int, typer.Option(min=1, help="of the prefill; half of them for training")
     ] = 8,
     prefill: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 1")] = 8192,
     train: Annotated[int, typer.Option(min=1, help="tokens, in a batch of 2")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    rounds: Annotated[int, typer.Option(min=1)] = 15,
     repeats: Annotated[int, typer.Option(min=1, help="steps of a variant in each round")] = 3,
-    variants: Annotated[str, typer.Option(help="comma separated")] = ",".join(VARIANTS),
-    names: Annotated[
-        str, typer.Option("--workloads", help="comma separated: prefill, train, batch, padded")
-    ] = "prefill,train",
+    seconds: Annotated[float, typer.Option(min=1, help="for compiling, all at once")] = 300,
+    variants: Annotated[
+        str | None, typer.Option(help="comma separated, besides the base; all if not given")
+    ] = None,
+    names: Annotated[str, typer.Option("--workloads", help="comma separated")] = ",".join(
+        WORKLOADS
+    ),
 ) -> None:
-    """Time the variants on a prefill and on a training step."""
+    """Time the variants of each workload."""
     device = options.device(device)
-    chosen = options.one_of("--variants", options.words(variants), VARIANTS)
+    given = options.one_of("--variants", options.words(variants), VARIANTS)
+    wanted = options.one_of("--workloads", options.words(names), WORKLOADS)
     if device == "cpu" and not tiny:
         raise typer.BadParameter("a model of 8B shape needs CUDA; --tiny tries the command")
-    torch._dynamo.config.recompile_limit = 64  # the variants share LlamaModel.forward
-    results = []
-    known = workloads(layers, prefill, train)
-    for workload in map(known.get, options.one_of("--workloads", options.words(names), known)):
-        with _without_caches():
-            shape = TINY if tiny else LLAMA_3_8B
-            results += measure(workload, shape, device, rounds, repeats, chosen)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    show(results, Console())
+    sizes = Sizes(TINY if tiny else LLAMA_3_8B, layers, prefill, train)
+    if tiny:
+        sizes = dataclasses.replace(sizes, gpt_layers=2, gpt_heads=2, gpt_batch=2, heads=4)
+        sizes = dataclasses.replace(sizes, gpt_tokens=min(prefill, sizes.gpt_tokens))
+    chosen = {name: _chosen(WORKLOADS[name], given if variants else None) for name in wanted}
+    console, records, failed = Console(), [], False
+    for name, found in measure(chosen, sizes, Timing(device, rounds, repeats), seconds):
+        title = f"{name}: {WORKLOADS[name].describe(sizes)}"
+        if isinstance(found, str):
+            failed = True
+            console.print(f"{title}: {found}", markup=False)
+            continue
+        show(title, found, WORKLOADS[name].base, console)
+        records += [dataclasses.asdict(result) for result in found]
     if json_file is not None:
-        records = [dataclasses.asdict(result) for result in results]
         facts = {"transformers": metadata.version("transformers")}
         report.write_json(json_file, device, "fusion speed", records, **facts)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _chosen(workload: Workload, given: list[str] | None) -> list[str]:
+    """The variants of a workload that run: its base and those that are asked for."""
+    known = (*workload.variants, *workload.others)
+    wanted = workload.variants if given is None else (workload.base, *given)
+    return [name for name in known if name in wanted]
 
 
 @app.command()
@@ -296,7 +306,7 @@ def cost(
     """
     device = options.device(device)
     numbers = [int(x) for x in options.words(depths)]
-    models = [("Llama", n, lambda n=n: build(TINY, n, "fused", device).float()) for n in numbers]
+    models = [("Llama", n, lambda n=n: llama(TINY, n, "eager", device).float()) for n in numbers]
     models.append(("MLP", numbers[-1], lambda: _without_attention(numbers[-1], device)))
     table = Table("model", "layers", "compile s", "pass s", "share", "fused")
     rows = []

@@ -39,7 +39,8 @@ def invoke(command, arguments):
         (fusion_bench, ["cost", "--device", "cuda"], "torch finds no CUDA device"),
         (fusion_bench, ["speed", "--device", "cpu"], "needs CUDA; --tiny tries the command"),
         (fusion_bench, ["speed", "--tiny", "--rounds", "0"], "Invalid value for '--rounds'"),
-        (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of fused, inductor"),
+        (fusion_bench, ["speed", "--tiny", "--variants", "fast"], "of sdpa_fused, fa_ops"),
+        (fusion_bench, ["speed", "--tiny", "--workloads", "fast"], "of prefill, train, padded"),
     ],
 )
 def test_bad_arguments_are_refused(command, arguments, message, monkeypatch):
@@ -79,6 +80,13 @@ def test_the_table_of_libraries(monkeypatch, tmp_path):
         ["1", "eval", "1", "1"],
         ["1", "train", "1", "1"],
     ]
+
+
+def test_a_workload_that_fails_is_reported():
+    sizes = fusion_bench.Sizes(fusion_bench.TINY)
+    timing = fusion_bench.Timing("cpu", rounds=1, repeats=1)
+    ((name, found),) = fusion_bench.measure({"unknown": []}, sizes, timing, seconds=300)
+    assert name == "unknown" and "KeyError: 'unknown'" in found
 
 
 def test_the_interval_of_a_median():
