@@ -184,9 +184,8 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
 
 
 def drops_by_seed(options: Options, groups: tuple[Members, ...], query: Tensor) -> bool:
-    """Whether a seed tells the operator what to drop, or can with the scheme "ulysses".
-
-    Elsewhere it needs a word for each row, which fewer backends take.
+    """Whether a seed tells the operator what to drop, or can with the scheme "ulysses"; elsewhere
+    a word for each row does.
     """
     whole = len(groups) == 1 and query.shape[1] % groups[0].size == 0
     return whole and options.scheme in ("auto", "ulysses") and options.cu_seqlens is None

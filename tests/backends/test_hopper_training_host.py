@@ -19,6 +19,7 @@ from fa_ops.types import NO_TENSORS, Spec
 from tests.backends import test_hopper_backward_host as host
 
 driver = host.driver
+OF_FORWARD = dense_forward._PARAMS.fields["bias"].offset  # bytes
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def noted(driver, monkeypatch):
     def params(name, at):
         if name not in ("forward", "pack_rows", "pack_columns"):
             return read(name, at)
-        return ctypes.string_at(ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0], 640)
+        return ctypes.string_at(ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0], OF_FORWARD)
 
     driver.read = params
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
@@ -201,3 +202,34 @@ def test_results_that_no_kernel_writes_are_nan_under_test(noted, monkeypatch):
         (q, k, v), grad_out = inputs(), torch.zeros_like(out[0])
         grads = dense_backward.backward(grad_out, None, q, k, v, *out, Spec())
     assert all(t.isnan().all() for t in (*out, *grads[:3]))
+
+
+def words_at(name, params):
+    """The words (4 * 2, 128) of two batches of four heads, read while the kernel is launched."""
+    layouts = {"forward": dense_forward._PARAMS, "backward": dense_backward._PARAMS}
+    if name not in layouts:
+        return params
+    at = layouts[name].fields["dropout"].offset
+    address, rows = struct.unpack_from("<Qi", params, at)
+    assert rows == 128 and address % 16 == 0  # bulk loads
+    words = bytearray(ctypes.string_at(address, 4 * 8 * rows))
+    return torch.frombuffer(words, dtype=torch.int32).view(8, rows)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads last", "misaligned"])
+def test_words_of_dropout_take_the_place_of_those_that_a_kernel_writes(noted, layout):
+    read = noted.read
+    noted.read = lambda name, at: words_at(name, read(name, at))
+    words = torch.arange(2 * 4 * 96, dtype=torch.int32).view(2, 4, 96) - 300
+    if layout == "heads last":
+        words = words.mT.contiguous().mT
+    if layout == "misaligned":
+        words = torch.cat([words.new_zeros(1), words.flatten()])[1:].view(2, 4, 96)
+    q, k, v = inputs()
+    out, _ = torch.ops.fa.attention_with_lse(q, k, v, None, 0.5, dropout_seed=words)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    assert [one.name for one in noted.launched] == [
+        "forward", "preprocess", "backward", "postprocess"
+    ]  # fmt: skip
+    for name in ("forward", "backward"):
+        assert torch.equal(noted.last(name)[1][:, :96], words.reshape(8, 96))

@@ -396,6 +396,30 @@ def test_packed_dropout_drops_the_weights_of_keep_mask():
         assert torch.equal(actual[start : start + n, :, start : start + n], kept)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 4, 2, 200, 300, 64), (1, 8, 2, 1024, 1024, 128), (2, 2, 2, 64, 640, 128),
+     (1, 4, 4, 129, 513, 256)],
+)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_words_of_rows_drop_what_the_seed_drops(sizes, causal):
+    B, Hq, Hkv, Sq, Sk, D = sizes
+    q, k, v = (
+        torch.randn(B, h, s, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h, s in ((Hq, Sq), (Hkv, Sk), (Hkv, Sk))
+    )
+    seed = torch.tensor([2**41 + 5], device="cuda")
+    words, found = dropout.words_of(seed, B, Hq, Sq), []
+    for given in (seed, words, words.mT.contiguous().mT):
+        out, lse = torch.ops.fa.attention_with_lse(
+            q, k, v, None, 0.3, causal, dropout_seed=given, backend="hopper", deterministic=True
+        )
+        total = out.float().sin().sum() + lse.sum()
+        found.append((out, lse, *torch.autograd.grad(total, (q, k, v))))
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_deterministic_dropout_is_bitwise_equal(D):
     q, k, v = (

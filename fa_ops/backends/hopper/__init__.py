@@ -16,7 +16,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fa_ops.backends.dropout import is_words
 from fa_ops.backends.hopper.problem import MAX_NARROW_DIM, head_dim_error, limit_error
 from fa_ops.call import (
     APPEND,
@@ -174,8 +173,6 @@ def _unsupported(q: Tensor, v: Tensor, spec: Spec, takes_wide: bool) -> str | No
     is_wide = takes_wide and max(D, Dv) > MAX_NARROW_DIM
     if q.dim() == 3 and spec.alibi_slopes is not None:
         return "has no ALiBi for packed sequences"
-    if spec.dropout_p > 0 and is_words(spec.dropout_seed):
-        return "draws dropout from a seed, got a word for each row"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 and float16, query is {q.dtype}"
     if reason := head_dim_error(D, Dv, MAX_HEAD_DIM if is_wide else MAX_NARROW_DIM):

@@ -330,7 +330,7 @@ class BackwardPlan:
             by_query, query_bits = _packed(self.by_query, mask, stream)
             _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
         if self.row_seeds is not None:
-            row_seeds = self.row_seeds.run(stream, seed.data_ptr(), *cu_seqlens)
+            row_seeds = dropout.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
             packed = dropout.parameters(row_seeds, self.dropout_p)
             params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
         if bias is not None:

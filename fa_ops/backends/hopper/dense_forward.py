@@ -262,7 +262,8 @@ class ForwardPlan:
             if self.packer is not None:
                 bits = self.packer.run(stream, tensors.attn_mask.data_ptr())
             if self.row_seeds is not None:
-                seeds = self.row_seeds.run(stream, tensors.dropout_seed.data_ptr(), *cu_seqlens)
+                seed = tensors.dropout_seed
+                seeds = dropout.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
             rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
             written = None, out.data_ptr(), 0 if lse is None else lse.data_ptr()
             if self.combine is not None:

@@ -1,4 +1,4 @@
-"""Dropout: a word for each query of each head, written before the kernels that drop.
+"""Dropout: a word for each query of each head, written or copied before the kernels that drop.
 
 A word is the part of the rule's hash (`backends/dropout.py`) that keys have no part in, so that a
 weight costs two rounds of three; sequences of a packed batch need nothing else, as their places are
@@ -38,6 +38,21 @@ class RowSeeds(PreparedLaunch):
             Params.of(_ROW_SEEDS, "sequences", (sequences or 0, Hq, rows, count)),
             ((B * Hq, rows), (rows, 1), torch.int32),
         )
+
+
+def words_of_rows(
+    kernel: RowSeeds, seed: Tensor, cu_seqlens: tuple[int, int], stream: int
+) -> Tensor:
+    """The words that a kernel writes from a seed, or the given words (B, Hq, Sq) with rows added.
+
+    The result is that of `RowSeeds`; the backward kernels copy it by bulk loads, 64 rows at a time.
+    """
+    if not dropout.is_words(seed):
+        return kernel.run(stream, seed.data_ptr(), *cu_seqlens)
+    B, Hq, Sq = seed.shape
+    words = seed.new_empty(B, Hq, -(-Sq // _ROWS) * _ROWS)
+    words[..., :Sq] = seed
+    return words.view(B * Hq, -1)
 
 
 def scale(p: float) -> float:
