@@ -1,24 +1,30 @@
 """The public functions: check the types of Python values, then run the call's plan or the operator.
 
 Shapes, dtypes and devices are checked when a call is planned, with the same messages for functions
-and operators. What is checked here is what the schema of an operator cannot express.
+and operators.
 """
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fa_ops import dispatch, planning
+from fa_ops.argument_types import (
+    Window,
+    checked_options,
+    checked_packing,
+    need_bool,
+    need_number,
+    need_tensor,
+    sides,
+)
 from fa_ops.call import DENSE, PACKED, Call, PackedTensors, QuantizedTensors, Tensors
 from fa_ops.ops import autograd, dense, library, masks, merge, varlen
 from fa_ops.ops.library import Route
-from fa_ops.types import NO_TENSORS, DenseTensors, Packing, Spec, bounded
-
-Window = tuple[int | None, int | None]
+from fa_ops.types import NO_TENSORS, DenseTensors, Spec
 
 
 def attention(
@@ -132,19 +138,17 @@ def attention(
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
+    left, right = sides(window)
+    scalars = (
+        is_causal, dropout_p, scale, left, right, softcap, deterministic,
+        dispatch.default if backend is None else backend,
+    )  # fmt: skip
     if route is not Route.DISPATCH:
-        scalars = (
-            is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
-            deterministic, dispatch.default if backend is None else backend,
-        )  # fmt: skip
         geometry = planning.key_of(DENSE, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
-    options = checked_options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
-        backend,
-    )  # fmt: skip
+    options = checked_options(query, key, value, tensors, scalars)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         call = Call(DENSE, query, key, value, Spec(attn_mask, dropout_p, is_causal, **options))
         plan = planning.prepare(geometry, call, scalars)
@@ -243,20 +247,17 @@ def attention_varlen(
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
+    left, right = sides(window)
+    scalars = (
+        is_causal, dropout_p, scale, left, right, softcap, deterministic,
+        dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if route is not Route.DISPATCH:
-        scalars = (
-            is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
-            deterministic, dispatch.default if backend is None else backend, max_seqlen_q,
-            max_seqlen_k,
-        )  # fmt: skip
         geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
-    options = checked_options(
-        query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
-        backend,
-    )  # fmt: skip
+    options = checked_options(query, key, value, tensors, scalars)
     packing = checked_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         spec = Spec(None, dropout_p, is_causal, **options)
@@ -325,7 +326,7 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run an eager call by its plan, inside a node of autograd if the route says so."""
     if route is Route.RECORD:
-        recording = autograd.Recording(operators, plan.call, plan.options, plan.run, with_lse)
+        recording = autograd.Recording(operators, plan.call, plan.scalars, plan.run, with_lse)
         others = () if tensors is NO_TENSORS else tensors
         return autograd.Attention.apply(recording, query, key, value, *others)
     out, lse = plan.run(query, key, value, tensors, with_lse)
@@ -338,121 +339,6 @@ def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     if not 0.0 < dropout_p < 1.0:
         return None
     return torch.randint(2**63 - 1, (1,), device=need_tensor("query", query).device)
-
-
-def checked_options(
-    query, key, value, dropout_p, is_causal, scale, window, softcap, tensors, deterministic,
-    backend,
-) -> dict:  # fmt: skip
-    """The operators' keyword arguments that differ from their defaults, types checked."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        for name, t in (("query", query), ("key", key), ("value", value)):
-            need_tensor(name, t)
-    need_bool("is_causal", is_causal)
-    options: dict = {}
-    if scale is not None:
-        options["scale"] = need_number("scale", scale)
-    if window is not None:
-        options["window_left"], options["window_right"] = sides(window)
-    softcap = need_number("softcap", softcap)
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    for name, t in zip(tensors._fields, tensors):
-        if t is not None:
-            need_tensor(name, t)
-            if name in _KEYWORD_TENSORS:
-                options[name] = t
-    if deterministic is not False:
-        need_bool("deterministic", deterministic)
-        options["deterministic"] = True
-    if backend is None:
-        backend = dispatch.default
-    if backend is not None:
-        dispatch.check_name(backend)
-        options["backend"] = backend
-    return options
-
-
-def checked_packing(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> Packing:
-    """The packing of a call, types checked."""
-    need_tensor("cu_seqlens_q", cu_seqlens_q)
-    need_tensor("cu_seqlens_k", cu_seqlens_k)
-    if max_seqlen_q is not None:
-        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
-    if max_seqlen_k is not None:
-        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
-    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-
-
-def sides(window: Window) -> tuple[int, int]:
-    """(left, right) with -1 for None."""
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}")
-    for side in window:
-        if side is not None and not is_int(side):
-            raise TypeError(f"window must hold ints or None, got {window!r}")
-    left, right = window
-    return _side(left), _side(right)
-
-
-def _side(side: int | bool | None) -> int:
-    if side is None:
-        return -1
-    side = bounded(side if isinstance(side, torch.SymInt) else int(side))
-    if side < -(2**63):
-        raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
-    return side
-
-
-def need_int(name: str, value: object, kind: str = "an int") -> int:
-    """The value, of Python's own type."""
-    if not is_int(value):
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if isinstance(value, torch.SymInt):
-        return value
-    value = int(value)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
-    return value
-
-
-def is_int(value: object) -> bool:
-    """Whether it is an int of Python, of torch.compile or of NumPy."""
-    return isinstance(value, _INT)
-
-
-def _short(value: int) -> str:
-    return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
-
-
-def need_bool(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a bool of Python or of torch.compile."""
-    if not isinstance(value, _BOOL):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
-
-
-def need_number(name: str, value: object) -> float:
-    """The value, a float in place of an int; raises TypeError if it is no number."""
-    if not isinstance(value, _NUMBER):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if type(value) is not int:
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
-
-
-def need_tensor(name: str, value: object) -> Tensor:
-    """The value, if it is a Tensor; raises TypeError if not."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
-    return value
 
 
 def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
@@ -471,9 +357,3 @@ def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
         if state.dtype != first.dtype:
             raise TypeError(f"{name} must hold one dtype, got {first.dtype} and {state.dtype}")
     return torch.stack(tuple(states))
-
-
-_KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
-_INT = (int, torch.SymInt, numbers.Integral)
-_BOOL = (bool, torch.SymBool)
-_NUMBER = (int, float, torch.SymInt, torch.SymFloat)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import api, dispatch, kv_cache, paged_calls, planning, quantized, varlen_pages
+from fa_ops.argument_types import checked_options, checked_packing, sides
 from fa_ops.call import (
     CACHED,
     DENSE,
@@ -21,7 +22,7 @@ from fa_ops.call import (
 )
 from fa_ops.dispatch import CallExplanation
 from fa_ops.ops import library
-from fa_ops.types import Cache, DenseTensors, Quantization, Spec
+from fa_ops.types import Cache, DenseTensors, Quantization, Scalars, Spec
 from fa_ops.varlen_pages import PagedCall
 
 
@@ -104,12 +105,18 @@ def _described_quantized(query: Tensor, key: Tensor, value: Tensor, options: dic
     function = quantized.quantized_attention if flags else api.attention
     given = _bound(function, query, key, value, options)
     tensors = QuantizedTensors(given["sinks"], given["kv_lens"], given["key_ranges"], **scales)
-    scalars = (
-        given["is_causal"], 0.0, given["scale"], *quantized.sides(given["window"]),
-        given["softcap"], False, given["backend"], given.get("qk_dtype"),
-        given.get("smooth_key", False), given.get("rotate", False),
+    rest = given.get("qk_dtype"), given.get("smooth_key", False), given.get("rotate", False)
+    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
+    return quantized.described(query, key, value, tensors, (*scalars, *rest))
+
+
+def _scalars(given: dict[str, Any]) -> Scalars:
+    """Those among the arguments of a public function."""
+    left, right = sides(given["window"])
+    return Scalars(
+        given["is_causal"], given.get("dropout_p", 0.0), given["scale"], left, right,
+        given["softcap"], given.get("deterministic", False), given["backend"],
     )  # fmt: skip
-    return quantized.described(query, key, value, tensors, scalars)
 
 
 def _bound(function: Callable, query: Tensor, key: Tensor, value: Tensor, options: dict) -> dict:
@@ -130,18 +137,15 @@ def _described(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     elif options.keys() & set(Cache._fields):
         function, kind, named = kv_cache.attention_with_kv_cache, CACHED, CacheTensors
     given = _bound(function, query, key, value, options)
-    seed, dropout_p = None, given.get("dropout_p", 0.0)
-    if dropout_p != 0.0 and isinstance(query, Tensor):
+    seed, scalars = None, _scalars(given)
+    if scalars.dropout_p != 0.0 and isinstance(query, Tensor):
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)  # draws no number
     tensors = named(*(seed if name == "dropout_seed" else given[name] for name in named._fields))
-    checked = api.checked_options(
-        query, key, value, dropout_p, given["is_causal"], given["scale"], given["window"],
-        given["softcap"], tensors, given.get("deterministic", False), given["backend"],
-    )  # fmt: skip
-    spec = Spec(given.get("attn_mask"), dropout_p, given["is_causal"], **checked)
+    checked = checked_options(query, key, value, tensors, scalars)
+    spec = Spec(given.get("attn_mask"), scalars.dropout_p, scalars.is_causal, **checked)
     if kind == PACKED:
         names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-        packing = api.checked_packing(*(given[name] for name in names))
+        packing = checked_packing(*(given[name] for name in names))
         return Call(PACKED, query, key, value, spec, packing)
     if kind == CACHED:
         names = "rotary_interleaved", "num_splits", "batch_invariant"

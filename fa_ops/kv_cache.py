@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops import api, dispatch, planning
+from fa_ops import dispatch, planning
+from fa_ops.argument_types import (
+    Window,
+    checked_options,
+    need_bool,
+    need_int,
+    need_tensor,
+    sides,
+)
 from fa_ops.call import CACHED, CacheTensors, Call
 from fa_ops.ops import kv_cache, library
 from fa_ops.ops.library import Route
@@ -22,7 +30,7 @@ def attention_with_kv_cache(
     key: Tensor | None = None,
     value: Tensor | None = None,
     scale: float | None = None,
-    window: api.Window | None = None,
+    window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -118,30 +126,27 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
-    type(return_lse) is bool or api.need_bool("return_lse", return_lse)
+    type(return_lse) is bool or need_bool("return_lse", return_lse)
     tensors = CacheTensors(
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max,
     )  # fmt: skip
+    left, right = sides(window)
+    scalars = (
+        is_causal, 0.0, scale, left, right, softcap, False,
+        dispatch.default if backend is None else backend, rotary_interleaved, num_splits,
+        batch_invariant,
+    )  # fmt: skip
     geometry = None
     if library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT:
-        left, right = (-1, -1) if window is None else api.sides(window)
-        scalars = (
-            is_causal, 0.0, scale, left, right, softcap, False,
-            dispatch.default if backend is None else backend, rotary_interleaved, num_splits,
-            batch_invariant,
-        )  # fmt: skip
         geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
             return _run(plan, query, key_cache, value_cache, tensors, return_lse)
-    api.need_tensor("key_cache", key_cache)
-    api.need_tensor("value_cache", value_cache)
-    api.need_tensor("kv_lens", kv_lens)
-    options = api.checked_options(
-        query, key_cache, value_cache, 0.0, is_causal, scale, window, softcap, tensors, False,
-        backend,
-    )  # fmt: skip
+    need_tensor("key_cache", key_cache)
+    need_tensor("value_cache", value_cache)
+    need_tensor("kv_lens", kv_lens)
+    options = checked_options(query, key_cache, value_cache, tensors, scalars)
     cache = checked_cache(tensors, rotary_interleaved, num_splits, batch_invariant)
     if geometry is not None and library.is_strided(query, key_cache, value_cache, *tensors):
         spec = Spec(None, 0.0, is_causal, **options)
@@ -161,8 +166,8 @@ def checked_cache(
     """The cache of a call, types checked but for those of tensors."""
     flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
     for name, flag in flags.items():
-        api.need_bool(name, flag)
-    num_splits = api.need_int("num_splits", num_splits)
+        need_bool(name, flag)
+    num_splits = need_int("num_splits", num_splits)
     t = tensors
     if (t.key is None) != (t.value is None):
         raise ValueError("key and value must be given together")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops import api, checks, dispatch, planning
+from fa_ops import checks, dispatch, planning
+from fa_ops.argument_types import checked_options, sides
 from fa_ops.call import PAGED, Call, PagedTensors
 from fa_ops.ops import library
 from fa_ops.ops.library import Route
@@ -27,15 +28,13 @@ def attention(
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
     if not _may_run(query, key, value, tensors, options):
         return None
-    window, scale = options.get("window"), options.get("scale")
-    left, right = (-1, -1) if window is None else api.sides(window)
-    scalars = options.get("is_causal", False), scale, left, right, options.get("softcap", 0.0)
+    scalars = _scalars(options, BACKEND)
     geometry = planning.key_of(PAGED, query, key, value, tensors, scalars)
     plan = planning.prepared(geometry)
     if plan is None:
         if _is_refused(geometry):
             return None
-        call = _described(query, key, value, tensors, options)
+        call = _described(query, key, value, tensors, scalars)
         if _refusal(call) is not None:
             if len(_refused) >= _LIMIT:
                 _refused.clear()
@@ -60,7 +59,7 @@ def call_of(
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
     if not _may_run(query, key, value, tensors, options):
         return None
-    call = _described(query, key, value, tensors, options)
+    call = _described(query, key, value, tensors, _scalars(options, BACKEND))
     return planning.normalised(call) if _refusal(call) is None else None
 
 
@@ -74,7 +73,8 @@ def check_options(
     """
     tensors = tensors_of(cu_seqlens_q, kv_lens, page_table, options)
     if not torch.compiler.is_compiling():
-        call = _described(query, key, value, tensors, options, options.get("backend"))
+        scalars = _scalars(options, options.get("backend"))
+        call = _described(query, key, value, tensors, scalars)
         checks.options(query, call.spec, page_table.shape[0], query.shape[1])
         return
     slopes = tensors.alibi_slopes
@@ -92,18 +92,22 @@ def tensors_of(
     return PagedTensors(cu_seqlens_q, kv_lens, page_table, slopes, sinks)
 
 
-def _described(
-    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, options: dict[str, Any],
-    backend: str | None = BACKEND,
-) -> Call:  # fmt: skip
-    """The call, types checked."""
-    causal = options.get("is_causal", False)
-    checked = api.checked_options(
-        query, key, value, 0.0, causal, options.get("scale"), options.get("window"),
-        options.get("softcap", 0.0), tensors, False, backend,
+def _scalars(options: dict[str, Any], backend: str | None) -> tuple:
+    """In the order of `Scalars`."""
+    left, right = sides(options.get("window"))
+    return (
+        options.get("is_causal", False), 0.0, options.get("scale"), left, right,
+        options.get("softcap", 0.0), False, backend,
     )  # fmt: skip
+
+
+def _described(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors, scalars: tuple
+) -> Call:
+    """The call, types checked."""
+    checked = checked_options(query, key, value, tensors, scalars)
     packing = Packing(tensors.cu_seqlens_q, tensors.cu_seqlens_q)
-    spec = Spec(None, 0.0, causal, **checked)
+    spec = Spec(None, 0.0, scalars[0], **checked)
     return Call(PAGED, query, key, value, spec, packing, Cache(tensors.page_table))
 
 

@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 
     run: Run
     call: Call  # without tensors
-    options: tuple  # as `key_of` was given them
+    scalars: tuple  # as `key_of` was given them
 
 
 _prepared: dict[tuple, Prepared] = {}
@@ -57,19 +57,19 @@ _plans: dict[tuple, Plan] = {}
 
 
 def key_of(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, options: tuple
+    kind: str, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, scalars: tuple
 ) -> tuple | None:
     """The geometry of a call; None where an argument is no tensor or has no strides.
 
-    `options` are the scalars. Their types are part of the geometry: the checks refuse 1 for a bool,
-    but it equals True.
+    `scalars` begin with those of `Scalars`. Their types are part of the geometry: the checks refuse
+    1 for a bool, but it equals True.
     """
     try:
         dtype, k_shape, v_shape = q.dtype, k.shape, v.shape
         key = (
             kind, q.shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(),
             dtype, k.dtype, v.dtype, q.device, k.device, v.device, dispatch.default,
-            options, tuple(map(type, options)),
+            scalars, tuple(map(type, scalars)),
         )  # fmt: skip
         if k_shape != v_shape:  # values may be part of the keys
             key += (k.data_ptr() == v.data_ptr(),)
@@ -92,7 +92,7 @@ def prepared(key: tuple | None) -> Prepared | None:
         return None
 
 
-def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
+def prepare(key: tuple, call: Call, scalars: tuple) -> Prepared:
     """Check, plan and prepare the first call of a geometry.
 
     Raises:
@@ -111,7 +111,7 @@ def prepare(key: tuple, call: Call, options: tuple) -> Prepared:
     if plan is None:
         plan = _keep(_plans, family, plan_for(normal))
     run = _with_steps_before(plan.prepare(normal), call, step)
-    return _keep(_prepared, key, Prepared(run, call.without_tensors(), options))
+    return _keep(_prepared, key, Prepared(run, call.without_tensors(), scalars))
 
 
 def _keep(known: dict, key: tuple, value):
@@ -133,35 +133,35 @@ def run(call: Call, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError, TypeError, NotImplementedError: as `prepare` does.
     """
-    q, k, v, tensors, options = call.query, call.key, call.value, call.tensors, options_of(call)
-    key = key_of(call.kind, q, k, v, tensors, options)
-    found = prepared(key) or prepare(key, call, options)
+    q, k, v, tensors, scalars = call.query, call.key, call.value, call.tensors, scalars_of(call)
+    key = key_of(call.kind, q, k, v, tensors, scalars)
+    found = prepared(key) or prepare(key, call, scalars)
     return found.run(q, k, v, tensors, with_lse)
 
 
 def prepared_backward(
-    call: Call, options: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
+    call: Call, scalars: tuple, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, saved: Saved
 ) -> Prepared:
     """Find or make what runs the backward pass of a call.
 
-    Only the options of `call` are read; `options` are the same as a flat tuple, for `key_of`.
+    Only the options of `call` are read; `scalars` are those of its forward pass, for `key_of`.
     """
-    options = backward_options(options, saved)
-    key = key_of(call.kind, q, k, v, tensors, options)
+    scalars = backward_scalars(scalars, saved)
+    key = key_of(call.kind, q, k, v, tensors, scalars)
     found = prepared(key)
     if found is None:
         call = call.with_tensors(tensors)._replace(query=q, key=k, value=v, saved=saved)
         if torch.are_deterministic_algorithms_enabled():
             call = call._replace(spec=call.spec._replace(deterministic=True))
-        found = prepare(key, call, options)
+        found = prepare(key, call, scalars)
     return found
 
 
-def backward_options(options: tuple, saved: Saved) -> tuple:
+def backward_scalars(scalars: tuple, saved: Saved) -> tuple:
     """The scalars of a backward pass, and the geometry of its additional tensors, for `key_of`."""
     grad_out, grad_lse, out, lse, mask_grad = saved
     geometry = (
-        "backward", options, torch.are_deterministic_algorithms_enabled(), mask_grad,
+        "backward", scalars, torch.are_deterministic_algorithms_enabled(), mask_grad,
         grad_out.shape, grad_out.stride(), grad_out.dtype, grad_out.device,
         out.shape, out.stride(), out.dtype, out.device,
         lse.shape, lse.stride(), lse.dtype, lse.device,
@@ -171,20 +171,20 @@ def backward_options(options: tuple, saved: Saved) -> tuple:
     return *geometry, grad_lse.shape, grad_lse.stride(), grad_lse.dtype, grad_lse.device
 
 
-def options_of(call: Call) -> tuple:
+def scalars_of(call: Call) -> tuple:
     """The scalars of a forward call, for `key_of`."""
     spec, packing, cache = call.spec, call.packing, call.cache
-    dense = (
+    common = (
         spec.is_causal, spec.dropout_p, spec.scale, spec.window_left, spec.window_right,
         spec.softcap, spec.deterministic, spec.backend,
     )  # fmt: skip
     if packing is not None:
-        return *dense, packing.max_seqlen_q, packing.max_seqlen_k
+        return *common, packing.max_seqlen_q, packing.max_seqlen_k
     if cache is not None:
-        return *dense, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
+        return *common, cache.rotary_interleaved, cache.num_splits, cache.batch_invariant
     if call.quantization is not None:
-        return *dense, *call.quantization[3:]
-    return dense
+        return *common, *call.quantization[3:]
+    return common
 
 
 def plan_for(call: Call) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, planning
-from fa_ops.api import Window
+from fa_ops import dispatch, planning
+from fa_ops.argument_types import Window, checked_options, need_bool, sides
 from fa_ops.call import QUANTIZED, Call, QuantizedTensors
 from fa_ops.ops import library, quantized
 from fa_ops.ops.library import Route
@@ -108,34 +108,24 @@ def scaled_attention(
     return _run(query, key, value, tensors, scalars, return_lse)
 
 
-def sides(window: Window | None) -> tuple[int, int]:
-    """(left, right) with -1 for None, of a window that may be None."""
-    return (-1, -1) if window is None else api.sides(window)
-
-
 def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> Call:
     """The call with these arguments, the types of Python values checked.
 
-    `scalars` are is_causal, dropout_p, scale, the window's sides, softcap, deterministic, backend,
-    qk_dtype, smooth_key and rotate.
+    `scalars` are those of `Scalars`, and qk_dtype, smooth_key and rotate.
     """
-    is_causal, p, scale, left, right, softcap, deterministic, backend, *rest = scalars
-    options = api.checked_options(
-        query, key, value, p, is_causal, scale, (left, right), softcap, tensors, deterministic,
-        backend,
-    )  # fmt: skip
-    qk_dtype, smooth_key, rotate = rest
+    options = checked_options(query, key, value, tensors, scalars)
+    is_causal, (qk_dtype, smooth_key, rotate) = scalars[0], scalars[-3:]
     if qk_dtype is not None and not isinstance(qk_dtype, torch.dtype):
         raise TypeError(f"qk_dtype must be a torch.dtype, got {qk_dtype!r}")
     for name, flag in (("smooth_key", smooth_key), ("rotate", rotate)):
-        api.need_bool(name, flag)
+        need_bool(name, flag)
     quantization = Quantization(*tensors[3:], qk_dtype, smooth_key, rotate)
     spec = Spec(None, 0.0, is_causal, **options)
     return Call(QUANTIZED, query, key, value, spec, quantization=quantization)
 
 
 def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
-    api.need_bool("return_lse", with_lse)
+    need_bool("return_lse", with_lse)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         quantized.refuse_gradients(query, key, value, *tensors)

@@ -79,6 +79,23 @@ class DenseTensors(NamedTuple):
 NO_TENSORS = DenseTensors()
 
 
+class Scalars(NamedTuple):
+    """The scalar options of every kind of call, in the order of the tuples that planning keys.
+
+    Repeated calls make plain tuples of them, which is faster. In these, scalars of one kind of call
+    alone follow.
+    """
+
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = False
+    backend: str | None = None
+
+
 UNBOUNDED = 2**31 - 1  # a window this wide excludes no key
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import cache_checks, checks, dispatch, paged_calls
-from fa_ops.api import need_bool, need_int, need_number, need_tensor
+from fa_ops.argument_types import need_bool, need_int, need_number, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library

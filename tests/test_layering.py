@@ -22,6 +22,8 @@ PLANS = (
     "fa_ops.call",
     "fa_ops.types",
 )
+# What the public functions make calls of and run them by.
+CALLS = ("fa_ops.argument_types", "fa_ops.ops", *PLANS)
 # What modules under a prefix may import at their top from our packages; the longest prefix counts.
 TOP = {
     "fa_ops": (
@@ -44,16 +46,15 @@ TOP = {
     "fa_ops.empty_calls": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
     "fa_ops.planning": PLANS[1:],
     "fa_ops.ops": ("fa_ops.ops", *PLANS),
-    "fa_ops.api": ("fa_ops.ops", *PLANS),
-    "fa_ops.kv_cache": ("fa_ops.api", "fa_ops.ops", *PLANS),
-    "fa_ops.quantized": ("fa_ops.api", "fa_ops.ops", *PLANS),
-    "fa_ops.paged_calls": ("fa_ops.api", "fa_ops.ops", *PLANS),
+    "fa_ops.argument_types": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.api": CALLS,
+    "fa_ops.kv_cache": CALLS,
+    "fa_ops.quantized": CALLS,
+    "fa_ops.paged_calls": CALLS,
     "fa_ops.varlen_pages": (
-        "fa_ops.api",
         "fa_ops.paged_calls",
         "fa_ops.kv_cache",
-        "fa_ops.ops",
-        *PLANS,
+        *CALLS,
     ),
     "fa_ops.explanation": (
         "fa_ops.api",
@@ -61,20 +62,19 @@ TOP = {
         "fa_ops.paged_calls",
         "fa_ops.quantized",
         "fa_ops.varlen_pages",
-        "fa_ops.ops",
-        *PLANS,
+        *CALLS,
     ),
     "fa_ops.distributed": (
         "fa_ops.distributed",
         "fa_ops.api",
         "fa_ops.kv_cache",
-        "fa_ops.ops",
         "fa_ops.backends.dropout",
-        *PLANS,
+        *CALLS,
     ),
     "fa_ops.compat": (
         "fa_ops.compat",
         "fa_ops.api",
+        "fa_ops.argument_types",
         "fa_ops.cache_checks",
         "fa_ops.checks",
         "fa_ops.distributed",

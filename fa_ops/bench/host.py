@@ -41,7 +41,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
         return Run(lambda _: call(), context=lambda: _context(False, kernel))
 
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    key_of, options = planning.key_of, planning.options_of(call)
+    key_of, scalars = planning.key_of, planning.scalars_of(call)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     ends = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[2]
     sdpa = lambda: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
@@ -52,7 +52,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, peers: dict[str, SDPBackend]) -> d
         "fa_ops.attention_varlen": run(lambda: fa_ops.attention_varlen(*packed, ends, ends)),
         "  inside: torch.ops.fa.attention": run(lambda: operator(q, k, v)),
         "  inside: planning": run(
-            lambda: planning.prepared(key_of(DENSE, q, k, v, call.tensors, options))
+            lambda: planning.prepared(key_of(DENSE, q, k, v, call.tensors, scalars))
         ),
         f"  inside: backend {_name(module)}": run(lambda: module.forward(q, k, v, spec)),
         **{name: run(sdpa, kernel) for name, kernel in peers.items()},

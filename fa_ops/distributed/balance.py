@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops import api
+from fa_ops.argument_types import Window, sides
 from fa_ops.distributed import plans
 from fa_ops.distributed.layout import SequenceLayout, merged, whole_group
 from fa_ops.distributed.masks import Mask, Ranges, on_host, visible
@@ -23,7 +23,7 @@ def balanced_layout(
     mesh_or_group: ProcessGroup | DeviceMesh | None = None,
     *,
     is_causal: bool = False,
-    window: api.Window | None = None,
+    window: Window | None = None,
     kv_lens: Tensor | None = None,
     key_ranges: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -65,7 +65,7 @@ def balanced_layout(
             f"tokens must be a multiple of {max(1, chunks) * size}, {chunks} chunks for each of "
             f"{size} processes, got {tokens}"
         )
-    left, right = (-1, -1) if window is None else api.sides(window)
+    left, right = sides(window)
     ranges = on_host(key_ranges)
     mask = Mask(
         tokens, tokens, is_causal, left, right, on_host(kv_lens),

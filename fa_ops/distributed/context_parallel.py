@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa_ops import api
+from fa_ops.argument_types import Window
 from fa_ops.distributed import agreement, costs, plans, whole_heads
 from fa_ops.distributed.costs import SchemeChoice
 from fa_ops.distributed.dropout import RowWords, agreed_seed, row_words
@@ -41,7 +41,7 @@ def context_parallel_attention(
     scheme: str = "auto",
     *,
     is_causal: bool = False,
-    window: api.Window | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,

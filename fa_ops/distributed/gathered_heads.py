@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fa_ops import api
+from fa_ops.argument_types import Window, sides
 from fa_ops.distributed import agreement
 from fa_ops.distributed.dropout import agreed_seed
 from fa_ops.distributed.exchange import all_gather
@@ -29,7 +29,7 @@ Packing = tuple[Tensor, Tensor, int, int]
 @outside_graphs
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, keys: slice, heads: int,
-    group: dist.ProcessGroup | None, *, is_causal: bool, window: api.Window | None,
+    group: dist.ProcessGroup | None, *, is_causal: bool, window: Window | None,
     scale: float | None, alibi_slopes: Tensor | None, deterministic: bool, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(T, Hq, Dv)`` and lse ``(Hq, T)`` of this process's queries. Differentiable.
@@ -48,7 +48,7 @@ def gathered_attention(
             :func:`fa_ops.compat.ring_flash_attn.llama3_flash_attn_varlen_func`.
     """
     (members,) = groups_of(group)
-    left, right = (-1, -1) if window is None else api.sides(window)
+    left, right = sides(window)
     options = {
         "is_causal": is_causal, "scale": scale, "window_left": left, "window_right": right,
         "deterministic": deterministic,

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fa_ops import api, dispatch, planning
+from fa_ops import dispatch, planning
+from fa_ops.argument_types import Window, checked_options, need_bool, need_tensor, sides
 from fa_ops.call import DENSE, Call
 from fa_ops.distributed.layout import Members, SequenceLayout, contiguous_layout, zigzag_layout
 from fa_ops.distributed.masks import Mask, on_host
 from fa_ops.distributed.plans import StepProblem
 from fa_ops.distributed.stepwise import StepOptions
 from fa_ops.ops import autograd
-from fa_ops.types import DenseTensors, Spec
+from fa_ops.types import DenseTensors, Scalars, Spec
 
 SCHEMES = ("auto", "ring", "ulysses", "all_gather")
 
@@ -27,7 +28,7 @@ class Options(NamedTuple):
 
     scheme: str = "auto"
     is_causal: bool = False
-    window: api.Window | None = None
+    window: Window | None = None
     scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -48,7 +49,7 @@ class Options(NamedTuple):
     @property
     def sides(self) -> tuple[int, int]:
         """The window, -1 for unbounded sides."""
-        return (-1, -1) if self.window is None else api.sides(self.window)
+        return sides(self.window)
 
 
 class CheckedCall(NamedTuple):
@@ -69,7 +70,7 @@ def error_of_flags(**flags: object) -> TypeError | None:
     """The error of the first that is no bool, of which other processes are to hear, or None."""
     for name, flag in flags.items():
         try:
-            api.need_bool(name, flag)
+            need_bool(name, flag)
         except TypeError as error:
             return error
     return None
@@ -134,7 +135,7 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, groups: tuple[Members, ...], options: Options
 ) -> CheckedCall:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if api.need_tensor(name, t).dim() != 4:
+        if need_tensor(name, t).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(t.shape)}")
     size = 1
     for members in groups:
@@ -214,10 +215,11 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
     tensors = DenseTensors(
         None, options.alibi_slopes, options.sinks, options.kv_lens, options.key_ranges
     )
-    given = api.checked_options(
-        q, k, v, options.dropout_p, options.is_causal, options.scale, options.window,
-        options.softcap, tensors, options.deterministic, options.backend,
+    scalars = Scalars(
+        options.is_causal, options.dropout_p, options.scale, *options.sides, options.softcap,
+        options.deterministic, options.backend,
     )  # fmt: skip
+    given = checked_options(q, k, v, tensors, scalars)
     for name, t in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, but query is on {q.device}")
@@ -230,7 +232,7 @@ def _check_operator(q: Tensor, k: Tensor, v: Tensor, size: int, options: Options
     else:
         _check_documents(q, k, size, options)
         packed = (x[0].transpose(0, 1) for x in whole)
-        ends = api.need_tensor("cu_seqlens", ends).to("meta")
+        ends = need_tensor("cu_seqlens", ends).to("meta")
         torch.ops.fa.attention_varlen(*packed, ends, ends, is_causal=options.is_causal, **on_meta)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if records and (options.backend or dispatch.default) == "reference":
@@ -266,7 +268,7 @@ def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options, by_seed: b
 
 
 def _check_documents(q: Tensor, k: Tensor, size: int, options: Options) -> None:
-    ends = on_host(api.need_tensor("cu_seqlens", options.cu_seqlens))
+    ends = on_host(need_tensor("cu_seqlens", options.cu_seqlens))
     tokens = q.shape[2] * size
     if q.shape[0] != 1:
         raise ValueError(f"query must have a batch of 1 with cu_seqlens, got {q.shape[0]}")

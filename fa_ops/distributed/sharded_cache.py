@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import api
+from fa_ops.argument_types import Window, need_bool, need_tensor, sides
 from fa_ops.distributed import agreement
 from fa_ops.distributed.exchange import all_gather
 from fa_ops.distributed.graph_breaks import outside_graphs
@@ -32,7 +33,7 @@ def attention_with_sharded_kv_cache(
     key: Tensor | None = None,
     value: Tensor | None = None,
     scale: float | None = None,
-    window: api.Window | None = None,
+    window: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -95,8 +96,8 @@ def attention_with_sharded_kv_cache(
     (members,) = groups
     flags = {"is_causal": is_causal, "check": check, "return_lse": return_lse}
     for name, flag in flags.items():
-        api.need_bool(name, flag)
-    several = api.need_tensor("query", query).dim() == 4 and query.shape[2] > 1
+        need_bool(name, flag)
+    several = need_tensor("query", query).dim() == 4 and query.shape[2] > 1
     for name, given in (("window", window), ("alibi_slopes", alibi_slopes)):
         if given is not None and several:
             raise NotImplementedError(
@@ -146,8 +147,8 @@ def _keys_after(length: Tensor, members: Members) -> Tensor:
     return _gathered(length, members)[members.rank + 1 :].sum(0)
 
 
-def _in_window(window: api.Window, length: Tensor, after: Tensor) -> Tensor:
+def _in_window(window: Window, length: Tensor, after: Tensor) -> Tensor:
     """The keys of this process that one query, the last token, attends: (B, 1, 1, 2)."""
-    left, _ = api.sides(window)
+    left, _ = sides(window)
     start = torch.zeros_like(length) if left < 0 else (length + after - 1 - left).clamp(min=0)
     return torch.stack((start.minimum(length), length), -1).to(torch.int32).view(-1, 1, 1, 2)

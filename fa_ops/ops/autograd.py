@@ -53,7 +53,7 @@ class Recording(NamedTuple):
 
     operators: Operators
     call: Call  # without tensors
-    options: tuple  # as `planning.key_of` takes them
+    scalars: tuple  # as `planning.key_of` takes them
     run: Run
     with_lse: bool
 
@@ -75,7 +75,7 @@ def record(
     """Run the forward operator from inside its Autograd kernel and record its gradient."""
     options = call.without_tensors()
     run = partial(_run_or_redispatch, operators.forward, keyset, options)
-    recording = Recording(operators, options, planning.options_of(call), run, with_lse)
+    recording = Recording(operators, options, planning.scalars_of(call), run, with_lse)
     tensors = () if call.tensors is NO_TENSORS else call.tensors
     return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
 
@@ -136,8 +136,8 @@ def _gradients(recording: Recording, q, k, v, tensors: Tensors, saved: Saved) ->
         g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
     )
     if is_direct:
-        call, options = recording.call, recording.options
-        run = planning.prepared_backward(call, options, q, k, v, tensors, saved).run
+        call, scalars = recording.call, recording.scalars
+        run = planning.prepared_backward(call, scalars, q, k, v, tensors, saved).run
         return run(*given, tensors)
     call = recording.call.with_tensors(tensors)
     args, options = arguments(call)
@@ -150,8 +150,8 @@ def _gradients(recording: Recording, q, k, v, tensors: Tensors, saved: Saved) ->
 def run_backward(call: Call, saved: Saved) -> Gradients:
     """What a backward operator's kernel runs."""
     q, k, v, tensors = call.query, call.key, call.value, call.tensors
-    options = planning.options_of(call)
-    run = planning.prepared_backward(call, options, q, k, v, tensors, saved).run
+    scalars = planning.scalars_of(call)
+    run = planning.prepared_backward(call, scalars, q, k, v, tensors, saved).run
     return Gradients(*run(saved.grad_out, saved.grad_lse, q, k, v, saved.out, saved.lse, tensors))
 
 

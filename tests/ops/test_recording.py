@@ -43,7 +43,7 @@ def forward_geometries():
 
 
 def is_backward(found):
-    return "backward" in found.options
+    return "backward" in found.scalars
 
 
 def qkv(requires_grad=True, **options):

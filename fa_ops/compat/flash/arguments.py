@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import need_int, need_number, need_tensor
+from fa_ops.argument_types import need_int, need_number, need_tensor
 
 DENSE, PACKED, PAGES = "(B, S, H, D)", "(T, H, D)", "(pages, page_size, H, D)"
 Window = tuple[int | None, int | None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.api import need_tensor
+from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     PAGES,

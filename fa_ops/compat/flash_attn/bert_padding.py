@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from fa_ops.api import need_tensor
+from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import count, has_shape
 
 

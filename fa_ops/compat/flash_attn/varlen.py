@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import attention_varlen, checked_packing, dropout_seed
+from fa_ops.api import attention_varlen, dropout_seed
+from fa_ops.argument_types import checked_packing
 from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,

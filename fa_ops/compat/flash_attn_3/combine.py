@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops.api import merge_states, need_tensor
+from fa_ops.api import merge_states
+from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import buffers
 
 _FEATURES = 256  # of one call: what all backends take

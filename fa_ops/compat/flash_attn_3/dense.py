@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.api import attention, need_tensor
+from fa_ops.api import attention
+from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
     Window,

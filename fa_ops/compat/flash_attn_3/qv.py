@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.api import need_tensor
+from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import has_shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages, undifferentiable

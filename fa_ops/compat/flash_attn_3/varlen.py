@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_ops.api import attention_varlen, checked_packing
+from fa_ops.api import attention_varlen
+from fa_ops.argument_types import checked_packing
 from fa_ops.compat.flash import segments
 from fa_ops.compat.flash.arguments import (
     PACKED,

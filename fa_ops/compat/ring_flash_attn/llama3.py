@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fa_ops.api import need_int, need_tensor
+from fa_ops.argument_types import need_int, need_tensor
 from fa_ops.compat.flash.arguments import (
     PACKED,
     Window,

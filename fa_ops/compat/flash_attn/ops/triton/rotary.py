@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import checks
-from fa_ops.api import need_int, need_tensor
+from fa_ops.argument_types import need_int, need_tensor
 from fa_ops.backends.rotary import turned
 from fa_ops.compat.flash.arguments import count, flag
 

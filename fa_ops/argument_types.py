@@ -1,0 +1,144 @@
+"""Types of Python arguments, and the operators' arguments made of them.
+
+Checked here is what the schema of an operator cannot express. Shapes, dtypes, devices and values
+are in `checks`.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ops import dispatch
+from fa_ops.call import Tensors
+from fa_ops.types import DenseTensors, Packing, bounded
+
+Window = tuple[int | None, int | None]
+
+_KEYWORD_TENSORS = (*DenseTensors._fields[1:],)
+_INT = (int, torch.SymInt, numbers.Integral)
+_BOOL = (bool, torch.SymBool)
+_NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def checked_options(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, scalars: tuple
+) -> dict[str, Any]:
+    """The operators' keyword arguments that differ from their defaults, types checked.
+
+    `scalars` begins with those of `Scalars`, the window's sides from `sides`.
+    """
+    is_causal, _, scale, left, right, softcap, deterministic, backend, *_ = scalars
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            need_tensor(name, t)
+    need_bool("is_causal", is_causal)
+    options: dict[str, Any] = {}
+    if scale is not None:
+        options["scale"] = need_number("scale", scale)
+    if left != -1 or right != -1:
+        options["window_left"], options["window_right"] = left, right
+    softcap = need_number("softcap", softcap)
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    for name, t in zip(tensors._fields, tensors):
+        if t is not None:
+            need_tensor(name, t)
+            if name in _KEYWORD_TENSORS:
+                options[name] = t
+    if deterministic is not False:
+        need_bool("deterministic", deterministic)
+        options["deterministic"] = True
+    if backend is None:
+        backend = dispatch.default
+    if backend is not None:
+        dispatch.check_name(backend)
+        options["backend"] = backend
+    return options
+
+
+def checked_packing(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Packing:
+    """The packing of a call, types checked."""
+    need_tensor("cu_seqlens_q", cu_seqlens_q)
+    need_tensor("cu_seqlens_k", cu_seqlens_k)
+    if max_seqlen_q is not None:
+        max_seqlen_q = need_int("max_seqlen_q", max_seqlen_q, "an int or None")
+    if max_seqlen_k is not None:
+        max_seqlen_k = need_int("max_seqlen_k", max_seqlen_k, "an int or None")
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def sides(window: Window | None) -> tuple[int, int]:
+    """The sides of a window, -1 where they exclude no key."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and not is_int(side):
+            raise TypeError(f"window must hold ints or None, got {window!r}")
+    left, right = window
+    return _side(left), _side(right)
+
+
+def _side(side: int | bool | None) -> int:
+    if side is None:
+        return -1
+    side = bounded(side if isinstance(side, torch.SymInt) else int(side))
+    if side < -(2**63):
+        raise ValueError(f"window must hold integers of 64 bits, got {_short(side)}")
+    return side
+
+
+def need_int(name: str, value: object, kind: str = "an int") -> int:
+    """The value, of Python's own type."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if isinstance(value, torch.SymInt):
+        return value
+    value = int(value)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {_short(value)}")
+    return value
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an int of Python, of torch.compile or of NumPy."""
+    return isinstance(value, _INT)
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() < 128 else f"an integer of {value.bit_length()} bits"
+
+
+def need_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the value is a bool of Python or of torch.compile."""
+    if not isinstance(value, _BOOL):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def need_number(name: str, value: object) -> float:
+    """The value, a float in place of an int; raises TypeError if it is no number."""
+    if not isinstance(value, _NUMBER):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got {_short(value)}") from None
+
+
+def need_tensor(name: str, value: object) -> Tensor:
+    """The value, if it is a Tensor; raises TypeError if not."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    return value
