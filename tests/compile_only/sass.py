@@ -63,10 +63,13 @@ def instructions(sass: str) -> list[str]:
     return [" ".join(line.split()) for line in _WHOLE.findall(sass)]
 
 
-def innermost_loop(sass: str, instruction: str) -> list[str]:
-    """Names of what the shortest loop that holds such an instruction consists of; [] without one.
+PRODUCTS = ("HMMA", "HGMMA")  # of tensor cores: of a warp, and of a warpgroup
 
-    A loop is what a branch back spans.
+
+def innermost_loop(sass: str) -> list[str]:
+    """Names of the instructions of the shortest loop with products of tensor cores.
+
+    A loop is what a branch back spans. Raises ValueError if there is none.
     """
     lines = [(int(at, 16), name, operands) for at, name, operands in _LINE.findall(sass)]
     loops = []
@@ -74,9 +77,9 @@ def innermost_loop(sass: str, instruction: str) -> list[str]:
         target = re.search(r"0x([0-9a-f]+)", operands)
         if name.startswith("BRA") and target and int(target.group(1), 16) < at:
             body = [n for a, n, _ in lines if int(target.group(1), 16) <= a <= at]
-            if any(n.startswith(instruction) for n in body):
+            if any(n.startswith(PRODUCTS) for n in body):
                 loops.append(body)
-    return min(loops, key=len, default=[])
+    return min(loops, key=len)
 
 
 def unwritten_uniform_registers(sass: str) -> list[str]:
