@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ops import api, dispatch, kv_cache, paged_calls, planning, quantized, varlen_pages
+from fa_ops import (
+    api,
+    dispatch,
+    kv_cache,
+    paged_calls,
+    planning,
+    quantized,
+    query_tiles,
+    varlen_pages,
+)
 from fa_ops.argument_types import checked_options, checked_packing, sides
 from fa_ops.call import (
     CACHED,
@@ -65,10 +74,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
         given = _over_pages(query, key, value, options)
         one = paged_calls.call_of(*given[:6], given.options)
-        _, _, query, kv_lens, page_table, options = varlen_pages.tiled_call(
-            query, key, *given[3:]
-        )  # fmt: skip
-        options = {"kv_lens": kv_lens, "page_table": page_table, **options}
+        tiled = query_tiles.tiled_call(query, key, *given[3:])
+        query, tables = tiled.query, {"kv_lens": tiled.kv_lens, "page_table": tiled.page_table}
+        options = tables | tiled.options
     describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
     call = describe(query, key, value, options)
     planning.check(call)

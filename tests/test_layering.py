@@ -51,8 +51,10 @@ TOP = {
     "fa_ops.kv_cache": CALLS,
     "fa_ops.quantized": CALLS,
     "fa_ops.paged_calls": CALLS,
+    "fa_ops.query_tiles": ("fa_ops.types",),
     "fa_ops.varlen_pages": (
         "fa_ops.paged_calls",
+        "fa_ops.query_tiles",
         "fa_ops.kv_cache",
         *CALLS,
     ),
@@ -61,6 +63,7 @@ TOP = {
         "fa_ops.kv_cache",
         "fa_ops.paged_calls",
         "fa_ops.quantized",
+        "fa_ops.query_tiles",
         "fa_ops.varlen_pages",
         *CALLS,
     ),

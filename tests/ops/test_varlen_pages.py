@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa_ops
-from fa_ops import paged_calls, varlen_pages
+from fa_ops import paged_calls, query_tiles
 
 COUNTS, KEYS = [3, 0, 1, 7, 5], [9, 4, 24, 2, 13]  # queries and keys of each sequence
 TOKENS = sum(COUNTS) + 2  # the first and the last are in no sequence
@@ -49,7 +49,7 @@ def packed_keys(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, table: tor
 @pytest.mark.parametrize("size", [2, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results_are_those_of_packed_keys(name, size, monkeypatch):
-    monkeypatch.setattr(varlen_pages, "tile_queries", lambda query, key: size)
+    monkeypatch.setattr(query_tiles, "tile_queries", lambda query, key: size)
     q, k, v, ends, lens, table = drawn()
     out, lse = fa_ops.attention_varlen(
         q, k, v, ends, None, 7, kv_lens=lens, page_table=table, return_lse=True, **OPTIONS[name]
@@ -84,9 +84,9 @@ def test_a_prompt_and_decoding_steps_share_a_batch():
 )
 def test_tiles_have_whole_queries_of_the_heads_of_a_group(Hq, D, queries):
     q, key = torch.empty(300, Hq, D), torch.empty(4, 16, 2, D)
-    assert varlen_pages.tile_queries(q, key) == queries
+    assert query_tiles.tile_queries(q, key) == queries
     ends, lens, table = torch.tensor([0, 290, 300]).int(), torch.zeros(2).int(), torch.zeros(2, 4)
-    call = varlen_pages.tiled_call(q, key, ends, lens, table.int(), None, {"is_causal": True})
+    call = query_tiles.tiled_call(q, key, ends, lens, table.int(), None, {"is_causal": True})
     assert call.query.shape == (300 // queries + 2, Hq, queries, D)
 
 
