@@ -8,9 +8,7 @@ from fa_ops.backends import hopper, reference
 from fa_ops.testing import Case, assert_close_to_oracle
 from fa_ops.types import Spec
 
-pytestmark = pytest.mark.skipif(
-    hopper.available_error() is not None, reason="needs a Hopper GPU"
-)
+pytestmark = pytest.mark.skipif(hopper.available_error() is not None, reason="needs a Hopper GPU")
 
 WIDE = {"D": 512, "Dv": 512, "Hq": 4, "Hkv": 2, "dtype": torch.bfloat16, "device": "cuda"}
 CASES = {
