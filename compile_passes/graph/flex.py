@@ -2,10 +2,10 @@
 and softmax.
 
 A BlockMask lists the blocks of keys that a kernel visits. It may leave out blocks that mask_mod
-would keep, and mask_mod is not applied in those that it lists as full. The lists are usually inputs
-of the graph, of unknown content, and such calls are left as they are. A call is written out only
+would keep, and mask_mod is not applied in those that it lists as full. The lists have no effect
 where one block holds all scores and is listed as one in which mask_mod applies (without a
 BlockMask, or with one of so large a block), or where the lists are made of mask_mod in the graph.
+Elsewhere they are usually inputs of the graph, of unknown content, and become a part of the mask.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from compile_passes.graph import block_masks
 from compile_passes.graph.axes import sizes_equal
+from compile_passes.graph.block_lists import kept_by_blocks
 from compile_passes.graph.inlined_call import (
     Inlined,
     InlinedAttention,
@@ -56,7 +57,7 @@ def inline_flex(graph: fx.Graph) -> Inlined:
 def _inlined(call: fx.Node) -> InlinedAttention:
     q, k, v, _, block_mask, scale, _, score_buffers, mask_buffers = call.args
     score_mod, mask_mod = (_subgraph(call, x) for x in (call.args[3], block_mask[-1]))
-    _check(call, block_mask, mask_mod)
+    _check(call, block_mask)
     part = next((user for user in call.users if user.args[1] == 0), None)
     if part is None:
         raise Refused("its result is not read")
@@ -71,6 +72,8 @@ def _inlined(call: fx.Node) -> InlinedAttention:
         indices = _indices(inserter, scores)
         scores = _applied(inserter, score_mod, (scores, *indices), score_buffers)
         kept = _applied(inserter, mask_mod, indices, mask_buffers)
+        if not _mask_mod_decides(call, block_mask, mask_mod):
+            kept = kept_by_blocks(inserter, kept, indices, block_mask)
         hidden = inserter.function(torch.logical_not, kept)
         scores = inserter.method("masked_fill", scores, hidden, -torch.inf)
         softmax = weights = inserter.method("softmax", scores, -1)
@@ -88,9 +91,9 @@ def _inlined(call: fx.Node) -> InlinedAttention:
     return InlinedAttention(call, inserter.nodes, out, part, softmax, NAME, has_mask)
 
 
-def _check(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> None:
-    given = [*call.args[:3], *call.args[-2], *call.args[-1]]
-    check_inputs(x for x in given if isinstance(x, fx.Node))
+def _check(call: fx.Node, block_mask: tuple) -> None:
+    given = [*call.args[:3], *block_mask, *call.args[-2], *call.args[-1]]
+    check_inputs(x for x in given if isinstance(x, fx.Node) and x is not block_mask[-1])
     q, k, v = (example(x) for x in call.args[:3])
     if not q.dtype == k.dtype == v.dtype:
         raise Refused("query, key and value differ in dtype")
@@ -99,6 +102,11 @@ def _check(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> None:
     for user in call.users:
         if user.args[1] != 0 and user.users:
             raise Refused("its log-sum-exp or maximum is read")
+
+
+def _mask_mod_decides(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> bool:
+    """Whether the lists of the BlockMask neither leave out nor add anything."""
+    q, k = (example(x) for x in call.args[:2])
     counts, indices, *others = block_mask[2:-3]
     q_block, k_block = block_mask[-3:-1]
     one_block = _at_most(q.shape[-2], q_block) and _at_most(k.shape[-2], k_block)
@@ -107,12 +115,7 @@ def _check(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> None:
     )
     reads_inputs = _reads_inputs([x for x in others if isinstance(x, fx.Node)])
     known = one_block and whole and not reads_inputs
-    if not known and not block_masks.is_made_of(call, block_mask, mask_mod):
-        lists = [x for x in block_mask[2:-3] if isinstance(x, fx.Node)]
-        where = " is made outside of the graph, and" if all(map(_is_input, lists)) else ""
-        raise Refused(
-            f"its BlockMask{where} may skip blocks that mask_mod keeps, or mask_mod itself"
-        )
+    return known or block_masks.is_made_of(call, block_mask, mask_mod)
 
 
 def _at_most(n: int | torch.SymInt, limit: object) -> bool:

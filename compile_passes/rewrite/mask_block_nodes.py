@@ -1,8 +1,8 @@
 """`fa::mask_blocks` for the dense masks that are left: one call for all attentions of a mask.
 
 Attentions share it where their masks are the same node, or were made by the same operations from
-the same nodes, as each layer makes its own from the model's. After any write to memory all are
-made again.
+the same nodes, as each layer makes its own from the model's. Bool masks that are equal in this
+sense are made once. After any write to memory all are made again.
 """
 
 from __future__ import annotations
@@ -26,35 +26,43 @@ _MASK = 3  # the position of attn_mask among the operators' arguments
 
 def add_mask_blocks(graph: fx.Graph) -> int:
     """Give attentions with a dense mask its blocks where that pays; returns how many were given."""
-    made: dict[object, fx.Node] = {}
+    made: dict[int, fx.Node] = {}
+    masks: dict[int, fx.Node] = {}
     numbers, given = _Numbers(), 0
     for node in list(graph.nodes):
         mask = _dense_mask(node)
         if mask is not None:
             number = numbers.of(mask)
+            if example(mask).dtype == torch.bool:
+                node.replace_input_with(mask, masks.setdefault(number, mask))
+            if not _pays(node, mask):
+                continue
             if number not in made:
                 with graph.inserting_before(node):
-                    made[number] = _insert(graph, mask)
+                    made[number] = _insert(graph, masks.get(number, mask))
             node.kwargs = node.kwargs | {"mask_blocks": made[number]}
             given += 1
         elif _writes(node):
-            made, numbers = {}, _Numbers()
+            made, masks, numbers = {}, {}, _Numbers()
     return given
 
 
 def _dense_mask(node: fx.Node) -> fx.Node | None:
-    """The mask of an attention that is faster with its blocks."""
+    """The mask of an attention."""
     if node.op != "call_function" or node.target not in _ATTENTION:
         return None
     mask = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
-    if not isinstance(mask, fx.Node) or node.kwargs.get("mask_blocks") is not None:
-        return None
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def _pays(node: fx.Node, mask: fx.Node) -> bool:
+    """Whether an attention is faster with the blocks of its mask, and has none."""
     queries, mask_rows = example(node.args[0]).shape[2], (1, 1, *example(mask).shape)[-2]
-    if sizes_equal(mask_rows, 1):
-        return None
+    if node.kwargs.get("mask_blocks") is not None or sizes_equal(mask_rows, 1):
+        return False
     # a length that may vary is that of prompts: graphs of single tokens are made for 1
     count = queries if type(queries) is int else MASK_BLOCK
-    return mask if mask_blocks_pay(count, example(mask)) else None
+    return mask_blocks_pay(count, example(mask))
 
 
 def _insert(graph: fx.Graph, mask: fx.Node) -> fx.Node:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import compile_passes
-from tests.compile_passes.helpers import assert_same, fuse, qkv
+from compile_passes.masks import call_rules
+from fa_ops.testing import assert_within_budget
+from tests.compile_passes.block_masks import kept_elements, masked, random_block_mask
+from tests.compile_passes.helpers import assert_same, fuse, qkv, results
 
 INF = float("inf")
 S = 128
@@ -138,20 +143,18 @@ def test_block_masks_made_of_the_mask_mod_are_left_out(name):
     assert [f.masks for f in fusion.findings] == [masks], fusion.findings
 
 
-BLOCKS = "its BlockMask may skip blocks that mask_mod keeps, or mask_mod itself"
-OUTSIDE = BLOCKS.replace("may", "is made outside of the graph, and may", 1)
 STORED = "its scores or mask would be stored for every query and key"
 
 
 LEFT = {
-    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), OUTSIDE),
-    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), OUTSIDE),
-    "blocks listed as full": (lambda q, k, v: flex_attention(q, k, v, block_mask=FULL), OUTSIDE),
+    "a given BlockMask": (lambda q, k, v: flex_attention(q, k, v, block_mask=CAUSAL), STORED),
+    "blocks dropped": (lambda q, k, v: flex_attention(q, k, v, block_mask=DROPPED), STORED),
+    "blocks listed as full": (lambda q, k, v: flex_attention(q, k, v, block_mask=FULL), STORED),
     "made inside of the first text": (
         made_inside(lambda b, h, i, j: j < LENGTHS[b]),  # B is 1
-        BLOCKS,
+        STORED,
     ),
-    "changed inside": (made_inside(lambda b, h, i, j: i >= j, changed=True), BLOCKS),
+    "changed inside": (made_inside(lambda b, h, i, j: i >= j, changed=True), STORED),
     "lse": (
         lambda q, k, v: flex_attention(q, k, v, return_lse=True),
         "its log-sum-exp or maximum is read",
@@ -180,6 +183,92 @@ def test_others_stay(name):
     actual, expected = fusion.run(*inputs()), function(*inputs())
     torch.testing.assert_close(actual, expected)
     assert fusion.reasons == [reason]
+
+
+def in_documents(b, h, i, j):
+    return (i >= j) & (DOCUMENTS[i] == DOCUMENTS[j])
+
+
+def of_texts(b, h, i, j):
+    return (i >= j) & (TEXTS[b, i] == TEXTS[b, j])
+
+
+TEXTS = torch.stack([torch.arange(S) // 30, torch.arange(S) % 3])  # the second is not sorted
+GIVEN = {
+    "documents": lambda: create_block_mask(in_documents, None, None, S, S, "cpu", BLOCK_SIZE=32),
+    "unsorted": lambda: create_block_mask(of_texts, 2, None, S, S, "cpu", BLOCK_SIZE=32),
+    "heads": lambda: create_block_mask(of_texts, 2, 4, S, S, "cpu", BLOCK_SIZE=(16, 64)),
+    "one block": lambda: create_block_mask(in_documents, None, None, S, S, "cpu", BLOCK_SIZE=256),
+    "short last block": lambda: create_block_mask(
+        in_documents, None, None, S, S, "cpu", BLOCK_SIZE=48
+    ),
+    "blocks dropped": lambda: DROPPED,
+    "blocks listed as full": lambda: FULL,
+    "random": lambda: random_block_mask(in_documents, S),
+    "random, of texts and heads": lambda: random_block_mask(of_texts, S, (64, 16), 2, 4),
+    "random, none full": lambda: random_block_mask(in_documents, S, 48, full=False),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """The rules decide as on Hopper, and gradients are permitted on the CPU."""
+    device = property(lambda case: torch.device("cuda:0"))
+    monkeypatch.setattr(call_rules.CallCase, "device", device)
+    monkeypatch.setattr(call_rules, "compute_capability", lambda device: (9, 0))
+    module = sys.modules[flex_attention.__module__]
+    monkeypatch.setattr(module, "_validate_device", lambda query, key, value: None)
+
+
+def attend_given(q, k, v, block_mask):
+    return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_given_block_masks_are_exact(name, on_hopper):
+    """Outputs and gradients, whatever the lists are: not those of torch's eager mode, which does
+    not read them.
+    """
+    block_mask = GIVEN[name]()
+    keep = kept_elements(block_mask)
+    fusion = fuse(attend_given)
+    given = qkv(torch.bfloat16, Hkv=2, Sq=S, Sk=S, D=64, Dv=16)
+
+    def run(q, k, v):
+        return fusion.run(q, k, v, block_mask)
+
+    def oracle(q, k, v):
+        return masked(q, k, v, keep)
+
+    actual = results(run, given, True)
+    for n, (a, o, b) in enumerate(
+        zip(
+            actual,
+            results(oracle, given, True, torch.float64),
+            results(oracle, given, True),
+            strict=True,
+        )
+    ):
+        assert_within_budget(f"result {n}", a, o, b)
+    (finding,) = fusion.findings
+    assert finding.fused and "dense attn_mask" in finding.masks, finding
+
+
+def test_layers_share_the_mask_of_given_lists(on_hopper):
+    """The mask is made once, also where blocks of a mask are of no use; again after a write."""
+    block_mask = GIVEN["documents"]()
+
+    def layers(q, k, v, numbers):
+        for _ in range(3):
+            q = attend_given(q, k, v, block_mask)
+        numbers.add_(1)
+        return attend_given(q, k, v, block_mask)
+
+    fusion = fuse(layers)
+    fusion.run(*qkv(torch.bfloat16, Hkv=2, Sq=S, Sk=S, D=32, Dv=32), torch.zeros(3))
+    calls = [n for n in fusion.graphs[-1].nodes if n.target is torch.ops.fa.attention.default]
+    masks = [call.args[3] for call in calls]
+    assert fusion.fused == len(calls) == 4 and len(set(masks[:3])) == 1 and masks[3] != masks[0]
 
 
 def test_explain_finds_the_functions_of_a_call():

@@ -7,6 +7,7 @@ import torch
 
 import compile_passes
 from fa_ops.testing import assert_within_budget
+from tests.compile_passes.block_masks import kept_elements, masked, random_block_mask
 from tests.kernels import DTYPES
 
 LOWEST = torch.finfo(torch.float32).min
@@ -186,3 +187,48 @@ def test_flex_calls(kind, device="cuda"):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 4, 256, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
     check(kind, attention, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["documents", "random"])
+def test_given_block_masks(kind):
+    """A BlockMask made outside of the graph, of its mask_mod or of random lists: forward and
+    backward, against attention of what is kept, and the forward pass of FlexAttention.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    S = 1024
+    numbers = torch.arange(S, device="cuda") // 300
+
+    def keep(b, h, i, j):
+        return (i >= j) & (numbers[i] == numbers[j])
+
+    if kind == "documents":
+        block_mask = create_block_mask(keep, None, None, S, S, "cuda")
+    else:
+        block_mask = random_block_mask(keep, S, 128, device="cuda", distinct=True)
+    kept = kept_elements(block_mask)
+    torch.manual_seed(0)
+    shapes = ((2, 8, S, 64), (2, 4, S, 64), (2, 4, S, 64))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    findings = []
+
+    def backend(graph, _):
+        findings.extend(compile_passes.fuse_module(graph))
+        return graph.forward
+
+    def attention(q, k, v):
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    def expected(q, k, v):
+        return masked(q, k, v, kept)
+
+    torch._dynamo.reset()
+    fused = results(torch.compile(attention, backend=backend), inputs, torch.bfloat16)
+    assert any(finding.fused for finding in findings), findings
+    naive, oracle = (results(expected, inputs, x) for x in (torch.bfloat16, torch.float64))
+    for n, triple in enumerate(zip(fused, oracle, naive, strict=True)):
+        assert_within_budget(f"result {n} of {kind}", *triple)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        flex = torch.compile(attention)(*inputs)
+    torch.testing.assert_close(flex, fused[0], atol=2e-2, rtol=2e-2)
