@@ -102,11 +102,17 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f, INFINITE
 """  # noqa: E501
 
 
-def built(folder: Path, name: str, text: str, ptx: str = WARP) -> ctypes.CDLL:
-    """A library of a source that includes files of `cuda/`, with `ptx` in place of `ptx.cuh`."""
+def built(
+    folder: Path, name: str, text: str, ptx: str = WARP, others: dict[str, str] | None = None
+) -> ctypes.CDLL:
+    """A library of a source that includes files of `cuda/`.
+
+    `ptx` stands in for `ptx.cuh`, and `others` for more headers, by their names.
+    """
     headers = folder / f"{name}_cuda"
     shutil.copytree(SOURCES, headers)
-    (headers / "ptx.cuh").write_text(ptx)
+    for header, replaced in {"ptx.cuh": ptx, **(others or {})}.items():
+        (headers / header).write_text(replaced)
     (folder / f"{name}.cpp").write_text('#include "ptx.cuh"\n' + text)
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{headers}"]
     library = folder / f"{name}.so"

@@ -128,6 +128,12 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
     for word in ("full", "causal", "ranges"):
         split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
         yield one(f"{word} split", configs.backward_config(D, Dv), split)
+    paired = configs.backward_config(D, Dv, keys=1 << 20)
+    if paired.is_paired:
+        for word in ("full", "causal", "ranges", "lengths", "alibi"):
+            yield one(f"{word} long", paired, FEATURES[word])
+        for word in ("full", "causal", "ranges"):
+            yield one(f"{word} split long", paired, FEATURES[word] | {"split": True})
     yield one("deterministic", configs.backward_config(D, Dv, deterministic=True), CAUSAL)
     for bits in (16, 32):
         found = one(f"bias{bits}", configs.backward_config(D, Dv, bias_bits=bits), CAUSAL)

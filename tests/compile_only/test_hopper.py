@@ -312,6 +312,19 @@ def assert_two_passes(dims, features, tmp_path):
     assert waits == {"backward": 6 if config.is_wide else 3, "backward_queries": 4}
 
 
+def test_passes_that_overlap(tmp_path):
+    """The first lets the second begin after its own wait, and the second waits at its end."""
+    config = configs.backward_config(160, 160)
+    sass, log = compiled(tmp_path, "backward", config, HAS_WINDOW=1)
+    assert_clean(log, spilled_bytes=24)
+    waits = [re.findall(r"ACQBULK|PREEXIT|EXIT", part) for part in sass.split("Function : ")[1:]]
+    names = re.findall(r"Function : (\w+)", sass)
+    found = dict(zip(names, waits))
+    first, second = found["backward"], found["backward_queries"]
+    assert first.index("ACQBULK") < first.index("PREEXIT") and first.count("PREEXIT") == 1
+    assert second.index("PREEXIT") < second.index("ACQBULK") and second.count("ACQBULK") == 1
+
+
 def assert_notes(sass, config, features):
     """A product with 0 for each gradient of a thread, and none where sums are looked at later: no
     compiler may think that it is 0."""

@@ -63,6 +63,8 @@ def program(kind: str, entry: str, defines: dict[str, int]) -> Program:
     name = _ENTRY_FILES.get((kind, entry), f"{kind}.cu")
     if (kind, entry) == ("backward", "backward") and defines["IS_WIDE"]:
         name = "backward_keys.cu"
+    if (kind, entry) == ("backward", "backward") and defines["IS_PAIRED"]:
+        name = "backward_pair.cu"
     macros = sorted({**defines, f"ENTRY_{entry}": 1}.items())
     source = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     headers = {header: _read_source(header) for header in _included(name)}

@@ -172,9 +172,13 @@ class BackwardConfig(HeadDims):
     It keeps dK and dV, 64 keys a consumer; or, where it is wide, one consumer keeps dK and one dV
     of 64 keys. It adds up dQ too, or a kernel with 128 queries a CTA makes that in a pass over
     `query_block_n` keys at a time, each block of K or V in one of `query_stages` slots.
+
+    Paired, the two CTAs of a cluster own half of the keys each, and add up half the columns of dQ
+    each.
     """
 
     is_wide: bool = False
+    is_paired: bool = False
     adds_dq: bool = True
     block_m: int = 64
     block_n: int = 128
@@ -184,7 +188,25 @@ class BackwardConfig(HeadDims):
     bias_bits: int = 0  # as the forward's
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
 
-    threads = 384  # a warpgroup copies, two compute
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: a warpgroup copies, two compute; of a pair a third computes dQ."""
+        return 512 if self.is_paired else 384
+
+    @property
+    def ctas_of_block(self) -> int:
+        """CTAs that share a block of keys."""
+        return 2 if self.is_paired else 1
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether CTAs take one block of keys after another."""
+        return not (self.is_wide or self.is_paired)
+
+    @property
+    def grad_stages(self) -> int:
+        """Blocks of dO in shared memory; it holds `stages` blocks of queries."""
+        return 1 if self.is_paired else self.stages
 
     @property
     def alternates(self) -> bool:
@@ -198,22 +220,28 @@ class BackwardConfig(HeadDims):
     @property
     def sum_features(self) -> int:
         """Columns of the sums of dQ. Registers do not hold 104, but they hold half of 128."""
+        if self.is_paired:
+            return self.head_dim
         return 128 if 96 < self.head_features < 128 else self.head_features
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of the kernel `backward`."""
         dims = self.head_dim + self.value_dim
-        keys = self.block_n * dims * 2 + _TILE_BYTES
-        queries = self.stages * self.block_m * (dims * 2 + 2 * 4 + 8 + 4)
+        keys = self.block_n // self.ctas_of_block * dims * 2 + _TILE_BYTES
+        of_query, of_grad = self.head_dim * 2 + 4 + 8 + 4, self.value_dim * 2 + 4
+        queries = self.block_m * (self.stages * of_query + self.grad_stages * of_grad)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
-        return keys + queries + self._exchange_bytes + bias + 8 * (5 + 4 * self.stages)
+        barriers = 5 + 2 * self.is_paired + 2 * (self.stages + self.grad_stages)
+        return keys + queries + self._exchange_bytes + bias + 8 * barriers
 
     @property
     def _exchange_bytes(self) -> int:
         scores = self.block_m * self.block_n
         if self.is_wide:
             return scores * 4 * self.buffers
+        if self.is_paired:  # the other CTA's keys, two buffers of dS of all keys, own weights
+            return self.block_n // 2 * self.head_dim + scores * 4 + scores * 2
         return scores * 4 + self.block_n * self.head_dim * 2 if self.adds_dq else 0
 
     @property
@@ -232,7 +260,9 @@ class BackwardConfig(HeadDims):
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages,
             "EXCHANGE_BYTES": self._exchange_bytes,
             "SHARED_BYTES": self.shared_bytes, "QUERY_SHARED_BYTES": self.query_shared_bytes,
-            "IS_WIDE": int(self.is_wide), "ADDS_DQ": int(self.adds_dq),
+            "GRAD_STAGES": self.grad_stages,
+            "IS_WIDE": int(self.is_wide), "IS_PAIRED": int(self.is_paired),
+            "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
             "BIAS_BITS": self.bias_bits,
         }  # fmt: skip
@@ -459,10 +489,38 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
     return Config(D, Dv, 128, 80)
 
 
+# Keys of a query from which pairs of CTAs are faster for D 256, on an H200 with 16384 queries: the
+# fp32 sums of dQ are cleared, written and read once for each query, two products are saved for each
+# of its keys. 0.9x with 512 keys, 1.0x with 2048, 1.04x with 4096, 1.08x with 16384.
+_PAIRED_KEYS = 2048
+
+
+def attended_keys(
+    Sq: int, Sk: int, left: int, right: int, has_ranges: bool = False, sequences: int | None = None
+) -> float:
+    """How many keys a query attends, on average over 32 of them; see `problem.window_sides`.
+
+    Of a packed batch of `sequences`, half of their mean length, as they may be causal; 0 for other
+    key ranges, which the host does not know.
+    """
+    if has_ranges or sequences:
+        return Sk / sequences / 2 if sequences else 0.0
+    diagonals = ((2 * i + 1) * Sq // 64 + Sk - Sq for i in range(32))
+    return sum(max(0, min(Sk, d + right + 1) - max(0, d - left)) for d in diagonals) / 32
+
+
 def backward_config(
-    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False
-) -> BackwardConfig:
-    """The backward's tiles; `few_registers`: a mask's bits, dropout or a softcap take registers."""
+    D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
+    keys: float = 0,
+) -> BackwardConfig:  # fmt: skip
+    """The backward's tiles.
+
+    `few_registers`: a mask's bits, dropout or a softcap take registers. `keys`: see
+    `attended_keys`; 0 where it is not known.
+    """
+    takes_pairs = min(D, Dv) > 240 and not (deterministic or bias_bits or few_registers)
+    if takes_pairs and keys >= _PAIRED_KEYS:
+        return BackwardConfig(padded(D), padded(Dv), is_paired=True)
     config = _backward_config(D, Dv, deterministic)
     head_dim = config.head_dim
     if head_dim == 64 and config.adds_dq and not (bias_bits or few_registers):

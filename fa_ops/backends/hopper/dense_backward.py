@@ -13,7 +13,12 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import BackwardConfig, backward_config, group_parts
+from fa_ops.backends.hopper.configs import (
+    BackwardConfig,
+    attended_keys,
+    backward_config,
+    group_parts,
+)
 from fa_ops.backends.hopper.kernel_params import kernel_layout, struct_layout
 from fa_ops.backends.hopper.launch import (
     Entry,
@@ -167,13 +172,14 @@ class BackwardPlan:
         left, right, has_window = window_sides(causal, left, right)
         softcap = softcap_kind(cap)
         few_registers = mask is not None or dropout_p > 0 or softcap > 0
-        bias_bits = bias.dtype.itemsize * 8 if bias else 0
-        self.config = config = backward_config(D, Dv, deterministic, bias_bits, few_registers)
+        bits = bias.dtype.itemsize * 8 if bias else 0
+        keys = attended_keys(Sq, Sk, left, right, ranges is not None, sequences)
+        self.config = config = backward_config(D, Dv, deterministic, bits, few_registers, keys)
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        parts = group_parts(group, n_blocks * B * Hkv, processors)
+        parts = group_parts(group, n_blocks * B * Hkv * config.ctas_of_block, processors)
         self.kernels = _kernels_for(
             config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
             softcap=softcap, alibi=slopes_dim is not None, mask=mask is not None,
@@ -184,9 +190,8 @@ class BackwardPlan:
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
         self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
-        self.ctas = key_blocks * parts
-        if not config.is_wide:  # CTAs are persistent
-            self.ctas = min(self.ctas, processors)
+        ctas = key_blocks * parts * config.ctas_of_block
+        self.ctas = min(ctas, processors) if config.is_persistent else ctas
         self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
         finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
         self.postprocess_ctas = finished or processors
@@ -294,7 +299,10 @@ class BackwardPlan:
             launch_dependent((kernels.products,), self.ctas, stream, params[1])
             if kernels.queries is not None:
                 ctas = -(-self.m_blocks // 2) * self.heads
-                kernels.queries.launch((ctas, 1), stream, params[1])
+                if config.is_wide:
+                    launch_dependent((kernels.queries,), ctas, stream, params[1])
+                else:
+                    kernels.queries.launch((ctas, 1), stream, params[1])
             launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params[1])
             if mask_grad:
                 dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)

@@ -35,6 +35,7 @@ COMMON_HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
+_MANY_KEYS = 1 << 20  # of each query
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 # with groups of query heads that are whole, or cut into parts
 _BACKWARDS = tuple(
@@ -69,8 +70,8 @@ def variants(
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
-        config = backward_config(D, D)
-        for features in _BACKWARDS:
+        of_lengths = dict.fromkeys(backward_config(D, D, keys=keys) for keys in (0, _MANY_KEYS))
+        for config, features in itertools.product(of_lengths, _BACKWARDS):
             defines = dense_backward.kernel_defines(config, dtype, **features)
             entries = _names(dense_backward.entries_of(config, defines))
             yield Variant("backward", entries, defines)

@@ -111,6 +111,14 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
             ("wgmma_row_value_scores", N, *scores, _features(Dv, 64, N)),
             ("wgmma_query_grads", D, *registers, _rows(N)),
         ]
+    if source == "backward_pair.cu":  # a CTA has half the keys, and half the columns of dQ
+        keys, half = N // 2, defines["HEAD_DIM"] // 2
+        return [
+            ("wgmma_scores", M, *scores, _features(D, keys, M)),
+            ("wgmma_value_scores", M, *scores, _features(Dv, keys, M)),
+            ("wgmma_half_grads", half, *registers, _rows(M)),
+            ("wgmma_queries", 64, _MAJOR_MN, _MAJOR_MN, _rows(keys, a_step=2048)),
+        ]
     products = [
         ("wgmma_scores", M, *scores, _features(D, N, M)),
         ("wgmma_value_scores", M, *scores, _features(Dv, N, M)),

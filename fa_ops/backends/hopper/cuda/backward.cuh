@@ -6,8 +6,8 @@
 // backward_postprocess.cu computes those rows again. Keys past a batch row's length are zeroed at once.
 //
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES SUM_FEATURES STAGES
-// EXCHANGE_BYTES SHARED_BYTES IS_WIDE ADDS_DQ ALTERNATES SPLITS_GROUP HAS_WINDOW HAS_KV_LENS HAS_RANGES
-// HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
+// GRAD_STAGES EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES SPLITS_GROUP
+// HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 #pragma once
 #include "backward_params.cuh"
 #include "named_barriers.cuh"
@@ -15,12 +15,13 @@
 #include "seqlen_info.cuh"
 
 constexpr int SCORES = BLOCK_M / 2;
+constexpr int CTA_KEYS = IS_PAIRED ? BLOCK_N / 2 : BLOCK_N;  // two CTAs may share a block of keys
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2,
-              K_BYTES = BLOCK_N * HEAD_DIM * 2, V_BYTES = BLOCK_N * VALUE_DIM * 2;
+              K_BYTES = CTA_KEYS * HEAD_DIM * 2, V_BYTES = CTA_KEYS * VALUE_DIM * 2;
 constexpr u32 ROW_BYTES = BLOCK_M * 4, RANGE_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
               SEED_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
-constexpr int CONSUMERS = 2;
+constexpr int CONSUMERS = IS_PAIRED ? 3 : 2;
 using Barrier = BackwardBarriers<CONSUMERS>;
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && !HAS_MASK),
               "swizzle atoms of queries; a mask's bits of 64");
@@ -40,20 +41,20 @@ struct BackwardShared {
         v(k + K_BYTES),
         q(v + V_BYTES),
         grad_out(q + STAGES * Q_BYTES),
-        exchange(grad_out + STAGES * DO_BYTES),
+        exchange(grad_out + GRAD_STAGES * DO_BYTES),
         bias(exchange + EXCHANGE_BYTES),
         lse(bias + BIAS_BYTES),
         delta(lse + STAGES * ROW_BYTES),
-        ranges(delta + STAGES * ROW_BYTES),
+        ranges(delta + GRAD_STAGES * ROW_BYTES),
         row_seeds(ranges + STAGES * RANGE_BYTES),
         tile(row_seeds + STAGES * SEED_BYTES),
         kv_full(tile + 32),
         q_full(kv_full + 8),
         q_empty(q_full + 8 * STAGES),
         do_full(q_empty + 8 * STAGES),
-        do_empty(do_full + 8 * STAGES),
-        extra(do_empty + 8 * STAGES),
-        bias_full(extra + 32),
+        do_empty(do_full + 8 * GRAD_STAGES),
+        extra(do_empty + 8 * GRAD_STAGES),
+        bias_full(extra + (IS_PAIRED ? 48 : 32)),
         bias_empty(bias_full + 8),
         end(BIAS_BITS ? bias_empty + 8 : bias_full) {}
 

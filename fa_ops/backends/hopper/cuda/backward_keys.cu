@@ -158,6 +158,7 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm, const Key
   if (leader && t.first < t.last) load_keys(p, sm, t);
   wait_for_prior_grid();  // also without queries: what waits for this kernel relies on `preprocess`, which
                           // writes nothing read above
+  launch_dependent_grids();  // only now: `backward_queries` reads what `preprocess` writes, without a wait
   PipelineState<STAGES> ring;
   PipelineState<1> bias;
   produce_queries(p, sm, t, leader, ring, bias);

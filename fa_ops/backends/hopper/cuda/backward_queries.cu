@@ -2,6 +2,10 @@
 // queries, 64 for each consumer, over the keys that they attend. V and K alternate in one ring of slots, V
 // first: its slot is free after one product, early enough for the next block's K.
 //
+// Its CTAs begin while those of backward_keys.cu end, which let them only after they have waited for
+// `preprocess`. The last one waits for that kernel, so that this one does not end before it: `postprocess`
+// waits for this one alone.
+//
 // Compile-time: QUERY_BLOCK_N QUERY_STAGES QUERY_SHARED_BYTES, beside what backward.cuh has
 #include "query_consumer.cuh"
 
@@ -86,4 +90,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     QueryConsumer consumer(p, sm, first, warpgroup - 1);
     consumer.run(all);
   }
+#if IS_WIDE  // backward.cu lets its dependents begin earlier: this kernel is launched behind it
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) wait_for_prior_grid();
+#endif
 }

@@ -16,6 +16,7 @@ template <int CONSUMERS> struct BackwardBarriers {
     DS_STORED = WARPGROUP + CONSUMERS,  // dS of each consumer and buffer is in shared memory
     K_READ = CONSUMER_SYNC,             // backward_keys.cu: no product reads K any more
     V_READ = WARPGROUP + CONSUMERS,     // and none reads V
+    GRAD_OUT_READ = CONSUMER_SYNC,      // backward_pair.cu: no product reads dO any more
   };
 };
 

@@ -189,6 +189,16 @@ DEVICE void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, int x, in
       "l"((u64)&map), "r"(bar), "r"(x), "r"(s), "r"(h), "r"(b), "h"((unsigned short)3)
       : "memory");
 }
+// From this CTA's shared memory to that of a CTA of the cluster, whose barrier counts the bytes. `dst` and
+// `bar` are the addresses of the same places in this CTA.
+DEVICE void bulk_send(u32 dst, u32 src, u32 bytes, u32 bar, u32 cta) {
+  asm volatile(
+      "{ .reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %4; mapa.shared::cluster.u32 at, %3, %4; "
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [at]; }" ::"r"(
+          dst),
+      "r"(src), "r"(bytes), "r"(bar), "r"(cta)
+      : "memory");
+}
 DEVICE void tma_store(const TensorMap& map, u32 src, int x, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map),

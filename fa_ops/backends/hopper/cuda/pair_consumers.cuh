@@ -1,0 +1,279 @@
+// The consumers of backward_pair.cu: a warpgroup each for dV, dK and dQ.
+//
+// What each barrier protects, of every CTA. Those marked * both CTAs arrive at; a warp's lane 0 arrives in
+// CTA 0 and lane 1 in CTA 1.
+//
+//   kv_full        K, V and the other CTA's K are there; all consumers wait once
+//   q_full         Q, its LSEs and key ranges are there
+//   q_empty        the values' warps have computed weights of a block of Q, and the keys' warps its dK
+//   do_full        dO and its deltas are there
+//   do_empty       the values' warps have computed dV of dO, and the keys' warps dS, which reads the deltas
+//   weights_full   all threads of the values' warpgroup have written their weights
+//   weights_empty  all threads of the keys' warpgroup have read them
+//   ds_full        dS of a buffer is there: own, which one thread arrives for after all have written, and
+//                  the other CTA's, whose bytes the barrier counts
+//   ds_empty *     the queries' warps of a CTA have computed dQ of a buffer. After those of this CTA its own
+//                  dS is free; after those of the other CTA its dS has been copied there, and the copy there
+//                  is free
+#pragma once
+#include "key_consumer.cuh"
+
+constexpr int HALF = HEAD_DIM / 2, GRADS = HEAD_DIM / 2;  // columns of dQ of a CTA; dK or dV of a thread
+constexpr u32 COLUMN_BYTES = 64 * 128;
+constexpr u32 OTHER_KEYS_BYTES = CTA_KEYS * HALF * 2, DS_BYTES = CTA_KEYS * BLOCK_M * 2,
+              WEIGHTS_BYTES = CTA_KEYS * BLOCK_M * 4;
+constexpr int DS_BUFFERS = 2;
+static_assert(CTA_KEYS == 64 && BLOCK_M == 64 && HALF % 64 == 0, "columns of 64");
+static_assert(EXCHANGE_BYTES == OTHER_KEYS_BYTES + 2 * DS_BUFFERS * DS_BYTES + WEIGHTS_BYTES, "what follows");
+static_assert(HEAD_FEATURES == HEAD_DIM && VALUE_FEATURES == HEAD_DIM, "gradients by halves");
+static_assert(STAGES == 2 && GRAD_STAGES == 1 && ADDS_DQ, "two blocks of Q, one of dO");
+static_assert(!(HAS_MASK || HAS_DROPOUT || HAS_SOFTCAP || BIAS_BITS), "what registers have no room for");
+
+enum PairWarpgroup { VALUES, KEYS, QUERIES };  // by which named barriers are counted
+
+DEVICE int cta_rank() { return blockIdx.x & 1; }  // in its cluster
+
+// The block of keys of this CTA's cluster. Each warpgroup finds it: what all of them hold at once would leave
+// the registers of the one that has the fewest.
+DEVICE KeyTile pair_tile(const BackwardParams& p) {
+  const KeyTile t = tile_at(p, blockIdx.x / 2);
+  return {warp_uniform(t.n0),   warp_uniform(t.part),  warp_uniform(t.b),
+          warp_uniform(t.keys), warp_uniform(t.first), warp_uniform(t.last)};
+}
+
+DEVICE u32 other_keys(const BackwardShared& sm) { return sm.exchange; }
+// dS of this CTA's keys in a buffer, or of the other's.
+DEVICE u32 ds_at(const BackwardShared& sm, int buffer, bool others) {
+  return sm.exchange + OTHER_KEYS_BYTES + (2 * buffer + others) * DS_BYTES;
+}
+// The address of four weights of a thread, of which both warpgroups hold the same ones.
+DEVICE u32 weights_address(const BackwardShared& sm, int i) {
+  return sm.exchange + OTHER_KEYS_BYTES + 2 * DS_BUFFERS * DS_BYTES +
+         (i / 4 * 128 + (threadIdx.x & 127)) * 16;
+}
+
+DEVICE u32 weights_full(const BackwardShared& sm) { return sm.extra; }
+DEVICE u32 weights_empty(const BackwardShared& sm) { return sm.extra + 8; }
+DEVICE u32 ds_full(const BackwardShared& sm, int i) { return sm.extra + 16 + 8 * i; }
+DEVICE u32 ds_empty(const BackwardShared& sm, int i) { return sm.extra + 32 + 8 * i; }
+
+// Executed by one thread.
+DEVICE void init_pair_barriers(const BackwardShared& sm) {
+  mbar_init(sm.kv_full, 1);
+  for (int i = 0; i < STAGES; i++)
+    mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 8);
+  mbar_init(sm.do_full, 1), mbar_init(sm.do_empty, 8);
+  mbar_init(weights_full(sm), 128), mbar_init(weights_empty(sm), 128);
+  for (int i = 0; i < DS_BUFFERS; i++) mbar_init(ds_full(sm, i), 1), mbar_init(ds_empty(sm, i), 4 * 2);
+  mbar_init_fence();
+}
+
+// In a cluster the addresses of a CTA's shared memory hold its rank, which a descriptor has no bits for.
+DEVICE u32 pair_descriptor(u32 address, u32 leading) { return descriptor_base(address & 0x3FFFF, leading); }
+
+struct PairConsumer : KeyConsumerBase {
+  // Blocks of queries so far. One counter instead of the states of rings saves registers: what has two
+  // buffers is in buffer `i()`, its barriers in phase `phase()`; barriers of what has one are in phase `i()`.
+  u32 blocks = 0;
+  DEVICE u32 i() const { return blocks & 1; }
+  DEVICE u32 phase() const { return blocks >> 1 & 1; }
+
+  DEVICE PairConsumer(const BackwardParams& p, const BackwardShared& sm)
+      : KeyConsumerBase(p, sm, pair_tile(p), cta_rank() * CTA_KEYS) {}
+
+  // Arrives for a warp, in this CTA or in both of the cluster.
+  DEVICE void release(u32 bar) const {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(bar);
+  }
+  DEVICE void release_in_pair(u32 bar) const {
+    __syncwarp();
+    if (lane < 2) mbar_arrive_at(bar, lane);
+  }
+
+  DEVICE void wait_for_keys() const {
+    if (t.first < t.last) mbar_wait(sm.kv_full, 0);
+  }
+
+  // Adds to dK or dV, by halves: ptxas takes no product that needs more registers than each of 512 threads
+  // begins with.
+  DEVICE void gradient_product(float (&d)[GRADS], const u32 (&a)[SCORES / 2], u32 queries) {
+    using Half = float (&)[GRADS / 2];
+    wgmma_fence();
+    wgmma_half_grads((Half)d[0], a, pair_descriptor(queries, COLUMN_BYTES));
+    queries += HALF / 64 * COLUMN_BYTES;
+    wgmma_half_grads((Half)d[GRADS / 2], a, pair_descriptor(queries, COLUMN_BYTES));
+    wgmma_commit();
+  }
+
+  // Rows of this CTA's keys from a batch row's length on, or of the other's.
+  DEVICE int keys_end(bool others) const {
+    return max(0, t.keys - t.n0 - (others ? cta_rank() ^ 1 : cta_rank()) * CTA_KEYS);
+  }
+
+  template <int COUNT>
+  DEVICE void store(const float (&grads)[COUNT], float factor, u32 at, u32 warpgroup, int tensor,
+                    const TensorMap& map) {
+    u32* const note = note_at(p, tensor, t.b * p.Hkv + t.part, p.n_blocks * BLOCK_N, t.n0 + first);
+    store_gradients(grads, factor, at, COLUMN_BYTES, Barrier::WARPGROUP + warpgroup, map, t.n0 + first,
+                    t.part, t.b, note);
+    if (tid == 0) tma_store_wait();
+  }
+};
+
+struct PairValueConsumer : PairConsumer {
+  float s[SCORES], dv[GRADS];
+  u32 w[SCORES / 2];
+
+  DEVICE PairValueConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
+
+  DEVICE void step(int, int m, bool edge) {
+    const u32 q_full = barrier(sm.q_full, i()), q_empty = barrier(sm.q_empty, i());
+    mbar_wait(q_full, phase());
+    wgmma_fence();
+    wgmma_scores_start(s, pair_descriptor(sm.k, 16), pair_descriptor(slot_at<Q_BYTES>(sm.q, i()), 16));
+    wgmma_commit();
+    wgmma_wait<1>();  // for dV of the last block
+    if (blocks > 0) release(sm.do_empty);
+    wgmma_wait<0>();
+    fence_operand(s);
+    scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i()), slot_at<RANGE_BYTES>(sm.ranges, i()));
+    fence_async_shared();  // as in forward_scores.cuh
+    release(q_empty);
+    mbar_wait(weights_empty(sm), i() ^ 1);
+#pragma unroll
+    for (int e = 0; e < SCORES; e += 4) {
+      store_shared(weights_address(sm, e), make_float4(s[e], s[e + 1], s[e + 2], s[e + 3]));
+      w[e / 2] = pack(s[e], s[e + 1]), w[e / 2 + 1] = pack(s[e + 2], s[e + 3]);
+    }
+    mbar_arrive(weights_full(sm));
+    mbar_wait(sm.do_full, i());
+    gradient_product(dv, w, sm.grad_out);
+    blocks++;
+  }
+
+  DEVICE void run() {
+#pragma unroll
+    for (int i = 0; i < GRADS; i++) dv[i] = 0.f;
+    wait_for_keys();
+    for_each_query_block(*this);
+    wgmma_wait<0>();
+    fence_operand(dv);
+#if SPLITS_GROUP
+    write_key_sums(key_sums_of(p, t) + BLOCK_N * HEAD_FEATURES + first * VALUE_FEATURES + tid * 4, dv);
+#else
+    named_barrier_sync(Barrier::GRAD_OUT_READ, 256);  // no product of the keys' warpgroup reads dO
+    store(dv, value_factor(), sm.grad_out, VALUES, DV, p.dv);
+#endif
+  }
+};
+
+struct PairKeyConsumer : PairConsumer {
+  float dp[SCORES], dk[GRADS];
+  u32 ds[SCORES / 2];
+
+  DEVICE PairKeyConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
+
+  // Turns the gradients of weights into those of scores, in place.
+  DEVICE void score_gradients() {
+    const u32 row = opaque(sm.delta + (lane & 3) * 8);
+#pragma unroll
+    for (int e = 0; e < SCORES; e += 4) {
+      const float4 w = load_shared<float4>(weights_address(sm, e));
+      const float2 d = deltas(row + e * 8);
+      dp[e] = score_gradient(w.x, dp[e], d.x), dp[e + 1] = score_gradient(w.y, dp[e + 1], d.y);
+      dp[e + 2] = score_gradient(w.z, dp[e + 2], d.x), dp[e + 3] = score_gradient(w.w, dp[e + 3], d.y);
+    }
+  }
+
+  // Gives dS to the queries' warpgroups of both CTAs, after all threads have stored it. The barrier that the
+  // other CTA's bytes are counted by expects as many as are sent to it.
+  DEVICE void send() {
+    named_barrier_sync(Barrier::WARPGROUP + KEYS, 128);
+    if (tid == 0) {
+      mbar_arrive_expect(ds_full(sm, i()), DS_BYTES);
+      bulk_send(ds_at(sm, i(), true), ds_at(sm, i(), false), DS_BYTES, ds_full(sm, i()), cta_rank() ^ 1);
+    }
+  }
+
+  DEVICE void step(int, int, bool) {
+    mbar_wait(sm.do_full, i());
+    wgmma_fence();
+    wgmma_value_scores_start(dp, pair_descriptor(sm.v, 16), pair_descriptor(sm.grad_out, 16));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(dp);
+    mbar_wait(weights_full(sm), i());
+    score_gradients();
+    mbar_arrive(weights_empty(sm));
+    fence_async_shared();
+    release(sm.do_empty);
+    pack_fragments(ds, dp);
+    mbar_wait(barrier(sm.q_full, i()), phase());
+    gradient_product(dk, ds, slot_at<Q_BYTES>(sm.q, i()));
+    mbar_wait(ds_empty(sm, i()), phase() ^ 1);
+    store_fragments(ds_at(sm, i(), false), ds, DS_BYTES);
+    fence_async_shared();
+    send();
+    wgmma_wait<0>();
+    fence_operand(dk);
+    fence_operand(ds);
+    release(barrier(sm.q_empty, i()));
+    blocks++;
+  }
+
+  DEVICE void run() {
+#pragma unroll
+    for (int i = 0; i < GRADS; i++) dk[i] = 0.f;
+    wait_for_keys();
+#if HAS_KV_LENS
+    clear_rows<CTA_KEYS, VALUE_DIM>(sm.v, keys_end(false), CTA_KEYS, Barrier::WARPGROUP + KEYS);
+#endif
+    for_each_query_block(*this);
+#if SPLITS_GROUP
+    write_key_sums(key_sums_of(p, t) + first * HEAD_FEATURES + tid * 4, dk);
+#else
+    named_barrier_arrive(Barrier::GRAD_OUT_READ, 256);
+    // through the first block of Q: the last weights came after all products of the values' warpgroup with Q
+    store(dk, p.scale, sm.q, KEYS, DK, p.dk);
+#endif
+  }
+};
+
+struct PairQueryConsumer : PairConsumer {
+  float dq[SCORES];  // 64 columns
+
+  DEVICE PairQueryConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
+
+  // By columns of 64: registers for more are needed for dK and dV.
+  DEVICE void step(int h, int m, bool) {
+    mbar_wait(ds_full(sm, i()), phase());
+    const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
+    float* const to = p.sums + block * (BLOCK_M * SUM_FEATURES) + (cta_rank() * BLOCK_M * HALF + tid * 4);
+#pragma unroll 1
+    for (int x = 0; x < HALF / 64; x++) {
+      const u32 own = sm.k + (cta_rank() * (HALF / 64) + x) * COLUMN_BYTES;
+      const u32 others = other_keys(sm) + x * COLUMN_BYTES;
+      wgmma_fence();
+      wgmma_queries_start(dq, pair_descriptor(ds_at(sm, i(), false), DS_BYTES),
+                          pair_descriptor(own, COLUMN_BYTES));
+      wgmma_queries(dq, pair_descriptor(ds_at(sm, i(), true), DS_BYTES),
+                    pair_descriptor(others, COLUMN_BYTES));
+      wgmma_commit();
+      wgmma_wait<0>();
+      fence_operand(dq);
+      if (x == HALF / 64 - 1) release_in_pair(ds_empty(sm, i()));
+      add_fragments<0, SCORES>(to + x * (SCORES * 128), dq);
+    }
+    blocks++;
+  }
+
+  DEVICE void run() {
+    wait_for_keys();
+#if HAS_KV_LENS  // such keys' scores are masked, so S may read either value
+    clear_rows<CTA_KEYS, HEAD_DIM>(sm.k, keys_end(false), CTA_KEYS, Barrier::WARPGROUP + QUERIES);
+    clear_rows<CTA_KEYS, HALF>(other_keys(sm), keys_end(true), CTA_KEYS, Barrier::WARPGROUP + QUERIES);
+#endif
+    for_each_query_block(*this);
+  }
+};
