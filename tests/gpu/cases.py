@@ -13,7 +13,7 @@ import torch
 
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, quantized
+from fa_ops.backends.hopper import configs, decode, dense_backward, dense_forward, mla, quantized
 from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Cache, Spec
@@ -54,8 +54,17 @@ def few_processors(count: int) -> Iterator[None]:
     _clear_plans()
 
 
+@contextlib.contextmanager
+def pairs_of_ctas() -> Iterator[None]:
+    """Backward passes of D 256 by pairs of CTAs, however few keys a query attends."""
+    with mock.patch.object(configs, "_PAIRED_KEYS", 0):
+        _clear_plans()
+        yield
+    _clear_plans()
+
+
 def _clear_plans() -> None:
-    """Drop plans made for another number of processors."""
+    """Drop plans that another number of processors, or another kernel, was chosen for."""
     planning.forget()
     for module in (decode, dense_backward, dense_forward, mla, quantized):
         for name in ("_plan", "_family"):

@@ -23,6 +23,7 @@ import sys
 import torch
 
 import fa_ops
+from fa_ops.backends import hopper
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -30,7 +31,7 @@ from fa_ops.testing.caches import call as call_cached
 from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
 from fa_ops.types import Packing, Spec, keywords
-from tests.gpu.cases import few_processors
+from tests.gpu.cases import few_processors, pairs_of_ctas
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
@@ -55,7 +56,22 @@ def run(backend: str, first: int, step: int) -> int:
         calls += 1
     if not first:
         calls += run_jumps(module) + run_packed(module) + run_short(module) + run_paged(backend)
+        calls += run_pairs() if backend == "hopper" else 0
     return calls + run_cached(module, first, step)
+
+
+def run_pairs() -> int:
+    """Backward passes by pairs of CTAs."""
+    causal, shapes = Spec(is_causal=True), ((2, 1, 200, 300), (1, 1, 330, 130), (4, 1, 64, 64))
+    for Hq, Hkv, Sq, Sk in shapes:
+        q, k = (
+            torch.randn(2, H, S, 256, device="cuda", dtype=torch.bfloat16)
+            for H, S in ((Hq, Sq), (Hkv, Sk))
+        )
+        out, lse = hopper.forward(q, k, k, causal)
+        with pairs_of_ctas():
+            hopper.backward(torch.randn_like(out), None, q, k, k, out, lse, causal)
+    return len(shapes)
 
 
 def run_jumps(module) -> int:

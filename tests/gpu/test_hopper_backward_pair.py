@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import configs, dense_backward
 from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
-from tests.gpu.cases import check, few_processors, lengthened
+from tests.gpu import test_hopper_backward_isolation as isolation
+from tests.gpu.cases import check, few_processors, lengthened, pairs_of_ctas
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,12 +17,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def pairs(monkeypatch):
-    """Chooses the kernel, which else serves queries of many keys only."""
-    monkeypatch.setattr(configs, "_PAIRED_KEYS", 0)
-    dense_backward._plan.cache_clear()
-    yield
-    dense_backward._plan.cache_clear()
+def pairs():
+    with pairs_of_ctas():
+        yield
 
 
 def case_of(seed, **fixed):
@@ -73,6 +70,13 @@ def test_groups_in_parts():
 @pytest.mark.parametrize("poison", ["nan key", "inf value", "nan value", "nan query"])
 def test_nothing_but_what_attends_it_becomes_nan(poison):
     assert_right(case_of(4, Sq=200, Sk=300, is_causal=True, poison=poison), "hopper", None)
+
+
+@pytest.mark.parametrize("operand", ["query", "key", "value", "grad_out", "grad_lse"])
+@pytest.mark.parametrize("feature", ["causal", "window", "lengths", "ranges"])
+def test_nan_and_inf(feature, operand):
+    for processors in (None, 1):
+        isolation.test_dense(256, 256, False, feature, operand, processors)
 
 
 def test_packed():
