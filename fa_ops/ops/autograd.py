@@ -60,9 +60,7 @@ class Recording(NamedTuple):
 
 def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
     """Run the forward operator from inside its Autograd kernel, with nothing recorded."""
-    library.reject_forward_ad(
-        operator, call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
-    )
+    library.reject_forward_ad(operator, call.query, call.key, call.value, *call.tensors)
     if library.is_device_kernel_next(keyset.raw_repr()):
         out, lse = planning.run(call, with_lse)
         return (out, lse) if with_lse else out

@@ -122,7 +122,7 @@ def _attention(q, k, v, *args, averaging_rows, filled_keys=None, grad_share=1.0,
     _check(call, averaging_rows, filled_keys, grad_share)
     if not autograd.needs_grad(call):
         return _forward(q, k, v, averaging_rows, spec)
-    library.reject_forward_ad(OPERATOR, q, k, v, spec.attn_mask, spec.sinks)
+    library.reject_forward_ad(OPERATOR, q, k, v, spec.attn_mask, spec.alibi_slopes, spec.sinks)
     plain, tensors = spec.with_tensors(DenseTensors()), DenseTensors(*spec.tensors)
     given = (q, k, v, averaging_rows, filled_keys, *tensors)
     return library.apply(_AveragingRows, plain, grad_share, *given)

@@ -239,6 +239,15 @@ def test_jvp_of_the_door_and_of_merge_raises():
         jvp(lambda o: merge.MERGE(o, o[..., 0]), (q,), (q,))
 
 
+@pytest.mark.parametrize("operator", [dense.ATTENTION, dense.WITH_LSE, varlen.VARLEN])
+def test_jvp_of_alibi_slopes_raises(operator):
+    """Not a tangent of 0."""
+    args, options = (packed_call if operator is varlen.VARLEN else dense_call)(CASES["plain"])
+    slopes = torch.ones(args[0].shape[1])
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        jvp(lambda x: operator(*args, **options, alibi_slopes=x), (slopes,), (slopes,))
+
+
 def _first(result):
     return result if isinstance(result, torch.Tensor) else result[0]
 
