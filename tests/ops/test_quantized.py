@@ -135,6 +135,19 @@ def test_sizes_of_zero(size, scales):
     assert bool((lse == float("-inf")).all())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_results_do_not_depend_on_the_default_dtype(backend):
+    function, args, options = public_call(CASES["positions"], backend)
+    expected = function(*args, **options)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        results = function(*args, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert results[1].dtype == torch.float32
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+
+
 def test_vmap():
     q, k, v = (torch.randn(3, 2, heads, 20, 8) for heads in (4, 2, 2))
     each = torch.stack([fa_ops.quantized_attention(*one) for one in zip(q, k, v)])

@@ -31,7 +31,7 @@ def quantized_forward(
     ranges = attended_ranges(spec, Sq, Sk)
     dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     out = torch.empty_permuted((B, Hq, Sq, v.shape[3]), (0, 2, 1, 3), dtype=dtype)
-    lse = torch.empty(B, Hq, Sq)
+    lse = torch.empty(B, Hq, Sq, dtype=torch.float32)
     step = max(1, SCORES // Sk)
     for b in range(B):
         for h in range(Hq):
