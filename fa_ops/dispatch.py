@@ -29,6 +29,9 @@ AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 _SKIPPING = {True: ("triton", "cpu"), False: ("hopper", "triton", "cpu")}
 _SUMMARISING = ("triton", "cpu")  # those that make `mask_blocks` of a mask
 
+# What merges partial results for a backend that has no kernel for it.
+_MERGING = {"hopper": "triton"}
+
 _PACKAGES = ("triton",)  # third-party packages that backends import
 
 default: str | None = os.environ.get("FA_OPS_BACKEND") or None
@@ -143,6 +146,12 @@ def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
     With fewer queries than a tile has, making them reads as much of the mask as attention does.
     """
     return queries >= MASK_BLOCK and skips_tiles(mask.device.type, mask.dtype == torch.bool)
+
+
+def merging_backend() -> str:
+    """The backend of `merge_states`: the default one, or what merges in its place."""
+    name = default or "auto"
+    return _MERGING.get(name, name)
 
 
 def skips_tiles(device: str, is_bool: bool) -> bool:

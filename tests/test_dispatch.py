@@ -12,7 +12,7 @@ import torch
 
 import fa_ops
 from fa_ops import dispatch, planning
-from fa_ops.call import CACHED, DENSE, PACKED, Call
+from fa_ops.call import CACHED, DENSE, MERGE, PACKED, Call
 from fa_ops.types import Cache, Spec, rows_are_aligned
 
 
@@ -57,6 +57,20 @@ def test_masks_are_summarised_where_a_backend_may_and_it_pays(
     monkeypatch.setattr(dispatch, "available_error", errors.get)
     found = [dispatch.skips_tiles("cuda", is_bool) for is_bool in (True, False)]
     assert found == [bool_masks, float_masks]
+
+
+def test_triton_merges_where_hopper_is_the_default(monkeypatch):
+    """A cache over several processes needs both."""
+    hopper, seen = dispatch.load("hopper"), []
+    monkeypatch.setattr(hopper, "support_error", lambda *call: None)
+    outs, lses = torch.randn(2, 3, 8), torch.randn(2, 3)
+    assert "no kernel that merges" in hopper.supports(Call(MERGE, outs, outs, outs))
+    load = dispatch.load
+    monkeypatch.setattr(dispatch, "load", lambda name: seen.append(name) or load("cpu"))
+    monkeypatch.setattr(dispatch, "_available", {"hopper": None, "triton": None})
+    with fa_ops.use_backend("hopper"):
+        fa_ops.merge_states(outs, lses)
+    assert seen == ["triton"]
 
 
 def test_auto_says_what_every_backend_said(monkeypatch):

@@ -13,7 +13,7 @@ MERGE = torch.ops.fa.merge_states.default
 
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     checks.states(outs, lses)
-    merging = call.Call(call.MERGE, outs, outs, outs, backend=dispatch.default or "auto")
+    merging = call.Call(call.MERGE, outs, outs, outs, backend=dispatch.merging_backend())
     return planning.plan_for(merging).prepare(merging)(outs.contiguous(), lses.contiguous())
 
 

@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 
+import fa_ops
+
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
@@ -189,6 +191,14 @@ def test_an_unknown_launch_convention_warns_and_works(monkeypatch):
 def test_merge_states(dtype):
     outs = torch.randn(5, 2, 3, 777, 128, device="cuda").to(dtype)
     assert_merges(backend, outs, torch.randn(5, 2, 3, 777, device="cuda") * 4)
+
+
+def test_states_are_merged_where_hopper_is_the_default():
+    outs, lses = torch.randn(2, 4, 64, device="cuda").bfloat16(), torch.randn(2, 4, device="cuda")
+    expected = fa_ops.merge_states(outs, lses)
+    with fa_ops.use_backend("hopper"):
+        found = fa_ops.merge_states(outs, lses)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("D", [128, 24, 5])
