@@ -18,7 +18,7 @@ from rich.table import Table
 from fa_ops import dispatch
 from fa_ops.bench.report import environment, write_json
 from fa_ops.cli import options
-from fa_ops.cli.fuzz_cases import FuzzRun, Outcome, Target
+from fa_ops.cli.fuzz_cases import KINDS, FuzzRun, Outcome, Target
 from fa_ops.cli.fuzz_workers import fuzz
 from fa_ops.testing import draws
 
@@ -43,6 +43,9 @@ def run(
     dtype: Annotated[
         str | None, typer.Option(help="comma-separated: bfloat16, float16, float32, float64")
     ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="comma-separated: dense, packed, cached, quantized")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="processes; 0: this one; default: one for each core")
     ] = None,
@@ -54,7 +57,11 @@ def run(
 ) -> None:
     """Compare random calls, forward and backward, with the fp64 oracle; fail if one differs."""
     dtypes = options.words(dtype)
-    targets = _targets(options.words(backend), device, dtypes, arena)
+    kinds = tuple(options.one_of("--kind", options.words(kind), draws.KINDS)) if kind else KINDS
+    targets = [
+        target._replace(kinds=kinds)
+        for target in _targets(options.words(backend), device, dtypes, arena)
+    ]
     if case is not None:
         runs = [FuzzRun(target, seed, case, case + 1) for target in targets]
         cases, workers = len(targets), 0
@@ -130,6 +137,7 @@ def command(outcome: Outcome) -> str:
     """The command that repeats a single case."""
     target = outcome.target
     options = f"--backend {target.backend} --device {target.device}" + " --arena" * target.arena
+    options += f" --kind {','.join(target.kinds)}" * (target.kinds != KINDS)
     return f"python -m fa_ops fuzz {options} --seed {outcome.family} --case {outcome.case}"
 
 

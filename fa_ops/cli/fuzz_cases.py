@@ -28,6 +28,7 @@ class Target(NamedTuple):
     device: str
     dtypes: tuple[torch.dtype, ...]
     arena: bool = False  # draw edge cases only, and check margins around all tensors
+    kinds: tuple[str, ...] = KINDS  # of the families, in turn
 
 
 class Outcome(NamedTuple):
@@ -99,8 +100,8 @@ def family_of(target: Target, number: int) -> draws.Family:
     Raises:
         LookupError: the backend supports none of `MAX_DRAWS` draws.
     """
-    kind = KINDS[number % len(KINDS)]
-    if kind == "quantized" and not _has_8_bits(target):
+    kind = target.kinds[number % len(target.kinds)]
+    if kind == "quantized" and target.kinds == KINDS and not _has_8_bits(target):
         kind = "dense"
     for attempt in range(MAX_DRAWS):
         pick = random.Random(f"{number}.{attempt}").choice

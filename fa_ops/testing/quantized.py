@@ -104,9 +104,12 @@ def features(pick: Callable[[Sequence], Any], dtype: torch.dtype, edges: bool) -
 def draw(pick: Callable[[Sequence], Any], chosen: dict, device: str) -> QuantizedCase:
     """Draw a call with these features: its sizes, its strides and its values."""
     Hkv = pick((1, 1, 2, 3))
+    # several tiles of queries, and more keys than tensor cores add up at once
+    longer = ((200, 391), (1100, 2305)) if device == "cuda" else ((), ())
     case = Case(
         **chosen["case"], B=pick((1, 2, 3)), Hkv=Hkv, Hq=Hkv * pick((1, 1, 2, 4)),
-        Sq=pick((1, 2, 17, 63, 64, 65, 130)), Sk=pick((1, 3, 31, 64, 65, 100, 129, 200)),
+        Sq=pick((1, 2, 17, 63, 64, 65, 130, *longer[0])),
+        Sk=pick((1, 3, 31, 64, 65, 100, 129, 200, *longer[1])),
         layout=pick(("bhsd", "bshd")), device=device, seed=pick(range(2**16)),
     )  # fmt: skip
     return QuantizedCase(**(chosen | {"case": case}), poison=pick((False, True)))

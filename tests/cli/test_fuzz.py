@@ -58,10 +58,12 @@ def with_planted_bug(forward):
 def test_failures_are_found_and_repeated_by_the_printed_command(monkeypatch):
     right = cpu.forward
     monkeypatch.setattr(cpu, "forward", with_planted_bug(right))
-    result = invoke(*"--backend cpu --device cpu --cases 60 --each 3 --workers 0".split())
+    options = "--backend cpu --device cpu --kind dense,packed --cases 40 --each 3 --workers 0"
+    result = invoke(*options.split())
     assert result.exit_code == 1
     lines = re.findall(r"^failed: python -m fa_ops fuzz (.*)$", result.output, re.M)
-    assert lines and re.search(r"  Case\(.*sinks=True.*: out: error", result.output)
+    assert lines and lines[0].endswith("--kind dense,packed --seed " + lines[0].split("--seed ")[1])
+    assert re.search(r"  Case\(.*sinks=True.*: out: error", result.output)
     repeated = invoke(*lines[0].split())
     assert repeated.exit_code == 1 and "1 of 1 cases of 1 specialisations" in repeated.output
     message = re.compile(r"^  Case\(.*$", re.M)
@@ -77,6 +79,11 @@ def test_a_number_always_selects_the_same_case():
     )
     assert first == second
     assert family_of(CPU, 3) == family_of(CPU, 3) != family_of(CPU, 8)
+
+
+def test_kinds_are_chosen_by_name():
+    kinds = {family_of(CPU._replace(kinds=("quantized", "cached")), i).kind for i in range(6)}
+    assert kinds == {"quantized", "cached"}
 
 
 def test_a_backend_that_refuses_everything_is_a_failure(monkeypatch):
