@@ -27,12 +27,14 @@ def test_a_16_bit_call_is_quantised_first(driver):
     lens = torch.tensor([200, 7], dtype=torch.int32)
     spec = Spec(is_causal=True, kv_lens=lens)
     out, lse = quantized.quantized_forward(q, k, v, Quantization(), spec)
-    assert [one.name for one in driver.launched] == ["statistics", "quantize", "quantized"]
+    assert [one.name for one in driver.launched] == ["quantize", "quantized"]
     assert driver.called.count("cuMemsetD32Async") == 1
-    words = struct.unpack_from("<13Q", driver.last("quantize")[1])
-    assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[12] == lens.data_ptr()
-    # two blocks of 128 keys, four of 64, and five of 64 queries
-    assert driver.last("quantize")[0] == (2 * (2 * (2 + 4) + 4 * 5), 1)
+    words = struct.unpack_from("<14Q", driver.last("quantize")[1])
+    assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[13] == lens.data_ptr()
+    # statistics of each key head: four CTAs for values, one for the mean; two blocks of 128 keys,
+    # four of 64, and five of 64 queries
+    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (2 + 4) + 4 * 5), 1)
+    assert words[12] - words[11] == 4 * 2 * 2 * 64  # counters behind the largest values
     grid, params = driver.last("quantized")
     assert grid == (4, 1)  # of 24 tiles, on four multiprocessors
     maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128, 256)]
@@ -54,13 +56,13 @@ def test_prepared_calls_find_their_own_tensors(driver):
     for tensors in ((q, k, v), other):
         out, lse = run(*tensors, QuantizedTensors(sinks, lens), False)
         assert lse is None and out.shape == q.shape
-        words = struct.unpack_from("<13Q", driver.last("quantize")[1])
-        assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[12] == lens.data_ptr()
+        words = struct.unpack_from("<14Q", driver.last("quantize")[1])
+        assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[13] == lens.data_ptr()
         found = struct.unpack_from("<10Q", driver.last("quantized")[1], 384)
         assert found[:2] == (out.data_ptr(), 0) and found[6] == lens.data_ptr()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
     run(shifted, k, v, QuantizedTensors(sinks, lens))
-    read = struct.unpack_from("<13Q", driver.last("quantize")[1])[0]
+    read = struct.unpack_from("<14Q", driver.last("quantize")[1])[0]
     assert read != shifted.data_ptr() and read % 16 == 0
 
 
@@ -71,10 +73,17 @@ def test_e4m3_tensors_are_read_where_they_lie(driver, scales):
     how = Quantization(torch.rand(()), torch.rand(shape), torch.rand(2, 2), None, False, False)
     out, _ = quantized.quantized_forward(q, k, v, how, Spec())
     assert out.dtype == torch.bfloat16
-    assert [one.name for one in driver.launched] == ["turn_values", "quantized"]
+    assert [one.name for one in driver.launched] == ["scaled", "quantized"]
     params = driver.last("quantized")[1]
     maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128)]
     assert maps == [q.data_ptr(), k.data_ptr()]
+    grid, params = driver.last("scaled")
+    # a CTA for each 128 values of a head, and for each 256 scales of queries, keys and channels
+    assert grid == (4 + -(-(2 * 4 * 100 + 2 * 2 * 2 + 2 * 2 * 64) // 256), 1)
+    words = struct.unpack_from("<9Q", params)
+    assert words[:4] == tuple(t.data_ptr() for t in (v, *how[:3])) and words[8] == 0
+    order = {"one": (0, 1), "heads": (1, 1), "blocks": (2, 1)}[scales]
+    assert struct.unpack_from("<6i", params, 96) == (0, 64, *order, 1, 1)
 
 
 def test_calls_find_the_kernels_that_warm_compiles(driver, monkeypatch):
@@ -105,7 +114,7 @@ def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, 
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     how = Quantization(smooth_key=smooth)
     quantized.quantized_forward(q, k, v, how, Spec(softcap=softcap))
-    words = struct.unpack_from("<13Q", driver.last("quantize")[1])
+    words = struct.unpack_from("<14Q", driver.last("quantize")[1])
     assert bool(words[9]) == bool(words[10]) == bool(has_offset)
 
 
@@ -126,7 +135,7 @@ REFUSED = {
     "needs a positive scale, got -1.0": ({}, Spec(scale=-1.0)),
     "quantises bfloat16 and float16, query is torch.float32": ({"dtype": torch.float32}, Spec()),
     "needs a head dim that is a multiple of 16, at most 256, got 24": ({"D": 24}, Spec()),
-    "needs a value head dim that is a multiple of 8, at most 128, got 256": ({"D": 256}, Spec()),
+    "needs a value head dim that is a multiple of 8, at most 256, got 20": ({"Dv": 20}, Spec()),
 }
 
 
@@ -136,7 +145,8 @@ def test_what_is_refused(message):
     with FakeTensorMode():
         dtype, D = given.get("dtype", torch.half), given.get("D", 64)
         q = torch.empty(1, 2, 64, D, dtype=dtype, device="cuda")
-        call = Call(QUANTIZED, q, q, q, spec, quantization=Quantization())
+        v = torch.empty(1, 2, 64, given.get("Dv", D), dtype=dtype, device="cuda")
+        call = Call(QUANTIZED, q, q, v, spec, quantization=Quantization())
         assert hopper.supports(call) == f"{message}; the triton backend can run it"
 
 

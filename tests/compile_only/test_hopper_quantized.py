@@ -16,29 +16,41 @@ CASES = [
     # the last number: bytes that are spilled
     (64, 64, True, {}, 0),
     (128, 128, True, {"window": True}, 0),
-    (128, 128, False, {}, 0),
-    (80, 40, False, {"window": True, "left": True, "softcap": 1}, 32),
-    (256, 128, True, dict(window=True, kv_lens=True, ranges=True, softcap=1, sinks=True), 120),
+    (128, 128, False, {"signs": True}, 0),
+    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 16),
+    (256, 256, False, {"window": True, "kv_lens": True}, 8),
+    (80, 40, False, {"window": True, "left": True, "softcap": 1}, 0),
+    (256, 128, True, dict(window=True, kv_lens=True, ranges=True, softcap=1, sinks=True), 56),
 ]
+
+
+def exponentials_under_the_product(sass):
+    """Those between the waits for the two products of a step, but for the factors of the output."""
+    (between,) = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", sass, re.S)
+    return between.count("MUFU.EX2") - 2
 
 
 @pytest.mark.parametrize("D, Dv, is_int8, features, spilled", CASES)
 def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
-    config = configs.QuantizedConfig(D, Dv)
+    config = configs.quantized_config(D, Dv)
     defines = quantized.kernel_defines(config, torch.bfloat16, is_int8, **features)
     sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
     assert_clean(log, spilled)
-    # scores: a product for each 32 features and 64 keys, first block and loop; values: one for each
+    # scores: a product for each 32 features, first block and loop; values: one for each
     # 32 keys, loop and last block
-    scores, values = 4 * -(-D // 32), 2 * config.block_n // 32
+    scores, values = 2 * -(-D // 32), 2 * config.block_n // 32
     assert sass.count("IGMMA") == (scores if is_int8 else 0)
     assert sass.count("QGMMA") == values + (0 if is_int8 else scores)
-    assert sass.count("WARPGROUP.DEPBAR") == 6
+    assert sass.count("WARPGROUP.DEPBAR") == 4
     assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
     assert not unwritten_uniform_registers(sass)
-    # two of a thread's 64 weights are rounded at once, and no integer is converted
-    assert len(re.findall(r"F2FP\S*E4M3", sass)) == 2 * 32
+    # two of a thread's weights are rounded at once, and no integer is converted
+    weights = config.block_n // 2
+    assert sass.count("F2FP.SATFINITE.E4M3") == weights
+    assert sass.count("F2FP.F16.E4M3") == (0 if config.sums_by_product else weights)
     assert "I2FP" not in sass
+    if config.schedule == 1:
+        assert exponentials_under_the_product(sass) >= weights - 2
 
 
 @pytest.mark.parametrize(
@@ -46,8 +58,7 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
 )
 def test_quantisation(D, Dv, is_int8, rotate, tmp_path):
     defines = quantize.kernel_defines(torch.float16, D, Dv, is_int8, rotate)
-    entries = [launch.Entry(name, 0) for name in ("statistics", "quantize")]
-    sass, log = compiled_entries(tmp_path, "quantize", entries, defines)
+    sass, log = compiled_entries(tmp_path, "quantize", [launch.Entry("quantize", 0)], defines)
     assert_clean(log)
     assert sass.count("LDG.E.128") >= 4 and "LDG.E.U16" not in sass
     assert not unwritten_uniform_registers(sass)

@@ -55,7 +55,7 @@ def check(case, backend):
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_long_rows(D, qk_dtype, backend):
     inner = make_case(
-        B=1, Hq=4, Hkv=2, Sq=500, Sk=5000, D=D, Dv=min(D, 128), dtype=torch.bfloat16,
+        B=1, Hq=4, Hkv=2, Sq=500, Sk=5000, D=D, Dv=D, dtype=torch.bfloat16,
         device="cuda", is_causal=True, kv_lens=True,
     )  # fmt: skip
     check(QuantizedCase(inner, qk_dtype, key_mean=4.0), backend)
@@ -109,6 +109,15 @@ def test_compiled_code_gives_the_same():
     operator = torch.ops.fa.quantized_attention
     compiled = torch.compile(lambda *args: operator(*args, **options), fullgraph=True)
     assert torch.equal(compiled(*args)[0], operator(*args, **options)[0])
+
+
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_value_that_all_keys_share_is_reproduced(D, backend):
+    q, k, v = (torch.randn(1, 2, n, D, device="cuda", dtype=torch.bfloat16) for n in (200, 3000, 1))
+    v = v.to(E4M3).to(v.dtype)
+    out = fa_ops.quantized_attention(q, k, v.expand_as(k).contiguous(), backend=backend)
+    assert ((out - v).abs() <= 0.015 * v.abs()).all()
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

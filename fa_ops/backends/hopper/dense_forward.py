@@ -281,7 +281,7 @@ class ForwardPlan:
                 b"" if bias is None else self.bias(bias.data_ptr(), address(tensors.mask_blocks)),
             )  # fmt: skip
             if counter is not None:
-                set_zero(counter, stream)
+                set_zero(counter.data_ptr(), 1, stream)
             self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
             if self.combine is not None:
                 self.combine.run(stream, written, tensors.sinks, out, lse)

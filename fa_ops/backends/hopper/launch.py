@@ -311,9 +311,9 @@ class PreparedLaunch:
         return result
 
 
-def set_zero(words: Tensor, stream: int, count: int | None = None) -> None:
-    """Zero 32-bit words in stream order: the first `count`, or all."""
-    call("cuMemsetD32Async", words.data_ptr(), 0, words.numel() if count is None else count, stream)
+def set_zero(words: int, count: int, stream: int) -> None:
+    """Zero 32-bit words at an address in stream order."""
+    call("cuMemsetD32Async", words, 0, count, stream)
 
 
 def address(t: Tensor | None) -> int:

@@ -1,17 +1,19 @@
-"""Quantisation of 16-bit query, key and value, in two launches: statistics, then the numbers.
+"""Quantisation of 16-bit query, key and value, in one launch: statistics, then the numbers.
 
 Everything that the kernels write for a call lies in one allocation.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper.kernel_params import struct_layout
-from fa_ops.backends.hopper.launch import Entry, address, empty, kernels, one_parameter, set_zero
+from fa_ops.backends.hopper.launch import address, empty, kernel, one_parameter, set_zero
 from fa_ops.call import QuantizedTensors
 from fa_ops.types import SCALE_BLOCK
 
@@ -52,38 +54,32 @@ class Quantizer:
         self._subtracts_mean = subtracts_mean
         largest, mean = B * Hkv * Dv, B * Hkv * D if subtracts_mean else 0
         tokens = B * Hq * Sq
+        self._finished, self._zeroed = 4 * largest, largest + B * Hkv + 1
         sizes = (
-            4 * (largest + 1), 4 * mean, tokens * D, B * Hkv * Sk * D,
+            4 * self._zeroed, 4 * mean, tokens * D, B * Hkv * Sk * D,
             B * Hkv * Dv * self.blocks * VALUE_BLOCK, 4 * tokens, 8 * B * Hkv * self.blocks,
             4 * largest, 4 * tokens if subtracts_mean else 0,
         )  # fmt: skip
-        self._offsets, total = [], 0
-        for size in sizes:
-            self._offsets.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._offsets, total = offsets_of(sizes)
         self._memory = (total // 4,), (1,), torch.int32
-        self._zeroed = largest + 1
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         parts = max(1, min(-(-_CTAS * sms // (B * Hkv)), -(-Sk // SCALE_BLOCK)))
-        self._grids = (
-            (parts + subtracts_mean, B * Hkv),
-            (B * (3 * Hkv * self.blocks + Hq * -(-Sq // SCALE_BLOCK)), 1),
-        )
+        first = B * Hkv * (parts + subtracts_mean)
+        self._grid = first + B * (3 * Hkv * self.blocks + Hq * -(-Sq // SCALE_BLOCK)), 1
         self._scalars = SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, Hq // Hkv, Sq, Sk, D, Dv, parts, scale, (D & -D) ** -0.5),
         )
         defines = kernel_defines(dtype, D, Dv, is_int8, rotate)
-        entries = [Entry(name, THREADS) for name in ("statistics", "quantize")]
-        self._kernels = kernels("quantize", device, entries, tuple(defines.items()))
+        self._kernel = kernel("quantize", "quantize", device, THREADS, 0, tuple(defines.items()))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int
     ) -> tuple[Addresses, Tensor]:
         """The addresses of the results, and the memory that holds them."""
         memory = empty(*self._memory)
-        set_zero(memory, stream, self._zeroed)
         begin = memory.data_ptr()
+        set_zero(begin, self._zeroed, stream)
         largest, mean, q8, k8, v8, q_scale, k_scale, v_scale, offset = [
             begin + x for x in self._offsets
         ]
@@ -92,16 +88,20 @@ class Quantizer:
         found = Addresses(
             q8, k8, v8, q_scale, k_scale, v_scale, offset, largest + 4 * (self._zeroed - 1)
         )
-        params = one_parameter(
-            ADDRESSES.pack(
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
-                offset, mean, largest, address(tensors.kv_lens),
-            )
-            + self._scalars
-        )  # fmt: skip
-        for kernel, grid in zip(self._kernels, self._grids):
-            kernel.launch(grid, stream, params)
+        params = ADDRESSES.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
+            offset, mean, largest, largest + self._finished, address(tensors.kv_lens),
+        ) + self._scalars  # fmt: skip
+        self._kernel.launch(self._grid, stream, one_parameter(params))
         return found, memory
+
+
+def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of these numbers of bytes begin in one allocation, and its size."""
+    *offsets, total = itertools.accumulate(
+        (-(-x // _ALIGNMENT) * _ALIGNMENT for x in sizes), initial=0
+    )
+    return offsets, total
 
 
 def kernel_defines(

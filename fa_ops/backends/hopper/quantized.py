@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import quantize, scaled
-from fa_ops.backends.hopper.configs import QuantizedConfig
+from fa_ops.backends.hopper.configs import QuantizedConfig, quantized_config
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
     TensorMap,
@@ -42,7 +42,6 @@ from fa_ops.types import (
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B")
 E4M3 = torch.float8_e4m3fn
-_MAX_VALUE_DIM = 128
 
 
 def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> str | None:
@@ -54,8 +53,11 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
         return (
             f"needs a head dim that is a multiple of 16, at most {MAX_QUANTIZED_HEAD_DIM}, got {D}"
         )
-    if Dv % 8 or Dv > _MAX_VALUE_DIM:
-        return f"needs a value head dim that is a multiple of 8, at most {_MAX_VALUE_DIM}, got {Dv}"
+    if Dv % 8 or Dv > MAX_QUANTIZED_HEAD_DIM:
+        return (
+            "needs a value head dim that is a multiple of 8, at most "
+            f"{MAX_QUANTIZED_HEAD_DIM}, got {Dv}"
+        )
     if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):
         return reason
     return limit_error(default_scale(spec, D), q.shape[2], k.shape[2])
@@ -71,7 +73,8 @@ def quantized_forward(
         lens = lens.contiguous()
     if ranges is not None and ranges.stride(3) != 1:
         ranges = ranges.contiguous()
-    tensors = QuantizedTensors(spec.sinks, lens, ranges, *how[:3])
+    scales = (t if t is None else t.contiguous() for t in how[:3])
+    tensors = QuantizedTensors(spec.sinks, lens, ranges, *scales)
     return plan_of(q, k, v, how, spec, tensors).run(q, k, v, tensors)
 
 
@@ -103,6 +106,7 @@ def plan_of(
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
         how[3:],
+        tuple(t if t is None else t.shape for t in tensors[3:]),
         (spec.is_causal, spec.scale, spec.window_left, spec.window_right, spec.softcap),
         tensors.kv_lens is not None,
         None if tensors.key_ranges is None else shared_strides(tensors.key_ranges),
@@ -112,14 +116,24 @@ def plan_of(
 
 def has_head_dim(D: int) -> bool:
     """Whether there are kernels for heads of D features in query, key and value."""
-    return D in range(16, min(MAX_QUANTIZED_HEAD_DIM, _MAX_VALUE_DIM) + 1, 16)
+    return D in range(16, MAX_QUANTIZED_HEAD_DIM + 1, 16)
 
 
 class QuantizedPlan:
     """The part of a call that depends on its geometry only, not on addresses or values."""
 
     def __init__(
-        self, dtype, device, shapes, strides, how, scalar_options, has_lens, ranges, has_sinks
+        self,
+        dtype,
+        device,
+        shapes,
+        strides,
+        how,
+        scales,
+        scalar_options,
+        has_lens,
+        ranges,
+        has_sinks,
     ):
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         causal, scale, left, right, softcap = scalar_options
@@ -127,11 +141,11 @@ class QuantizedPlan:
         left, right, has_window = window_sides(causal, left, right)
         units = ScoreUnits.of(D, scale, softcap)
         is_int8 = dtype != E4M3 and qk_dtype in (None, torch.int8)
-        config = QuantizedConfig(D, Dv)
+        config = quantized_config(D, Dv)
         self.device = device
         signs = dtype == E4M3
         if dtype == E4M3:
-            self.source, dtype = scaled.Scaled(device, shapes, strides), torch.bfloat16
+            self.source, dtype = scaled.Scaled(device, shapes, strides, scales), torch.bfloat16
         else:
             self.source = quantize.Quantizer(
                 dtype, device, shapes, strides, units.gradient, is_int8,
@@ -153,11 +167,7 @@ class QuantizedPlan:
         )  # fmt: skip
         self.out = (B, Hq, Sq, Dv), (Sq * Hq * Dv, Dv, Hq * Dv, 1), dtype
         self.lse = (B, Hq, Sq), (Hq * Sq, Sq, 1), torch.float32
-        keys = self.source.blocks * quantize.VALUE_BLOCK
-        of_values = (B, Hkv, Dv, keys), (Hkv * Dv * keys, Dv * keys, keys, 1)
-        rows = 64, config.block_n, Dv
-        layouts = (*zip(shapes, self.source.strides), of_values)
-        self.maps = [TensorMap(torch.uint8, *layout, n) for layout, n in zip(layouts, rows)]
+        self.maps = _maps(shapes, self.source, config.block_n)
         group = Hq // Hkv
         self.scalars = _SCALARS.pack(
             *(B, Hq, group, Sq, Sk, Dv, left, right, m_blocks, tiles),
@@ -188,6 +198,20 @@ class QuantizedPlan:
             self.kernel.launch((self.grid, 1), stream, one_parameter(maps + words + self.scalars))
             del memory  # what runs later in this stream may use it
         return out, lse
+
+
+def _maps(
+    shapes: tuple[tuple[int, ...], ...], source: quantize.Quantizer | scaled.Scaled, block_n: int
+) -> list[TensorMap]:
+    """Tensor maps of queries, keys and transposed values, for tiles of `block_n` keys."""
+    (B, Hkv, _, Dv), keys = shapes[2], source.blocks * quantize.VALUE_BLOCK
+    of_queries, of_keys = zip(shapes, source.strides)
+    of_values = (B, Hkv, Dv, keys), (Hkv * Dv * keys, Dv * keys, keys, 1)
+    return [
+        TensorMap(torch.uint8, *of_queries, 64),
+        TensorMap(torch.uint8, *of_keys, block_n),
+        TensorMap(torch.uint8, *of_values, Dv, row_bytes=block_n),
+    ]
 
 
 def kernel_defines(

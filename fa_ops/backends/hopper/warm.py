@@ -21,11 +21,11 @@ from fa_ops.backends.hopper import (
     split_kv,
 )
 from fa_ops.backends.hopper.configs import (
-    QuantizedConfig,
     backward_config,
     decode_config,
     forward_config,
     mla_config,
+    quantized_config,
 )
 from fa_ops.backends.hopper.launch import Entry
 from fa_ops.types import NO_SCALES, PAGE_SCALES, ROW_SCALES
@@ -104,7 +104,7 @@ def eight_bit_variants(
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
     for D in filter(quantized.has_head_dim, head_dims):
-        config = QuantizedConfig(D, D)
+        config = quantized_config(D, D)
         for window in (False, True):
             for dtype in dtypes:
                 defines = quantized.kernel_defines(config, dtype, window=window)
@@ -115,8 +115,8 @@ def eight_bit_variants(
             yield Variant("quantized", ("quantized",), scale_defines)
         for dtype in dtypes:
             defines = quantize.kernel_defines(dtype, D, D)
-            yield Variant("quantize", ("statistics", "quantize"), defines)
-        yield Variant("quantize", ("turn_values",), scaled.kernel_defines(D))
+            yield Variant("quantize", ("quantize",), defines)
+        yield Variant("scaled", ("scaled",), scaled.kernel_defines(D))
 
 
 def _names(entries: Iterable[Entry]) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Generates `wgmma.cuh`: the warpgroup matrix products of a kernel, for its tile sizes.
 
-Each product is a pair of functions: `NAME_start` overwrites the accumulator, `NAME` adds to it. The
-operands' layouts are those of CUTLASS: a K-major operand has the inner dimension contiguous, an
-MN-major one is transposed.
+Each product is a pair of functions: `NAME_start` overwrites the accumulator, `NAME` adds to it. One
+whose sums start now and then is a single function, `NAME_if`, which adds unless its last argument
+is 0. The operands' layouts are those of CUTLASS: a K-major operand has the inner dimension
+contiguous, an MN-major one is transposed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def header(source: str, defines: dict[str, int]) -> str:
 
 def wgmma(
     name: str, n: int, dtype: str, a: str | int, b: int, steps: Sequence[tuple[int, int]],
-    b_group: int = 1024,
+    b_group: int = 1024, is_conditional: bool = False,
 ) -> str:  # fmt: skip
     """Wrappers of `wgmma.mma_async` for a 64 x n accumulator.
 
@@ -36,7 +37,8 @@ def wgmma(
         b: the major dimension of operand b.
         steps: byte offsets of a and b for each 32 bytes of the inner dimension. All steps are one
             statement, because NVRTC takes an eighth longer over one statement each.
-        b_group: bytes from 8 rows of b to the next 8.
+        b_group: bytes from 8 rows of b to the next 8; 512: rows are 64 bytes.
+        is_conditional: whether to return `NAME_if` alone.
     """
     count, words = n // 2, 4 * len(steps) if a == "registers" else 0
     accumulator = ", ".join(f"%{i}" for i in range(count))
@@ -48,11 +50,13 @@ def wgmma(
     base_b, high = (bases, bases + 1) if words else (bases + 1, bases + 2)
 
     def descriptor(to: str, base: int, offset: int, group: int = 1024) -> str:
-        word = f"%{high}" if group == 1024 else f"{1 << 30 | group >> 4}"
+        swizzle = 1 << 30 if group != 8 * 64 else 1 << 31
+        word = f"%{high}" if group == 1024 else f"{swizzle | group >> 4}"
         return f"add.u32 x, %{base}, {offset // 16}; mov.b64 {to}, {{x, {word}}};"
 
     def step(i: int, starts: bool) -> str:
-        setup = f"setp.ne.b32 p, {int(not (starts and i == 0))}, 0;"
+        adds = f"%{high + 1}" if is_conditional and i == 0 else int(not (starts and i == 0))
+        setup = f"setp.ne.b32 p, {adds}, 0;"
         if words:
             operand_a = "{" + ", ".join(f"%{count + 4 * i + k}" for k in range(4)) + "}"
             majors = f"{b}"
@@ -70,12 +74,15 @@ def wgmma(
         outputs = ", ".join(f'"{"=" if starts else "+"}{constraint}"(d[{i}])' for i in range(count))
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(words)) or '"r"(a)'
         first = f"const u32 (&a)[{words}]" if words else "u32 a"
+        argument, last = (", u32 adds", ', "r"(adds)') if is_conditional else ("", "")
         return (
-            f"DEVICE void {name}{suffix}({kind} (&d)[{count}], {first}, u32 b) {{\n"
+            f"DEVICE void {name}{suffix}({kind} (&d)[{count}], {first}, u32 b{argument}) {{\n"
             f'  asm volatile("{{ .reg .pred p; .reg .b32 x; .reg .b64 a, b; "\n{text}  "}}"\n'
-            f'  : {outputs} : {inputs}, "r"(b), "n"(DESCRIPTOR_HIGH));\n}}\n'
+            f'  : {outputs} : {inputs}, "r"(b), "n"(DESCRIPTOR_HIGH){last});\n}}\n'
         )
 
+    if is_conditional:
+        return function("_if", False)
     return function("_start", True) + function("", False)
 
 
@@ -139,12 +146,25 @@ def _eight_bit_products(defines: dict[str, int]) -> list[tuple]:
     D, Dv, N = defines["HEAD_FEATURES"], defines["VALUE_FEATURES"], defines["BLOCK_N"]
     offsets = [(i // 4 * 128, i % 4 * 32) for i in range(-(-D // 32))]
     features = [(column * 64 + x, column * N + x) for column, x in offsets]
-    keys = [(0, 32 * i) for i in range(N // 64)]  # of one half of a block
     dtype = "s8" if defines["IS_INT8"] else "e4m3"
     return [
-        ("wgmma_scores", N // 2, dtype, _MAJOR_K, _MAJOR_K, features),
-        ("wgmma_output", Dv + 8, "e4m3", "registers", _MAJOR_K, keys),
+        ("wgmma_scores", N, dtype, _MAJOR_K, _MAJOR_K, features),
+        (
+            "wgmma_output",
+            Dv + 8 * defines["SUMS_BY_PRODUCT"],
+            "e4m3",
+            "registers",
+            _MAJOR_K,
+            _keys(N),
+            8 * N,
+            True,
+        ),
     ]
+
+
+def _keys(count: int) -> list[tuple[int, int]]:
+    """Offsets for each 32 keys; the first operand is in registers."""
+    return [(0, 32 * i) for i in range(count // 32)]
 
 
 def _features(count: int, a_rows: int, b_rows: int) -> list[tuple[int, int]]:

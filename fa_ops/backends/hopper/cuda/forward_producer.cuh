@@ -2,6 +2,7 @@
 // bias one more warp for each consumer brings those.
 #pragma once
 #include "forward_shared.cuh"
+#include "query_slots.cuh"
 #include "tile_producer.cuh"
 
 // Copies one block of K or V into the next slot of its ring.

@@ -3,6 +3,7 @@
 #pragma once
 #include "forward_shared.cuh"
 #include "forward_rows.cuh"
+#include "query_slots.cuh"
 
 struct ScoreConsumer {
   const ForwardParams& p;

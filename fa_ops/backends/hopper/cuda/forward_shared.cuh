@@ -66,10 +66,3 @@ struct ForwardShared {
 constexpr ForwardShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
-
-// The slot of a consumer's queries, and the phase of its barriers: two work items have a slot each, or share
-// one.
-DEVICE int query_slot(const PipelineState<2>& work, int c) {
-  return QUERY_STAGES == 2 ? work.stage * CONSUMERS + c : c;
-}
-DEVICE u32 query_phase(const PipelineState<2>& work) { return QUERY_STAGES == 2 ? work.phase : work.stage; }

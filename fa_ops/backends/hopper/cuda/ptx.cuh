@@ -335,6 +335,20 @@ DEVICE float2 unpack_e4m3(unsigned short x) {
   return y;
 }
 
+// Pairs of halves.
+DEVICE u32 add_halves(u32 a, u32 b) {
+  u32 y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+DEVICE float sum_of_halves(u32 x) {
+  float a, b;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+      : "=f"(a), "=f"(b)
+      : "r"(x));
+  return a + b;
+}
+
 // Two floats rounded to the 16-bit input type, negative numbers as 0.
 DEVICE u32 pack_relu(float low, float high) {
   u32 y;

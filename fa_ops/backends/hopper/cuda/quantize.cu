@@ -1,13 +1,13 @@
-// Quantises query, key and value to 8 bits, as docs/semantics.md defines it. `statistics` finds what a whole
-// row of the batch needs: the mean of the keys and the largest value of each channel. `quantize` then reads
-// each tensor once and writes 8-bit numbers in the order in which quantized.cu copies them. `turn_values`
-// does that with values that are e4m3 already.
+// Quantises query, key and value to 8 bits, as docs/semantics.md defines it, and writes them in the order in
+// which quantized.cu copies them. The first CTAs of `quantize` find what a whole row of the batch needs: the
+// mean of the keys and the largest value of each channel. The others wait until those of their head are done.
 //
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
 #include "quantize_params.cuh"
 
-constexpr int THREADS = 256;
-constexpr int SCALE_BLOCK = 64, VALUE_BLOCK = 128, MEAN_KEYS = 1024;
+#include "turned_values.cuh"
+
+constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
 constexpr float SMALLEST = 7.888609052210118e-31f;  // 2^-100
 constexpr float INT8_LARGEST = 127.43f;
 
@@ -36,10 +36,16 @@ DEVICE u32 pack_int8(float a, float b, float c, float d) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// Sums over the groups of LANES lanes of a CTA that hold the same eight columns: valid in the first group.
-template <int LANES, bool IS_MAX> DEVICE void reduce_groups(float (&x)[8]) {
+// What a CTA has in shared memory, by the work that it does.
+union Shared {
+  float parts[THREADS][9], warps[THREADS / 32];
+  TurnedValues turned;
+};
+
+// Reduces over the groups of LANES lanes of a CTA that hold the same eight columns: valid in the first group.
+template <int LANES, bool IS_MAX> DEVICE void reduce_groups(Shared& shared, float (&x)[8]) {
   constexpr int GROUPS = THREADS / LANES;
-  __shared__ float parts[THREADS][9];
+  auto& parts = shared.parts;
 #pragma unroll
   for (int i = 0; i < 8; i++) parts[threadIdx.x][i] = x[i];
   __syncthreads();
@@ -53,9 +59,8 @@ template <int LANES, bool IS_MAX> DEVICE void reduce_groups(float (&x)[8]) {
     }
 }
 
-#if ENTRY_statistics
 // The largest |v| of each channel among some of the keys of a head.
-DEVICE void find_largest(const QuantizeParams& p, int head, int part, int keys) {
+DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int part, int keys) {
   constexpr int GROUPS = THREADS / VALUE_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
   const int share = (keys + p.parts - 1) / p.parts, end = min((part + 1) * share, keys);
@@ -69,61 +74,55 @@ DEVICE void find_largest(const QuantizeParams& p, int head, int part, int keys) 
 #pragma unroll
     for (int i = 0; i < 8; i++) top[i] = fmaxf(top[i], fabsf(x[i]));
   }
-  reduce_groups<VALUE_LANES, true>(top);
+  reduce_groups<VALUE_LANES, true>(shared, top);
   if (threadIdx.x < VALUE_LANES && exists)
 #pragma unroll
     for (int i = 0; i < 8; i++) atomicMax(p.largest + head * p.Dv + channel + i, __float_as_int(top[i]));
 }
 
 // The mean of at most MEAN_KEYS evenly spaced keys of a head.
-DEVICE void find_mean(const QuantizeParams& p, int head, int keys) {
+DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head, int keys) {
   constexpr int GROUPS = THREADS / HEAD_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
   const int step = max((keys + MEAN_KEYS - 1) / MEAN_KEYS, 1), count = (keys + step - 1) / step;
   const Element* k = row_at(p.k, p.k_strides, b, head % Hkv, 0) + feature;
   const bool exists = feature < p.D;
   float sum[8] = {};
-#pragma unroll 8
+#pragma unroll 16
   for (int i = threadIdx.x / HEAD_LANES; i < count; i += GROUPS) {
     float x[8];
     load8(x, k + (long long)i * step * p.k_strides.s, exists);
 #pragma unroll
     for (int j = 0; j < 8; j++) sum[j] += x[j];
   }
-  reduce_groups<HEAD_LANES, false>(sum);
+  reduce_groups<HEAD_LANES, false>(shared, sum);
   if (threadIdx.x < HEAD_LANES && exists)
 #pragma unroll
     for (int i = 0; i < 8; i++) p.mean[head * p.D + feature + i] = sum[i] / max(count, 1);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) statistics(const __grid_constant__ QuantizeParams p) {
-  const int head = blockIdx.y, keys = keys_of_row(p, head / (p.Hq / p.group));
-  if (blockIdx.x < p.parts) find_largest(p, head, blockIdx.x, keys);
-  else find_mean(p, head, keys);
-}
-#endif
+// Statistics of a head come from `parts` CTAs for its values and one for the mean of its keys.
+DEVICE int statistics_ctas(const QuantizeParams& p) { return p.parts + (p.mean != nullptr); }
 
-#if !ENTRY_statistics
-// VALUE_BLOCK values of a head, transposed. Of 32 keys, those at positions 16a + 4t + 2b + c are
-// 8(2a + b) + 2t + c: the order in which quantized.cu has its weights.
-constexpr int WORDS = VALUE_BLOCK / 4;
-typedef u32 TurnedValues[VALUE_LANES * 8][WORDS + 1];
-
-// The first of the four keys of a word; the others are 1, 8 and 9 further.
-DEVICE int key_of_word(int word) { return word / 8 * 32 + (word & 4) * 4 + (word & 3) * 2; }
-
-// Executed by all threads.
-DEVICE void store_turned(const QuantizeParams& p, const TurnedValues& turned, int head, int block) {
+DEVICE void find_statistics(const QuantizeParams& p, Shared& shared, int head, int part) {
+  const int keys = keys_of_row(p, head / (p.Hq / p.group));
+  if (part == p.parts) find_mean(p, shared, head, keys);
+  else find_largest(p, shared, head, part, keys);
   __syncthreads();
-  const int blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK;
-  u32* to = (u32*)p.v8 + (long long)head * p.Dv * blocks * WORDS + block * WORDS + threadIdx.x % WORDS;
-#pragma unroll 4
-  for (int i = threadIdx.x / WORDS; i < p.Dv; i += THREADS / WORDS)
-    to[(long long)i * blocks * WORDS] = turned[i][threadIdx.x % WORDS];
+  if (threadIdx.x == 0)
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.finished + head) : "memory");
 }
-#endif
 
-#if ENTRY_quantize
+// CTAs start in the order of their indices, so those that this waits for are running or done.
+DEVICE void wait_for_statistics(const QuantizeParams& p, int head) {
+  if (threadIdx.x == 0) {
+    int count;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(p.finished + head) : "memory");
+    while (count < statistics_ctas(p));
+  }
+  __syncthreads();
+}
+
 constexpr int UNITS = SCALE_BLOCK * HEAD_LANES / THREADS;  // of eight features, that a thread holds
 
 // Rotates the features of a row, whose lanes hold eight each, by Hadamard's matrix in blocks.
@@ -186,22 +185,26 @@ DEVICE float store8(unsigned char* to, const float (&x)[8], float largest, bool 
   return scale;
 }
 
+// Eight features of the mean of a head's keys.
+DEVICE void load_mean(float (&mean)[8], const QuantizeParams& p, int head, int feature) {
+  wait_for_statistics(p, head);
+  if (feature >= p.D) return;
+#pragma unroll
+  for (int i = 0; i < 8; i++) mean[i] = p.mean[head * p.D + feature + i];
+}
+
 // SCALE_BLOCK queries of a head; each token has a scale.
 DEVICE void quantize_queries(const QuantizeParams& p, int bh, int block) {
   const int b = bh / p.Hq, h = bh % p.Hq, feature = threadIdx.x % HEAD_LANES * 8;
   const bool has_feature = feature < p.D;
+  const int first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES, head = b * (p.Hq / p.group) + h / p.group;
   float mean[8] = {}, x[UNITS][8];
-  if (p.mean && has_feature) {
-    const float* from = p.mean + (b * (p.Hq / p.group) + h / p.group) * p.D + feature;
-#pragma unroll
-    for (int i = 0; i < 8; i++) mean[i] = from[i];
-  }
-  const int first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int row = first + u * (THREADS / HEAD_LANES);
     load8(x[u], row_at(p.q, p.q_strides, b, h, row) + feature, has_feature && row < p.Sq);
   }
+  if (p.mean) load_mean(mean, p, head, feature);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int row = first + u * (THREADS / HEAD_LANES);
@@ -222,19 +225,17 @@ DEVICE void quantize_queries(const QuantizeParams& p, int bh, int block) {
 }
 
 // SCALE_BLOCK keys of a head, which share a scale.
-DEVICE void quantize_keys(const QuantizeParams& p, int head, int block) {
+DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int block) {
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
   const int keys = keys_of_row(p, b), first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES;
   const bool has_feature = feature < p.D;
   float mean[8] = {}, x[UNITS][8], largest = 0.f;
-  if (p.mean && has_feature)
-#pragma unroll
-    for (int i = 0; i < 8; i++) mean[i] = p.mean[head * p.D + feature + i];
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int row = first + u * (THREADS / HEAD_LANES);
     load8(x[u], row_at(p.k, p.k_strides, b, head % Hkv, row) + feature, has_feature && row < keys);
   }
+  if (p.mean) load_mean(mean, p, head, feature);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const bool exists = first + u * (THREADS / HEAD_LANES) < keys;
@@ -243,7 +244,7 @@ DEVICE void quantize_keys(const QuantizeParams& p, int head, int block) {
     rotate(x[u], p.rotation);
     largest = fmaxf(largest, largest_of(x[u]));
   }
-  __shared__ float warps[THREADS / 32];
+  auto& warps = shared.warps;
   largest = largest_of_lanes<32>(largest);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
   __syncthreads();
@@ -261,12 +262,13 @@ DEVICE void quantize_keys(const QuantizeParams& p, int head, int block) {
 }
 
 // VALUE_BLOCK values of a head.
-DEVICE void quantize_values(const QuantizeParams& p, int head, int block) {
-  __shared__ TurnedValues turned;
+DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int block) {
+  auto& turned = shared.turned;
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
   const int keys = keys_of_row(p, b);
   const Element* v = row_at(p.v, p.v_strides, b, head % Hkv, 0) + channel;
   const bool exists = channel < p.Dv;
+  wait_for_statistics(p, head);
   float inverse[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -289,47 +291,20 @@ DEVICE void quantize_values(const QuantizeParams& p, int head, int block) {
       turned[channel + i][word] = pack_e4m3(x[0][i] * inverse[i], x[1][i] * inverse[i], x[2][i] * inverse[i],
                                             x[3][i] * inverse[i]);
   }
-  store_turned(p, turned, head, block);
+  store_turned((u32*)p.v8, turned, p.Dv, (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, head, block);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(const __grid_constant__ QuantizeParams p) {
   const int heads = p.B * (p.Hq / p.group), q_blocks = (p.Sq + SCALE_BLOCK - 1) / SCALE_BLOCK,
             v_blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, k_blocks = 2 * v_blocks;
+  __shared__ Shared shared;
+  const int parts = statistics_ctas(p);
   int i = blockIdx.x;
-  if (i < heads * v_blocks) return quantize_values(p, i / v_blocks, i % v_blocks);
+  if (i < heads * parts) return find_statistics(p, shared, i % heads, parts - 1 - i / heads);
+  i -= heads * parts;
+  if (i < heads * v_blocks) return quantize_values(p, shared, i / v_blocks, i % v_blocks);
   i -= heads * v_blocks;
-  if (i < heads * k_blocks) return quantize_keys(p, i / k_blocks, i % k_blocks);
+  if (i < heads * k_blocks) return quantize_keys(p, shared, i / k_blocks, i % k_blocks);
   i -= heads * k_blocks;
   quantize_queries(p, i / q_blocks, i % q_blocks);
 }
-#endif
-
-// Brings values that are e4m3 already into the order of quantized.cu.
-#if ENTRY_turn_values
-extern "C" __global__ void __launch_bounds__(THREADS) turn_values(const __grid_constant__ QuantizeParams p) {
-  __shared__ TurnedValues turned;
-  const int head = blockIdx.y, Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
-  const int keys = keys_of_row(p, b);
-  const unsigned char* v =
-      (const unsigned char*)p.v + b * p.v_strides.b + head % Hkv * p.v_strides.h + channel;
-#pragma unroll
-  for (int word = threadIdx.x / VALUE_LANES; word < WORDS; word += THREADS / VALUE_LANES) {
-    const int key = blockIdx.x * VALUE_BLOCK + key_of_word(word);
-    u32 x[4][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = key + (i >> 1) * 8 + (i & 1);
-      const bool exists = channel < p.Dv && row < keys;
-      const uint2 y = exists ? *(const uint2*)(v + row * p.v_strides.s) : make_uint2(0, 0);
-      x[i][0] = y.x, x[i][1] = y.y;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 bytes = i % 4 | (i % 4 + 4) << 4;
-      turned[channel + i][word] = __byte_perm(__byte_perm(x[0][i / 4], x[1][i / 4], bytes),
-                                              __byte_perm(x[2][i / 4], x[3][i / 4], bytes), 0x5410);
-    }
-  }
-  store_turned(p, turned, head, blockIdx.x);
-}
-#endif

@@ -1,8 +1,11 @@
 // Attention forward with 8-bit products for sm_90a: persistent, warp-specialised CTAs as in forward.cu, whose
 // queries, keys and values quantize.cu has written.
 //
-// Compile-time: IS_BF16 IS_INT8 BLOCK_M BLOCK_N HEAD_DIM HEAD_FEATURES VALUE_FEATURES STAGES SHARED_BYTES
-// HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_SINKS HAS_SIGNS: scales may be negative
+// Compile-time: IS_BF16 IS_INT8 BLOCK_M BLOCK_N HEAD_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
+// SHARED_BYTES SUMMED_KEYS HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_SINKS
+// SCHEDULE: the order of a step's products, see quantized_mainloop.cuh
+// SUMS_BY_PRODUCT: row sums are products with ones, in place of additions
+// HAS_SIGNS: scales may be negative
 #define HAS_MASK 0
 #define PACKED_HEADS 1
 #define BIAS_BITS 0
@@ -12,10 +15,11 @@
 #include "quantized_mainloop.cuh"
 
 DEVICE void init_barriers(const QuantizedShared& sm) {
-  init_tile_barriers(sm, CONSUMERS);
+  init_tile_barriers(sm, QUERY_SLOTS);
   mbar_init_fence();
 }
 
+#if SUMS_BY_PRODUCT
 // Writes ones behind the values of each slot, which copies leave alone.
 DEVICE void store_ones(const QuantizedShared& sm) {
   constexpr int ONE = 0x38383838, PIECES = ONES * BLOCK_N / 16;
@@ -24,6 +28,9 @@ DEVICE void store_ones(const QuantizedShared& sm) {
                  make_int4(ONE, ONE, ONE, ONE));
   fence_async_shared();
 }
+#else
+DEVICE void store_ones(const QuantizedShared&) {}
+#endif
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     quantized(const __grid_constant__ QuantizedParams p) {

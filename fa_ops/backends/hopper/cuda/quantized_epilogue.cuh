@@ -7,7 +7,8 @@ struct QuantizedEpilogue {
   const QuantizedShared& sm;
   const int c, tid, lane;
   PipelineState<2> work;
-  float o[OUTPUTS], sums[2];  // of what the steps before the last one accumulated
+  float t[PRODUCTS];  // products of the last blocks with their values, and with ones
+  float sums[2];      // of this thread's weights, or of a row's with SUMS_BY_PRODUCT
   QuantizedSoftmax softmax;
 
   DEVICE QuantizedEpilogue(const QuantizedParams& p, const QuantizedShared& sm, int c)
@@ -15,17 +16,18 @@ struct QuantizedEpilogue {
 
   // The factor of a row's output, whose LSE is written.
   DEVICE float finish_one_row(const Tile& tile, int row, float row_max, float sum) const {
+    if (!SUMS_BY_PRODUCT) sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
     const long long at = (long long)(tile.b * p.Hq + tile.h) * p.Sq + min(row, p.Sq - 1);
     const float offset = p.offset ? p.offset[at] : 0.f;
     float inverse;
-    sum *= 1.f / 256;
+    sum *= 1.f / UNIT_WEIGHT;
 #if HAS_SINKS
     const float lse = finish_row(row_max, sum, 1.f, true, p.sinks[tile.h] - offset, inverse);
 #else
     const float lse = finish_row(row_max, sum, 1.f, false, 0.f, inverse);
 #endif
     if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[at] = lse + offset;
-    return inverse * (1.f / 256);
+    return inverse * (1.f / UNIT_WEIGHT);
   }
 
   // Writes the normalised output and the LSE of this consumer's rows.
@@ -49,7 +51,7 @@ struct QuantizedEpilogue {
           x[j] = 0;
           if (at >= OUTPUTS || channel >= p.Dv) continue;
           const float2 scale = *(const float2*)(v_scale + channel);
-          x[j] = pack(o[at] * inverse * scale.x, o[at + 1] * inverse * scale.y);
+          x[j] = pack(t[at] * inverse * scale.x, t[at + 1] * inverse * scale.y);
         }
         transpose_quad(x);
         const int column = (i / 4 + (lane & 3)) * 8;

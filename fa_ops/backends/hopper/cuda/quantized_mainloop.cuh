@@ -1,49 +1,57 @@
-// A consumer warpgroup of the forward kernel with 8-bit products: 64 queries.
+// A consumer warpgroup of the forward kernel with 8-bit products: 64 queries. Consumers overlap without an
+// order among them.
 //
-// A block of keys is two halves, a and b, whose scores have registers of their own: while the weights of one
-// half are made, tensor cores compute with the other. One step of the loop, over time:
+// The products of a step are S(j) = Q.K(j)^T and T += P(j + 1).V(j + 1). SCHEDULE is their order:
 //
-//   tensor cores   | Sa(j - 1)  Oj = Pa(j).V(j)  | Sb(j - 1)  Oj += Pb(j).V(j)        |
-//   CUDA cores     | exp2 of Sb(j), pack Pb(j)   | max of S(j - 1), exp2 of Sa(j - 1) | pack, O += Oj
-//   mbarriers      k_full(j - 1), v_full(j)        release K(j - 1)                     release V(j)
+//   1   S(j), T += P(j + 1).V(j + 1) | wait for S(j) | max, exp2 | wait for T | round to P(j)
+//   2   T += P(j + 1).V(j + 1), S(j) | wait for both | max, exp2, round to P(j)
+//   3   T += P(j + 1).V(j + 1) | wait | S(j) | wait | max, exp2, round to P(j): S and P share registers
 //
-// Tensor cores add 8-bit products with about 14 bits, so no sum of theirs is longer than a block: each
-// block's product with the values is added to the output in float32.
+// Tensor cores add 8-bit products with about 14 bits, so no sum of theirs is longer than SUMMED_BLOCKS
+// blocks: it is then added to the totals in float32.
 #pragma once
+#include "query_slots.cuh"
 #include "quantized_epilogue.cuh"
+#include "shared_totals.cuh"
 #include "wgmma.cuh"
+
+constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
 
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
   PipelineState<STAGES> k, v;
   u32 queries;  // this work item's, as a descriptor
-  const float2* key_scales;
-  HalfScores sa, sb;
-  float wa[HALF_SCORES];  // weights of the first half
-  float t[PRODUCTS];      // of one block: its part of the output, and of the row sums
-  u32 weights_a[HALF_SCORES / 4], weights_b[HALF_SCORES / 4];
+  const KeyScales* key_scales;
+  Scores s;
+  u32 summed;        // how many blocks these are, the same in all warps
+  Weights weights;
+  SharedTotals totals;
   KeyRange range0, range1;  // of this thread's two rows
 
-  template <int HALF> DEVICE void score_product(HalfScores& s) {
-    const u32 keys = descriptor_base(slot_at<K_BYTES>(sm.k, k.stage) + HALF * 64 * 128, 16);
+  DEVICE void start_scores() {
 #if IS_INT8
 #pragma unroll
-    for (int i = 0; i < HALF_SCORES; i++) asm volatile("mov.b32 %0, %1;" : "=r"(s[i]) : "n"(FIRST_BITS));
+    for (int i = 0; i < SCORES; i++) asm volatile("mov.b32 %0, %1;" : "=r"(s[i]) : "n"(FIRST_BITS));
+#endif
+  }
+
+  DEVICE void score_product() {
+    const u32 keys = descriptor_base(slot_at<K_BYTES>(sm.k, k.stage), 16);
     wgmma_fence();
+#if IS_INT8
     wgmma_scores(s, queries, keys);
 #else
-    wgmma_fence();
     wgmma_scores_start(s, queries, keys);
 #endif
     wgmma_commit();
   }
 
-  template <int HALF> DEVICE void value_product(const u32 (&weights)[HALF_SCORES / 4]) {
-    const u32 values = descriptor_base(slot_at<V_BYTES>(sm.v, v.stage) + HALF * 64, 16);
+  DEVICE void value_product() {
+    const u32 values = descriptor_base(slot_at<V_BYTES>(sm.v, v.stage), 16);
     wgmma_fence();
-    if (HALF == 0) wgmma_output_start(t, weights, values);
-    else wgmma_output(t, weights, values);
+    wgmma_output_if(t, weights, values, summed);
     wgmma_commit();
+    summed++;
   }
 
   // Every warp releases for itself: one that waits for values another time, for dropout or in a block that is
@@ -61,44 +69,59 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void release_queries() {
-    if (lane == 0) mbar_arrive(barrier(sm.q_empty, c));
+    if (lane == 0) mbar_arrive(barrier(sm.q_empty, query_slot(work, c)));
   }
 
   DEVICE void wait_keys() { mbar_wait(barrier(sm.k_full, k.stage), k.phase); }
   DEVICE void wait_values() { mbar_wait(barrier(sm.v_full, v.stage), v.phase); }
 
-  // Adds the products of a block to the output, and rescales both to the maxima of the block after it.
-  DEVICE void add_products() {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] += t[i];
-    sums[0] += t[OUTPUTS], sums[1] += t[OUTPUTS + 2];
-    if (softmax.max_moved) {
-#pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) o[i] *= softmax.rescale[i >> 1 & 1];
-      sums[0] *= softmax.rescale[0], sums[1] *= softmax.rescale[1];
-    }
+  // After a block whose products are in `t`: adds them to the totals if they are as many as may be summed,
+  // and rescales what there is if this warp's maxima have moved.
+  DEVICE void finish_block() {
+    add_row_sums();
+    if (summed == SUMMED_BLOCKS) totals.add(t), summed = 0;
+    if (SCHEDULE != 3) rescale();
   }
 
-  // Everything between the product of the scores and the softmax, for one half of the keys.
-  template <int HALF> DEVICE void modify_scores(HalfScores& s, int block, const BlockRange& n) {
+  DEVICE void rescale() {
+    if (!softmax.max_moved) return;
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; i++) t[i] *= softmax.rescale[i >> 1 & 1];
+    totals.rescale(softmax.rescale);
+    sums[0] *= softmax.rescale[0], sums[1] *= softmax.rescale[1];
+  }
+
+  // The sum of a row's weights grows faster than its products with values, and would lose more: tensor cores
+  // begin it anew in each block.
+  DEVICE void add_row_sums() {
+    if (!SUMS_BY_PRODUCT) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) sums[r] += t[OUTPUTS + 2 * r], t[OUTPUTS + 2 * r] = 0.f;
+  }
+
+  // Everything between the product of the scores and the softmax.
+  DEVICE void modify_scores(int block, const BlockRange& n) {
 #if HAS_SOFTCAP
 #pragma unroll
-    for (int i = 0; i < HALF_SCORES; i++) {
-      const float unit = p.tanh_scale * softmax.row_scale[i >> 1 & 1] * softmax.key_scale[HALF];
+    for (int i = 0; i < SCORES; i++) {
+      const float unit = p.tanh_scale * softmax.row_scale[i >> 1 & 1] * softmax.key_scale[i / KEY_SCORES];
       set(s[i], softcap_tanh((as_float(s[i]) - FIRST) * unit));
     }
 #elif HAS_SIGNS
-    const bool negative0 = softmax.row_scale[0] * softmax.key_scale[HALF] < 0.f,
-               negative1 = softmax.row_scale[1] * softmax.key_scale[HALF] < 0.f;
-    if (__any_sync(~0u, negative0 || negative1))
 #pragma unroll
-      for (int i = 0; i < HALF_SCORES; i++)
-        if (i & 2 ? negative1 : negative0) s[i] = -s[i];
+    for (int part = 0; part < KEY_SCALES; part++) {
+      const bool negative0 = softmax.row_scale[0] * softmax.key_scale[part] < 0.f,
+                 negative1 = softmax.row_scale[1] * softmax.key_scale[part] < 0.f;
+      if (__any_sync(~0u, negative0 || negative1))
+#pragma unroll
+        for (int i = part * KEY_SCORES; i < (part + 1) * KEY_SCORES; i++)
+          if (i & 2 ? negative1 : negative0) s[i] = -s[i];
+    }
 #endif
     if (block >= n.full_end || block < n.full_begin) {
-      const int from = block * BLOCK_N + HALF * 64 + (lane & 3) * 2;
+      const int from = block * BLOCK_N + (lane & 3) * 2;
 #pragma unroll
-      for (int i = 0; i < HALF_SCORES; i++) {
+      for (int i = 0; i < SCORES; i++) {
         const int j = column_offset(i);
         const KeyRange r = i & 2 ? range1 : range0;
         bool keep = j < r.end - from;
@@ -109,42 +132,52 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void load_key_scale(int block) {
-    const float2 x = key_scales[block];
-    softmax.key_scale[0] = x.x, softmax.key_scale[1] = x.y;
+    const KeyScales x = key_scales[block];
+#pragma unroll
+    for (int part = 0; part < KEY_SCALES; part++) softmax.key_scale[part] = x.scales[part];
   }
 
-  // Starts both products of a block with its values, and makes the weights of its second half in between.
-  // With HAS_NEXT, half of the next block's scores are computed before each of the two.
-  template <bool HAS_NEXT> DEVICE void multiply_values() {
-    if (HAS_NEXT) {
-      wait_keys();
-      score_product<0>(sa);
-    }
-    wait_values();
-    value_product<0>(weights_a);
-    float wb[HALF_SCORES];
-    softmax.exponentiate<0, 1>(p, sb, wb), softmax.exponentiate<1, 1>(p, sb, wb);
-    pack_weights(weights_b, wb);
-    fence_operand(weights_b);
-    if (HAS_NEXT) score_product<1>(sb);
-    value_product<1>(weights_b);
-  }
-
-  // From the scores of a block to its maxima and the weights of its first half. PENDING products with values
-  // follow the last one of the scores; as many and one more, the first one.
-  template <int PENDING> DEVICE void weigh(int block, const BlockRange& n) {
+  // Scores of `block`, and the product of the weights of the block after it with their values.
+  DEVICE void step(int block, const BlockRange& n) {
     load_key_scale(block);
-    wgmma_wait<PENDING ? PENDING + 2 : 0>();
-    fence_operand(sa);
-    modify_scores<0>(sa, block, n);
-    softmax.find_max<0, 0>(p, sa), softmax.find_max<1, 0>(p, sa);
-    wgmma_wait<PENDING>();
-    fence_operand(sb);
+    if (SCHEDULE == 3) {
+      wait_values(), value_product();
+      finish_values();
+      finish_block();
+    }
+    start_scores();
+    wait_keys();
+    if (SCHEDULE == 2) wait_values(), value_product();
+    score_product();
+    if (SCHEDULE == 1) wait_values(), value_product();
+    if (SCHEDULE == 2) finish_values();
+    else wgmma_wait<(SCHEDULE == 1)>();
+    fence_operand(s);
     release_keys(block == n.begin);
-    modify_scores<1>(sb, block, n);
-    softmax.find_max<0, 1>(p, sb), softmax.find_max<1, 1>(p, sb);
-    softmax.update_max();
-    softmax.exponentiate<0, 0>(p, sa, wa), softmax.exponentiate<1, 0>(p, sa, wa);
+    modify_scores(block, n);
+    softmax.update_max(p, s);
+    softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s);
+    if (SCHEDULE == 1) {
+      // the compiler would move the wait for the product above the softmax, but not above this one, which
+      // ends at once
+      fence_operand(s);
+      wait_values();
+      finish_values();
+    }
+    if (SCHEDULE == 3) rescale();
+    else finish_block();
+    round_weights();
+  }
+
+  // Waits for all products.
+  DEVICE void finish_values() {
+    wgmma_wait<0>();
+    fence_operand(t);
+    release_values();
+  }
+
+  DEVICE void round_weights() {
+    sums[0] += softmax.round<0>(s, weights), sums[1] += softmax.round<1>(s, weights);
   }
 
   // Skips blocks of the tile that no row of this consumer attends, from the last to the first.
@@ -169,27 +202,31 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void attend(const BlockRange& n) {
     wait_keys();
-    score_product<0>(sa), score_product<1>(sb);
-    weigh<0>(n.end - 1, n);
-    pack_weights(weights_a, wa);
-    fence_operand(weights_a);
-#pragma unroll 1
-    for (int j = n.end - 2; j >= n.begin; j--) {
-      multiply_values<true>();
-      weigh<1>(j, n);
-      wgmma_wait<0>();
-      fence_operand(t);
-      release_values();
-      pack_weights(weights_a, wa);
-      fence_operand(weights_a);
-      add_products();
-    }
-    multiply_values<false>();
+    load_key_scale(n.end - 1);
+    start_scores();
+    score_product();
     wgmma_wait<0>();
-    fence_operand(t);
-    release_values();
-    softmax.max_moved = false;
-    add_products();
+    fence_operand(s);
+    release_keys(n.end - 1 == n.begin);
+    modify_scores(n.end - 1, n);
+    softmax.update_max(p, s);
+    softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s);
+    round_weights();
+    summed = 0;
+#pragma unroll 1
+    for (int j = n.end - 2; j >= n.begin; j--) step(j, n);
+    wait_values();
+    value_product();
+    finish_values();
+    add_row_sums();
+    totals.finish(t);
+  }
+
+  // No row of this consumer attends a key.
+  DEVICE void skip_item() {
+    release_queries();
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; i++) t[i] = 0.f;
   }
 
   DEVICE void begin(const WorkItem& item) {
@@ -201,13 +238,14 @@ struct QuantizedConsumer : QuantizedEpilogue {
     for (int r = 0; r < 2; r++)
       softmax.row_scale[r] = scales[min(row + 8 * r, p.Sq - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
     const long long head = tile.b * (p.Hq / p.group) + tile.h / p.group;
-    key_scales = (const float2*)p.k_scale + head * ((p.Sk + BLOCK_N - 1) / BLOCK_N);
+    key_scales = (const KeyScales*)(p.k_scale + head * ((p.Sk + 127) / 128 * 2));
     softmax.reset();
     sums[0] = sums[1] = 0.f;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) o[i] = 0.f;
-    queries = opaque(descriptor_base(slot_at<Q_BYTES>(sm.q, c), 16));  // or each step would compute it again
-    mbar_wait(barrier(sm.q_full, c), query_phase(work));
+    totals.reset(slot_at<TOTAL_BYTES>(sm.totals, c) + tid * 16);
+    const int slot = query_slot(work, c);
+    // or each step would compute it again
+    queries = opaque(descriptor_base(slot_at<Q_BYTES>(sm.q, slot), 16));
+    mbar_wait(barrier(sm.q_full, slot), query_phase(work));
   }
 
   DEVICE void run() {
@@ -219,7 +257,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
       const BlockRange n = consumer_blocks(item);
       skip_blocks(item.blocks.end, n.end);
       if (n.end > n.begin) attend(n);
-      else release_queries();
+      else skip_item();
       skip_blocks(n.begin, item.blocks.begin);
       finish();
     }

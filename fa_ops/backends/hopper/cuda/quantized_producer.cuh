@@ -2,6 +2,7 @@
 // TMA.
 #pragma once
 #include "quantized_shared.cuh"
+#include "query_slots.cuh"
 #include "tile_producer.cuh"
 
 DEVICE void load_keys(const QuantizedParams& p, const QuantizedShared& sm, PipelineState<STAGES>& k,
@@ -28,12 +29,14 @@ DEVICE void load_queries(const QuantizedParams& p, const QuantizedShared& sm, co
                          const PipelineState<2>& work) {
 #pragma unroll
   for (int c = 0; c < CONSUMERS; c++) {
-    const u32 bar = barrier(sm.q_full, c);
-    mbar_wait(barrier(sm.q_empty, c), query_phase(work) ^ 1);
+    const int slot = query_slot(work, c);
+    const u32 bar = barrier(sm.q_full, slot);
+    mbar_wait(barrier(sm.q_empty, slot), query_phase(work) ^ 1);
     mbar_arrive_expect(bar, Q_BYTES);
 #pragma unroll
     for (int x = 0; x < QK_COLUMNS; x++)
-      tma_load(slot_at<Q_BYTES>(sm.q, c) + x * 64 * 128, p.q, bar, x * 128, tile.m0 + c * 64, tile.h, tile.b);
+      tma_load(slot_at<Q_BYTES>(sm.q, slot) + x * 64 * 128, p.q, bar, x * 128, tile.m0 + c * 64, tile.h,
+               tile.b);
   }
 }
 

@@ -3,35 +3,43 @@
 #include "quantized_params.cuh"
 
 #include "block_info.cuh"
+#include "named_barriers.cuh"
 #include "pipeline.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // warpgroups that own 64 queries each
 // A tile of Q or K is columns of 128 features, each one swizzle atom of 128 bytes wide. A tile of V is
-// transposed, so its rows are channels of BLOCK_N = 128 keys. Behind them are ONES more rows of ones, whose
-// products are the row sums of the weights.
-constexpr int QK_COLUMNS = HEAD_DIM / 128, ONES = 8;
+// transposed: its rows are channels of BLOCK_N keys, one swizzle atom of as many bytes wide. Behind them are
+// ONES more rows of ones, whose products are the row sums of the weights.
+constexpr int QK_COLUMNS = HEAD_DIM / 128;
+constexpr int QUERY_SLOTS = QUERY_STAGES * CONSUMERS;
+constexpr int ONES = SUMS_BY_PRODUCT ? 8 : 0;
 constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulator registers of a thread
 constexpr int PRODUCTS = OUTPUTS + ONES / 2;
-constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_COPY_BYTES = BLOCK_N * VALUE_FEATURES,
-              V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
+constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
+              V_COPY_BYTES = BLOCK_N * VALUE_FEATURES, V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
+// Of a consumer, what earlier blocks have added up to.
+constexpr u32 TOTAL_BYTES = 64 * VALUE_FEATURES * 4;
 constexpr int READERS = 128 * CONSUMERS;  // threads that read a work item
 
-static_assert(BLOCK_M % 64 == 0 && BLOCK_N == 128, "whole products, and keys of V in one swizzle atom");
+static_assert(BLOCK_M % 64 == 0 && (BLOCK_N == 64 || BLOCK_N == 128),
+              "whole products, and keys of V in one swizzle atom");
 static_assert(VALUE_FEATURES % 8 == 0, "whole swizzle atoms");
+static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct QuantizedShared {
-  u32 q, k, v;
+  u32 q, k, v, totals;
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
   u32 work, end;
 
   DEVICE constexpr explicit QuantizedShared(u32 base)
       : q(base),
-        k(q + CONSUMERS * Q_BYTES),
+        k(q + QUERY_SLOTS * Q_BYTES),
         v(k + STAGES * K_BYTES),
-        q_full(v + STAGES * V_BYTES),
-        q_empty(q_full + 8 * CONSUMERS),
-        k_full(q_empty + 8 * CONSUMERS),
+        totals(v + STAGES * V_BYTES),
+        q_full(totals + CONSUMERS * TOTAL_BYTES),
+        q_empty(q_full + 8 * QUERY_SLOTS),
+        k_full(q_empty + 8 * QUERY_SLOTS),
         k_empty(k_full + 8 * STAGES),
         v_full(k_empty + 8 * STAGES),
         v_empty(v_full + 8 * STAGES),
@@ -43,6 +51,3 @@ struct QuantizedShared {
 constexpr QuantizedShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,
               "SHARED_BYTES is the layout's size");
-
-// Work items share a slot of queries: the phase of its barriers.
-DEVICE u32 query_phase(const PipelineState<2>& work) { return work.stage; }

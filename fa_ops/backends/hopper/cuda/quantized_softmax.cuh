@@ -19,46 +19,56 @@ DEVICE float as_float(float x) { return x; }
 DEVICE void set(float& x, float value) { x = value; }
 #endif
 constexpr float ZERO = HAS_SOFTCAP ? 0.f : FIRST;  // the score 0, as products have it when weights are made
-constexpr float WEIGHT_BITS = 8.f;                 // a weight of 1 is rounded as 2^8
+// A weight of 1 is rounded as 2^WEIGHT_BITS, where the largest e4m3 number is 448.
+constexpr float WEIGHT_BITS = 8.f, UNIT_WEIGHT = 256.f;
 
-// Of a block of keys, a thread has HALF_SCORES products with the first and as many with the last 64 keys.
-constexpr int HALF_SCORES = SCORES / 2;
-typedef Accumulator HalfScores[HALF_SCORES];
+// 64 keys share a scale: a thread has KEY_SCORES products with them.
+constexpr int KEY_SCALES = BLOCK_N / 64, KEY_SCORES = SCORES / KEY_SCALES;
+struct alignas(4 * KEY_SCALES) KeyScales {
+  float scales[KEY_SCALES];
+};
+typedef Accumulator Scores[SCORES];
+typedef u32 Weights[SCORES / 4];  // four e4m3 numbers each
 
 struct QuantizedSoftmax {
   float max[2];        // the running max in units of log2, rounded up to an integer
   bool max_moved;      // in a row of this warp, by the last block
   float rescale[2];    // if so, factors of what was accumulated before
   float row_scale[2];  // of the queries, times the factor of all scores
-  float key_scale[2];  // of the first and of the last 64 keys of the block
-  float found[2];      // the largest score in this block of this thread's part of a row
+  float key_scale[KEY_SCALES];  // of each 64 keys of the block
 
   DEVICE void reset() {
     max[0] = max[1] = UNINITIALISED_MAX;
   }
 
   // The log2 of a weight by a product, whose sign is the score's.
-  template <int ROW, int HALF> DEVICE float unit(const QuantizedParams& p) const {
-    return HAS_SOFTCAP ? p.scale_log2 : fmaxf(fabsf(row_scale[ROW] * key_scale[HALF]), 1e-37f);
+  DEVICE float unit(const QuantizedParams& p, int row, int part) const {
+    return HAS_SOFTCAP ? p.scale_log2 : fmaxf(fabsf(row_scale[row] * key_scale[part]), 1e-37f);
   }
 
-  // Finds the largest score of a row among one half of the keys.
-  template <int ROW, int HALF> DEVICE void find_max(const QuantizedParams& p, const HalfScores& s) {
+  // The largest score of a row in one part of this thread's keys.
+  template <int ROW, int PART> DEVICE float largest_in_part(const QuantizedParams& p, const Scores& s) const {
     float largest[4];  // four maxima, so that comparisons do not form one chain
 #pragma unroll
-    for (int i = 0; i < HALF_SCORES / 4; i++) {
-      const float pair = fmaxf(as_float(s[4 * i + 2 * ROW]), as_float(s[4 * i + 2 * ROW + 1]));
+    for (int i = 0; i < KEY_SCORES / 4; i++) {
+      const int at = PART * KEY_SCORES + 4 * i + 2 * ROW;
+      const float pair = fmaxf(as_float(s[at]), as_float(s[at + 1]));
       largest[i % 4] = i < 4 ? pair : fmaxf(largest[i % 4], pair);
     }
-    const float factor = unit<ROW, HALF>(p);
+    const float factor = unit(p, ROW, PART);
     const float x = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    const float score = fmaf(x, factor, -ZERO * factor);
-    found[ROW] = HALF == 0 ? score : fmaxf(found[ROW], score);
+    return fmaf(x, factor, -ZERO * factor);
+  }
+
+  template <int ROW> DEVICE float largest_score(const QuantizedParams& p, const Scores& s) const {
+    const float x = largest_in_part<ROW, 0>(p, s);
+    return KEY_SCALES == 1 ? x : fmaxf(x, largest_in_part<ROW, KEY_SCALES - 1>(p, s));
   }
 
   // Moves the running maxima where necessary. Each of a row's four lanes tests its own scores, and they
   // compare only if one in their warp found a larger one.
-  DEVICE void update_max() {
+  DEVICE void update_max(const QuantizedParams& p, const Scores& s) {
+    const float found[2] = {largest_score<0>(p, s), largest_score<1>(p, s)};
     max_moved = __any_sync(~0u, found[0] > max[0] || found[1] > max[1]);
     if (!max_moved) return;
 #pragma unroll
@@ -71,25 +81,45 @@ struct QuantizedSoftmax {
     }
   }
 
-  // The weights of a row for one half of the keys, as floats.
-  template <int ROW, int HALF>
-  DEVICE void exponentiate(const QuantizedParams& p, const HalfScores& s, float (&w)[HALF_SCORES]) const {
-    const float factor = unit<ROW, HALF>(p), shift = fmaf(-ZERO, factor, WEIGHT_BITS - max[ROW]);
+  // Turns a row's scores into weights.
+  template <int ROW> DEVICE void exponentiate(const QuantizedParams& p, Scores& s) const {
 #pragma unroll
-    for (int i = 2 * ROW; i < HALF_SCORES; i += 4) {
-      w[i] = exp2_fast(fmaf(as_float(s[i]), factor, shift));
-      w[i + 1] = exp2_fast(fmaf(as_float(s[i + 1]), factor, shift));
+    for (int part = 0; part < KEY_SCALES; part++) {
+      const float factor = unit(p, ROW, part), shift = fmaf(-ZERO, factor, WEIGHT_BITS - max[ROW]);
+#pragma unroll
+      for (int i = part * KEY_SCORES + 2 * ROW; i < (part + 1) * KEY_SCORES; i += 4) {
+        set(s[i], exp2_fast(fmaf(as_float(s[i]), factor, shift)));
+        set(s[i + 1], exp2_fast(fmaf(as_float(s[i + 1]), factor, shift)));
+      }
     }
   }
-};
 
-// Weights as operands of the product with the values. Of 32 keys a thread's fragment holds positions
-// 16a + 4t + 2b + c, but its scores are those of keys 8(2a + b) + 2t + c: quantize.cu stores the values in
-// this order.
-DEVICE void pack_weights(u32 (&weights)[HALF_SCORES / 4], const float (&w)[HALF_SCORES]) {
+  // Rounds a row's weights. Returns this thread's part of the sum of what they are rounded to, or 0 if that
+  // is a product.
+  template <int ROW> DEVICE float round(const Scores& s, Weights& weights) const {
 #pragma unroll
-  for (int i = 0; i < HALF_SCORES / 4; i++) {
-    const int at = i / 4 * 16 + (i & 2) * 4 + (i & 1) * 2;
-    weights[i] = pack_e4m3(w[at], w[at + 1], w[at + 4], w[at + 5]);
+    for (int i = ROW; i < SCORES / 4; i += 2) weights[i] = pack_weights(s, i);
+    return SUMS_BY_PRODUCT ? 0.f : sum_of<ROW>(weights);
   }
-}
+
+  // This thread's part of the sum of a row's rounded weights.
+  template <int ROW> static DEVICE float sum_of(const Weights& weights) {
+    u32 sums[4];  // of halves: sums of 32 weights do not exceed 2^13, and are rounded to 11 bits
+#pragma unroll
+    for (int i = ROW; i < SCORES / 4; i += 2) {
+      u32 low, high;
+      unpack_e4m3(weights[i], low, high);
+      const u32 sum = add_halves(low, high);
+      sums[i / 2 % 4] = i < 8 ? sum : add_halves(sums[i / 2 % 4], sum);
+    }
+    return sum_of_halves(add_halves(add_halves(sums[0], sums[1]), add_halves(sums[2], sums[3])));
+  }
+
+  // One operand register of the product with the values. Of 32 keys a thread's fragment holds positions
+  // 16a + 4t + 2b + c, but its scores are those of keys 8(2a + b) + 2t + c: quantize.cu stores the values in
+  // this order.
+  static DEVICE u32 pack_weights(const Scores& w, int i) {
+    const int at = i / 4 * 16 + (i & 2) * 4 + (i & 1) * 2;
+    return pack_e4m3(as_float(w[at]), as_float(w[at + 1]), as_float(w[at + 4]), as_float(w[at + 5]));
+  }
+};
