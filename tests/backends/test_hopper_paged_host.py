@@ -75,6 +75,13 @@ def test_what_it_does_not_take(change, message):
     assert found is None if message is None else message in found
 
 
+def test_pages_of_another_dtype_are_refused_however_many_queries_there_are():
+    for tokens in (90, 600):
+        call = described(tokens=tokens)
+        key, value = (x.to(torch.float8_e4m3fn) for x in (call.key, call.value))
+        assert "own dtype" in paged.support_error(call._replace(key=key, value=value))
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """The choice for CUDA tensors, of CPU tensors; the kernel's calls are noted."""

@@ -27,6 +27,20 @@ def test_results_are_those_of_the_oracle(name, page_size, D, Dv):
     torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("tokens", [90, 700])  # few and many queries of a kv head
+def test_fp8_pages_give_the_results_of_the_oracle(tokens):
+    q = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(60, 16, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
+    ends = torch.tensor([0, tokens - 20, tokens], dtype=torch.int32, device="cuda")
+    options = {
+        "is_causal": True, "kv_lens": ends[1:].clone(), "return_lse": True,
+        "page_table": torch.arange(60, dtype=torch.int32, device="cuda").repeat(2, 1),
+    }  # fmt: skip
+    found = fa_ops.attention_varlen(q, k, v, ends, None, **options)
+    expected = fa_ops.attention_varlen(q, k, v, ends, None, **options, backend="reference")
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_prompts_and_decoding_steps_without_synchronisation_and_in_a_graph():
     counts, keys = torch.tensor([700, 1, 1, 130]), torch.tensor([900, 3000, 64, 130])
     g = torch.Generator().manual_seed(0)

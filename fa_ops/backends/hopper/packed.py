@@ -20,7 +20,7 @@ from fa_ops.backends.hopper.launch import (
     kernel,
     on_device,
 )
-from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned, window_sides
+from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned, window_sides
 from fa_ops.call import PACKED, Call, PackedTensors, Run, Saved, general
 from fa_ops.types import DenseTensors, Gradients, Packing, Spec, rows_are_aligned
 
@@ -47,7 +47,7 @@ def _prepare_forward(call: Call) -> Run:
     ranges, options = SequenceRanges(call), call.without_tensors()
     device, has_sinks = q.device.index, call.spec.sinks is not None
     plan = dense_forward.plan_of(
-        *map(_one_batch, (q, k, v)), ranges.spec, sequences=ranges.sequences
+        *map(one_batch, (q, k, v)), ranges.spec, sequences=ranges.sequences
     )
 
     def run(
@@ -94,7 +94,7 @@ def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> 
     ranges, options = SequenceRanges(call), call.without_tensors()
     device, has_sinks = q.device.index, call.spec.sinks is not None
     plan = dense_backward.plan_of(
-        tuple(map(_one_batch, (q, k, v, saved.grad_out, saved.out))),
+        tuple(map(one_batch, (q, k, v, saved.grad_out, saved.out))),
         tuple(
             (len(t[0]) * heads, heads, tokens, last)
             for t, (tokens, heads, last) in zip((q, k, v), grad_strides)
@@ -151,11 +151,6 @@ class SequenceRanges(PreparedLaunch):
         ends = ends_q.data_ptr(), ends_k.data_ptr()
         ranges = self.run(stream, *ends, address(lens))
         return DenseTensors(None, None, sinks, None, ranges, seed), ends
-
-
-def _one_batch(x: Tensor) -> Tensor:
-    """(T, H, D) as (1, H, T, D)."""
-    return x.transpose(0, 1)[None]
 
 
 def _outside_sequences(tokens: int, ends: Tensor) -> Tensor:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_ops.backends.hopper import dense_forward, prefill
-from fa_ops.backends.hopper.problem import MISALIGNED, tma_aligned
+from fa_ops.backends.hopper.problem import MISALIGNED, one_batch, tma_aligned
 from fa_ops.call import Call, PagedTensors, Run
 from fa_ops.types import DenseTensors
 
 
 def support_error(call: Call) -> str | None:
     """Why the kernel cannot run the call, or None."""
-    return prefill.cache_error(_one_batch(call.query), call.key, call.value, call.cache, call.spec)
+    query, keys = call.query.dtype, call.key.dtype
+    if keys != query:
+        return f"attends packed queries over pages of their own dtype, got {query} and {keys}"
+    return prefill.cache_error(one_batch(call.query), call.key, call.value, call.cache, call.spec)
 
 
 def prepare(call: Call) -> Run:
@@ -40,10 +43,5 @@ def _plan(call: Call, sequences: int) -> dense_forward.ForwardPlan:
     spec = call.spec.with_tensors(dense_forward.as_kernel_inputs(call.spec.tensors))
     pages = call.key.transpose(1, 2), call.value.transpose(1, 2)
     return dense_forward.plan_of(
-        _one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences
+        one_batch(call.query), *pages, spec, table=call.cache.page_table, sequences=sequences
     )
-
-
-def _one_batch(x: Tensor) -> Tensor:
-    """(T, H, D) as (1, H, T, D)."""
-    return x.transpose(0, 1)[None]

@@ -102,3 +102,8 @@ def shared_strides(t: Tensor | None) -> tuple[int, ...] | None:
 def tma_aligned(t: Tensor) -> Tensor:
     """The tensor itself where TMA can read its rows, else a copy."""
     return t if rows_are_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def one_batch(x: Tensor) -> Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1)[None]
