@@ -127,6 +127,7 @@ def _may_run(
         query.is_cuda
         and name in ("auto", BACKEND)
         and options.get("key_ranges") is None
+        and not options.get("num_splits")  # which the kernel would choose by itself
         and not planning.DEBUG  # where lengths and pages are checked, in calls over a cache
         and min(key.numel(), value.numel(), tensors.page_table.numel()) > 0
         and library.route_of(query, key, value, *tensors) is Route.DIRECT

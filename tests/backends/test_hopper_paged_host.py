@@ -120,6 +120,7 @@ def test_a_supported_call_is_planned_once(as_on_cuda, monkeypatch):
         {"backend": "triton"},
         {"backend": "reference"},
         {"key_ranges": torch.zeros(3, 1, 1, 2, dtype=torch.int32)},
+        {"num_splits": 1},
     ],
 )
 def test_other_calls_are_left_to_attention_over_a_cache(as_on_cuda, options):
