@@ -5,7 +5,7 @@
 Two shapes in bfloat16: Flux (24 heads of 128, 4096 image and 512 text tokens) and Wan 14B (40 heads
 of 128, 32760 tokens). All backends are timed in one run, alternately. The error is the root mean
 square of the difference from a result, relative to that result's: for attention its result in
-float32, for blocks that with native attention.
+float32, for blocks that with native attention. The cosine is that of the two results.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import json
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 import hf_integration.diffusers
 from fa_ops.bench.timing import Run, device_times
 
-BACKENDS = ("fa_ops", "native", "_native_cudnn", "_native_flash", "flash", "_flash_3")
+OURS = ("fa_ops", "fa_ops_8bit")
+BACKENDS = (*OURS, "native", "_native_cudnn", "_native_flash", "flash", "_flash_3")
 FA3_FORWARD = "fa3_fwd_interface"  # FlashAttention 3 without its backward pass
 HEAD_DIM = 128
 SHAPES = {"flux": (24, 4608), "wan": (40, 32760)}  # heads, tokens
@@ -69,9 +71,18 @@ def set_backend(block: nn.Module, backend: str) -> None:
             layer.processor._attention_backend = AttentionBackendName(backend)
 
 
-def error(out: Tensor, exact: Tensor) -> float:
-    """The root mean square error, relative to that of the exact result."""
-    return float((out.float() - exact).norm() / exact.norm())
+class Accuracy(NamedTuple):
+    """How close a result is to the exact one."""
+
+    error: float  # the root mean square error, relative to that of the exact result
+    cosine: float
+
+
+def accuracy(out: Tensor, exact: Tensor) -> Accuracy:
+    """The accuracy of a result, compared with the exact one in float32."""
+    out, size = out.float(), exact.norm()
+    cosine = (out.double() * exact.double()).sum() / (out.double().norm() * exact.double().norm())
+    return Accuracy(float((out - exact).norm() / size), float(cosine))
 
 
 def attention_calls(heads: int, tokens: int) -> tuple[dict[str, Callable], Tensor]:
@@ -98,17 +109,17 @@ def attention_calls(heads: int, tokens: int) -> tuple[dict[str, Callable], Tenso
 def measure(shape: str, device: str, tokens: int, budget_ms: float) -> list[dict]:
     """The rows of one shape: attention alone, and the block with each of diffusers' backends."""
     calls, exact = attention_calls(SHAPES[shape][0], tokens)
-    errors = {name: error(_first(call()), exact) for name, call in calls.items()}
+    close = {name: accuracy(_first(call()), exact) for name, call in calls.items()}
     del exact
-    rows = _rows(shape, "attention", calls, errors, device, budget_ms)
+    rows = _rows(shape, "attention", calls, close, device, budget_ms)
     del calls
     call = block_of(shape, tokens)
-    blocks, errors = {}, {}
+    blocks = {}
     for name in (row["backend"] for row in rows if row["backend"] in BACKENDS):
         blocks[name] = functools.partial(_with_backend, call, name)
     exact = _first(blocks["native"]()).float()
-    errors = {name: error(_first(run()), exact) for name, run in blocks.items()}
-    return rows + _rows(shape, "block", blocks, errors, device, budget_ms)
+    close = {name: accuracy(_first(run()), exact) for name, run in blocks.items()}
+    return rows + _rows(shape, "block", blocks, close, device, budget_ms)
 
 
 def _with_backend(call: functools.partial, backend: str) -> object:
@@ -116,16 +127,19 @@ def _with_backend(call: functools.partial, backend: str) -> object:
     return call()
 
 
-def _rows(shape, part, calls, errors, device, budget_ms) -> list[dict]:
+def _rows(shape, part, calls, close, device, budget_ms) -> list[dict]:
     runs = {name: Run(lambda _, call=call: call()) for name, call in calls.items()}
     times = device_times(runs, device, budget_ms)
-    best = min((t.ms for name, t in times.items() if name != "fa_ops"), default=float("nan"))
+    best = min((t.ms for name, t in times.items() if name not in OURS), default=float("nan"))
     rows = []
     for name, time in times.items():
-        row = {"shape": shape, "part": part, "backend": name, "ms": time.ms, "error": errors[name]}
-        rows.append(row)
-        ratio = f", best other / ours {best / time.ms:.2f}" if name == "fa_ops" else ""
-        print(f"{shape} {part:9} {name:14} {time.ms:9.3f} ms, error {errors[name]:.2e}{ratio}")
+        row = {"shape": shape, "part": part, "backend": name, "ms": time.ms}
+        rows.append(row | close[name]._asdict())
+        ratio = f", best other / ours {best / time.ms:.2f}" if name in OURS else ""
+        print(
+            f"{shape} {part:9} {name:17} {time.ms:9.3f} ms, error {close[name].error:.2e}, "
+            f"cosine {close[name].cosine:.6f}{ratio}"
+        )
     return rows
 
 
