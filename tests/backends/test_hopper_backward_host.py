@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward, mask
+from fa_ops.backends.hopper import dense_backward, mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
@@ -121,7 +121,7 @@ def test_a_group_in_parts_has_sums_of_keys(driver, D, deterministic):
 @pytest.mark.parametrize("Hkv", [6, 2])
 def test_pairs_of_ctas(driver, monkeypatch, Hkv):
     """A cluster of two for each block of 128 keys of a head or of a part of its group."""
-    monkeypatch.setattr(configs, "_PAIRED_KEYS", 100)
+    monkeypatch.setattr(dense_backward, "prefers_pairs", lambda *args: True)
     dense_backward._plan.cache_clear()
     g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 256)
     dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
@@ -138,38 +138,27 @@ def test_pairs_of_ctas(driver, monkeypatch, Hkv):
 
 
 @pytest.mark.parametrize(
-    "shape, spec, paired",
+    "options, paired",
     [
-        ((2048, 2048), Spec(), True),
-        ((2040, 2040), Spec(), False),
-        ((64, 2048), Spec(), True),
-        ((4096, 4096), Spec(is_causal=True), True),
-        ((4000, 4000), Spec(is_causal=True), False),
-        ((100, 2200), Spec(is_causal=True), True),
-        ((9000, 9000), Spec(is_causal=True, window_left=2000), False),
-        ((9000, 9000), Spec(is_causal=True, window_left=3000), True),
-        ((9000, 9000), Spec(window_left=1500, window_right=1500), True),
-        ((9000, 2048), Spec(is_causal=True), False),  # most queries attend no key
-        ((9000, 9000), Spec(deterministic=True), False),
-        ((9000, 9000), Spec(softcap=30.0), False),
-        ((9000, 9000), Spec(dropout_p=0.1), False),
+        ({}, True),
+        ({"deterministic": True}, False),
+        ({"softcap": 30.0}, False),
+        ({"dropout_p": 0.1}, False),
     ],
     ids=str,
 )
-def test_pairs_of_ctas_serve_queries_of_many_keys(driver, shape, spec, paired):
-    q, k = (torch.zeros(1, 1, S, 256, dtype=torch.bfloat16) for S in shape)
-    strides = tuple(x.stride() for x in (q, k, k))
-    plan = dense_backward.plan_of((q, k, k, q, q), strides, spec)
+def test_which_calls_pairs_of_ctas_serve(driver, options, paired):
+    q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
+    plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(is_causal=True, **options))
     assert plan.config.is_paired == paired
 
 
-@pytest.mark.parametrize("sequences, paired", [(2, True), (5, False)])
-def test_pairs_of_ctas_serve_long_sequences_of_a_packed_batch(driver, sequences, paired):
+@pytest.mark.parametrize("sequences, paired", [(1, True), (5, False), (None, False)])
+def test_packed_sequences_and_key_ranges_by_pairs_of_ctas(driver, sequences, paired):
     q = torch.zeros(1, 1, 9000, 256, dtype=torch.bfloat16)
     ranges = torch.zeros(1, 1, 9000, 2, dtype=torch.int32)
-    for given, expected in ((sequences, paired), (None, False)):
-        plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(), ranges, None, given)
-        assert plan.config.is_paired == expected
+    plan = dense_backward.plan_of((q,) * 5, (q.stride(),) * 3, Spec(), ranges, None, sequences)
+    assert plan.config.is_paired == paired
 
 
 def test_passes_that_overlap(driver):

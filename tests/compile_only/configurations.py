@@ -128,7 +128,7 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
     for word in ("full", "causal", "ranges"):
         split = FEATURES[word] | {"split": True}  # few key heads: groups of query heads are cut
         yield one(f"{word} split", configs.backward_config(D, Dv), split)
-    paired = configs.backward_config(D, Dv, keys=1 << 20)
+    paired = configs.backward_config(D, Dv, prefers_pairs=True)
     if paired.is_paired:
         for word in ("full", "causal", "ranges", "lengths", "alibi"):
             yield one(f"{word} long", paired, FEATURES[word])

@@ -47,7 +47,7 @@ def test_warpgroups_have_all_registers():
 
 
 def paired():
-    return configs.backward_config(256, 256, keys=4096)
+    return configs.backward_config(256, 256, prefers_pairs=True)
 
 
 def _defines(**features):
@@ -62,11 +62,11 @@ def test_shared_memory_fits():
 
 
 def test_which_calls_it_serves():
-    assert paired().is_paired and configs.backward_config(248, 256, keys=4096) == paired()
+    assert paired().is_paired and configs.backward_config(248, 256, prefers_pairs=True) == paired()
     assert not configs.backward_config(256, 256).is_paired
     others = [
         ((256, 256), {"deterministic": True}), ((256, 256), {"bias_bits": 16}),
         ((256, 256), {"few_registers": True}), ((256, 192), {}), ((240, 240), {}), ((128, 128), {}),
     ]  # fmt: skip
     for dims, options in others:
-        assert not configs.backward_config(*dims, **options, keys=4096).is_paired
+        assert not configs.backward_config(*dims, **options, prefers_pairs=True).is_paired

@@ -13,7 +13,7 @@ import torch
 
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import configs, decode, dense_backward, dense_forward, mla, quantized
+from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, quantized
 from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Cache, Spec
@@ -56,8 +56,8 @@ def few_processors(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pairs_of_ctas() -> Iterator[None]:
-    """Backward passes of D 256 by pairs of CTAs, however few keys a query attends."""
-    with mock.patch.object(configs, "_PAIRED_KEYS", 0):
+    """Backward passes of D 256 by pairs of CTAs, also where two passes are faster."""
+    with mock.patch.object(dense_backward, "prefers_pairs", lambda *args: True):
         _clear_plans()
         yield
     _clear_plans()

@@ -509,37 +509,17 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
     return Config(D, Dv, 128, 80)
 
 
-# Keys of a query from which pairs of CTAs are faster for D 256, on an H200 with 16384 queries: the
-# fp32 sums of dQ are cleared, written and read once for each query, two products are saved for each
-# of its keys. 0.9x with 512 keys, 1.0x with 2048, 1.04x with 4096, 1.08x with 16384.
-_PAIRED_KEYS = 2048
-
-
-def attended_keys(
-    Sq: int, Sk: int, left: int, right: int, has_ranges: bool = False, sequences: int | None = None
-) -> float:
-    """How many keys a query attends, on average over 32 of them; see `problem.window_sides`.
-
-    Of a packed batch of `sequences`, half of their mean length, as they may be causal; 0 for other
-    key ranges, which the host does not know.
-    """
-    if has_ranges or sequences:
-        return Sk / sequences / 2 if sequences else 0.0
-    diagonals = ((2 * i + 1) * Sq // 64 + Sk - Sq for i in range(32))
-    return sum(max(0, min(Sk, d + right + 1) - max(0, d - left)) for d in diagonals) / 32
-
-
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
-    keys: float = 0,
+    prefers_pairs: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles.
 
-    `few_registers`: a mask's bits, dropout or a softcap take registers. `keys`: see
-    `attended_keys`; 0 where it is not known.
+    `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
+    pairs of CTAs are faster where both are possible, see `pairs.py`.
     """
-    takes_pairs = min(D, Dv) > 240 and not (deterministic or bias_bits or few_registers)
-    if takes_pairs and keys >= _PAIRED_KEYS:
+    can_pair = min(D, Dv) > 240 and not (deterministic or bias_bits or few_registers)
+    if can_pair and prefers_pairs:
         return BackwardConfig(padded(D), padded(Dv), is_paired=True)
     config = _backward_config(D, Dv, deterministic)
     head_dim = config.head_dim

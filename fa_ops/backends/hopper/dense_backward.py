@@ -13,12 +13,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
-from fa_ops.backends.hopper.configs import (
-    BackwardConfig,
-    attended_keys,
-    backward_config,
-    group_parts,
-)
+from fa_ops.backends.hopper.configs import BackwardConfig, backward_config, group_parts
 from fa_ops.backends.hopper.kernel_params import kernel_layout, struct_layout
 from fa_ops.backends.hopper.launch import (
     Entry,
@@ -33,6 +28,7 @@ from fa_ops.backends.hopper.launch import (
 )
 from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from fa_ops.backends.hopper.mask_gradient import mask_gradient
+from fa_ops.backends.hopper.pairs import prefers_pairs
 from fa_ops.backends.hopper.problem import (
     LOG2E,
     MISALIGNED,
@@ -173,12 +169,12 @@ class BackwardPlan:
         softcap = softcap_kind(cap)
         few_registers = mask is not None or dropout_p > 0 or softcap > 0
         bits = bias.dtype.itemsize * 8 if bias else 0
-        keys = attended_keys(Sq, Sk, left, right, ranges is not None, sequences)
-        self.config = config = backward_config(D, Dv, deterministic, bits, few_registers, keys)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        pairs = prefers_pairs(*shapes[:2], (left, right), processors, ranges is not None, sequences)
+        self.config = config = backward_config(D, Dv, deterministic, bits, few_registers, pairs)
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = group_parts(group, n_blocks * B * Hkv * config.ctas_of_block, processors)
         self.kernels = _kernels_for(
             config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,

@@ -35,7 +35,6 @@ COMMON_HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # full, causal, with a window, with key ranges
 _FORWARDS = ({}, {"window": True}, {"window": True, "left": True}, {"ranges": True})
-_MANY_KEYS = 1 << 20  # of each query
 _PAGES = (0, 16, 64)  # keys of a cache's page; 0: contiguous
 # with groups of query heads that are whole, or cut into parts
 _BACKWARDS = tuple(
@@ -70,8 +69,8 @@ def variants(
             config = decode_config(D, D, 8, page)
             defines = decode.kernel_defines(config, dtype, paged=page > 0)
             yield Variant("decode", _names(split_kv.entries_of("decode", config)), defines)
-        of_lengths = dict.fromkeys(backward_config(D, D, keys=keys) for keys in (0, _MANY_KEYS))
-        for config, features in itertools.product(of_lengths, _BACKWARDS):
+        found = (backward_config(D, D, prefers_pairs=pairs) for pairs in (False, True))
+        for config, features in itertools.product(dict.fromkeys(found), _BACKWARDS):
             defines = dense_backward.kernel_defines(config, dtype, **features)
             entries = _names(dense_backward.entries_of(config, defines))
             yield Variant("backward", entries, defines)
