@@ -245,6 +245,7 @@ def test_a_sink_of_a_row_that_is_nan_is_nan():
 )
 def test_groups_are_cut_where_there_is_little_work(group, items, expected):
     assert group_parts(group, items, 132) == expected
+    assert group_parts(group, items, 132, waves=9) == {512: 4, 800: 2}.get(items, expected)
 
 
 def test_parts_are_of_equal_size():

@@ -211,6 +211,15 @@ class BackwardConfig(HeadDims):
         return not (self.is_wide or self.is_paired)
 
     @property
+    def waves(self) -> int:
+        """Blocks of keys that each multiprocessor should have, see `group_parts`.
+
+        In one pass parts add to the same sums, and 9 are 1.05x to 1.09x as fast as 6 with 32 query
+        heads and 8 of keys, D 128, and 64 and 8, D 64, in causal calls of 8192 tokens.
+        """
+        return 9 if self.is_persistent and self.adds_dq else 6
+
+    @property
     def grad_stages(self) -> int:
         """Blocks of dO in shared memory; it holds `stages` blocks of queries."""
         return 1 if self.is_paired else self.stages
@@ -542,16 +551,12 @@ def _backward_config(D: int, Dv: int, deterministic: bool) -> BackwardConfig:
     return BackwardConfig(D, Dv, is_wide=True, adds_dq=False, block_n=64, query_stages=slots)
 
 
-# Work items that a processor should have, so that the longest of a causal call end evenly.
-_WAVES = 6
-
-
-def group_parts(group: int, items: int, processors: int) -> int:
+def group_parts(group: int, items: int, processors: int, waves: int = 6) -> int:
     """Into how many parts the backward cuts a group of query heads: the fewest, of equal size, that
-    make enough work of `items` blocks of keys. Where there are several, dK and dV are added in
-    memory."""
+    make enough work of `items` blocks of keys: `waves` for each processor, so that the longest of a
+    causal call end evenly. Where there are several, dK and dV are added in memory."""
     for parts in range(1, group):
-        if group % parts == 0 and items * parts >= _WAVES * processors:
+        if group % parts == 0 and items * parts >= waves * processors:
             return parts
     return group
 

@@ -175,7 +175,8 @@ class BackwardPlan:
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
-        parts = group_parts(group, n_blocks * B * Hkv * config.ctas_of_block, processors)
+        items = n_blocks * B * Hkv * config.ctas_of_block
+        parts = group_parts(group, items, processors, config.waves)
         self.kernels = _kernels_for(
             config, dtype, device, window=has_window, kv_lens=has_lens, ranges=ranges is not None,
             softcap=softcap, alibi=slopes_dim is not None, mask=mask is not None,
@@ -186,8 +187,7 @@ class BackwardPlan:
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
         self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
-        ctas = key_blocks * parts * config.ctas_of_block
-        self.ctas = min(ctas, processors) if config.is_persistent else ctas
+        self.ctas = min(items * parts, processors) if config.is_persistent else items * parts
         self._allocate(key_blocks, parts, 0 if ranges is None else B * ranges[0])
         finished = m_blocks * self.heads * config.adds_dq + 2 * key_blocks * (parts > 1)
         self.postprocess_ctas = finished or processors
