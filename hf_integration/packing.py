@@ -40,7 +40,7 @@ def documents(position_ids: Tensor, layer: nn.Module) -> Documents | None:
 
 
 def _find(positions: Tensor) -> Documents | None:
-    starts = (_begins_document(positions).nonzero()[:, 0]).tolist()
+    starts = (_begins_document(positions, None).nonzero()[:, 0]).tolist()
     if not starts:
         return None
     ends = [0, *starts, positions.shape[0]]
@@ -49,9 +49,19 @@ def _find(positions: Tensor) -> Documents | None:
     return Documents(on_device, on_device, longest, longest)
 
 
-def _begins_document(positions: Tensor) -> Tensor:
-    """Bool (S,), True where a document begins after another."""
-    return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
+def _begins_document(positions: Tensor, kept: Tensor | None) -> Tensor:
+    """Bool (S,), True where a document begins after another.
+
+    `kept` (S,) is False for padding, at which positions are arbitrary. A token continues the
+    document of the last one before it that is kept, whether positions count the padding or not.
+    """
+    if kept is None:
+        return torch.cat([torch.zeros_like(positions[:1]), positions.diff() - 1]) != 0
+    i = torch.arange(positions.shape[0], device=positions.device)
+    last = torch.where(kept, i, -1).cummax(0).values
+    before = torch.cat([torch.full_like(last[:1], -1), last[:-1]])
+    step = positions - positions.gather(0, before.clamp(min=0))
+    return kept & (before >= 0) & (step != 1) & (step != i - before)
 
 
 def length(longest: int | Tensor | None, layer: nn.Module) -> int | None:
@@ -79,18 +89,37 @@ def within_documents(
     return _restricted(mask, lo.clamp(0, Sk), hi.clamp(0, Sk))
 
 
-def within_positions(mask: MaskArguments, position_ids: Tensor, Sq: int) -> MaskArguments:
-    """The same for positions (1, S) that the host cannot read, and a causal mask.
+def within_positions(
+    mask: MaskArguments, position_ids: Tensor, shape: tuple[int, int]
+) -> MaskArguments:
+    """The same for positions (1, S) that the host does not read, and a causal mask.
 
-    The last key of a query is its own, and its document begins as many keys before it as queries.
+    `shape` is (Sq, Sk). The last key of a query is its own, and its document begins as many keys
+    before it as queries.
     """
-    i = torch.arange(Sq, device=position_ids.device)
-    document = _begins_document(position_ids[0]).cumsum(0)
-    first, _ = key_ranges.equal_range(document, document)
+    (Sq, Sk), device = shape, position_ids.device
+    i = torch.arange(Sq, device=device)
     if mask.key_ranges is None:
-        return _restricted(mask._replace(is_causal=False), first, i + 1)
-    end = mask.key_ranges[0, 0, :, 1]
+        mask, end = mask._replace(is_causal=False), i + (Sk - Sq + 1)
+    else:
+        end = mask.key_ranges[0, 0, :, 1]
+    document = _begins_document(position_ids[0], _kept(mask, end)).cumsum(0)
+    first, _ = key_ranges.equal_range(document, document)
     return _restricted(mask, torch.where(first > 0, end - (i + 1 - first), 0), end)
+
+
+def has_holes(mask: MaskArguments) -> bool:
+    """Whether the mask of one row hides keys other than by a range; always while tracing."""
+    return mask.attn_mask is not None and tuple(mask.attn_mask.shape[:3]) == (1, 1, 1)
+
+
+def _kept(mask: MaskArguments, end: Tensor) -> Tensor | None:
+    """Bool (Sq,), whether the own keys of queries, those before `end`, are kept; None: all."""
+    if not has_holes(mask):
+        return None
+    kept = mask.attn_mask[0, 0, 0]
+    kept = kept if kept.dtype == torch.bool else kept == 0
+    return kept.gather(0, (end - 1).clamp(0, kept.shape[0] - 1).long())
 
 
 def _restricted(mask: MaskArguments, lo: Tensor, hi: Tensor) -> MaskArguments:

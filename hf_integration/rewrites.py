@@ -105,10 +105,12 @@ def with_documents(layer: nn.Module, call: LayerCall) -> LayerCall:
         if tuple(positions.shape) != (1, Sq):
             return call
         if not is_readable(positions):
-            return call._replace(mask=packing.within_positions(mask, positions, Sq))
+            return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
         documents = packing.documents(positions, layer) if Sk == Sq else None
         if documents is None:
             return call
+        if packing.has_holes(mask):
+            return call._replace(mask=packing.within_positions(mask, positions, (Sq, Sk)))
     is_plain = mask.attn_mask is extras.position_bias is None and not extras.output_attentions
     if is_plain and (mask.key_ranges is None or mask.packing is PackingHint.ONLY):
         return call._replace(documents=documents)

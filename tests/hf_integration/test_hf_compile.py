@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import build, padding, switch, tokens
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from hf_integration.encodings import CompactMask
 
@@ -64,6 +64,27 @@ def test_several_lengths_are_one_graph(model_type):
     assert len(graphs.calls) == 1
     expected = {"bert": {"full"}, "llama": {"causal"}, "mistral": {"key_ranges"}}
     assert set(graphs.masks()) == expected.get(model_type, {"causal", "key_ranges"})
+
+
+@pytest.mark.parametrize(("model_type", "holes"), [("llama", False), ("mistral", True)])
+def test_pieces_of_one_row_over_a_dynamic_cache(model_type, holes):
+    """Positions could separate packed documents only within a piece."""
+    model, ids = build(model_type), tokens(B=1)
+    mask = torch.ones_like(ids)
+    mask[:, 3] = int(not holes)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as generate() counts them
+    run, _ = compiled(model)
+    results = []
+    for call, name in ((run, "fa_ops"), (model, "eager")):
+        switch(model, name)
+        cache, parts = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for piece in (slice(0, 6), slice(6, 12)):
+                part = {"attention_mask": mask[:, : piece.stop]} if holes else {}
+                part |= {"position_ids": positions[:, piece], "past_key_values": cache}
+                parts.append(call(ids[:, piece], **part).logits)
+        results.append(torch.cat(parts, 1)[mask == 1])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 def mask_with(kind: str, S: int) -> torch.Tensor:

@@ -102,6 +102,22 @@ def test_a_prefill_in_chunks_gives_the_tokens_of_eager_attention():
     check_tokens(model, prefill_chunk_size=5, do_sample=False)
 
 
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_padding_inside_one_row_gives_the_tokens_of_eager_attention(model_type, cache):
+    """generate() gives padding position 1, which does not begin another document."""
+    model, ids, results = build(model_type), tokens(B=1), []
+    mask = torch.ones_like(ids)
+    mask[:, 4:6] = 0
+    for name in ("eager", "fa_ops"):
+        switch(model, name)
+        options = dict(max_new_tokens=NEW, do_sample=False, disable_compile=True)
+        results.append(
+            model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+        )
+    assert torch.equal(*results)
+
+
 def test_decoding_makes_no_dense_mask():
     for model_type in FAMILIES:
         model = build(model_type)

@@ -135,6 +135,32 @@ def test_packed_and_padded_documents_do_not_attend_each_other(mode):
     torch.testing.assert_close(ours[:, :S], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+def test_packed_documents_with_padding_inside(counted):
+    """Also as the first token of a document, whether positions count padding or not."""
+    model = build("llama")
+    kept = [
+        torch.tensor([[1, 1, 0, 1, 1]]),
+        torch.tensor([[0, 1, 1, 0, 0, 1, 1]]),
+        torch.ones(1, 3),
+    ]
+    positions = [
+        torch.arange(k.shape[1])[None] if counted else (k.cumsum(1) - 1).long().clamp(min=0)
+        for k in kept
+    ]
+    switch(model, "eager")
+    with torch.no_grad():
+        expected = [
+            model(torch.tensor([row]), attention_mask=k, position_ids=p).logits
+            for row, k, p in zip(documents(), kept, positions)
+        ]
+        switch(model, "fa_ops")
+        mask, ids = torch.cat(kept, 1), collate()["input_ids"]
+        ours = model(ids, attention_mask=mask, position_ids=torch.cat(positions, 1)).logits
+    seen = mask.bool()
+    torch.testing.assert_close(ours[seen], torch.cat(expected, 1)[seen], atol=1e-4, rtol=1e-4)
+
+
 def test_exported_programs_separate_the_documents_of_their_inputs():
     """Not those of the example inputs."""
     model = build("mistral")
