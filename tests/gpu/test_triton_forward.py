@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fa_ops
-
 from fa_ops.backends import reference
 from fa_ops.backends import triton as backend
 from fa_ops.backends.triton import launch
