@@ -93,7 +93,7 @@ def fa_ops_attention_forward(
         call = rewrites.with_uniform_tensors(module, call)
         return paged.attention(module, call, cache, kwargs), None
     mask = _mask_arguments(module, query, key, attention_mask, is_causal)
-    distribution.refuse_context_parallel_of_torch()
+    distribution.refuse_others(module, attention_mask)
     if distribution.active() is not None:
         parts = (query, key, value, mask, sinks, options)
         unsupported = (position_bias, indices, cu_seq_lens_q, output_attentions)

@@ -103,7 +103,14 @@ def context_parallel(
         _active.clear()
 
 
-def refuse_context_parallel_of_torch() -> None:
+def refuse_others(layer: nn.Module, attention_mask: object) -> None:
+    """Raise NotImplementedError where torch or accelerate distributes the sequence of a layer."""
+    _refuse_context_parallel_of_torch()
+    if attention_mask is None and layer._forward_pre_hooks:
+        _refuse_removed_mask(layer)
+
+
+def _refuse_context_parallel_of_torch() -> None:
     """Raise NotImplementedError inside torch's `context_parallel`.
 
     It replaces `scaled_dot_product_attention` alone; other attention would attend the tokens of its
@@ -116,6 +123,21 @@ def refuse_context_parallel_of_torch() -> None:
             "accelerate's cp_size enters and which distributes sequences for SDPA alone: enter "
             "hf_integration.context_parallel in its place"
         )
+
+
+def _refuse_removed_mask(layer: nn.Module) -> None:
+    """Raise NotImplementedError where a hook of accelerate has removed the mask of a layer.
+
+    accelerate's `cp_size` puts such a hook before all attention of a model that it prepares. What
+    remains of a mask is causality: padding and packed documents would be attended, without an error
+    and outside of torch's `context_parallel` too.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        if getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks."):
+            raise NotImplementedError(
+                f"accelerate's cp_size has removed the mask of {type(layer).__name__}: prepare the "
+                "model without it, and enter hf_integration.context_parallel"
+            )
 
 
 def active() -> Distribution | None:

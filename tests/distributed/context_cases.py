@@ -53,15 +53,16 @@ class ContextCase:
         return short_repr(self)
 
 
-def random_context_case(seed: int, world: int, **fixed) -> ContextCase:
-    """A random call for a number of processes."""
+def random_context_case(seed: int, world: int, inner: int = 2, **fixed) -> ContextCase:
+    """A random call for a number of processes, on one group or on a mesh whose second dimension has
+    `inner` processes."""
     r = random.Random(seed)
     pick = r.choice
 
     def maybe(p: float) -> bool:
         return r.random() < p
 
-    inner = pick([1, 1, 2]) if world % 2 == 0 and world > 2 else 1
+    inner = pick([1, 1, inner]) if world % inner == 0 and world > inner else 1
     scheme = pick(["ring", "all_gather", "auto"] + ["ulysses"] * (inner == 1))
     divisor = inner if inner > 1 else world if scheme == "ulysses" else 1
     Hkv = pick([1, 2, 3])

@@ -1,6 +1,7 @@
 """Compare random calls of context_parallel_attention with one process.
 
     python -m tests.distributed.random_calls --cases 500 --processes 4
+    python -m tests.distributed.random_calls --cases 40 --processes 8 --inner 4
 
 float64 must agree to 1e-10, and bfloat16 be within the error budget. Prints failing cases, and how
 many cases had each feature; fails if a case does.
@@ -29,8 +30,9 @@ from tests.distributed.context_cases import (
 def run_cases(seeds: range, mesh=None) -> tuple[list[str], Counter]:
     """Run cases in all processes; returns the errors of all, and the number of each feature."""
     world, errors, features = dist.get_world_size(), [], Counter()
+    inner = 2 if mesh is None else mesh.size(1)
     for seed in seeds:
-        case, error = random_context_case(seed, world), None
+        case, error = random_context_case(seed, world, inner), None
         try:
             assert_case_right(case, mesh if case.inner > 1 else None, world)
         except Exception:
@@ -53,16 +55,17 @@ def features_of(case: ContextCase) -> list[str]:
     return words + ["heads exchanged on a second mesh dimension"] * (case.inner > 1)
 
 
-def mesh_of(world: int):
+def mesh_of(world: int, inner: int):
     """A mesh of two dimensions, or None where the processes form none."""
-    return init_device_mesh("cpu", (world // 2, 2)) if world % 2 == 0 and world > 2 else None
+    has_two = world % inner == 0 and world > inner
+    return init_device_mesh("cpu", (world // inner, inner)) if has_two else None
 
 
-def _work(rank: int, world: int, store: str, first: int, count: int) -> None:
+def _work(rank: int, world: int, store: str, first: int, count: int, inner: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
     begin = time.monotonic()
-    errors, features = run_cases(range(first, first + count), mesh_of(world))
+    errors, features = run_cases(range(first, first + count), mesh_of(world, inner))
     if rank == 0:
         for word, number in sorted(features.items()):
             print(f"{number:6d}  {word}")
@@ -81,10 +84,13 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500, help="cases for each number of processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--seed", type=int, default=0, help="the first case")
+    parser.add_argument(
+        "--inner", type=int, default=2, help="processes that exchange heads on a mesh"
+    )
     given = parser.parse_args()
     for world in given.processes:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world, f"{folder}/store", given.seed, given.cases)
+            arguments = (world, f"{folder}/store", given.seed, given.cases, given.inner)
             mp.spawn(_work, arguments, nprocs=world)
 
 
