@@ -18,6 +18,7 @@ from compile_passes.graph.joined_keys import split_joined_keys
 from compile_passes.graph.metadata_readers import detach_metadata_readers
 from compile_passes.graph.normalised_weights import divide_products
 from compile_passes.graph.stored_outputs import StoredOutputs
+from compile_passes.graph.viewed_writes import rewrite_viewed_writes
 from compile_passes.graph.vocabulary import raw_name
 from compile_passes.graph.weight_sums import distribute_products
 from compile_passes.masks import call_rules
@@ -52,6 +53,7 @@ def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = Fals
     sdpa_calls, flex_calls = sdpa.inline_sdpa(graph), flex.inline_flex(graph)
     found_calls = [*sdpa_calls.values(), *flex_calls.values()]
     calls = {call.softmax: call for call in found_calls if isinstance(call, InlinedAttention)}
+    rewrite_viewed_writes(graph)
     writes = rewrite_indexed_writes(graph)
     rewritten = [*split_joined_keys(graph), *divide_products(graph)]
     inlined += [*calls.values(), *distribute_products(graph), *reversed(rewritten), *writes]

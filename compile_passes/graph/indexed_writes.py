@@ -62,13 +62,13 @@ def _indexed_write(node: fx.Node) -> IndexedWrite | None:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return None
     order = {n: i for i, n in enumerate(node.graph.nodes)}
-    if not _is_new(target, order):
+    if not is_new(target, order):
         return None
     entries = _entries(index if isinstance(index, tuple) else (index,), x.dim())
     return None if entries is None else IndexedWrite(node, target, entries, value)
 
 
-def _is_new(node: fx.Node, order: dict[fx.Node, int]) -> bool:
+def is_new(node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether only readers of this node, and no older name of its tensor, see a later write."""
     name, _, writes = operation(node)
     if name not in _NEW_TENSORS or node.kwargs.get("out") is not None:
@@ -76,7 +76,7 @@ def _is_new(node: fx.Node, order: dict[fx.Node, int]) -> bool:
     if not writes:
         return True
     first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node) or not _is_new(first, order):
+    if not isinstance(first, fx.Node) or not is_new(first, order):
         return False
     return all(order[user] <= order[node] for user in first.users)
 

@@ -134,3 +134,58 @@ def written_number_of_a_tensor(q, k, v):
     hidden = (~triangle()).expand(s.shape)
     s[hidden] = torch.tensor(-INF)
     return s.softmax(-1) @ v
+
+
+@case("fuse", bhsd())
+def filled_part(q, k, v):
+    s = q @ k.mT * 0.3
+    s[..., 9:].fill_(-INF)
+    s[:, :, 0, 1:].fill_(-INF)
+    return s.softmax(-1) @ v
+
+
+@case("fuse", with_bias)
+def bias_added_to_a_part(q, k, v, bias):
+    s = q @ k.mT * 0.3
+    s[:, :, 1:, 1:].add_(bias)
+    return s.softmax(-1) @ v
+
+
+@case("fuse", lambda: (*bhsd()(), randn(S, S)))
+def masked_through_views(q, k, v, bias):
+    """Scores are read by both names afterwards, and a copy made before keeps its numbers."""
+    s = q @ k.mT
+    flat = s.view(B * H, S, S)
+    flat.mul_(0.3)
+    flat += bias
+    s.transpose(-1, -2).masked_fill_(~triangle().mT, -INF)
+    return flat.softmax(-1).view(s.shape) @ v
+
+
+@case("fuse", bhsd())
+def masked_by_a_permuted_name(q, k, v):
+    s = q @ k.mT * 0.3
+    t = s.permute(1, 0, 3, 2).unsqueeze(0)
+    t = t.masked_fill_(~triangle().mT, MIN)
+    return t.squeeze(0).permute(1, 0, 3, 2).softmax(-1) @ v
+
+
+@case("no_fuse", bhsd())
+def a_selection_is_a_copy(q, k, v):
+    """Indexing by a list copies: the scores are not masked, but read elsewhere."""
+    s = q @ k.mT * 0.3
+    return s.softmax(-1) @ v + s[:, :, [0, 1]].fill_(1.0).sum()
+
+
+@case("no_fuse", bhsd())
+def another_name_is_read(q, k, v):
+    s = q @ k.mT * 0.3
+    rows = s.view(B * H, S, S)[:, 0]
+    s.view(B * H, S, S).mul_(0.5)
+    return s.softmax(-1) @ v + rows.view(B, H, S, 1)
+
+
+@case("no_fuse", bhsd())
+def a_part_is_filled_and_read(q, k, v):
+    s = q @ k.mT * 0.3
+    return s.softmax(-1) @ v + s[..., :8].fill_(1.0)
