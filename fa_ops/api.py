@@ -138,7 +138,7 @@ def attention(
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
-    left, right = sides(window)
+    left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         dispatch.default if backend is None else backend,
@@ -147,12 +147,12 @@ def attention(
         geometry = planning.key_of(DENSE, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
-            return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
+            return _run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
     options = checked_options(query, key, value, tensors, scalars)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         call = Call(DENSE, query, key, value, Spec(attn_mask, dropout_p, is_causal, **options))
         plan = planning.prepare(geometry, call, scalars)
-        return run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
+        return _run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
     operator = dense.WITH_LSE if return_lse else dense.ATTENTION
     return operator(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
@@ -247,7 +247,7 @@ def attention_varlen(
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
-    left, right = sides(window)
+    left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
@@ -256,14 +256,14 @@ def attention_varlen(
         geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
         if plan is not None:
-            return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
+            return _run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
     options = checked_options(query, key, value, tensors, scalars)
     packing = checked_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
         spec = Spec(None, dropout_p, is_causal, **options)
         call = Call(PACKED, query, key, value, spec, packing)
         plan = planning.prepare(geometry, call, scalars)
-        return run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
+        return _run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
     out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)
     return (out, lse) if return_lse else out
 
@@ -320,7 +320,7 @@ def merge_states(
     return merge.MERGE(outs, lses)
 
 
-def run(
+def _run(
     plan: planning.Prepared, operators: autograd.Operators, route: Route, query: Tensor,
     key: Tensor, value: Tensor, tensors: Tensors, with_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip

@@ -131,7 +131,7 @@ def attention_with_kv_cache(
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max,
     )  # fmt: skip
-    left, right = sides(window)
+    left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, 0.0, scale, left, right, softcap, False,
         dispatch.default if backend is None else backend, rotary_interleaved, num_splits,

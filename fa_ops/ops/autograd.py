@@ -60,7 +60,10 @@ class Recording(NamedTuple):
 
 def without_gradient(operator: OpOverload, keyset, call: Call, with_lse: bool, *args, **options):
     """Run the forward operator from inside its Autograd kernel, with nothing recorded."""
-    library.reject_forward_ad(operator, call.query, call.key, call.value, *call.tensors)
+    spec = call.spec
+    library.reject_forward_ad(
+        operator, call.query, call.key, call.value, spec.attn_mask, spec.alibi_slopes, spec.sinks
+    )
     if library.is_device_kernel_next(keyset.raw_repr()):
         out, lse = planning.run(call, with_lse)
         return (out, lse) if with_lse else out

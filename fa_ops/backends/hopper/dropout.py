@@ -47,7 +47,7 @@ def words_of_rows(
 
     The result is that of `RowSeeds`; the backward kernels copy it by bulk loads, 64 rows at a time.
     """
-    if not dropout.is_words(seed):
+    if seed.dtype != torch.int32:
         return kernel.run(stream, seed.data_ptr(), *cu_seqlens)
     B, Hq, Sq = seed.shape
     words = seed.new_empty(B, Hq, -(-Sq // _ROWS) * _ROWS)
