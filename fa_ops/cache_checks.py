@@ -155,12 +155,12 @@ def _scales(q: Tensor, k: Tensor, cache: Cache, B, Hkv) -> None:
          "(B, Hkv), for pages, or for tokens, got {} and {}", *shapes)  # fmt: skip
 
 
-def _unified_max(q: Tensor, guesses: Tensor | None, Hq) -> None:
-    if guesses is not None:
-        checks.same_device(q, "unified_max", guesses)
-        need(guesses.dtype == torch.float32, "unified_max must be float32, got {}", guesses.dtype,
-             error=TypeError)  # fmt: skip
-        checks.has_shape("unified_max", guesses, (Hq,))
+def _unified_max(q: Tensor, unified_max: Tensor | None, Hq) -> None:
+    if unified_max is not None:
+        dtype = unified_max.dtype
+        checks.same_device(q, "unified_max", unified_max)
+        need(dtype == torch.float32, "unified_max must be float32, got {}", dtype, error=TypeError)
+        checks.has_shape("unified_max", unified_max, (Hq,))
 
 
 def _key_ranges(q: Tensor, ranges: Tensor, B) -> None:

@@ -102,9 +102,9 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> Tensors:
         """The tensors besides query, key and value."""
-        spec, packing, cache, eight = self.spec, self.packing, self.cache, self.quantization
-        if eight is not None:
-            return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *eight[:3])
+        spec, packing, cache, quantization = self.spec, self.packing, self.cache, self.quantization
+        if quantization is not None:
+            return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *quantization[:3])
         if self.kind == PAGED:
             return PagedTensors(
                 packing.cu_seqlens_q, spec.kv_lens, cache.page_table, spec.alibi_slopes, spec.sinks

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor) -> Tensor:
-    """x (B, H, S, D) with its first R features turned by the angles of positions (B, S).
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor) -> Tensor:
+    """x (B, H, S, D) with its first R features rotated by the angles of positions (B, S).
 
     cos and sin are (positions, R / 2). Features pair up as (0, 1), (2, 3), ... if `interleaved`,
     else as (0, R / 2), (1, R / 2 + 1), .... Computed in float32 (float64 for float64).

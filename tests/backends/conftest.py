@@ -1,4 +1,4 @@
-"""The Hopper tier's host code on CPU tensors: a driver that takes notes stands for the GPU's."""
+"""The Hopper backend's host code on CPU tensors: a driver that takes notes stands for the GPU's."""
 
 import ctypes
 import struct

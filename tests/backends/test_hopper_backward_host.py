@@ -1,4 +1,4 @@
-"""The parameters of the backward kernels, as a call of the Hopper tier fills them in."""
+"""The parameters of the backward kernels, as a call of the Hopper backend fills them in."""
 
 import ctypes
 import struct

@@ -1,4 +1,4 @@
-"""Float masks of the Hopper tier without a GPU: what kernels read, and how a gradient is summed."""
+"""Float masks on the Hopper backend without a GPU: what kernels read, how a gradient is summed."""
 
 import ctypes
 import struct

@@ -1,4 +1,4 @@
-"""A decoding call of the Hopper tier on the host: what its kernels find."""
+"""A decoding call of the Hopper backend on the host: what its kernels find."""
 
 import ctypes
 import struct

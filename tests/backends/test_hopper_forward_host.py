@@ -1,4 +1,4 @@
-"""A forward call of the Hopper tier on the host: which kernels it has compiled."""
+"""A forward call of the Hopper backend on the host: which kernels it has compiled."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How many functions of the package a call of the Hopper tier enters: most of its host time."""
+"""How many functions of the package a call of the Hopper backend enters: most of its host time."""
 
 import collections
 import sys
@@ -93,7 +93,7 @@ def cached():
 
 @pytest.fixture(autouse=True)
 def on_cpu(driver, monkeypatch):
-    """CPU tensors go to the tier, and their values are not checked, as those of CUDA tensors."""
+    """CPU tensors go to the backend, and their values are not checked, as those of CUDA tensors."""
     driver.struct_bytes = 576
     monkeypatch.setattr(hopper, "support_error", lambda *call: None)
     monkeypatch.setattr(hopper, "cache_error", decode.cache_error)

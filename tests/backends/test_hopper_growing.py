@@ -19,7 +19,7 @@ SIZES = [(2, 4, 2, 64, 64), (1, 6, 3, 128, 128), (1, 32, 8, 128, 64), (3, 8, 8, 
 
 @pytest.fixture(autouse=True)
 def on_cpu(driver, monkeypatch):
-    """CPU tensors go to this tier, and their values are not checked, as those of CUDA tensors."""
+    """CPU tensors go to this backend; their values are not checked, as those of CUDA tensors."""
     driver.struct_bytes = 576
 
     def cache_error(q, k, v, cache, spec):

@@ -1,4 +1,4 @@
-"""Driver calls of the Hopper tier, with a driver that answers as told."""
+"""Driver calls of the Hopper backend, with a driver that answers as told."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packed calls of the Hopper tier on the host: CPU tensors, and a driver that notes launches."""
+"""Packed calls of the Hopper backend on the host: CPU tensors, and a driver that notes launches."""
 
 import ctypes
 import struct

@@ -1,4 +1,4 @@
-"""Attention with 8-bit products on the Hopper tier's host: what its kernels find."""
+"""Attention with 8-bit products on the Hopper backend's host: what its kernels find."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""What the Hopper tier takes and refuses, of tensors that are on a GPU in name only."""
+"""What the Hopper backend takes and refuses, of tensors that are on a GPU in name only."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""A training call of the Hopper tier on the host, from the public function through autograd to the
-launches, with CPU tensors and a driver that takes notes."""
+"""A training call of the Hopper backend on the host, from the public function to the launches.
+
+Tensors are on the CPU, and the driver records its calls."""
 
 import ctypes
 import struct
@@ -24,7 +25,7 @@ OF_FORWARD = dense_forward._PARAMS.fields["bias"].offset  # bytes
 
 @pytest.fixture
 def noted(driver, monkeypatch):
-    """Calls of CPU tensors go to the tier, whose kernels are only noted."""
+    """Calls of CPU tensors go to the backend, whose kernels are only noted."""
     read = driver.read
 
     def params(name, at):

@@ -160,8 +160,8 @@ def test_caches(name, packed, page_size, rotated):
         queries, keys, total = q[rows], k[new], int(lens[b]) + Sn[b]
         if rotated:
             steps = torch.arange(Sq[b]) if differ else torch.zeros(Sq[b]).long()
-            queries = turned(queries, angle, first[b] + steps)
-            keys = turned(keys, angle, first[b] + torch.arange(Sn[b]))
+            queries = rotated_halves(queries, angle, first[b] + steps)
+            keys = rotated_halves(keys, angle, first[b] + torch.arange(Sn[b]))
         held[0][b, lens[b] : total], held[1][b, lens[b] : total] = keys, v[new]
         expected = naive(queries, *(x[b, pad[b] : total] for x in held), **mask)
         torch.testing.assert_close(out[rows], expected[0])
@@ -171,7 +171,7 @@ def test_caches(name, packed, page_size, rotated):
         assert not torch.equal(cache, old)
 
 
-def turned(x, angle, positions):
+def rotated_halves(x, angle, positions):
     """x (S, H, 8), its halves rotated."""
     a, b = x.chunk(2, -1)
     cos, sin = (t[positions, None].double() for t in (angle.cos(), angle.sin()))

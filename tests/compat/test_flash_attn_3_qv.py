@@ -72,16 +72,16 @@ def test_caches_and_new_keys(name, packed, page_size):
         page_table=table, **options, **MASKS[name],
     )  # fmt: skip
     assert plain.shape == out.shape and not torch.allclose(plain, out)
-    turned = rotated(q, angle, lens, MASKS[name])
+    queries = rotated(q, angle, lens, MASKS[name])
     for b in range(2):
         total = int(lens[b]) + 2
         held = (rows_of(cache, table)[b, :total] for cache in (k_cache, v_cache))
-        wanted = expected(turned[b], qv[b], *held, **MASKS[name])[0]
+        wanted = expected(queries[b], qv[b], *held, **MASKS[name])[0]
         torch.testing.assert_close(out.view_as(qv)[b], wanted)
 
 
 def rotated(q, angle, lens, mask):
-    """Interleaved features of q (B, Sq, H, 8) turned to the positions behind the cache."""
+    """Interleaved features of q (B, Sq, H, 8) rotated to the positions behind the cache."""
     differ = mask.get("causal") or mask.get("window_size", (-1, -1)) != (-1, -1)
     steps = torch.arange(q.shape[1]) if differ else torch.zeros(q.shape[1], dtype=torch.long)
     cos, sin = (t[lens[:, None] + steps, None].to(q.dtype) for t in (angle.cos(), angle.sin()))

@@ -19,11 +19,11 @@ def complex_rotated(x, positions, interleaved):
     """x (S, H, D) with its first 6 features multiplied by exp(i angle)."""
     first, rest = x[..., :6], x[..., 6:]
     pairs = first.unflatten(-1, (3, 2)) if interleaved else first.unflatten(-1, (2, 3)).mT
-    turned = (
+    product = (
         torch.view_as_complex(pairs.contiguous())
         * torch.polar(torch.ones_like(ANGLES), ANGLES)[positions, None]
     )
-    pairs = torch.view_as_real(turned)
+    pairs = torch.view_as_real(product)
     first = pairs.flatten(-2) if interleaved else pairs.mT.flatten(-2)
     return torch.cat([first, rest], -1)
 

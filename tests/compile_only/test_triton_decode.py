@@ -39,7 +39,7 @@ def assert_fits(kernel, arch, folder, spills=32):
 
 def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0, mode="stream",
              shared=False, options=(), light=False, scales=0,
-             guesses=None):  # fmt: skip
+             unified_max=None):  # fmt: skip
     Dv, cached = Dv or D, cached or dtype
     tile = decode_tile(arch, dtype, cached == PAIRS, D, Dv, rows, light)
     shape = (cached == PAIRS, D, Dv, page, shared, mode, 16, 4, scales)
@@ -52,7 +52,7 @@ def compiled(arch, D, Dv=None, rows=4, dtype=torch.bfloat16, cached=None, page=0
     ranges = (meta(B, dtype=torch.int32) if options else None, 0)
     args = (
         q, k, k, q, lse, lse, lse, *(64,) * 9, B, Hkv, 4, 1, S, 0, 264, table, 64, 9, *scales,
-        1.0, *everything, meta(B, dtype=torch.int32), *ranges, guesses, *windows,
+        1.0, *everything, meta(B, dtype=torch.int32), *ranges, unified_max, *windows,
     )  # fmt: skip
     return launch.compile_kernel(
         kernels.split_kernel, args, split, tile.options(), GPUTarget("cuda", arch, 32),
@@ -107,7 +107,7 @@ def test_fp8_fits(arch, tmp_path):
 def test_two_loops_fit(D, tmp_path):
     """From a guess of the maximum, and once more where it is no good; what the second loop needs
     of the query may wait on the stack."""
-    assert_fits(compiled(90, D, guesses=meta(4)), 90, tmp_path, 64)
+    assert_fits(compiled(90, D, unified_max=meta(4)), 90, tmp_path, 64)
 
 
 def test_fp32_fits(tmp_path):

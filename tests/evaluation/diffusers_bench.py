@@ -58,7 +58,7 @@ def block_of(shape: str, tokens: int) -> Callable[[], object]:
 
 
 def angles(tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (tokens, width) in float32, with which positions are turned."""
+    """Cosines and sines (tokens, width) in float32, by which positions are rotated."""
     turns = torch.arange(tokens)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
     turns = turns.repeat_interleave(2, 1).float()
     return turns.cos(), turns.sin()

@@ -28,7 +28,7 @@ def test_random(seed):
     check(grown_case(seed), "triton")
 
 
-# Every fifth random case is one that the kernels of this tier take.
+# Every fifth random case is one that the kernels of this backend take.
 @pytest.mark.parametrize("seed", range(3000, 3600))
 def test_random_on_hopper(seed):
     check(grown_case(seed), "hopper")

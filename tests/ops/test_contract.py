@@ -13,7 +13,7 @@ from fa_ops.ops import dense, merge, varlen
 from fa_ops.testing import assert_close_to_oracle
 from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
-BACKENDS = ["cpu", "reference"]  # the GPU tier meets the same tests in tests/gpu
+BACKENDS = ["cpu", "reference"]  # the GPU backends meet the same tests in tests/gpu
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)

@@ -87,4 +87,4 @@ def _append(k: Tensor, v: Tensor, cache: Cache, lens: Tensor) -> None:
 
 def _rotated(x: Tensor, cache: Cache, positions: Tensor) -> Tensor:
     cos, sin = cache.rotary_cos, cache.rotary_sin
-    return rotary.turned(x, cos, sin, cache.rotary_interleaved, positions)
+    return rotary.rotated(x, cos, sin, cache.rotary_interleaved, positions)

@@ -1,4 +1,4 @@
-"""The sm_90a tier: CUDA C++ compiled by NVRTC on first use, launched through the driver.
+"""The backend for sm_90a: CUDA C++ compiled by NVRTC on first use, launched through the driver.
 
 `plan` picks one of these modules for a call: `dense_forward` and `dense_backward` (kernels in
 `cuda/forward.cu` and `cuda/backward.cu`), `packed`, `prefill` and `paged`, which run packed
@@ -46,7 +46,7 @@ _ALTERNATIVE = "the triton backend can run it"
 
 
 def is_for_this_gpu() -> bool:
-    """Whether the tier would run on this machine's GPU if all it needs were installed."""
+    """Whether the backend would run on this machine's GPU if all it needs were installed."""
     return _gpu_error() is None
 
 
@@ -61,7 +61,7 @@ def _gpu_error() -> str | None:
 
 @functools.cache
 def available_error() -> str | None:
-    """Why this machine cannot run the tier at all, or None."""
+    """Why this machine cannot run the backend at all, or None."""
     if reason := _gpu_error():
         return reason
     from fa_ops.backends.hopper import compiler
@@ -74,7 +74,7 @@ def available_error() -> str | None:
 
 
 def supports(call: Call) -> str | None:
-    """Why the tier cannot run the call, or None."""
+    """Why the backend cannot run the call, or None."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == APPEND:
         return f"does not write to caches; {_ALTERNATIVE}"
@@ -91,13 +91,13 @@ def supports(call: Call) -> str | None:
         return support_error(q, k, v, spec) or f"has no kernel that merges; {_ALTERNATIVE}"
     is_forward = call.kind == DENSE and call.saved is None
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
-        # where the decoding kernel cannot run, a tier that splits keys is faster than `forward`
+        # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
     return support_error(q, k, v, spec, is_forward)
 
 
 def plan(call: Call) -> Plan:
-    """How the tier runs the call."""
+    """How the backend runs the call."""
     from fa_ops.backends.hopper import dense_backward, dense_forward, packed, paged, quantized
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
@@ -134,7 +134,7 @@ def _decoding_module(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> ModuleType 
 def support_error(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, takes_wide: bool = False
 ) -> str | None:
-    """Why the tier cannot run this call, or None; `takes_wide`: head dims over 256 too."""
+    """Why the backend cannot run this call, or None; `takes_wide`: head dims over 256 too."""
     if q.device.type != "cuda":
         return _device_error(q)
     reason = _unsupported(q, v, spec, takes_wide)
@@ -146,7 +146,7 @@ def support_error(
 def _quantized_error(
     q: Tensor, k: Tensor, v: Tensor, quantization: Quantization, spec: Spec
 ) -> str | None:
-    """Why the tier cannot run a call with 8-bit products, or None."""
+    """Why the backend cannot run a call with 8-bit products, or None."""
     from fa_ops.backends.hopper import quantized
 
     if q.device.type != "cuda":
@@ -156,7 +156,7 @@ def _quantized_error(
 
 
 def _paged_error(call: Call) -> str | None:
-    """Why the tier cannot attend pages with packed queries, or None."""
+    """Why the backend cannot attend pages with packed queries, or None."""
     from fa_ops.backends.hopper import paged
 
     if call.query.device.type != "cuda":
@@ -253,7 +253,7 @@ def varlen_backward(
 
 
 def cache_error(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec) -> str | None:
-    """Why the tier cannot attend such a cache, or None."""
+    """Why the backend cannot attend such a cache, or None."""
     if q.device.type != "cuda":
         return _device_error(q)
     reason = _cache_module(q, k, v, cache).cache_error(q, k, v, cache, spec)

@@ -1,4 +1,4 @@
-"""The portable GPU tier: Triton kernels for NVIDIA GPUs of compute capability 8.0 and newer.
+"""The portable GPU backend: Triton kernels for NVIDIA GPUs of compute capability 8.0 and newer.
 
 `primitives` is what the kernels share, `arguments` turns a Spec into kernel arguments, `launch`
 compiles a kernel once per key and runs it without Triton's per-call lookup, and `configs` holds the

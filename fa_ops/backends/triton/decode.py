@@ -65,7 +65,7 @@ class Memory(NamedTuple):
     Dv: int
     k_scale: Tensor | None
     v_scale: Tensor | None
-    guesses: Tensor | None  # of each query head's largest score
+    unified_max: Tensor | None
 
     @staticmethod
     def of(k: Tensor, v: Tensor, cache: Cache) -> Memory:
@@ -83,7 +83,7 @@ class Memory(NamedTuple):
 
     def small(self) -> tuple[Tensor | None, ...]:
         """The tensors besides keys and values, in the order of the launch's arguments."""
-        return self.table, self.k_scale, self.v_scale, self.guesses
+        return self.table, self.k_scale, self.v_scale, self.unified_max
 
 
 def _in_pairs(name: str, x: Tensor) -> Tensor:
@@ -216,13 +216,13 @@ def _bind(
         work = empty(*workspace)
         *pieces, unwanted = _parts(at(work), parts)
         results = at(out), unwanted if lse is None else at(lse)
-        table, k_scale, v_scale, guesses, slopes, sinks, kv_lens, ranges = [
+        table, k_scale, v_scale, unified_max, slopes, sinks, kv_lens, ranges = [
             None if t is None else at(t) for t in small
         ]
         split_args = (
             at(q), at(k), at(v), *results, *pieces, *strides, *sizes, table, table_stride, pages,
             k_scale, v_scale, scale, cap, slopes, slopes_stride, sinks, kv_lens, ranges,
-            ranges_stride, guesses, left, right,
+            ranges_stride, unified_max, left, right,
         )  # fmt: skip
         merge_args = (*pieces, *results, *sizes, sinks, kv_lens, ranges, ranges_stride, left)
         if at is not address:

@@ -18,7 +18,7 @@ _launches: dict[tuple, Launch] = {}
 
 @triton.jit(do_not_specialize=["tokens", "Sq", "writers"])
 def append_kernel(
-    q, turned, key, value, k, v,
+    q, rotated, key, value, k, v,
     q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_s: tl.int64,
     key_stride_b: tl.int64, key_stride_h: tl.int64, key_stride_s: tl.int64,
     value_stride_b: tl.int64, value_stride_h: tl.int64, value_stride_s: tl.int64,
@@ -78,7 +78,7 @@ def append_kernel(
         batch = index // Sq // Hq
         write_row(
             q + batch * q_stride_b + head * q_stride_h + i * q_stride_s,
-            turned + index.to(tl.int64) * D, True, None, 0,
+            rotated + index.to(tl.int64) * D, True, None, 0,
             tl.load(kv_lens + batch) + tokens + i - Sq, positions, cos, sin, D, BLOCK, R,
             INTERLEAVED,
         )  # fmt: skip
@@ -157,7 +157,7 @@ def bind_cache(
         Hq, Hkv, Sq, tokens, writers, capacity,
     )  # fmt: skip
     table_stride, pages = cache.page_table.stride(0) if paged else 0, k.shape[0]
-    shape_of_turned = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
+    rotated_layout = (B, Hq, Sq, D), (Hq * Sq * D, Sq * D, D, 1), q.dtype, device
     shape_of_ends, counts = ((B,), (1,), torch.int32, device), counts and tokens > 0
     early = architecture(q.device) >= 90 and not INTERPRETED  # programmatic dependent launch
     constants = {
@@ -170,7 +170,7 @@ def bind_cache(
     key_of_launch = (*constants.values(), *scaled, counts, device, q.dtype, k.dtype, angles)
 
     def write(q, k, v, *small, at=address):
-        turned = empty(*shape_of_turned) if R else q
+        rotated = empty(*rotated_layout) if R else q
         ends = empty(*shape_of_ends) if counts else None
         lens = small[0] if ends is None else ends
         kv_lens, table, key, value, k_scale, v_scale, cos, sin = [
@@ -180,14 +180,14 @@ def bind_cache(
         if key is None:
             key = value = q_at
         args = (
-            q_at, at(turned), key, value, at(k), at(v), *numbers, table, table_stride, pages,
+            q_at, at(rotated), key, value, at(k), at(v), *numbers, table, table_stride, pages,
             kv_lens, None if ends is None else at(ends), k_scale, v_scale, cos, sin, positions,
         )  # fmt: skip
         if at is not address:
             return args
         if writers + turners:
             launch((writers + turners, 1, 1), args)
-        return turned, lens
+        return rotated, lens
 
     launch = _launches.get(key_of_launch)
     if launch is None:

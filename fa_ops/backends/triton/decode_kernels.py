@@ -42,7 +42,8 @@ BITWISE = tl.constexpr(INTERPRETED)
 def attend_piece(
     q, k, v, table, b, h, m0, first, last, begin, end, length,
     q_stride_h, q_stride_s, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-    Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right, guess,
+    Hkv, group, Sq, pages, scale, k_scales, v_scales, cap, slopes, window_left, window_right,
+    fixed_max,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EXTREME: tl.constexpr,
@@ -55,10 +56,10 @@ def attend_piece(
     to the kv head's first scale if there is one for each page or token. Keys are attended below
     `end`, and from `begin` on unless that is None.
 
-    `guess` None: online softmax with a running maximum. Otherwise it points to a fixed maximum for
-    the kv head's first query head, in units of scores, and the loop neither reduces nor rescales
-    (the unified max of FlashDecoding++, arXiv:2311.01282); it fails if a row's maximum is so far
-    from it that weights lose precision.
+    `fixed_max` None: online softmax with a running maximum. Otherwise it points to a fixed maximum
+    for the kv head's first query head, in units of scores, and the loop neither reduces nor
+    rescales (the unified max of FlashDecoding++, arXiv:2311.01282); it fails if a row's maximum is
+    so far from it that weights lose precision.
 
     APART: rows may attend different keys; then it fails if a sum is NaN or Inf, which may come from
     a masked value. EXACT: a NaN or Inf in a value makes NaN of the rows that attend it and changes
@@ -91,11 +92,11 @@ def attend_piece(
     shift = length - Sq
     steps = tl.arange(0, BLOCK_N)
 
-    if guess is None:
+    if fixed_max is None:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         den = tl.zeros([BLOCK_M], tl.float32)
     else:
-        m = tl.load(guess + head, mask=rows, other=0.0) * LOG2E
+        m = tl.load(fixed_max + head, mask=rows, other=0.0) * LOG2E
         den = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         highest = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PACK], tl.float32)
@@ -163,7 +164,7 @@ def attend_piece(
         if PAGE > 0 or begin is not None:
             keep = keep & there[None, :]
         s = tl.where(keep, s, float("-inf"))
-        if guess is None:
+        if fixed_max is None:
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - base[:, None])
@@ -182,7 +183,7 @@ def attend_piece(
             alpha *= v_top / unit
             p *= (v_scale / unit)[None, :]
             v_top = v_top_new
-        if guess is None or v_scales is not None:
+        if fixed_max is None or v_scales is not None:
             acc = acc * alpha[:, None]
             if FP8:
                 acc_odd = acc_odd * alpha[:, None]
@@ -209,7 +210,7 @@ def attend_piece(
     failed = tl.full([], 0, tl.int1)
     if EXACT:
         acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-    elif guess is not None:
+    elif fixed_max is not None:
         # weights of half precision: the smaller ones of fp16 lose no more than 2**-17 of the whole
         low = -8.0 if FP8 or q.dtype.element_ty == tl.float16 else -32.0
         high = 15.0 if FP8 or q.dtype.element_ty == tl.float16 else 32.0
@@ -335,7 +336,7 @@ def split_kernel(
     batch: tl.int32, Hkv: tl.int32, group: tl.int32, Sq: tl.int32, capacity: tl.int32,
     new: tl.int32, splits: tl.int32, table, table_stride: tl.int64, pages: tl.int32,
     k_scale, v_scale, scale: tl.float32, cap, slopes, slopes_stride_b: tl.int32, sinks, kv_lens,
-    ranges, ranges_stride: tl.int32, guesses, window_left, window_right,
+    ranges, ranges_stride: tl.int32, unified_max, window_left, window_right,
     D: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -349,9 +350,9 @@ def split_kernel(
     k_scale and v_scale are (B, Hkv); with SCALES 2 (pages, Hkv), with 3 (pages, PAGE, Hkv) or
     (B, Hkv, capacity), as the constants of `types`.
     scale holds log2(e), or with `cap`, which then does, is scale / softcap. `partial` is
-    (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2. `guesses`
-    (Hq,) are maxima to start from. Pieces for which they are no good are computed once more, and so
-    are those of rows that attend different keys (APART) where a value is NaN or Inf.
+    (slots, BLOCK_M, Dv) and `partial_lse` (slots, BLOCK_M), fp32, in units of log2. `unified_max`
+    (Hq,) are fixed maxima. Pieces for which they are too far off are computed again, and so are
+    those of rows that attend different keys (APART) where a value is NaN or Inf.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(group * Sq, BLOCK_M)
@@ -419,17 +420,17 @@ def split_kernel(
                 begin, end = key_range(ranges, ranges_stride, b, batch, length)
             if slopes is not None:
                 slopes_at = slopes + b * slopes_stride_b + h * group
-            guess, failed = None, None
-            if guesses is not None:
-                guess = guesses + h * group
-            for attempt in tl.static_range(1 if guesses is None else 0, 3 if APART else 2):
+            fixed_max, failed = None, None
+            if unified_max is not None:
+                fixed_max = unified_max + h * group
+            for attempt in tl.static_range(1 if unified_max is None else 0, 3 if APART else 2):
                 if failed is None or failed:
                     m, den, acc, failed = attend_piece(
                         q + b * q_stride_b, k_at, v_at, pages_at, b, h, m0, origin + first,
                         origin + last, begin, end, length, q_stride_h, q_stride_s,
                         k_stride_b, k_stride_s, v_stride_b, v_stride_s,
                         Hkv, group, Sq, pages, factor, k_scales, v_scales, cap, slopes_at,
-                        window_left, window_right, guess if attempt == 0 else None,
+                        window_left, window_right, fixed_max if attempt == 0 else None,
                         D, Dv, BLOCK_D, EXTRA, BLOCK_DV, BLOCK_M, BLOCK_N, PAGE, SHARED, PRECISION,
                         STAGES, EXTREME, APART, attempt == 2, SCALES,
                     )  # fmt: skip

@@ -194,18 +194,18 @@ def _window(spec: Spec) -> tuple[int | None, int | None]:
 def _as_given(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec) -> EightBit:
     """e4m3 tensors with their scales; value is transposed, as tensor cores read it."""
     Sk = k.shape[2]
-    turned = v.view(torch.uint8).transpose(2, 3)
+    transposed = v.view(torch.uint8).transpose(2, 3)
     if spec.kv_lens is not None:  # a weight of 0 times what lies beyond may be NaN
         inside = torch.arange(Sk, device=v.device) < spec.kv_lens.view(-1, 1, 1, 1)
-        turned = turned.masked_fill(~inside, 0)
-    turned = F.pad(turned, (0, -Sk % VALUE_BLOCK.value)).contiguous()
+        transposed = transposed.masked_fill(~inside, 0)
+    transposed = F.pad(transposed, (0, -Sk % VALUE_BLOCK.value)).contiguous()
     q_scale, q_shift = _of_tokens(how.q_scale, q)
     k_scale, k_shift = _of_tokens(how.k_scale, k)
     v_scale = how.v_scale
     v_scale = v_scale.view(1, 1, 1) if v_scale.dim() < 2 else v_scale
     v_scale = v_scale if v_scale.dim() == 3 else v_scale.unsqueeze(-1)
     v_scale = v_scale.expand(v.shape[0], v.shape[1], v.shape[3])
-    return EightBit(q, k, turned.view(E4M3), q_scale, q_shift, k_scale, k_shift, v_scale)
+    return EightBit(q, k, transposed.view(E4M3), q_scale, q_shift, k_scale, k_shift, v_scale)
 
 
 def _of_tokens(scale: Tensor, x: Tensor) -> tuple[Tensor, int]:

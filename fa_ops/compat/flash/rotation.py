@@ -52,5 +52,5 @@ class Rotation(NamedTuple):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         positions = positions.clamp(0, self.cos.shape[0] - 1)
-        x = rotary.turned(x.transpose(1, 2), self.cos, self.sin, self.interleaved, positions)
+        x = rotary.rotated(x.transpose(1, 2), self.cos, self.sin, self.interleaved, positions)
         return x.transpose(1, 2)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.argument_types import need_int, need_tensor
-from fa_ops.backends.rotary import turned
+from fa_ops.backends.rotary import rotated
 from fa_ops.compat.flash.arguments import count, flag
 
 
@@ -50,7 +50,7 @@ def apply_rotary(
     sin = torch.nn.functional.pad(-sin if conjugate else sin, (0, 0, 0, 1))
     positions = _positions(x, seqlen_offsets, cu_seqlens).clamp(0, len(cos) - 1)
     rows = x if cu_seqlens is None else x[None]
-    found = turned(rows.transpose(1, 2), cos, sin, interleaved, positions).transpose(1, 2)
+    found = rotated(rows.transpose(1, 2), cos, sin, interleaved, positions).transpose(1, 2)
     found = found if cu_seqlens is None else found[0]
     return x.copy_(found) if inplace else found.contiguous()
 

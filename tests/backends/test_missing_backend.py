@@ -74,7 +74,7 @@ def choose(before="", capability=HOPPER, device="cuda", **environment):
         (OLD_NVRTC, "NVRTC 12.1 or newer was not found: libnvrtc.so.13 is 12.0"),
     ],
 )
-def test_a_missing_hopper_tier_warns_once(before, reason):
+def test_a_missing_hopper_backend_warns_once(before, reason):
     chosen, warned = choose(before)
     assert chosen == ["triton"] and len(warned) == 1
     assert warned[0].startswith("fa_ops' 'hopper' backend, the fastest on this GPU, is not avail")
@@ -84,7 +84,7 @@ def test_a_missing_hopper_tier_warns_once(before, reason):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), None])
-def test_none_where_the_tier_is_not_for_this_gpu(capability):
+def test_none_where_the_backend_is_not_for_this_gpu(capability):
     chosen, warned = choose(BLOCKED, capability, "cuda" if capability else "cpu")
     assert (chosen, warned) == (["triton"] if capability else ["cpu"], [])
 
