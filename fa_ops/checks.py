@@ -96,34 +96,34 @@ def packed(
     heads(Hq, Hkv, Hv, D, Dk, Dv)
     if real:
         contiguous_rows(query=q, key=k, value=v)
-    ends_q, ends_k, max_q, max_k = packing
-    for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
-        integers(q, name, ends)
-        need(ends.dim() == 1, "{} must have shape (B + 1,), got {}", name, ends.shape)
-        need(ends.shape[0] >= 1, "{} must have at least one element", name)
+    cu_q, cu_k, max_q, max_k = packing
+    for name, cu_seqlens in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        integers(q, name, cu_seqlens)
+        need(cu_seqlens.dim() == 1, "{} must have shape (B + 1,), got {}", name, cu_seqlens.shape)
+        need(cu_seqlens.shape[0] >= 1, "{} must have at least one element", name)
     need(
-        ends_q.shape[0] == ends_k.shape[0],
+        cu_q.shape[0] == cu_k.shape[0],
         "cu_seqlens_q and cu_seqlens_k must be of one length, got {} and {}",
-        ends_q.shape[0],
-        ends_k.shape[0],
+        cu_q.shape[0],
+        cu_k.shape[0],
     )
     for name, longest in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if longest is not None:
             need(longest >= 0, "{} must not be negative, got {}", name, longest)
     if not _is_plain(spec):
-        options(q, spec, ends_q.shape[0] - 1, Hq)
+        options(q, spec, cu_q.shape[0] - 1, Hq)
 
 
 def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedTensors) -> None:
     """Raise ValueError unless every sequence lies among the tokens. Reads them on the host."""
-    borders("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
-    borders("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
+    cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+    cu_seqlens("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
 
 
-def borders(name: str, ends: Tensor, tokens: int) -> None:
-    """Raise ValueError unless the borders of sequences rise within the tokens."""
+def cu_seqlens(name: str, given: Tensor, tokens: int) -> None:
+    """Raise ValueError unless the boundaries of sequences rise within the tokens."""
     before = 0
-    for b, end in enumerate(ends.tolist()):
+    for b, end in enumerate(given.tolist()):
         need(end >= before, "{}[{}] is {}, but must not be less than {}", name, b, end, before)
         need(end <= tokens, "{}[{}] is {}, but there are {} tokens", name, b, end, tokens)
         before = end

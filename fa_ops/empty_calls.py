@@ -69,9 +69,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: Spec) -> tu
 
 def _in_a_sequence(q: Tensor, packing: Packing) -> Tensor:
     """Bool (Tq,): which query tokens belong to any sequence."""
-    ends = packing.cu_seqlens_q
+    cu_seqlens = packing.cu_seqlens_q
     token = torch.arange(q.shape[0], device=q.device)
-    return (token >= ends[0]) & (token < ends[-1])
+    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
 
 
 def _dense_gradients(

@@ -330,11 +330,11 @@ def _with_steps_before(run: Run, call: Call, step: Callable[[Tensors], Tensors] 
     rules = _rules_of_values(call)
     if rules is None:
         return run
-    return _checking_values(run, rules) if call.saved is None else _checking_borders(run)
+    return _checking_values(run, rules) if call.saved is None else _checking_cu_seqlens(run)
 
 
 def _rules_of_values(call: Call) -> ModuleType | None:
-    """The module whose `values` checks lengths, pages or borders; on CUDA kernels clamp them."""
+    """The module whose `values` checks lengths, pages or cu_seqlens; on CUDA kernels clamp them."""
     is_read = call.query.device.type == "cpu" or (DEBUG and call.kind == CACHED)
     return {CACHED: cache_checks, PACKED: checks}.get(call.kind) if is_read else None
 
@@ -360,7 +360,7 @@ def _checking_values(run: Run, rules: ModuleType) -> Run:
     return checked
 
 
-def _checking_borders(run: Run) -> Run:
+def _checking_cu_seqlens(run: Run) -> Run:
     """The same for the backward pass of a packed call."""
 
     def checked(grad_out, grad_lse, q, k, v, out, lse, tensors):

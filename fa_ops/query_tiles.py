@@ -30,7 +30,7 @@ class TiledCall(NamedTuple):
     """The tiles of a call, and the arguments of attention_with_kv_cache for them."""
 
     tiles: Tiles
-    borders: Tensor  # (B + 1,), those of the sequences of queries, made valid
+    cu_seqlens: Tensor  # (B + 1,), those of the sequences of queries, made valid
     query: Tensor  # (N, Hq, size, D)
     kv_lens: Tensor  # (N,)
     page_table: Tensor  # (N, max_pages)
@@ -43,23 +43,23 @@ def tiled_call(
 ) -> TiledCall:  # fmt: skip
     """A checked call as one of tiles. A border that is less than the one before counts as equal."""
     tokens = query.shape[0]
-    borders = cu_seqlens_q.clamp(0, tokens).cummax(0).values
+    cu_seqlens = cu_seqlens_q.clamp(0, tokens).cummax(0).values
     longest = tokens if max_seqlen_q is None else min(max_seqlen_q, tokens)
     slopes, ranges = options.get("alibi_slopes"), options.get("key_ranges")
     causal = options.get("is_causal", False)
     positions_differ = options.get("window") is not None or slopes is not None
     size = longest if positions_differ and not causal else min(longest, tile_queries(query, key))
-    tiles = _tiled(borders, tokens, max(size, 1), longest)
+    tiles = _tiled(cu_seqlens, tokens, max(size, 1), longest)
     lens = kv_lens.clamp(0, page_table.shape[1] * key.shape[1])[tiles.sequences]
     if causal:
-        lens = lens - borders.diff()[tiles.sequences] + tiles.ends
+        lens = lens - cu_seqlens.diff()[tiles.sequences] + tiles.ends
     lens = lens.clamp(min=0).where(tiles.ends > 0, 0).int()
     if slopes is not None and slopes.dim() == 2:
         options = options | {"alibi_slopes": slopes[tiles.sequences]}
     if ranges is not None:
         options = options | {"key_ranges": ranges[tiles.sequences]}
-    rows = query[_within(borders[tiles.sequences, None] + tiles.queries, tokens)].transpose(1, 2)
-    return TiledCall(tiles, borders, rows, lens, page_table[tiles.sequences], options)
+    rows = query[_within(cu_seqlens[tiles.sequences, None] + tiles.queries, tokens)].transpose(1, 2)
+    return TiledCall(tiles, cu_seqlens, rows, lens, page_table[tiles.sequences], options)
 
 
 def tile_queries(query: Tensor, key: Tensor) -> int:
@@ -72,34 +72,34 @@ def tile_queries(query: Tensor, key: Tensor) -> int:
     return parts * (64 // heads_of_tile(query.shape[1] // key.shape[2]))
 
 
-def _tiled(borders: Tensor, tokens: int, size: int, longest: int) -> Tiles:
+def _tiled(cu_seqlens: Tensor, tokens: int, size: int, longest: int) -> Tiles:
     """The tiles of packed queries."""
-    counts, B = borders.diff(), len(borders) - 1
+    counts, B = cu_seqlens.diff(), len(cu_seqlens) - 1
     last = (-(-counts // size)).cumsum(0) if size < longest else torch.arange(
-        1, B + 1, device=borders.device
+        1, B + 1, device=cu_seqlens.device
     )  # fmt: skip
     first = torch.nn.functional.pad(last[:-1], (1, 0))
-    number = torch.arange(tokens // size + B if size < longest else B, device=borders.device)
+    number = torch.arange(tokens // size + B if size < longest else B, device=cu_seqlens.device)
     sequences = torch.searchsorted(last, number, right=True).clamp(max=B - 1)
     local = number - first[sequences]
     stops = torch.minimum((local + 1) * size, counts[sequences])
     stops = stops.where(local * size < counts[sequences], 0)
-    queries = stops[:, None] - size + torch.arange(size, device=borders.device)
+    queries = stops[:, None] - size + torch.arange(size, device=cu_seqlens.device)
     return Tiles(size, sequences, stops, queries.clamp(min=0), first)
 
 
 def packed(
-    out: Tensor, lse: Tensor, tiles: Tiles, borders: Tensor, tokens: int
+    out: Tensor, lse: Tensor, tiles: Tiles, cu_seqlens: Tensor, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Results (N, size, H, ...) of tiles as those of tokens, (Tq, H, Dv) and (H, Tq).
 
     Tokens outside every sequence have 0 and -inf.
     """
-    token = torch.arange(tokens, device=borders.device)
-    sequence = torch.searchsorted(borders[1:].contiguous(), token, right=True, out_int32=True)
-    outside = (sequence >= len(borders) - 1) | (token < borders[0])
-    sequence = sequence.clamp(max=len(borders) - 2)
-    query = (token - borders[sequence]).clamp(min=0)
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
+    outside = (sequence >= len(cu_seqlens) - 1) | (token < cu_seqlens[0])
+    sequence = sequence.clamp(max=len(cu_seqlens) - 2)
+    query = (token - cu_seqlens[sequence]).clamp(min=0)
     tile = _within(tiles.first[sequence] + query // tiles.size, len(tiles.ends))
     row = _within(query - tiles.ends[tile] + tiles.size, tiles.size)
     out = out[tile, row].masked_fill(outside[:, None, None], 0.0)

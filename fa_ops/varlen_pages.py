@@ -15,7 +15,7 @@ from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
 
-MAX_KEYS = 2**31 - 1  # that borders of 32 bits can count
+MAX_KEYS = 2**31 - 1  # of all sequences: cu_seqlens are int32
 
 
 class PagedCall(NamedTuple):
@@ -72,14 +72,14 @@ def arguments(
 
 
 def _lengths(query: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> Tensor:
-    """The numbers of keys between these borders, checked."""
+    """The numbers of keys of sequences with these cu_seqlens, checked."""
     checks.integers(query, "cu_seqlens_k", need_tensor("cu_seqlens_k", cu_seqlens_k))
     size = page_table.shape[0] + 1 if page_table.dim() else 1
     if cu_seqlens_k.shape != (size,):
         found = tuple(cu_seqlens_k.shape)
         raise ValueError(f"cu_seqlens_k must have shape ({size},), got {found}")
     if library.can_read(cu_seqlens_k):
-        checks.borders("cu_seqlens_k", cu_seqlens_k, MAX_KEYS)
+        checks.cu_seqlens("cu_seqlens_k", cu_seqlens_k, MAX_KEYS)
     return cu_seqlens_k.diff()
 
 
@@ -111,7 +111,7 @@ def attention(
         call.query, key, value, call.kv_lens, call.page_table, return_lse=True, **call.options
     )
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    return query_tiles.packed(out, lse, call.tiles, call.borders, tokens)
+    return query_tiles.packed(out, lse, call.tiles, call.cu_seqlens, tokens)
 
 
 def check(
@@ -120,7 +120,7 @@ def check(
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError for what attention over the tiles would not find or not name.
 
-    On the CPU also for borders, lengths and pages that do not lie among the tokens and pages.
+    On the CPU also for cu_seqlens, lengths and pages that do not lie among the tokens and pages.
     """
     need, layout = checks.need, "(pages, page_size, Hkv, D)"
     need(query.dim() == 3, "query must have shape (T, H, D), got {}", query.shape)
@@ -142,7 +142,7 @@ def check(
     if max_seqlen_q is not None:
         need(max_seqlen_q >= 0, "max_seqlen_q must not be negative, got {}", max_seqlen_q)
     if library.can_read(cu_seqlens_q, kv_lens, page_table):
-        checks.borders("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+        checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0])
         longest = int(cu_seqlens_q.diff().max()) if B else 0
         need(max_seqlen_q is None or max_seqlen_q >= longest, "max_seqlen_q is {}, but a sequence "
              "has {} queries", max_seqlen_q, longest)  # fmt: skip

@@ -173,7 +173,7 @@ def test_most_broken_cases_are_invalid():
 @pytest.mark.parametrize("case", BROKEN, ids=str)
 def test_invalid_lengths_must_be_refused_on_the_cpu(case, monkeypatch):
     assert_right(case, "cpu")
-    monkeypatch.setattr(checks, "borders", lambda *_: None)
+    monkeypatch.setattr(checks, "cu_seqlens", lambda *_: None)
     monkeypatch.setattr(cache_checks, "values", lambda *_: None)
     monkeypatch.setattr(cpu, "varlen_forward", lambda q, *_: (q, q))
     monkeypatch.setattr(cpu, "cache_forward", lambda q, *_: (q, q))

@@ -123,13 +123,13 @@ def _of_chunks(before: Tensor, size: int, chunks: int) -> SequenceLayout:
 def _of_documents(before: Tensor, ends: list[int], size: int, most: int) -> SequenceLayout:
     """Documents in parts of at most `most` tokens, split further where no process has room."""
     tokens = len(before) - 1
-    borders = {0, *ends, tokens}
+    boundaries = {0, *ends, tokens}
     for start, stop in zip(ends, ends[1:]):
-        borders.update(range(start, stop, most))
-    borders = sorted(borders)
+        boundaries.update(range(start, stop, most))
+    boundaries = sorted(boundaries)
     pairs = before.tolist()
     waiting = sorted(
-        zip(borders, borders[1:]), key=lambda part: (pairs[part[0]] - pairs[part[1]], part)
+        zip(boundaries, boundaries[1:]), key=lambda part: (pairs[part[0]] - pairs[part[1]], part)
     )
     loads, room, held = [0.0] * size, [tokens // size] * size, [[] for _ in range(size)]
     for start, stop in waiting:

@@ -87,7 +87,7 @@ def context_parallel_attention(
         sinks: ``(Hq,)``. Its gradient is this process's part: the sum over processes is the whole.
         kv_lens: int32 ``(B,)``; with `cu_seqlens` the keys of each document.
         key_ranges: int32 ``(B or 1, Hq or 1, n S or 1, 2)``.
-        cu_seqlens: int32 ``(documents + 1,)``, the borders of documents that are packed in the
+        cu_seqlens: int32 ``(documents + 1,)``, the boundaries of documents that are packed in the
             sequence. Tokens attend their own document. ``B`` must be 1.
         layout: which tokens each process holds: "zigzag" or "contiguous", as passed to
             :func:`shard`, or a :class:`SequenceLayout`, such as :func:`balanced_layout` returns.

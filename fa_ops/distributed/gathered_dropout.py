@@ -2,7 +2,7 @@
 
 A weight is numbered by its query and its key in the packed whole, so that it is dropped or kept for
 any number of processes alike. The operator for packed sequences numbers weights in each sequence;
-the one for dense calls takes a word for each row, and key ranges in place of borders.
+the one for dense calls takes a word for each row, and key ranges in place of cu_seqlens.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class PackedDropout(NamedTuple):
 
     @classmethod
     def of(
-        cls, p: float, seed: Tensor, borders: tuple[Tensor, Tensor], options: dict, T: int, Hq: int,
-        rank: int, first_key: int,
+        cls, p: float, seed: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict, T: int,
+        Hq: int, rank: int, first_key: int,
     ) -> PackedDropout:  # fmt: skip
         """For `T` queries of process `rank`, whose keys begin at `first_key` of the whole.
 
-        `borders` are those of the sequences among queries and among keys, int32 (B + 1,).
+        `cu_seqlens` are those of the sequences among queries and among keys, int32 (B + 1,).
         """
         heads = torch.arange(Hq, device=seed.device).view(1, -1, 1)
         words = dropout.row_words(seed, heads, torch.arange(T, device=seed.device) + rank * T)
         window = options["window_left"], options["window_right"]
-        ranges = key_ranges(*borders, T, options["is_causal"], *window)
+        ranges = key_ranges(*cu_seqlens, T, options["is_causal"], *window)
         return cls(p, dropout.from_key(words, first_key), ranges)
 
     def forward(

@@ -38,7 +38,7 @@ def gathered_attention(
         q: ``(T, Hq, D)``.
         k: ``(T, Hkv, D)``, gathered in the order of the processes.
         v: ``(T, Hkv, Dv)``.
-        packing: borders and longest lengths of the queries' sequences, and of the keys' in `keys`.
+        packing: cu_seqlens and maximal lengths of the queries, and of the keys in `keys`.
         keys: of the gathered keys, those that the queries attend.
         heads: key heads of a piece.
         group: ``None``: all processes.

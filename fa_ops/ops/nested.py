@@ -12,7 +12,7 @@ from fa_ops.types import Packing, Spec
 _RAGGED = 2  # the dimension of lengths
 
 
-def _ends(x: Tensor) -> Tensor:
+def _cu_seqlens(x: Tensor) -> Tensor:
     return x.offsets().to(torch.int32)
 
 
@@ -46,7 +46,7 @@ def _pack(call: dict) -> tuple[dict, Packing, Spec]:
     names = ("query", "key", "value", "grad_out", "grad_lse", "out", "lse")
     given = {name: call[name] for name in names if call.get(name) is not None}
     tokens = {name: _tokens(name, x) for name, x in given.items()}
-    return tokens, Packing(_ends(call["query"]), _ends(call["key"])), spec
+    return tokens, Packing(_cu_seqlens(call["query"]), _cu_seqlens(call["key"])), spec
 
 
 def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None):

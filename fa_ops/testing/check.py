@@ -24,7 +24,7 @@ def assert_right(
 ) -> bool:
     """Compare a call with the oracle; if it is invalid, check that it is refused.
 
-    The CPU backends must refuse invalid lengths, pages and borders; elsewhere these have the
+    The CPU backends must refuse invalid lengths, pages and cu_seqlens; elsewhere these have the
     meaning that docs/semantics.md defines. Returns whether gradients were compared.
 
     Args:

@@ -125,10 +125,10 @@ class Case:
             fields["kv_lens"] = move(lens, torch.int32, False)
         if self.key_ranges is not None:
             shape = [n if keep else 1 for n, keep in zip(full[:3], self.key_ranges)]
-            ends = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
+            ranges = torch.randint(0, self.Sk + 1, (*shape, 2), generator=g).sort(-1).values
             if self.broken:
-                ends = with_invalid_values(ends, self.Sk, g)
-            fields["key_ranges"] = move(ends, torch.int32, False)
+                ranges = with_invalid_values(ranges, self.Sk, g)
+            fields["key_ranges"] = move(ranges, torch.int32, False)
         if self.dropout_p > 0:
             seed = torch.randint(2**62, (1,), generator=g)
             fields["dropout_seed"] = move(seed, torch.int64, False)
@@ -195,34 +195,34 @@ class PackedCase:
 
     def packing(self) -> Packing:
         """cu_seqlens of queries and keys, without maximal lengths."""
-        return Packing(*(self._on_device(x) for x in self._borders()))
+        return Packing(*(self._on_device(x) for x in self._cu_seqlens()))
 
     def meaning(self) -> Packing:
         """The valid packing that is equivalent to `packing` where values are not checked.
 
-        Borders are clamped to the number of tokens, and made non-decreasing by a running maximum.
+        cu_seqlens are clamped to the tokens, and made non-decreasing by a running maximum.
         """
-        sides = zip(self._borders(), self._tokens())
+        sides = zip(self._cu_seqlens(), self._tokens())
         return Packing(*(self._on_device(x.clamp(0, n).cummax(0).values) for x, n in sides))
 
-    def _on_device(self, borders: Tensor) -> Tensor:
-        return borders.to(self.features.device, torch.int32)
+    def _on_device(self, cu_seqlens: Tensor) -> Tensor:
+        return cu_seqlens.to(self.features.device, torch.int32)
 
     def _tokens(self) -> tuple[int, int]:
         return tuple(sum(x) + 2 * self.margin for x in (self.lengths_q, self.lengths_k))
 
-    def _borders(self) -> list[Tensor]:
+    def _cu_seqlens(self) -> list[Tensor]:
         """cu_seqlens of queries and of keys, in int64, with invalid values if `broken`."""
         sides = (self.lengths_q, self.lengths_k)
-        ends = [torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides]
+        cu_seqlens = [torch.tensor([0, *lengths]).cumsum(0) + self.margin for lengths in sides]
         if not self.features.broken:
-            return ends
+            return cu_seqlens
         g = torch.Generator().manual_seed(self.features.seed + 2)
         which = int(torch.randint(1, 4, (), generator=g))
         for side, tokens in enumerate(self._tokens()):
             if which & 1 << side:
-                ends[side] = invalid_borders(ends[side], tokens, g)
-        return ends
+                cu_seqlens[side] = invalid_cu_seqlens(cu_seqlens[side], tokens, g)
+        return cu_seqlens
 
     def fresh(
         self, dtype: torch.dtype | None = None, requires_grad: bool = False
@@ -244,20 +244,20 @@ class PackedCase:
         return self.features.grad_outputs(out, lse)
 
 
-def invalid_borders(ends: Tensor, tokens: int, g: torch.Generator) -> Tensor:
+def invalid_cu_seqlens(cu_seqlens: Tensor, tokens: int, g: torch.Generator) -> Tensor:
     """Make cu_seqlens negative at the start, too large at the end, or decreasing in between."""
-    n, ends = len(ends), ends.clone()
+    n, cu_seqlens = len(cu_seqlens), cu_seqlens.clone()
     at = int(torch.randint(n, (), generator=g))
     kind = int(torch.randint(5, (), generator=g))
     if kind == 0:
-        ends[: at + 1] = -1 - int(torch.randint(2 * tokens + 9, (), generator=g))
+        cu_seqlens[: at + 1] = -1 - int(torch.randint(2 * tokens + 9, (), generator=g))
     elif kind in (1, 2):
-        ends[at:] = tokens + 1 + int(torch.randint(2 * tokens + 9, (), generator=g))
+        cu_seqlens[at:] = tokens + 1 + int(torch.randint(2 * tokens + 9, (), generator=g))
     elif kind == 3:
-        ends[0], ends[-1] = INT_MIN, INT_MAX
+        cu_seqlens[0], cu_seqlens[-1] = INT_MIN, INT_MAX
     else:
-        ends[at] = with_invalid_values(ends[at], tokens, g)
-    return ends
+        cu_seqlens[at] = with_invalid_values(cu_seqlens[at], tokens, g)
+    return cu_seqlens
 
 
 def make_case(**changes) -> Case:

@@ -287,8 +287,8 @@ class ForwardPlan:
                 self.combine.run(stream, written, tensors.sinks, out, lse)
         return out, lse
 
-    def _packed_pages(self, table: Tensor, borders: int) -> bytes:
-        return _PAGES.pack(table.data_ptr(), *self.pages, borders)
+    def _packed_pages(self, table: Tensor, cu_seqlens: int) -> bytes:
+        return _PAGES.pack(table.data_ptr(), *self.pages, cu_seqlens)
 
 
 def _results(shape: tuple[int, int, int, int], dtype: torch.dtype, is_packed: bool) -> list[tuple]:

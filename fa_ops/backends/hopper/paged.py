@@ -33,8 +33,8 @@ def prepare(call: Call) -> Run:
             used = _plan(again, sequences)
         small = DenseTensors(None, t.alibi_slopes, t.sinks, t.kv_lens)
         small = dense_forward.as_kernel_inputs(small)
-        borders = t.cu_seqlens_q.data_ptr(), 0
-        return used.run(q, k, v, with_lse, small, None, t.page_table, borders)
+        cu_seqlens = t.cu_seqlens_q.data_ptr(), 0
+        return used.run(q, k, v, with_lse, small, None, t.page_table, cu_seqlens)
 
     return run
 

@@ -59,7 +59,7 @@ def check_new(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) 
     has_shape("cache_seqlens", lens, (len(caches.table),))
     if k.is_cuda or torch.compiler.is_compiling():
         return
-    checks.borders("cu_seqlens_k_new", ends, k.shape[0])
+    checks.cu_seqlens("cu_seqlens_k_new", ends, k.shape[0])
     size = caches.k.shape[1]
     for b, (held, new) in enumerate(zip(lens.tolist(), ends.diff().tolist())):
         if held < 0 or held + new > caches.room:

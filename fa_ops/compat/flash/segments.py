@@ -1,6 +1,6 @@
 """Packed sequences that do not follow one another, and chunks of them, as a packing.
 
-A packing is two tensors of borders, so what lies between two segments must belong to a sequence
+A packing has two tensors of boundaries, so what lies between two segments must belong to a sequence
 too. It has 0 keys, which gives 0 to its queries.
 """
 

@@ -83,5 +83,5 @@ def check_options(
 
 
 def _even(rows: int, x: Tensor) -> Tensor:
-    """The borders of rows (B, S, ...) of equal length."""
+    """The cu_seqlens of rows (B, S, ...) of equal length."""
     return torch.arange(rows + 1, dtype=torch.int32, device=x.device) * x.shape[1]

@@ -25,19 +25,19 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """What :func:`llama3_flash_attn_varlen_func` takes on one process.
 
     Args:
-        cu_seqlens: int32 ``(B + 1,)``, the borders of the sequences in the packed whole, of which
+        cu_seqlens: int32 ``(B + 1,)``, the boundaries of all packed sequences, of which
             process ``rank`` of ``world_size`` holds part ``rank``. Read by the host.
         causal: as in the call.
         rank: of this process in the group.
         world_size: the number of processes, which divides the number of tokens.
 
     Returns:
-        ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: the borders of
+        ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: cu_seqlens of
         the sequences among this process's queries, and among the keys of the whole that these
         attend, which are ``local_k_slice`` of it.
 
     Raises:
-        ValueError: borders that do not rise from 0, or tokens that the processes do not divide.
+        ValueError: cu_seqlens that do not rise from 0, or tokens that the processes do not divide.
     """
     ends = need_tensor("cu_seqlens", cu_seqlens).tolist()
     rank, size = need_int("rank", scalar(rank)), need_int("world_size", scalar(world_size))
