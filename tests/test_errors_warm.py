@@ -137,11 +137,11 @@ def test_attention_with_kv_cache(message, entry_point):
     change = REFUSED[message]
     mode = BaseTorchFunctionMode if entry_point == "operator" else contextlib.nullcontext
     with mode():
-        first = error_of(caches.door, change)
+        first = error_of(caches.by_function, change)
         assert message in str(first) and not planning._prepared
         case = {"case": change["case"]} if "case" in change else {}
         for like, _ in itertools.product((*GOOD_FOR_CACHES, compact(change)), range(2)):
-            error_of(caches.door, case | like)
+            error_of(caches.by_function, case | like)
         assert any(planning._prepared.values())
-        again = error_of(caches.door, change)
+        again = error_of(caches.by_function, change)
     assert type(again) is type(first) and str(again) == str(first)

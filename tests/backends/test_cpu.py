@@ -76,7 +76,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name, lse_grad):
+def test_features_give_the_results_of_the_oracle(name, lse_grad):
     assert_close_to_oracle(make_case(**vars(FEATURES[name]) | {"lse_grad": lse_grad}), "cpu")
 
 
@@ -331,7 +331,7 @@ def test_a_row_masked_by_the_lowest_finite_number_attends_all_keys(spec, dtype):
     torch.testing.assert_close(out[:, :, 5].float(), mean, rtol=1e-2, atol=1e-2)
 
 
-def test_many_keys():
+def test_positions_of_many_keys():
     """Key positions beyond 2**16, in the loop and in aten's kernel."""
     size = {"B": 1, "Hq": 2, "Hkv": 1, "Sq": 2, "Sk": 70_001, "D": 8, "Dv": 8}
     assert_close_to_oracle(make_case(**size, is_causal=True, lse_grad=False), "cpu")
@@ -389,7 +389,7 @@ def test_memory_is_linear_in_length(spec):
 @pytest.mark.parametrize("name", ["full", "causal", "causal, cached", "kv_lens", "softcap"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layouts(name, layout, dtype):
+def test_results_have_the_documented_layouts(name, layout, dtype):
     case = make_case(**vars(FEATURES[name]) | {"layout": layout, "dtype": dtype})
     q, k, v, spec = case.fresh()
     out, lse = cpu.forward(q, k, v, spec)
@@ -401,7 +401,7 @@ def test_layouts(name, layout, dtype):
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "softcap", "bias gradient", "dropout"])
-def test_repeatable(name):
+def test_repeated_calls_are_bitwise_equal(name):
     case = FEATURES[name]
     q, k, v, spec = case.fresh()
     out, lse = cpu.forward(q, k, v, spec)
@@ -473,7 +473,7 @@ def test_merge_states_ignores_the_out_of_a_state_without_keys():
     torch.testing.assert_close(cpu.merge_states(outs, lses), expected)
 
 
-def test_support():
+def test_other_devices_and_dtypes_are_refused():
     q, k, v, spec = Case().fresh()
     assert cpu.available_error() is None
     assert cpu.support_error(q, k, v, spec) is None

@@ -41,7 +41,7 @@ def test_parts_of_a_call(backend):
     check_part(backend, torch.float64)
 
 
-def test_wrong_words():
+def test_words_of_another_shape_or_dtype_are_refused():
     q = torch.randn(1, 2, 8, 8)
     words = torch.zeros(1, 2, 8, dtype=torch.int32)
     attend = torch.ops.fa.attention

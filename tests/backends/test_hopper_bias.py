@@ -52,11 +52,11 @@ def test_what_kernels_read(form):
     assert all(s % unit == 0 for n, s in zip(held.shape[:3], held.stride()) if n > 1)
 
 
-def test_no_bits():
+def test_missing_and_bool_masks_are_no_bias():
     assert bits_of(None) == bits_of(torch.ones(3, 3, dtype=torch.bool)) == 0
 
 
-def test_its_struct():
+def test_packed_parameters_are_those_of_the_kernel():
     mask = torch.randn(2, 1, 70, 144)
     bias, held = Bias.of(mask, reference.mask_blocks(mask))
     packed = bias.packed(SimpleNamespace(at=lambda where: b"m" * 128), 4096, 8192, unit=0.25)

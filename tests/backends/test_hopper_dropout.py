@@ -104,7 +104,7 @@ def dropped(source, keys, columns, p):
 
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_rule(seed, p, launched, driver):
+def test_weights_are_dropped_as_keep_mask_drops_them(seed, p, launched, driver):
     B, Hq, Sq, Sk = 3, 4, 70, 130
     spec = spec_of(seed, p)
     keys = row_seeds(launched, driver, (B, Hq, Sq), spec)
@@ -157,7 +157,7 @@ def test_on_either_side_of_the_threshold(threshold, source):
         assert (source.compared_of(key, ctypes.c_uint32(threshold)) < threshold) == (y < threshold)
 
 
-def test_parameters(source):
+def test_packed_parameters_are_those_of_the_kernel(source):
     keys = torch.zeros(2, 64, dtype=torch.int32)
     packed = rows.parameters(keys, 0.5)
     assert len(packed) == len(rows.NO_PARAMETERS) == source.parameter_bytes()

@@ -218,7 +218,7 @@ def by_key(mask):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_by_query(form, launched):
+def test_masks_are_packed_for_queries(form, launched):
     mask, kernel, _ = FORMS[form]
     found, expected = by_query(mask)
     assert torch.equal(found, expected)
@@ -226,7 +226,7 @@ def test_by_query(form, launched):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_by_key(form, launched):
+def test_masks_are_packed_for_keys(form, launched):
     mask, _, kernel = FORMS[form]
     found, expected = by_key(mask)
     assert torch.equal(found, expected)

@@ -74,7 +74,7 @@ def literal_hash(seed: int, batch_head: int, i: int, j: int) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_formula(name):
+def test_results_are_those_of_the_formula_in_loops(name):
     case = CASES[name]
     q, k, v, spec = case.fresh()
     out, lse = reference.dense(q, k, v, spec)

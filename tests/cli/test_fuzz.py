@@ -27,7 +27,7 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, ["fuzz", *arguments])
 
 
-def test_counts(tmp_path):
+def test_cases_of_each_feature_are_counted(tmp_path):
     path = tmp_path / "fuzz.json"
     options = "--backend cpu,reference --device cpu --cases 42 --each 4 --workers 1 --json"
     result = invoke(*options.split(), str(path))

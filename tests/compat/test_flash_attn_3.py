@@ -119,7 +119,7 @@ def test_values_with_more_features_than_a_kernel_takes(packed, monkeypatch):
     assert_same(out, torch.stack([row[0] for row in rows]), (q, k, v))
 
 
-def test_one_tensor():
+def test_query_key_and_value_in_one_tensor():
     q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8)
     out = compat.flash_attn_func(q, k, v, causal=True)
     found = compat.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, num_heads_q=4)

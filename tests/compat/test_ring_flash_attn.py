@@ -210,7 +210,7 @@ def test_key_ranges_of_packed_sequences(causal, window):
     assert torch.equal(found, torch.stack(visible(mask, torch.arange(16)), -1).int())
 
 
-def test_installed():
+def test_install_makes_the_import_find_the_functions():
     compat.install("ring_flash_attn")
     try:
         from ring_flash_attn import ring_flash_attn_func as found

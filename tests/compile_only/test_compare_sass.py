@@ -55,7 +55,7 @@ def test_names_are_unique_and_hold_what_is_warmed():
         ([ROOT, ROOT, "--only", "nothing"], "--only must name configurations, got 'nothing'"),
     ],
 )
-def test_refusals(arguments, message, monkeypatch):
+def test_errors_of_the_command(arguments, message, monkeypatch):
     monkeypatch.setattr(compare_sass, "compiled", lambda *_: {})
     result = run(*arguments)
     assert result.exit_code == 2 and message in result.output

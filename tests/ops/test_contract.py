@@ -82,7 +82,7 @@ def test_varlen_is_attention_per_sequence(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name, backend):
+def test_results_and_gradients_are_those_of_the_oracle(name, backend):
     assert_close_to_oracle(CASES[name], backend)
 
 

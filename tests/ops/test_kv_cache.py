@@ -39,7 +39,7 @@ def test_opcheck(name):
     opcheck(operator(CASES[name]), (q, k, v, *args), options)
 
 
-def door(case: CacheCase = CASES["append"], **changes):
+def by_function(case: CacheCase = CASES["append"], **changes):
     """The typed function on a case, with arguments changed."""
     q, k, v, cache, spec = case.fresh()
     call = {
@@ -140,16 +140,16 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("message", [*WRONG, *WRONG_TYPES])
-def test_wrong_input(message):
+def test_errors_name_the_argument_and_the_rule(message):
     error = TypeError if message in WRONG_TYPES else ValueError
     with pytest.raises(error) as raised:
-        door(**(WRONG | WRONG_TYPES)[message])
+        by_function(**(WRONG | WRONG_TYPES)[message])
     assert message in str(raised.value)
 
 
 def test_backends_without_caches_say_so():
     with pytest.raises(NotImplementedError, match="hopper"):
-        door(backend="hopper")
+        by_function(backend="hopper")
 
 
 def test_appending_bumps_versions_and_reading_does_not():
@@ -164,7 +164,7 @@ def test_appending_bumps_versions_and_reading_does_not():
 def test_inference_tensors_have_no_version():
     with torch.inference_mode():
         q, k, v, cache, spec = CASES["append"].fresh()
-        door(key_cache=k.clone(), value_cache=v.clone())
+        by_function(key_cache=k.clone(), value_cache=v.clone())
 
 
 def test_an_inference_tensor_beside_it_keeps_no_cache_from_its_new_version():
@@ -234,7 +234,7 @@ def test_flops(name):
     case = CASES[name]
     length = int((case.fresh()[4].kv_lens + case.new).sum())
     with FlopCounterMode(display=False) as counter:
-        door(case)
+        by_function(case)
     assert counter.get_total_flops() == 2 * case.Hq * case.Sq * length * (case.D + case.Dv)
 
 

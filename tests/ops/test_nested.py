@@ -49,7 +49,7 @@ def test_without_lse_and_without_gradients():
     )
 
 
-def test_what_does_not_fit_says_so():
+def test_errors_name_the_argument():
     q, k, v = nested(2, 2, 2)
     with pytest.raises(NotImplementedError, match="attn_mask does not go with NestedTensors"):
         fa_ops.attention(q, k, v, torch.zeros(1))

@@ -278,7 +278,7 @@ def test_lse_carries_a_gradient():
     assert not torch.equal(gradients(call)[0], results(call, inputs, {})[1])
 
 
-def test_threads():
+def test_threads_record_at_the_same_time():
     inputs = [qkv() for _ in range(4)]
     expected = [results(by_operator, x, {"is_causal": True}) for x in inputs]
     failures = []

@@ -231,7 +231,7 @@ def test_jvp_raises(operator):
         operator(q, *args[1:], **options)
 
 
-def test_jvp_of_the_door_and_of_merge_raises():
+def test_jvp_of_the_function_and_of_merge_raises():
     q = torch.randn(1, 2, 3, 4)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
         fa_ops.attention(torch.autograd.forward_ad.make_dual(q, q), q, q)
