@@ -21,7 +21,6 @@ from fa_ops.distributed.requests import (
     CheckedCall,
     Options,
     checked,
-    drops_by_seed,
     error_of_flags,
 )
 from fa_ops.distributed.stepwise import Job, StepwiseAttention
@@ -229,8 +228,7 @@ def choice(
         inner = groups[1].size
         query = query[:, : query.shape[1] // inner]
         key, value = (x[:, : max(1, x.shape[1] // inner)] for x in (key, value))
-    by_seed = options.dropout_p > 0 and drops_by_seed(options, groups, query)
-    found = costs.choose(problem, query, key, value, groups[0], len(groups) == 1, by_seed)
+    found = costs.choose(problem, query, key, value, groups[0], len(groups) == 1)
     if options.scheme in ("auto", found.scheme):
         return found
     others = dict.fromkeys(set(found.seconds) - {options.scheme}, "not asked for")
@@ -335,7 +333,7 @@ def _with_heads(
     q, k, v = ToHeads.apply(query, key, value, split)
     k, v = split.served(k), split.served(v)
     heads = split.query_heads(members.rank)
-    has_words = options.dropout_p and not drops_by_seed(options, groups, query)
+    has_words = options.dropout_p > 0 and options.cu_seqlens is not None
     if len(groups) == 1 and not has_words:
         out, lse = whole_heads.attend(q, k, v, split, problem.mask, options)
     else:

@@ -105,13 +105,9 @@ def _synchronise(device: torch.device) -> None:
 
 
 def choose(
-    problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members, exchanges_heads: bool,
-    prefers_heads: bool = False,
-) -> SchemeChoice:  # fmt: skip
-    """The fastest scheme by estimate, or all-to-all if `prefers_heads` and it is possible.
-
-    All-to-all is considered only if `exchanges_heads`.
-    """
+    problem: StepProblem, q: Tensor, k: Tensor, v: Tensor, members: Members, exchanges_heads: bool
+) -> SchemeChoice:
+    """The fastest scheme by estimate; all-to-all is considered only if `exchanges_heads`."""
     rates = rates_for(members, q.device)
     sizes = Sizes.of(q, k, v)
     seconds, reasons = {}, {}
@@ -123,12 +119,8 @@ def choose(
         reasons["ulysses"] = error or "heads are exchanged on the other dimension of the mesh"
     else:
         seconds["ulysses"] = _all_to_all(sum(map(sum, pairs)), sizes, members.size, rates)
-    prefers_heads = prefers_heads and "ulysses" in seconds
-    scheme = "ulysses" if prefers_heads else min(seconds, key=seconds.get)
-    for name in seconds:
-        if name != scheme:
-            slower = f"not faster than {scheme}"
-            reasons[name] = "drops by words of rows, not by a seed" if prefers_heads else slower
+    scheme = min(seconds, key=seconds.get)
+    reasons |= {name: f"not faster than {scheme}" for name in seconds if name != scheme}
     return SchemeChoice(scheme, seconds, reasons, rates)
 
 

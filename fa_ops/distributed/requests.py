@@ -144,7 +144,7 @@ def _checked(
     _check_scheme(options, groups, query)
     layouts = [_layout(options.layout, name, x.shape[2], size) for name, x in _named(query, key)]
     _check_operator(query, key, value, size, options)
-    _check_backend(query, key, value, options, drops_by_seed(options, groups, query))
+    _check_backend(query, key, value, options)
     mask = _mask(options, *(layout.tokens for layout in layouts))
     problem = StepProblem(
         mask, *layouts, options.alibi_slopes is not None, query.shape[0], options.dropout_p > 0
@@ -182,14 +182,6 @@ def _check_scheme(options: Options, groups: tuple[Members, ...], query: Tensor) 
         )
     if not 0.0 <= options.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {options.dropout_p}")
-
-
-def drops_by_seed(options: Options, groups: tuple[Members, ...], query: Tensor) -> bool:
-    """Whether a seed tells the operator what to drop, or can with the scheme "ulysses"; elsewhere
-    a word for each row does.
-    """
-    whole = len(groups) == 1 and query.shape[1] % groups[0].size == 0
-    return whole and options.scheme in ("auto", "ulysses") and options.cu_seqlens is None
 
 
 def _layout(layout: str | SequenceLayout, name: str, local: int, size: int) -> SequenceLayout:
@@ -247,7 +239,7 @@ def _whole(x: Tensor, size: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options, by_seed: bool) -> None:
+def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     """Raise NotImplementedError unless a backend supports such calls on this device."""
     left, right = options.sides
     spec = Spec(
@@ -255,9 +247,8 @@ def _check_backend(q: Tensor, k: Tensor, v: Tensor, options: Options, by_seed: b
         options.alibi_slopes, backend=options.backend,
     )  # fmt: skip
     if options.dropout_p > 0:
-        shape, dtype = ((1,), torch.int64) if by_seed else (q.shape[:3], torch.int32)
-        seed = torch.empty(shape, dtype=dtype, device=q.device)
-        spec = spec._replace(dropout_seed=seed)
+        words = torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
+        spec = spec._replace(dropout_seed=words)
     if (
         options.kv_lens is not None
         or options.key_ranges is not None
