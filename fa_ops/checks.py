@@ -16,10 +16,9 @@ from fa_ops.call import PackedTensors, Saved
 from fa_ops.types import Packing, Spec, mask_blocks_shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_USUAL_DTYPES = frozenset(DTYPES[:3])
-
-
 FP8 = torch.float8_e4m3fn
+_USUAL_DTYPES = frozenset(DTYPES[:3])
+_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,7 +156,7 @@ def mask_grad(spec: Spec) -> None:
 
 
 def states(outs: Tensor, lses: Tensor) -> None:
-    """Partial results to merge."""
+    """Raise ValueError or TypeError unless these are partial results that can be merged."""
     wide = lse_dtype(outs.dtype)
     need(outs.dtype in DTYPES, "outs must be {}, got {}", _NAMES, outs.dtype, error=TypeError)
     need(lses.dtype == wide, "lses must be {}, got {}", wide, lses.dtype, error=TypeError)
@@ -200,11 +199,8 @@ def _is_plain(spec: Spec) -> bool:
     )
 
 
-_NAMES = "float16, bfloat16, float32 or float64"
-
-
 def _inputs(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
-    """Rank, dtype, device and strides of query, key and value."""
+    """Raise unless query, key and value agree in rank, dtype and device."""
     for name, t in (("query", q), ("key", k), ("value", v)):
         if t.dim() != dims:
             need(False, "{} must have shape {}, got {}", name, layout, t.shape)
@@ -242,7 +238,10 @@ def heads(Hq, Hkv, Hv, D, Dk, Dv, key: str = "key", value: str = "value") -> Non
 
 
 def options(q: Tensor, spec: Spec, B, Hq, rows: int | None = None) -> None:
-    """Everything of the spec but attn_mask and key_ranges; `rows`: queries of a dense call."""
+    """Raise ValueError or TypeError unless all options but attn_mask and key_ranges are legal.
+
+    `rows`: queries of a dense call.
+    """
     p, seed, softcap = spec.dropout_p, spec.dropout_seed, spec.softcap
     need(0.0 <= p < 1.0, "dropout_p must be in [0, 1), got {}", p)
     need(
@@ -341,7 +340,7 @@ def same_device(q: Tensor, name: str, t: Tensor, other: str = "query") -> None:
 
 
 def _seed(q: Tensor, seed: Tensor, words: tuple[int, int, int] | None) -> None:
-    """A seed of dropout, or words of rows in this shape."""
+    """Raise unless it is a seed of dropout, or a word for each row in the shape `words`."""
     if words is None or seed.dtype != torch.int32 or seed.dim() != 3:
         integers(q, "dropout_seed", seed, torch.int64)
         need(seed.numel() == 1, "dropout_seed must have one element, got shape {}", seed.shape)
@@ -358,7 +357,7 @@ def integers(q: Tensor, name: str, t: Tensor, dtype: torch.dtype = torch.int32) 
 
 
 def floats(q: Tensor, name: str, t: Tensor, *also: torch.dtype) -> None:
-    """What is added to float32 scores: in query's dtype or float32."""
+    """Raise unless the tensor is on query's device, in query's dtype, float32 or one of `also`."""
     same_device(q, name, t)
     dtypes = dict.fromkeys((*also, q.dtype, torch.float32))
     if t.dtype not in dtypes:
