@@ -131,6 +131,12 @@ def test_products_copies_and_barriers(seed, compiled):
     assert_gradients(*run(library, 128, sizes, seed))
 
 
+@pytest.mark.parametrize("seed", [43, 49, 63])
+def test_keys_are_written_through_queries_that_no_warp_reads(seed, compiled):
+    """The last of three blocks of Q is where the first was, through which dK is written."""
+    assert_gradients(*run(compiled(128), 128, (1, 1, 1, 190, 100), seed))
+
+
 @pytest.mark.parametrize("seed", [10, 11])
 def test_causal_lengths_and_groups_in_parts(seed, compiled):
     library = compiled(128, window=True, kv_lens=True, split=True)

@@ -234,7 +234,9 @@ struct PairKeyConsumer : PairConsumer {
     write_key_sums(key_sums_of(p, t) + first * HEAD_FEATURES + tid * 4, dk);
 #else
     named_barrier_arrive(Barrier::GRAD_OUT_READ, 256);
-    // through the first block of Q: the last weights came after all products of the values' warpgroup with Q
+    // through the first block of Q: the last weights came after all products of the values' warpgroup with Q,
+    // and no other warp of this one computes dK of it any more
+    named_barrier_sync(Barrier::WARPGROUP + KEYS, 128);
     store(dk, p.scale, sm.q, KEYS, DK, p.dk);
 #endif
   }
