@@ -138,6 +138,7 @@ static unsigned char* own(u32 address) {
 static u32 swizzle(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 template <class T> static void store_shared(u32 address, T x) { std::memcpy(own(address), &x, sizeof x); }
 template <class T> static T load_shared(u32 address) { T x; std::memcpy(&x, own(address), sizeof x); return x; }
+static void load_shared(u32& x, u32 address) { x = load_shared<u32>(address); }
 
 static void mbar_init(u32 bar, u32 count) { barriers[bar] = {(int)count, (int)count, 0, 0}; }
 static void mbar_init_fence() {}
@@ -226,6 +227,11 @@ static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 x[4] = {a, b, c, d};
   const u64* rows = tell(address);
   for (int i = 0, lane = threadIdx.x & 31; i < 4; i++) store_shared((u32)rows[i * 8 + lane / 4] + lane % 4 * 4, x[i]);
+}
+template <bool TRANSPOSED> static void ldmatrix_x4(u32 (&r)[4], u32 address) {
+  static_assert(!TRANSPOSED, "not here");
+  const u64* rows = tell(address);
+  for (int i = 0, lane = threadIdx.x & 31; i < 4; i++) r[i] = load_shared<u32>((u32)rows[i * 8 + lane / 4] + lane % 4 * 4);
 }
 static void stmatrix_x2(u32, u32, u32) { error = "not in this kernel"; }
 

@@ -254,3 +254,18 @@ def test_parts_are_of_equal_size():
             parts = group_parts(group, items, 132)
             assert group % parts == 0
             assert parts == group or items * parts >= 132
+
+
+@pytest.mark.parametrize("Hkv", [6, 2])
+def test_wide_heads_have_a_cluster_of_two_ctas_for_each_block(driver, Hkv):
+    g, q, k, v, out, lse = tensors(1, 6, Hkv, 200, 300, 512)
+    dense_backward.backward(g, None, q, k, v, out, lse, Spec(is_causal=True))
+    grid, products = driver.last("wide_keys")
+    found, parts = of_params(products), {6: 1, 2: 3}[Hkv]
+    assert grid == (2 * 5 * Hkv * parts, 1)
+    assert (found["n_blocks"], found["m_blocks"], found["parts"]) == ((5,), (4,), (parts,))
+    sums = (parts > 1) * Hkv * parts * 5 * 64 * 1024 * 4
+    assert found["counter"][0] - found["key_sums"][0] == sums
+    assert found["key_sums"] == found["sums"]
+    grid, same = driver.last("wide_queries")
+    assert grid == (2 * 4 * 6, 1) and same == products

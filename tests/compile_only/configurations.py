@@ -20,6 +20,7 @@ from fa_ops.backends.hopper import (
     compiler,
     configs,
     decode,
+    decode_configs,
     dense_backward,
     dense_forward,
     mla,
@@ -79,11 +80,12 @@ def configurations() -> Iterator[Configuration]:
             yield from _forward(f"forward D{D}/{Dv} {word}", D, Dv, dtype)
             yield from _backward(f"backward D{D}/{Dv} {word}", D, Dv, dtype)
         yield from _wide(f"forward D512/512 {word}", 512, dtype)
+        yield from _wide_backward(f"backward D512/512 {word}", 512, dtype)
         for D, page in itertools.product((64, 128, 192, 256), PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
             yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
         for page in PAGES:
-            config = configs.mla_config(page)
+            config = decode_configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
             yield Configuration(
                 f"mla page{page} {word}", "mla", _names(split_kv.entries_of("mla", config)), defines
@@ -95,6 +97,14 @@ def _wide(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for word in ("full", "causal", "window", "ranges", "lengths", "sinks"):
         defines = dense_forward.kernel_defines(config, dtype, **FEATURES[word])
         yield Configuration(f"{name} {word}", config.kernel, (config.kernel,), defines)
+
+
+def _wide_backward(name: str, D: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    config = configs.backward_config(D, D)
+    for word in ("full", "causal", "ranges", "lengths"):
+        defines = dense_backward.kernel_defines(config, dtype, **FEATURES[word])
+        entries = _names(dense_backward.entries_of(config, defines))
+        yield Configuration(f"{name} {word}", "backward", entries, defines)
 
 
 def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
@@ -146,7 +156,7 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
 
 def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, (word, features) in itertools.product((8, 16), CACHED.items()):
-        config = configs.decode_config(D, D, rows, page)
+        config = decode_configs.decode_config(D, D, rows, page)
         defines = decode.kernel_defines(config, dtype, paged=page > 0, **features)
         entries = _names(split_kv.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} {word}", "decode", entries, defines)
@@ -154,7 +164,7 @@ def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Config
 
 def _decode_e4m3(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:
     for rows, scales in itertools.product((8, 16), (0, 1, 2, 3) if page else (0, 1, 3)):
-        config = configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
+        config = decode_configs.decode_config(D, D, rows, page, is_e4m3=True, scales=scales)
         defines = decode.kernel_defines(config, dtype, paged=page > 0)
         entries = _names(split_kv.entries_of("decode", config))
         yield Configuration(f"{name} rows{rows} scales{scales}", "decode", entries, defines)

@@ -18,6 +18,7 @@ from fa_ops.backends.hopper import (  # noqa: E402
     compiler,
     configs,
     decode,
+    decode_configs,
     dense_backward,
     dense_forward,
     launch,
@@ -386,7 +387,7 @@ DECODE = [
 
 @pytest.mark.parametrize("head_dim, page, rows", DECODE)
 def test_decode(head_dim, page, rows, tmp_path):
-    config = configs.decode_config(head_dim, head_dim, rows, page)
+    config = decode_configs.decode_config(head_dim, head_dim, rows, page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
@@ -407,7 +408,7 @@ def test_decode(head_dim, page, rows, tmp_path):
     [((128, 128), 0, 8, 1), ((192, 128), 16, 16, 2), ((256, 256), 64, 16, 3)],
 )
 def test_decode_of_e4m3(dims, page, rows, scales, tmp_path):
-    config = configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
+    config = decode_configs.decode_config(*dims, rows, page, is_e4m3=True, scales=scales)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     options = dict.fromkeys(("softcap", "alibi", "sinks"), rows == 16)
     defines = decode.kernel_defines(config, torch.bfloat16, paged=page > 0, **options)
@@ -430,7 +431,7 @@ def test_kernels_that_run_before_others_do_not_spill(kind, tmp_path):
 
 @pytest.mark.parametrize("page", [0, 16, 64])
 def test_mla(page, tmp_path):
-    config = configs.mla_config(page)
+    config = decode_configs.mla_config(page)
     assert config.shared_bytes <= configs.SHARED_LIMIT
     defines = mla.kernel_defines(config, torch.bfloat16, paged=page > 0)
     sass, log = compiled_entries(tmp_path, "mla", split_kv.entries_of("mla", config), defines)

@@ -1,4 +1,7 @@
-"""The Hopper kernel of heads over 256 wide without a GPU: spills, products and shared memory."""
+"""The Hopper kernels of heads over 256 wide without a GPU: spills, products and shared memory."""
+
+import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,7 +11,13 @@ pytest.importorskip(
 )
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import configs, dense_forward, launch  # noqa: E402
+from fa_ops.backends.hopper import (  # noqa: E402
+    compiler,
+    configs,
+    dense_backward,
+    dense_forward,
+    launch,
+)
 from tests.compile_only.test_hopper import assert_clean, compiled_entries, steps  # noqa: E402
 
 FEATURES = {
@@ -32,3 +41,44 @@ def test_forward(dims, name, tmp_path):
     # for all columns of scores but the first, all scores, before the sums change hands, and after
     # either product with values
     assert sass.count("WARPGROUP.DEPBAR") == config.head_dim // 64 - 1 + 5
+
+
+BACKWARD_FEATURES = {
+    "full": {},
+    "causal": {"window": True},
+    "all": dict.fromkeys(("window", "kv_lens", "ranges", "split"), True),
+}
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("name", BACKWARD_FEATURES)
+def test_backward(name, in_registers, tmp_path):
+    config = configs.backward_config(512, 320)
+    config = dataclasses.replace(config, half_in_registers=in_registers)
+    assert config.shared_bytes == config.query_shared_bytes <= configs.SHARED_LIMIT
+    defines = dense_backward.kernel_defines(config, torch.bfloat16, **BACKWARD_FEATURES[name])
+    for entry in config.products:
+        sass, log = compiled_entries(tmp_path, "backward", [launch.Entry(entry, 0)], defines)
+        assert_clean(log)
+        # ptxas gives up the registers of each warpgroup (C7507) where they are too few
+        assert "C7507" not in log
+        # scores: one product per 16 features; gradients: one per 16 tokens for a quarter
+        assert sass.count("HGMMA") == steps(512) + 2 * 4
+        assert sass.count("WARPGROUP.DEPBAR") == 3
+        source = compiler.program("backward", entry, defines).headers[0][1]
+        numbers = re.findall(
+            r"register_(?:de)?alloc<(?:HALF_IN_REGISTERS \? )?(\d+)(?: : (\d+))?>", source
+        )
+        copies, *scores, gradients = numbers
+        both = zip(scores, gradients)  # with half of the tokens in registers, and without
+        assert all(int(copies[0]) + int(x[0]) + 2 * int(y) == 512 for x, y in both)
+
+
+def test_wide_heads_fit_the_other_kernels_of_the_backward_pass(tmp_path):
+    config = configs.backward_config(512, 512)
+    defines = dense_backward.kernel_defines(
+        config, torch.float16, window=True, ranges=True, split=True
+    )
+    entries = [launch.Entry(name, 0) for name in ("preprocess", "clip_ranges", "postprocess")]
+    _, log = compiled_entries(tmp_path, "backward", entries, defines)
+    assert_clean(log)

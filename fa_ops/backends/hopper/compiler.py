@@ -49,6 +49,8 @@ _ENTRY_FILES = {
     ("backward", "preprocess"): "backward_preprocess.cu",
     ("backward", "clip_ranges"): "backward_preprocess.cu",
     ("backward", "backward_queries"): "backward_queries.cu",
+    ("backward", "wide_keys"): "backward_wide.cu",
+    ("backward", "wide_queries"): "backward_wide.cu",
     ("backward", "postprocess"): "backward_postprocess.cu",
     ("mask_gradient", "mask_gradient"): "backward_mask.cu",
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fa_ops.types import PAGE_SCALES, TOKEN_SCALES
-
 _MASK_BYTES = 64 * 16 + 16  # of a consumer: a bit for each of its rows and 128 keys, two barriers
 _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
@@ -195,6 +193,8 @@ class BackwardConfig(HeadDims):
     bias_bits: int = 0  # as the forward's
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
 
+    products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
+
     @property
     def threads(self) -> int:
         """Threads of a CTA: a warpgroup copies, two compute; of a pair a third computes dQ."""
@@ -223,6 +223,10 @@ class BackwardConfig(HeadDims):
     def grad_stages(self) -> int:
         """Blocks of dO in shared memory; it holds `stages` blocks of queries."""
         return 1 if self.is_paired else self.stages
+
+    def query_ctas(self, m_blocks: int) -> int:
+        """CTAs of a head of the pass for dQ, each with 128 queries."""
+        return -(-m_blocks // 2)
 
     @property
     def alternates(self) -> bool:
@@ -285,6 +289,43 @@ class BackwardConfig(HeadDims):
 
 
 @dataclasses.dataclass(frozen=True)
+class WideBackwardConfig(BackwardConfig):
+    """The tiles of 257 to 512 features: a cluster of two CTAs owns 64 keys, or 64 queries for dQ.
+
+    A CTA holds one tensor of these, passes over blocks of 64 tokens of one of the others, and gives
+    the other CTA its scores. Heads are filled with zeros up to 512 features.
+    """
+
+    adds_dq: bool = False
+    block_n: int = 64
+    half_in_registers: bool = False  # of the cluster's own features: room for half a block more
+
+    threads = 512  # a warpgroup copies, one computes scores, and two share a gradient's columns
+    products = "wide_keys", "wide_queries"
+    ctas_of_block = 2
+    is_persistent = False
+
+    def query_ctas(self, m_blocks: int) -> int:
+        """CTAs of a head of the pass for dQ."""
+        return self.ctas_of_block * m_blocks
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of either kernel."""
+        half = 64 * self.head_dim
+        slots = 5 if self.half_in_registers else 4  # of halves of blocks
+        exchange = 4 * 64 * 64 * 2  # two blocks to the other CTA, and two from it
+        numbers = (slots + 1) // 2 * 64 * (4 + 8) + 8 * 4  # of queries, and flags of warps
+        return 6 * half + exchange + numbers + 8 * (5 + 2 * slots)
+
+    query_shared_bytes = shared_bytes
+
+    def defines(self) -> dict[str, int]:
+        """The macros of this configuration."""
+        return super().defines() | {"HALF_IN_REGISTERS": int(self.half_in_registers)}
+
+
+@dataclasses.dataclass(frozen=True)
 class MaskGradientConfig:
     """Sums of 128 queries by 64 keys, twice as many registers for 128: a stage has both."""
 
@@ -315,103 +356,6 @@ class MaskGradientConfig:
             "MASK_STAGES": self.stages,
             "MASK_SHARED_BYTES": self.shared_bytes,
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """One CTA on a multiprocessor, and a ring of tiles of 16 keys for each attending warp."""
-
-    head_dim: int
-    value_dim: int
-    rows: int  # queries of a kv head, padded
-    copy_keys: int  # that one copy brings
-    warps: int  # that attend
-    whole_rows: bool  # a copy brings keys with all their features
-    is_e4m3: bool = False  # keys and values, of one byte
-    scales: int = 0  # one of the constants of `types`
-
-    merge_threads = 256
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * (1 + self.warps)
-
-    @property
-    def block_n(self) -> int:
-        """Keys of a tile."""
-        return 16 * self.warps
-
-    @property
-    def stages(self) -> int:
-        """About 100 KB in flight."""
-        return max(2, (96 << 10) // self._tile_bytes)
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of a key or value in a column of shared memory."""
-        return 64 if self.is_e4m3 and dim <= 64 else 128
-
-    @property
-    def _tile_bytes(self) -> int:
-        size = 1 if self.is_e4m3 else 2
-        rows = ((dim * size, self.row_bytes(dim)) for dim in (self.head_dim, self.value_dim))
-        return self.block_n * sum(-(-width // column) * column for width, column in rows)
-
-    @property
-    def _scales_bytes(self) -> int:
-        """Bytes of a tile's scales: a key's and a value's for each copy, or for each token."""
-        count = {PAGE_SCALES: self.block_n // self.copy_keys, TOKEN_SCALES: self.block_n}
-        return 8 * count.get(self.scales, 0)
-
-    @property
-    def _fixed_bytes(self) -> int:
-        queries = 2 * (self.rows * self.head_dim * 2 + 48)
-        return queries + self.warps * self.rows * (self.value_dim * 4 + 8)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        tiles = self.stages * (self._tile_bytes + self._scales_bytes)
-        return tiles + self._fixed_bytes + 4 * (self.stages + 1) + 8 * (4 + 3 * self.stages)
-
-    def defines(self) -> dict[str, int]:
-        """The macros of this configuration."""
-        return {
-            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "ROWS": self.rows,
-            "WARPS": self.warps, "STAGES": self.stages, "COPY_KEYS": self.copy_keys,
-            "WHOLE_ROWS": int(self.whole_rows), "SHARED_BYTES": self.shared_bytes,
-            "IS_E4M3": int(self.is_e4m3), "HAS_SCALES": self.scales,
-        }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class MlaConfig:
-    """Two warpgroups attend 64 rows, in two buffers of 64 keys that hold their values too."""
-
-    copy_keys: int  # that one copy brings
-    head_dim: int = 576
-    value_dim: int = 512
-    rescale_threshold: int = 8  # as the forward's
-
-    threads, merge_threads = 384, 512
-    rows = 64
-    block_n = 64
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        tiles = (self.rows + 2 * self.block_n) * self.head_dim * 2
-        barriers = 2 + 2 * self.head_dim // 64 + 4 + 2
-        staged = 8 * 16 * 64  # of each warp 32 columns of its rows
-        return tiles + staged + 6 * self.rows * 4 + 2 * 32 + 8 + 8 * barriers
-
-    def defines(self) -> dict[str, int]:
-        """The macros of this configuration."""
-        return {
-            "HEAD_DIM": self.head_dim, "VALUE_DIM": self.value_dim, "BLOCK_N": self.block_n,
-            "COPY_KEYS": self.copy_keys, "RESCALE_THRESHOLD": self.rescale_threshold,
-            "ROWS": self.rows, "SCALES_DIFFERENCES": 1, "SHARED_BYTES": self.shared_bytes,
-        }  # fmt: skip
 
 
 def padded(dim: int) -> int:
@@ -527,6 +471,8 @@ def backward_config(
     `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
     pairs of CTAs are faster where both are possible, see `pairs.py`.
     """
+    if max(D, Dv) > 256:
+        return WideBackwardConfig(512, 512)
     can_pair = min(D, Dv) > 240 and not (deterministic or bias_bits or few_registers)
     if can_pair and prefers_pairs:
         return BackwardConfig(padded(D), padded(Dv), is_paired=True)
@@ -559,20 +505,3 @@ def group_parts(group: int, items: int, processors: int, waves: int = 6) -> int:
         if group % parts == 0 and items * parts >= waves * processors:
             return parts
     return group
-
-
-def decode_config(
-    D: int, Dv: int, rows: int, page: int, is_e4m3: bool = False, scales: int = 0
-) -> DecodeConfig:
-    """The decoding kernel's configuration; `rows`: queries of a KV head."""
-    head_dim, value_dim = padded(D), padded(Dv)
-    warps = 8 if max(head_dim, value_dim) <= 128 else 4  # what shared memory holds
-    # of other dims a copy would bring features of the next row; 128 of e4m3 are one column
-    whole_rows = D == Dv == 128 and not is_e4m3
-    copy_keys, rows = min(page or 64, 64), 8 if rows <= 8 else 16
-    return DecodeConfig(head_dim, value_dim, rows, copy_keys, warps, whole_rows, is_e4m3, scales)
-
-
-def mla_config(page: int) -> MlaConfig:
-    """The configuration of decoding over a latent cache."""
-    return MlaConfig(min(page or 64, 64))

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import DecodeConfig, decode_config
+from fa_ops.backends.hopper.decode_configs import DecodeConfig, decode_config
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
 from fa_ops.backends.hopper.problem import (

@@ -294,7 +294,7 @@ class BackwardPlan:
             self.preprocess.give_back(rows)
             launch_dependent((kernels.products,), self.ctas, stream, params[1])
             if kernels.queries is not None:
-                ctas = -(-self.m_blocks // 2) * self.heads
+                ctas = config.query_ctas(self.m_blocks) * self.heads
                 if config.is_wide:
                     launch_dependent((kernels.queries,), ctas, stream, params[1])
                 else:
@@ -407,20 +407,22 @@ class _Kernels:
         entries = entries_of(config, dict(defines))
         names = (entry.name for entry in entries)
         found = dict(zip(names, kernels("backward", device, entries, defines)))
-        self.preprocess, self.products = found["preprocess"], found["backward"]
-        self.queries, self.postprocess = found.get("backward_queries"), found["postprocess"]
+        products, queries = config.products
+        self.preprocess, self.products = found["preprocess"], found[products]
+        self.queries, self.postprocess = found.get(queries), found["postprocess"]
         self.clip_ranges = found.get("clip_ranges")
 
 
 def entries_of(config: BackwardConfig, defines: dict[str, int]) -> list[Entry]:
     """The kernels that a call launches."""
+    products, queries = config.products
     entries = [
         Entry("preprocess", 256),
-        Entry("backward", config.threads, config.shared_bytes),
+        Entry(products, config.threads, config.shared_bytes),
         Entry("postprocess", 256),
     ]
     if not config.adds_dq:
-        entries.append(Entry("backward_queries", config.threads, config.query_shared_bytes))
+        entries.append(Entry(queries, config.threads, config.query_shared_bytes))
     if defines["HAS_RANGES"]:
         entries.append(Entry("clip_ranges", config.block_m))
     return entries

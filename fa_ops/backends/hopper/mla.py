@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fa_ops.backends.hopper.configs import MlaConfig, mla_config
+from fa_ops.backends.hopper.decode_configs import MlaConfig, mla_config
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap, address
 from fa_ops.backends.hopper.problem import UNBOUNDED, ScoreUnits

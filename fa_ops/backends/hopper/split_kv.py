@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends.hopper import launch
-from fa_ops.backends.hopper.configs import DecodeConfig, MlaConfig
+from fa_ops.backends.hopper.decode_configs import DecodeConfig, MlaConfig
 from fa_ops.backends.hopper.launch import (
     PROMOTE_128B,
     Entry,

@@ -22,11 +22,10 @@ from fa_ops.backends.hopper import (
 )
 from fa_ops.backends.hopper.configs import (
     backward_config,
-    decode_config,
     forward_config,
-    mla_config,
     quantized_config,
 )
+from fa_ops.backends.hopper.decode_configs import decode_config, mla_config
 from fa_ops.backends.hopper.launch import Entry
 from fa_ops.types import NO_SCALES, PAGE_SCALES, ROW_SCALES
 

@@ -2,7 +2,7 @@
 // those of dQ with ADDS_DQ, and of dK and dV with SPLITS_GROUP. Rows that are not finite are computed again,
 // one at a time and without products by a weight of 0, as a NaN or Inf may have reached rows that do not
 // attend it.
-#include "backward.cuh"
+#include "backward_tiles.cuh"
 
 // Whether a query attends a key.
 DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int keys) {
@@ -57,10 +57,11 @@ DEVICE float factor_of(const BackwardParams& p, int tensor, int i, int j, int h,
   return weight * (dp - delta) * tanh_grad;
 }
 
-// Executed by one warp: computes a row of a gradient again if it is not finite; `h` is a head of that
-// gradient. Each lane computes the factor of a pair and sums eight columns.
+// Executed by one warp: computes columns [FIRST, FIRST + 256) of a row of a gradient again if they are not
+// finite; `h` is a head of that gradient. Each lane computes the factor of a pair and sums eight columns.
+template <int FIRST>
 __device__ __noinline__ void recompute_row(const BackwardParams& p, int tensor, int row, int h, int b) {
-  const int lane = threadIdx.x & 31, column = lane * 8, keys = keys_of(p, b);
+  const int lane = threadIdx.x & 31, column = FIRST + lane * 8, keys = keys_of(p, b);
   const bool has_columns = column < (tensor == DV ? p.Dv : p.D);
   uint4* const to = (uint4*)(row_at(p.tensors[tensor], p.strides[tensor], b, h, row) + column);
   float sum[8];
@@ -113,7 +114,10 @@ __device__ __noinline__ void recompute_row(const BackwardParams& p, int tensor, 
 DEVICE void recompute_rows(const BackwardParams& p, int tensor, int first, int count, int h, int b) {
   const int end = min(first + count, tensor == DQ ? p.Sq : p.Sk);
 #pragma unroll 1
-  for (int row = first + threadIdx.x / 32; row < end; row += 8) recompute_row(p, tensor, row, h, b);
+  for (int row = first + threadIdx.x / 32; row < end; row += 8) {
+    recompute_row<0>(p, tensor, row, h, b);
+    if constexpr (HEAD_DIM > 256) recompute_row<256>(p, tensor, row, h, b);
+  }
 }
 
 // The rows of a word of `nonfinite`.

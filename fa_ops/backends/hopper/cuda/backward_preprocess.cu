@@ -1,6 +1,6 @@
 // Before the products of the backward pass: delta, the LSE in log2 units, and key ranges with all other masks
 // applied.
-#include "backward.cuh"
+#include "backward_tiles.cuh"
 
 // Scores beyond this are not resolved by float32 to the unit of an exponential.
 constexpr float UNRESOLVED = 1 << 24;
@@ -44,6 +44,9 @@ extern "C" __global__ void __launch_bounds__(256)
                         Sq - 1);  // no branch: all loads are in flight at once
     const float found = dot8(x + row * out_strides.s, y + row * grad_strides.s);
     sum[i] = feature < Dv ? found : 0.f;
+#if VALUE_DIM > 256
+    if (feature + 256 < Dv) sum[i] += dot8(x + row * out_strides.s + 256, y + row * grad_strides.s + 256);
+#endif
   }
 #pragma unroll
   for (int i = 0; i < LANES / 4; i++) {

@@ -32,3 +32,10 @@ enum WideBarriers : u32 {
   WIDE_SUMS = 3,       // the row sums of both consumers are in shared memory
   WIDE_SCORES = 4,     // consumer w waits at WIDE_SCORES + w until the other has issued the scores before
 };
+
+enum WideBackwardBarriers : u32 {
+  WIDE_SCORE_WARPGROUP = 1,     // of the scores' 128 threads
+  WIDE_GRADIENT_WARPGROUP = 2,  // of each half's own 128 threads
+  WIDE_GRADIENTS = 4,           // gradients of both halves are in shared memory
+  WIDE_STREAM_READ = 5,         // no consumer reads a block any more
+};

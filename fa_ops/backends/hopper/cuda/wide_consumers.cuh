@@ -1,0 +1,370 @@
+// The consumers of backward_wide.cu: a warpgroup for scores, and two that share the columns of a gradient, so
+// that half of a block's columns are released when both have done their first products with it.
+//
+// What each barrier of a CTA protects:
+//
+//   resident_full   the cluster's own tokens are there
+//   full            half the columns of a block are there; with the first half its LSEs or deltas, and ranges
+//   empty           the scores' warps, and those of the gradient, have read it
+//   received_full   weights or gradients of the other CTA are there, whose bytes it counts. Armed for the
+//                   next use of a buffer by a thread that has seen its last one
+//   sent_empty      the other CTA has read what was sent, so that it may be overwritten here and there
+#pragma once
+#include "named_barriers.cuh"
+#include "wgmma.cuh"
+#include "wide_work.cuh"
+
+constexpr int SCORES = TOKENS / 2, GRADIENTS = HEAD_DIM / 8;  // of a thread; gradients: of a quarter
+constexpr bool VALUES_HAVE_GRADIENT = !OF_QUERIES;            // in CTA 1
+
+// In a cluster the addresses of a CTA's shared memory hold its rank, which a descriptor has no bits for.
+DEVICE u32 cluster_descriptor(u32 address, u32 leading) {
+  return descriptor_base(address & 0x3FFFF, leading);
+}
+
+struct WideRole {
+  const BackwardParams& p;
+  const WideShared& sm;
+  const WideWork& work;
+  const int rank, tid, warp, lane;
+  PipelineState<SLOTS> ring;            // of halves of blocks
+  PipelineState<NUMBER_SLOTS> numbers;  // of blocks
+  u32 blocks = 0;                       // so far: the exchange has two slots
+
+  DEVICE WideRole(const BackwardParams& p, const WideShared& sm, const WideWork& work)
+      : p(p),
+        sm(sm),
+        work(work),
+        rank(cta_rank()),
+        tid(threadIdx.x & 127),
+        warp(threadIdx.x >> 5 & 3),
+        lane(threadIdx.x & 31) {}
+
+  DEVICE u32 slot() const { return blocks & 1; }
+  DEVICE u32 phase() const { return blocks >> 1 & 1; }
+  DEVICE u32 full() const { return barrier(sm.full, ring.stage); }
+  DEVICE u32 empty() const { return barrier(sm.empty, ring.stage); }
+  DEVICE u32 stream() const { return slot_at<HALF_BYTES>(sm.stream, ring.stage); }
+  DEVICE void next_block() { numbers.next(), blocks++; }
+
+  // Arrive for a warp: here, and in the other CTA.
+  DEVICE void release(u32 bar) const {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(bar);
+  }
+  DEVICE void release_received() const {
+    __syncwarp();
+    if (lane == 0) mbar_arrive_at(barrier(sm.sent_empty, slot()), rank ^ 1);
+  }
+
+  DEVICE void wait_for_received(bool arms) const {
+    const u32 bar = barrier(sm.received_full, slot());
+    mbar_wait(bar, phase());
+    if (arms && tid == 0) mbar_arrive_expect(bar, COLUMN_BYTES);
+  }
+};
+
+// Computes weights in CTA 0, and gradients of scores in CTA 1, and sends them to the other.
+struct ScoreConsumer : WideRole {
+  float s[SCORES];
+  u32 x[SCORES / 2];
+#if HALF_IN_REGISTERS
+  u32 own[HEAD_DIM / 8];  // the first half of the cluster's own tokens
+#endif
+  const int row;  // of 64, this thread's first; the second is 8 below
+#if OF_QUERIES
+  float number[2];  // LSE or delta of this thread's rows
+  int2 range[2];
+#endif
+
+  DEVICE ScoreConsumer(const BackwardParams& p, const WideShared& sm, const WideWork& work)
+      : WideRole(p, sm, work), row(warp * 16 + (lane >> 2)) {
+#if OF_QUERIES
+    read_rows();
+#endif
+  }
+
+#if OF_QUERIES
+  DEVICE void read_rows() {
+    const QueryBlock& t = work.t;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = t.m * TOKENS + row + 8 * r;
+      const long long at = (long long)(t.b * p.Hq + t.h) * p.m_blocks * TOKENS + i;
+      number[r] = (rank == 0 ? p.lse : p.delta)[at];
+#if HAS_RANGES
+      range[r] = p.ranges[range_row(p, t.h, t.b) * p.m_blocks * TOKENS + i];
+#elif HAS_WINDOW
+      const int diagonal = i + t.keys - p.Sq;
+      range[r] = make_int2(diagonal - p.window_left, min(t.keys, diagonal + p.window_right + 1));
+#else
+      range[r] = make_int2(0, t.keys);
+#endif
+    }
+  }
+#endif
+
+  // The LSEs or deltas of elements i to i + 3: of two queries, which are two rows or two columns.
+  DEVICE float4 numbers_of(u32 at, int i) const {
+#if OF_QUERIES
+    return make_float4(number[0], number[0], number[1], number[1]);
+#else
+    const float2 x = load_shared<float2>(at + i * 8);
+    return make_float4(x.x, x.y, x.x, x.y);
+#endif
+  }
+
+  DEVICE void mask_scores(int block) {
+    [[maybe_unused]] const int first = block * TOKENS + (lane & 3) * 2;  // of the block's tokens
+#if OF_QUERIES
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int j = first + column_offset(i), r = i >> 1 & 1;
+      if (j < range[r].x || j >= range[r].y) s[i] = -INFINITE;
+    }
+#elif HAS_RANGES
+    const u32 ranges = slot_at<RANGE_BYTES>(sm.ranges, numbers.stage) + (lane & 3) * 16;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int j = work.t.n0 + row + row_offset(i);
+      const int2 range = load_shared<int2>(ranges + column_offset(i) * 8);
+      if (j < range.x || j >= range.y) s[i] = -INFINITE;
+    }
+#else
+    // For each of this thread's keys: the distance of the thread's first query from the first that attends
+    // it, and how many attend it.
+    const KeyTile& t = work.t;
+    int distance[2] = {0, 0};
+    u32 attending[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int j = t.n0 + row + 8 * r;
+      attending[r] = j < t.keys ? ~0u : 0;
+#if HAS_WINDOW
+      distance[r] = first + t.keys - p.Sq - j + p.window_right,
+      attending[r] = min(attending[r], (u32)p.window_left + (u32)p.window_right + 1);
+#endif
+    }
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int r = i >> 1 & 1;
+      if ((u32)(distance[r] + column_offset(i)) >= attending[r]) s[i] = -INFINITE;
+    }
+#endif
+  }
+
+  // The half that is read last comes last in shared memory.
+  DEVICE void score_product() {
+    const u32 more = cluster_descriptor(sm.resident + RESIDENT_BYTES - HALF_BYTES, 16);
+#if HALF_IN_REGISTERS
+    const auto& own = this->own;
+#else
+    const u32 own = cluster_descriptor(sm.resident, 16);
+#endif
+    mbar_wait(full(), ring.phase);
+    wgmma_fence();
+    wgmma_first_scores_start(s, own, cluster_descriptor(stream(), 16));
+    wgmma_commit();
+    ring.next();
+    mbar_wait(full(), ring.phase);
+    wgmma_fence();
+    wgmma_scores(s, more, cluster_descriptor(stream(), 16));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(s);
+    release(empty());
+    ring.next();
+  }
+
+  DEVICE void make_weights(int block, bool edge, u32 at) {
+    if (edge) mask_scores(block);
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const float4 l = numbers_of(at, i);
+      s[i] = exp2_fast(exponent(p, s[i], l.x)), s[i + 1] = exp2_fast(exponent(p, s[i + 1], l.y));
+      s[i + 2] = exp2_fast(exponent(p, s[i + 2], l.z)), s[i + 3] = exp2_fast(exponent(p, s[i + 3], l.w));
+    }
+  }
+
+  // Of a weight of 0 the gradient is 0, whatever the value is: that key may not be attended.
+  DEVICE float score_gradient(float weight, float dp, float delta) const {
+    return weight == 0.f ? 0.f : weight * (dp - delta);
+  }
+
+  DEVICE void make_gradients(u32 at) {
+    wait_for_received(true);
+    load_fragments(x, slot_at<COLUMN_BYTES>(sm.received, slot()));
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      const float4 d = numbers_of(at, i);
+      const float2 a = unpack(x[i / 2]), b = unpack(x[i / 2 + 1]);
+      s[i] = score_gradient(a.x, s[i], d.x), s[i + 1] = score_gradient(a.y, s[i + 1], d.y);
+      s[i + 2] = score_gradient(b.x, s[i + 2], d.z), s[i + 3] = score_gradient(b.y, s[i + 3], d.w);
+    }
+  }
+
+  // The reverse of `store_fragments`.
+  template <int COUNT> DEVICE void load_fragments(u32 (&to)[COUNT], u32 from) const {
+    const int r = warp * 16 + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      u32 y[4];
+      const u32 column = from + i / 16 * COLUMN_BYTES;
+      ldmatrix_x4<false>(y, column + r * 128 + (((i / 2 % 8 + (lane >> 4)) ^ (r & 7)) << 4));
+#pragma unroll
+      for (int e = 0; e < 4; e++) to[i + e] = y[e];
+    }
+  }
+
+  DEVICE void read_own_tokens() {
+#if HALF_IN_REGISTERS
+    mbar_wait(full(), ring.phase);
+    load_fragments(own, stream());
+    fence_async_shared();
+    release(empty());
+    ring.next();
+#endif
+    mbar_wait(sm.resident_full, 0);
+  }
+
+  DEVICE void send() {
+    const u32 from = slot_at<COLUMN_BYTES>(sm.sent, slot());
+    mbar_wait(barrier(sm.sent_empty, slot()), phase() ^ 1);
+    store_fragments(from, x, COLUMN_BYTES);
+    fence_async_shared();
+    named_barrier_sync(WIDE_SCORE_WARPGROUP, 128);
+    if (tid == 0)
+      bulk_send(slot_at<COLUMN_BYTES>(sm.received, slot()), from, COLUMN_BYTES,
+                barrier(sm.received_full, slot()), rank ^ 1);
+  }
+
+  DEVICE void step(int, int block, bool edge) {
+    const u32 at = opaque(slot_at<NUMBER_BYTES>(sm.numbers, numbers.stage) + (lane & 3) * 8);
+    const u32 first_empty = empty();  // its numbers are read last
+    score_product();
+    if (rank == 0) make_weights(block, edge, at);
+    else make_gradients(at);
+    fence_async_shared();  // as in forward_scores.cuh
+    release(first_empty);
+    if (rank == 1) release_received();
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) x[i] = pack(s[2 * i], s[2 * i + 1]);
+    send();
+    next_block();
+  }
+
+  DEVICE void run() {
+    if (work.has_blocks()) read_own_tokens();
+    work.for_each_block(p, *this);
+    if (rank == 0 || VALUES_HAVE_GRADIENT) named_barrier_arrive(WIDE_STREAM_READ, 384);
+  }
+};
+
+// Adds up dK or dQ in CTA 0, dV in CTA 1: of either half of the columns the w-th half.
+struct GradientConsumer : WideRole {
+  const int w;
+  float low[GRADIENTS], high[GRADIENTS];  // ptxas takes no product that needs more registers than each of
+                                          // 512 threads begins with
+
+  DEVICE GradientConsumer(const BackwardParams& p, const WideShared& sm, const WideWork& work, int w)
+      : WideRole(p, sm, work), w(w) {}
+
+  DEVICE void step(int, [[maybe_unused]] int block, bool) {
+    wait_for_received(rank == 0 && w == 0);
+    const u32 rows = cluster_descriptor(slot_at<COLUMN_BYTES>(sm.received, slot()), 16);
+    wait_for_columns(block);
+    wgmma_fence();
+    wgmma_grads(low, rows, cluster_descriptor(columns(ring.stage), COLUMN_BYTES));
+    wgmma_commit();
+    const u32 first_empty = empty();
+    ring.next();
+    wait_for_columns(block);
+    wgmma_fence();
+    wgmma_grads(high, rows, cluster_descriptor(columns(ring.stage), COLUMN_BYTES));
+    wgmma_commit();
+    wgmma_wait<1>();
+    release(first_empty);
+    wgmma_wait<0>();
+    fence_operand(low);
+    fence_operand(high);
+    release_received();
+    release(empty());
+    ring.next();
+    next_block();
+  }
+
+  // This warpgroup's columns of a slot.
+  DEVICE u32 columns(int slot) const {
+    return slot_at<HALF_BYTES / 2>(slot_at<HALF_BYTES>(sm.stream, slot), w);
+  }
+
+  DEVICE void wait_for_columns([[maybe_unused]] int block) {
+    mbar_wait(full(), ring.phase);
+#if OF_QUERIES && HAS_KV_LENS  // keys past a batch row's length may hold anything
+    const int keys = work.t.keys - block * TOKENS;
+    if (keys < TOKENS)
+      clear_rows<TOKENS, HEAD_DIM / 4>(columns(ring.stage), keys, TOKENS, WIDE_GRADIENT_WARPGROUP + w);
+#endif
+  }
+
+  DEVICE void run() {
+#pragma unroll
+    for (int i = 0; i < GRADIENTS; i++) low[i] = high[i] = 0.f;
+    if (HALF_IN_REGISTERS && work.has_blocks()) release(empty()), ring.next();
+    work.for_each_block(p, *this);
+#if SPLITS_GROUP && !OF_QUERIES
+    float* const to = key_sums_of(p, work.t) + rank * TOKENS * HEAD_DIM + w * TOKENS * HEAD_DIM / 4 + tid * 4;
+    write_key_sums(to, low);
+    write_key_sums(to + TOKENS * HEAD_DIM / 2, high);
+    named_barrier_arrive(WIDE_STREAM_READ, 384);
+#else
+    store();
+#endif
+  }
+
+  // One warpgroup tells the other whether its columns of each warp's rows are finite.
+  DEVICE void store() {
+    const bool is_nonfinite = __any_sync(~0u, probe(low) + probe(high) != 0.f);
+    if (lane == 0) store_shared(sm.nonfinite + (w * 4 + warp) * 4, (u32)is_nonfinite);
+    const bool is_of_values = !OF_QUERIES && rank == 1;
+    const float factor = is_of_values ? 1.f : p.scale;
+    u32 x[2][GRADIENTS / 2];
+#pragma unroll
+    for (int i = 0; i < GRADIENTS / 2; i++) {
+      x[0][i] = pack(low[2 * i] * factor, low[2 * i + 1] * factor);
+      x[1][i] = pack(high[2 * i] * factor, high[2 * i + 1] * factor);
+    }
+    named_barrier_sync(WIDE_STREAM_READ, 384);
+#pragma unroll
+    for (int half = 0; half < 2; half++) store_fragments(columns(half), x[half], COLUMN_BYTES);
+    fence_async_shared();
+    named_barrier_sync(WIDE_GRADIENTS, 256);
+#if OF_QUERIES
+    const int h = work.t.h, b = work.t.b;
+    u32* const note = note_at(p, DQ, b * p.Hq + h, p.m_blocks * TOKENS, work.first_token());
+    const TensorMap& map = p.dq;
+#else
+    const int h = work.t.part, b = work.t.b;
+    const int rows = p.n_blocks * TOKENS;
+    u32* const note = note_at(p, is_of_values ? DV : DK, b * p.Hkv + h, rows, work.first_token());
+    const TensorMap& map = is_of_values ? p.dv : p.dk;
+#endif
+    const int features = is_of_values ? p.Dv : p.D;
+    if (w == 0 && tid < 4) {
+      u32 found[2];
+      load_shared(found[0], sm.nonfinite + tid * 4), load_shared(found[1], sm.nonfinite + 16 + tid * 4);
+      note[tid] = found[0] | found[1];
+    }
+    if (tid == 0) {
+      for (int i = 0; i < HALF_COLUMNS; i++) {
+        const int half = i & 1, column = i / 2 + w * (HALF_COLUMNS / 2);  // of the half
+        const int feature = (half * HALF_COLUMNS + column) * 64;
+        if (feature < features)
+          tma_store(map, slot_at<HALF_BYTES>(sm.stream, half) + column * COLUMN_BYTES, feature,
+                    work.first_token(), h, b);
+      }
+      tma_store_commit();
+      tma_store_wait();
+    }
+  }
+};
