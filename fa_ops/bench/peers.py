@@ -146,6 +146,7 @@ def implementations(device: str) -> list[Implementation]:
     return [
         *ours,
         _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+        _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION, default=False),
         *sdpa,
         _flex("flex"),
         _flex("flex autotuned", default=False, mode="max-autotune-no-cudagraphs"),
