@@ -1,12 +1,15 @@
 """flash_attn_interface of FlashAttention 3 against masks that are written out."""
 
+import functools
 import inspect
 
 import pytest
 import torch
 
 from fa_ops.compat import flash_attn_interface as compat
+from fa_ops.compat.flash.cache import caches_of
 from fa_ops.compat.flash_attn_3 import wide_values
+from fa_ops.ops import library
 from tests.compat.test_flash_attn import caches, draw, rows_of
 
 # of the module at the end of 2025
@@ -189,6 +192,28 @@ def test_rows_of_a_page_table_by_index():
     torch.testing.assert_close(out[0], naive(q[0], *held)[0])
 
 
+@torch.no_grad()
+def test_rows_that_a_page_table_lacks_hold_no_pages_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(library, "can_read", lambda *_: False)
+    k_cache, v_cache, table = caches(4)
+    rows = torch.tensor([1, -1, 7], dtype=torch.int32)
+    found = caches_of(3, k_cache, v_cache, "page_table", table, rows).table
+    assert torch.equal(found[0], table[1]) and (found[1:] == -1).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_of_any_size(packed):
+    tensors = draw(1, 5, 4, 8), draw(1, 9, 2, 8), draw(1, 9, 2, 8)
+    call = compat.flash_attn_func
+    if packed:
+        tensors = tuple(x[0] for x in tensors)
+        ends = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 9))
+        call = functools.partial(compat.flash_attn_varlen_func, *tensors, *ends, 5, 9)
+        tensors = ()
+    for size in (2**31, 2**40, 2**62):
+        torch.testing.assert_close(call(*tensors, attention_chunk=size), call(*tensors))
+
+
 @pytest.mark.parametrize("D", [64, 512])
 def test_combine(D):
     q, k, v = draw(2, 5, 4, 8), draw(2, 12, 4, 8), draw(2, 12, 4, D)
@@ -294,6 +319,44 @@ new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
          lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
                                                 cu_seqlens_k_new=ends,
                                                 page_table=ends[None, 1:] - 1)),
+        (ValueError, "max_seqlen_q is 1, but a sequence has 2",
+         lambda: compat.flash_attn_varlen_func(new, new, new, ends, ends, 1, 2, attention_chunk=1)),
+        (ValueError, "max_seqlen_k is 1, but a sequence has 2",
+         lambda: compat.flash_attn_varlen_func(new, new, new, ends, ends, 2, 1, qv=new)),
+        (ValueError, "max_seqlen_q must not be negative, got -4",
+         lambda: compat.flash_attn_varlen_func(new, new, new, ends, ends, -4, 2,
+                                               attention_chunk=1)),
+        (ValueError, r"cu_seqlens_k\[1\] is 0, but must not be less than 2",
+         lambda: compat.flash_attn_varlen_func(new, new, new, ends, ends.flip(0), 2, 2, qv=new)),
+        (ValueError, r"cu_seqlens_k must have shape \(2,\), got \(1,\)",
+         lambda: compat.flash_attn_varlen_func(new, new, new, ends, ends[:1], 2, 2,
+                                               attention_chunk=1)),
+        (ValueError, "k has batch size 1, but q's is 2",
+         lambda: compat.flash_attn_func(q.expand(2, -1, -1, -1), q, q, qv=q.expand(2, -1, -1, -1))),
+        (ValueError, "cache_batch_idx has -1, but page_table has 1 rows",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, page_table=ends[None, :1],
+                                                cache_batch_idx=ends[1:] - 3)),
+        (TypeError, "k is float64, but q is float32",
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new.double(), new.double(),
+                                                cache_seqlens=1, cu_seqlens_q=ends,
+                                                cu_seqlens_k_new=ends)),
+        (ValueError, "rotary_cos has 2 positions, but 3 are needed",
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, new, new, cache_seqlens=1,
+                                                cu_seqlens_q=ends, cu_seqlens_k_new=ends,
+                                                rotary_cos=torch.ones(2, 4),
+                                                rotary_sin=torch.ones(2, 4))),
+        (TypeError, "rotary_seqlens must be int32, got float32",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new[None], new[None],
+                                                rotary_cos=torch.ones(4, 4), cache_seqlens=1,
+                                                rotary_sin=torch.ones(4, 4),
+                                                rotary_seqlens=torch.ones(1))),
+        (ValueError, "cache_leftpad is on meta, but q is on cpu",
+         lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, attention_chunk=2,
+                                                cache_leftpad=ends[:1].to("meta"))),
+        (ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\), got \(0,\)",
+         lambda: compat.flash_attn_with_kvcache(new, k_cache, k_cache, cu_seqlens_q=ends[:0])),
+        (ValueError, r"out_partial must have shape \(N, ..., Dv\), got \(\)",
+         lambda: compat.flash_attn_combine(new.sum(), new.sum())),
         (ValueError, r"cu_seqlens_k_new must have shape \(2,\), got \(1,\)",
          lambda: compat.flash_attn_with_kvcache(q, k_cache, k_cache, new, new, cache_seqlens=1,
                                                 cu_seqlens_k_new=ends[:1])),

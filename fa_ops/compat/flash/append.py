@@ -45,13 +45,16 @@ def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> 
         cache[page, slot] = torch.where(valid[:, None, None], new.to(cache.dtype), kept)
 
 
-def check_new(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
+def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
     """Raise ValueError or TypeError for tokens that `append` cannot write.
 
     On the CPU also for tokens beyond the cache.
     """
     shape(PACKED, k=k, v=v)
     for name, x, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        checks.same_device(q, name, x, "q")
+        checks.need(x.dtype == q.dtype, "{} is {}, but q is {}", name, x.dtype, q.dtype,
+                    error=TypeError)  # fmt: skip
         has_shape(name, x, (k.shape[0], *cache.shape[2:]))
     checks.integers(k, "cu_seqlens_k_new", ends)
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))

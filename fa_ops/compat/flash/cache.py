@@ -21,6 +21,7 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.flash.rotation import Rotation
 from fa_ops.kv_cache import attention_with_kv_cache
+from fa_ops.ops import library
 
 
 class Caches(NamedTuple):
@@ -54,18 +55,35 @@ def caches_of(
         has_shape("cache_batch_idx", batch_idx, (rows,))
     if table is not None:
         shape("(B, max_pages)", **{name: table})
-        table = table if batch_idx is None else table[batch_idx.long()]
+        if batch_idx is not None:
+            table = _rows_of(table, name, batch_idx)
         return Caches(k, v, table, table.shape[1] * k.shape[1])
     if batch_idx is None and k.shape[0] > rows and v.shape[0] == k.shape[0]:
         batch_idx = torch.arange(rows, dtype=torch.int32, device=k.device)
     if batch_idx is None:
         return Caches(k.transpose(1, 2), v.transpose(1, 2), None, k.shape[1])
-    if not (k.is_cuda or torch.compiler.is_compiling()) and len(batch_idx):
-        low, high = int(batch_idx.min()), int(batch_idx.max())
-        if low < 0 or high >= k.shape[0]:
-            wrong = low if low < 0 else high
-            raise ValueError(f"cache_batch_idx has {wrong}, but k_cache has {k.shape[0]} rows")
+    _check_rows(batch_idx, "k_cache", k.shape[0])
     return Caches(k, v, batch_idx[:, None], k.shape[1])
+
+
+def _rows_of(table: Tensor, name: str, batch_idx: Tensor) -> Tensor:
+    """The rows of a table of pages; on a GPU, rows that it lacks name pages that do not exist."""
+    rows = table.shape[0]
+    _check_rows(batch_idx, name, rows)
+    if not rows:
+        return table.new_full((len(batch_idx), table.shape[1]), -1)
+    found = table[batch_idx.clamp(0, rows - 1).long()]
+    exists = (batch_idx >= 0) & (batch_idx < rows)
+    return torch.where(exists[:, None], found, -1)
+
+
+def _check_rows(batch_idx: Tensor, name: str, rows: int) -> None:
+    """Raise ValueError for rows that a tensor does not have, on the CPU."""
+    if library.can_read(batch_idx) and len(batch_idx):
+        low, high = int(batch_idx.min()), int(batch_idx.max())
+        if low < 0 or high >= rows:
+            wrong = low if low < 0 else high
+            raise ValueError(f"cache_batch_idx has {wrong}, but {name} has {rows} rows")
 
 
 def attend_rows(
@@ -95,7 +113,7 @@ def attend_rows(
         else:
             q, k = rotation.of_rows(q, k, lens if offsets is None else offsets)
     if leftpad is not None:
-        options = options | {"key_ranges": ranges_from(leftpad, q.shape[0])}
+        options = options | {"key_ranges": ranges_from(q, leftpad, q.shape[0])}
     if k is not None:
         options = options | {"key": k.transpose(1, 2), "value": v.transpose(1, 2)}
     result = attention_with_kv_cache(
@@ -130,9 +148,10 @@ def without_gradient(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def ranges_from(leftpad: Tensor, rows: int) -> Tensor:
+def ranges_from(q: Tensor, leftpad: Tensor, rows: int) -> Tensor:
     """Key ranges from the end of the padding to the end of each of the rows."""
     leftpad = of_sequences("cache_leftpad", leftpad, rows)
+    checks.same_device(q, "cache_leftpad", leftpad, "q")
     ends = torch.full_like(leftpad, torch.iinfo(torch.int32).max)
     return torch.stack([leftpad, ends], -1)[:, None, None]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa_ops import cache_checks
 from fa_ops.backends import rotary
+from fa_ops.ops import library
 
 
 class Rotation(NamedTuple):
@@ -40,12 +41,14 @@ class Rotation(NamedTuple):
         cache_checks.rotary(x[None].transpose(1, 2), self.cos, self.sin)
         token = torch.arange(x.shape[0], device=x.device)
         sequence = torch.searchsorted(ends[1:].contiguous(), token, right=True)
+        inside = (sequence < len(ends) - 1) & (token >= ends[0])
         sequence = sequence.clamp(max=len(ends) - 2)
         positions = offsets[sequence] + (token - ends[sequence] if differ else 0)
+        self._check(positions.where(inside, 0), 1)
         return self._rotated(x[None], positions[None])[0]
 
     def _check(self, offsets: Tensor, steps: int) -> None:
-        if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and len(offsets):
+        if library.can_read(offsets) and len(offsets):
             needed, found = int(offsets.max()) + steps, self.cos.shape[0]
             if needed > found:
                 raise ValueError(f"rotary_cos has {found} positions, but {needed} are needed")

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import checks
+from fa_ops.compat.flash.arguments import has_shape, need_int32
+from fa_ops.ops import library
 from fa_ops.types import Packing
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # first query, queries, first key, keys of each
@@ -27,10 +30,32 @@ def packing_of(
     return Packing(ends_q, ends_k, longest_q, longest_k), kv_lens
 
 
+def check(packing: Packing, tokens: tuple[int, int]) -> None:
+    """Raise ValueError or TypeError for borders that errors about segments would not name.
+
+    `tokens` are the numbers of queries and keys. Their values are checked on the CPU only.
+    """
+    for name, ends, most in zip(packing._fields, packing[:2], tokens):
+        need_int32(name, ends)
+        if ends.dim() != 1 or not len(ends):
+            raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
+        has_shape(name, ends, (len(packing.cu_seqlens_q),))
+        if library.can_read(ends):
+            checks.borders(name, ends, most)
+
+
+def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
+    """Raise ValueError for an upper bound that is negative or, on the CPU, below a length."""
+    if longest is not None and longest < 0:
+        raise ValueError(f"{name} must not be negative, got {longest}")
+    if longest is not None and library.can_read(lens) and len(lens) and longest < int(lens.max()):
+        raise ValueError(f"{name} is {longest}, but a sequence has {int(lens.max())}")
+
+
 def used(ends_q: Tensor, ends_k: Tensor, queries: Tensor | None, keys: Tensor | None) -> Parts:
     """The segments of sequences of which the first queries and keys are used; ``None``: all."""
     counts = (
-        ends.diff() if n is None else torch.minimum(n, ends.diff())
+        ends.diff() if n is None else torch.minimum(n, ends.diff()).clamp(min=0)
         for ends, n in ((ends_q, queries), (ends_k, keys))
     )
     queries, keys = counts

@@ -10,11 +10,11 @@ from fa_ops.compat.flash.arguments import count, flag
 
 
 def chunk_of(attention_chunk: int) -> int:
-    """The length of a chunk of positions; 0: none."""
+    """The length of a chunk of positions; 0: none. Positions are int32, as is the length."""
     chunk = count("attention_chunk", attention_chunk)
     if chunk < 0:
         raise ValueError(f"attention_chunk must not be negative, got {chunk}")
-    return chunk
+    return min(chunk, 2**31 - 1)
 
 
 def check_unused(

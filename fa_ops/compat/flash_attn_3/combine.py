@@ -35,7 +35,11 @@ def flash_attn_combine(
     need_tensor("lse_partial", lse_partial)
     if not isinstance(out_dtype, torch.dtype | None):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
-    buffers(out=(out, need_tensor("out_partial", out_partial).shape[1:]))
+    if need_tensor("out_partial", out_partial).dim() < 2:
+        raise ValueError(
+            f"out_partial must have shape (N, ..., Dv), got {tuple(out_partial.shape)}"
+        )
+    buffers(out=(out, out_partial.shape[1:]))
     parts = out_partial.split(_FEATURES, -1)
     merged = [merge_states(part, lse_partial) for part in parts]
     found = torch.cat([part for part, _ in merged], -1) if len(merged) > 1 else merged[0][0]

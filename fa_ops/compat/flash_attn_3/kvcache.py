@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa_ops import checks
 from fa_ops.argument_types import need_tensor
 from fa_ops.compat.flash.arguments import (
     DENSE,
@@ -116,7 +117,7 @@ def flash_attn_with_kvcache(
     options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = count("num_splits", num_splits)
     if rotary_seqlens is not None:
-        has_shape("rotary_seqlens", need_tensor("rotary_seqlens", rotary_seqlens), (rows,))
+        _check_offsets(q, rotary_seqlens, rows)
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
     q = unit_stride(without_gradient(q))
@@ -133,9 +134,17 @@ def flash_attn_with_kvcache(
     return (out, lse, nothing, nothing.clone()) if with_lse else out
 
 
+def _check_offsets(q: Tensor, offsets: Tensor, rows: int) -> None:
+    """Raise ValueError or TypeError unless rotary_seqlens holds an integer for each row."""
+    has_shape("rotary_seqlens", need_tensor("rotary_seqlens", offsets), (rows,))
+    checks.same_device(q, "rotary_seqlens", offsets, "q")
+    checks.need(offsets.dtype in (torch.int32, torch.int64), "rotary_seqlens must be int32, got {}",
+                offsets.dtype, error=TypeError)  # fmt: skip
+
+
 def _checked_packing(ends_q: Tensor | None, ends_k: Tensor | None, longest: object) -> int | None:
     """max_seqlen_q, once the types of what describes packed queries and new keys are checked."""
     for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k_new", ends_k)):
-        if ends is not None:
-            need_int32(name, ends)
+        if ends is not None and (need_int32(name, ends).dim() != 1 or not ends.shape[0]):
+            raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
     return None if longest is None else count("max_seqlen_q", longest, "an int or None")

@@ -34,7 +34,8 @@ class Packed(NamedTuple):
         rows, B = q.shape[:2], len(self.lens)
         ends, lens, caches = self.ends_q, self.lens, caches.in_pages()
         checks.integers(q, "cache_seqlens", lens)
-        of_sequences("cache_leftpad", leftpad, B)
+        if leftpad is not None:
+            checks.same_device(q, "cache_leftpad", of_sequences("cache_leftpad", leftpad, B), "q")
         if qv is not None:
             check(q, qv, caches.v)
             qv = qv.detach().reshape(-1, *qv.shape[-2:])
@@ -44,7 +45,7 @@ class Packed(NamedTuple):
             ends_k, (k, v) = self.ends_k, new
             if ends_k is None:
                 ends_k, k, v = _even(B, k), k.flatten(0, 1), v.flatten(0, 1)
-            check_new(caches, k, v, ends_k, lens)
+            check_new(q, caches, k, v, ends_k, lens)
             filled = (lens + ends_k.diff()).int()
             varlen_pages.check(q, caches.k, caches.v, ends, filled, caches.table, longest)
             check_options(q, qv, caches, filled, options)
@@ -57,7 +58,7 @@ class Packed(NamedTuple):
             out, lse = attend_chunks(q, caches, lens, ends, leftpad, chunk, options)
         else:
             if leftpad is not None:
-                options = options | {"key_ranges": ranges_from(leftpad, B)}
+                options = options | {"key_ranges": ranges_from(q, leftpad, B)}
             k, v, table, _ = caches
             out, lse = attend_pages(q, k, v, lens, table, ends, longest, options)
         if self.ends_q is None:

@@ -127,7 +127,7 @@ def _flash_attn_backward(
         grads, sums = [grad.transpose(1, 2) for grad in grads[:3]], sums.transpose(1, 2)
     else:
         given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
-        packing, kv_lens = varlen.packed(given, sequed_q, sequed_k, 0, q.shape[0])
+        packing, kv_lens = varlen.packed(given, sequed_q, sequed_k, 0, (q.shape[0], k.shape[0]))
         grad_out, *saved = map(unit_stride, inputs)
         grads = varlen_operators.BACKWARD(
             grad_out, None, *saved, softmax_lse, *checked_packing(*packing), 0.0, causal,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_ops import checks
 from fa_ops.argument_types import need_tensor
+from fa_ops.compat.flash import segments
 from fa_ops.compat.flash.arguments import has_shape, unit_stride
 from fa_ops.compat.flash.cache import Caches
 from fa_ops.compat.flash.paged import attend_chunks, attend_pages, undifferentiable
@@ -32,6 +33,7 @@ def check(q: Tensor, qv: Tensor, v: Tensor) -> None:
     has_shape("qv", need_tensor("qv", qv), (*q.shape[:-1], v.shape[-1]))
     checks.need(qv.dtype == q.dtype, "qv must have q's dtype {}, got {}", q.dtype, qv.dtype)
     checks.need(qv.device == q.device, "qv must be on {}, got {}", q.device, qv.device)
+    checks.same_device(q, "v", v)
 
 
 def joined(k: Tensor, v: Tensor) -> Tensor:
@@ -54,6 +56,7 @@ def batch(
     """out ``(B, Sq, Hq, Dv)`` and lse ``(B, Hq, Sq)``."""
     (B, Sq), Sk = q.shape[:2], k.shape[1]
     check(q, qv, v)
+    checks.need(k.shape[0] == B, "k has batch size {}, but q's is {}", k.shape[0], B)
     if not Sk:  # a page holds at least one key
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     ends = torch.arange(B + 1, dtype=torch.int32, device=q.device) * Sq
@@ -70,9 +73,11 @@ def packed(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out ``(Tq, Hq, Dv)`` and lse ``(Hq, Tq)``; each key is a page of its own."""
     check(q, qv, v)
+    segments.check(packing, (q.shape[0], k.shape[0]))
     ends_q, ends_k, longest_q, longest_k = packing
     tokens = k.shape[0]
-    lens = ends_k.diff() if kv_lens is None else torch.minimum(kv_lens, ends_k.diff())
+    lens = ends_k.diff() if kv_lens is None else torch.minimum(kv_lens, ends_k.diff()).clamp(min=0)
+    segments.check_longest("max_seqlen_k", longest_k, lens)
     longest_k = tokens if longest_k is None else min(longest_k, tokens)
     table = ends_k[:-1, None] + torch.arange(longest_k, dtype=torch.int32, device=q.device)
     table = table.clamp(0, max(tokens - 1, 0))

@@ -78,7 +78,8 @@ def flash_attn_varlen_func(
     refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_unused(num_splits, pack_gqa, sm_margin)
     given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
-    packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), q.shape[0])
+    tokens = q.shape[0], k.shape[0]
+    packing, kv_lens = packed(given, seqused_q, seqused_k, chunk_of(attention_chunk), tokens)
     options = score_options(softmax_scale, causal, window_size, softcap)
     deterministic = flag("deterministic", deterministic)
     with_lse = flag("return_attn_probs", return_attn_probs)
@@ -91,9 +92,13 @@ def flash_attn_varlen_func(
 
 
 def packed(
-    given: tuple, seqused_q: Tensor | None, seqused_k: Tensor | None, chunk: int, tokens: int
-) -> tuple[Packing, Tensor | None]:
-    """The packing of the used parts and chunks of sequences, and their numbers of keys."""
+    given: tuple, seqused_q: Tensor | None, seqused_k: Tensor | None, chunk: int,
+    tokens: tuple[int, int],
+) -> tuple[Packing, Tensor | None]:  # fmt: skip
+    """The packing of the used parts and chunks of sequences, and their numbers of keys.
+
+    `tokens` are the numbers of queries and keys.
+    """
     packing = checked_packing(*given)
     sequences = packing.cu_seqlens_q.numel() - 1
     of_sequences("seqused_q", seqused_q, sequences)
@@ -101,7 +106,12 @@ def packed(
     if seqused_q is None and not chunk:
         return packing, seqused_k
     ends_q, ends_k, longest_q, longest_k = packing
+    segments.check(packing, tokens)
     parts = segments.used(ends_q, ends_k, seqused_q, seqused_k)
+    segments.check_longest("max_seqlen_q", longest_q, parts[1])
+    segments.check_longest("max_seqlen_k", longest_k, parts[3])
+    if not sequences:
+        return packing, seqused_k
     if chunk:
-        parts = segments.chunks(parts, chunk, tokens if longest_q is None else longest_q)
+        parts = segments.chunks(parts, chunk, tokens[0] if longest_q is None else longest_q)
     return segments.packing_of(parts, longest_q, longest_k)
