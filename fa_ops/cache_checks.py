@@ -96,6 +96,28 @@ def _overlaps(t: Tensor) -> bool:
     return False
 
 
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether any byte belongs to elements of both tensors."""
+    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != (
+        b.untyped_storage().data_ptr()
+    ):
+        return False
+    starts = [t.storage_offset() * t.itemsize for t in (a, b)]
+    ends = [
+        start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())))
+        for start, t in zip(starts, (a, b))
+    ]
+    if ends[0] <= starts[1] or ends[1] <= starts[0]:
+        return False
+    used = torch.zeros(max(ends), dtype=torch.bool)
+    of_a, of_b = (
+        used.as_strided((*t.shape, t.itemsize), (*(s * t.itemsize for s in t.stride()), 1), start)
+        for start, t in zip(starts, (a, b))
+    )
+    of_b.fill_(True)
+    return bool(of_a.any())
+
+
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
     B, Hq, _, D = q.shape
     if cache.page_table is None:
@@ -192,10 +214,16 @@ def rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
 def values(
     q: Tensor, k: Tensor, v: Tensor, tensors: CacheTensors, name: str = "key_cache"
 ) -> None:  # fmt: skip
-    """Raise ValueError unless lengths and pages lie inside the cache. Reads them on the host.
+    """Raise ValueError unless lengths and pages lie inside the cache, and nothing that is read is
+    overwritten by an append. Reads lengths and pages on the host.
 
     `name` is that of the keys.
     """
+    if tensors.key is not None:
+        for other, t in (("query", q), ("key", tensors.key), ("value", tensors.value)):
+            for cache_name, cache in zip(NAMES, (k, v)):
+                need(not _share_memory(t, cache), "{} shares memory with {}, which is written to: "
+                     "pass {}.clone()", other, cache_name, other)  # fmt: skip
     lens, table = tensors.kv_lens.long(), tensors.page_table
     new = 0 if tensors.key is None else tensors.key.shape[2]
     size = 1 if table is None else k.shape[1]

@@ -75,7 +75,8 @@ def attention_with_kv_cache(
             CUDA a page number out of range is never followed, and its keys count as absent;
             ``FA_OPS_DEBUG=1`` makes it an error there too.
         is_causal: query ``i`` attends keys ``j <= length + i - Sq``.
-        key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended.
+        key: ``(B, Hkv, Sn, D)``, query's dtype, to be appended. Neither it nor query and value may
+            share memory with the caches then.
         value: ``(B, Hkv, Sn, Dv)``.
         scale: factor on the products; ``None``: ``1 / sqrt(D)``.
         window: ``(left, right)``, keys that stay visible on either side of a query's own position.

@@ -304,3 +304,26 @@ def test_scales_of_tokens_are_checked_for_every_number_of_keys():
             continue
         with pytest.raises(ValueError, match=r"k_scale must have shape \(1, 2, 21\)"):
             call()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_read_may_not_be_overwritten(name):
+    """Neither in a first call nor in repeated ones; memory between elements is free."""
+    memory = torch.randn(2, 2, 20, 48)
+    before = memory.clone()
+    caches = memory[..., :16], memory[..., 16:32]
+    lens, at = torch.zeros(2, dtype=torch.int32), (slice(None), slice(None), slice(1))
+    tensors = dict.fromkeys(("query", "key", "value"), memory[..., 32:][at])
+
+    def call(**changes):
+        query, key, value = (tensors | changes).values()
+        return fa_ops.attention_with_kv_cache(query, *caches, lens, key=key, value=value)
+
+    for _ in range(2):
+        for cache, of in zip(caches, ("key_cache", "value_cache")):
+            with pytest.raises(ValueError, match=f"{name} shares memory with {of}"):
+                call(**{name: cache[at]})
+        assert torch.equal(memory, before)
+    out = call()
+    torch.testing.assert_close(out, tensors["value"])
+    assert torch.equal(memory[..., :1, :16], before[..., :1, 32:])
