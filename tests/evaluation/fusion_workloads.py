@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import fa_ops
 from compile_passes.backend import fa_ops as fused_backend
@@ -57,6 +57,7 @@ class Sizes:
     gpt_batch: int = 12
     gpt_tokens: int = 1024
     heads: int = 32  # of the documents' queries; a quarter of them for keys
+    flex_layers: int = 4
     documents: int = 8  # of lengths 1 : 2 : ... : 8 in `prefill` tokens
 
     @property
@@ -85,13 +86,17 @@ def compiled(function: Callable, fused: bool) -> Callable:
     return torch.compile(function, backend=fused_backend if fused else "inductor", dynamic=False)
 
 
-def training_step(function: Callable[[], Tensor], leaves: Iterable[Tensor]) -> Step:
-    """A forward and a backward pass; the gradients of the leaves are dropped."""
+def training_step(
+    function: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor | None = None
+) -> Step:
+    """A forward and a backward pass, of the mean square unless the gradient of the result is given;
+    the gradients of the leaves are dropped.
+    """
     leaves = list(leaves)
 
     def step() -> Tensor:
         out = function()
-        out.float().square().mean().backward()
+        (out.float().square().mean() if grad is None else out).backward(grad)
         for leaf in leaves:
             leaf.grad = None
         return out.detach()
@@ -216,35 +221,46 @@ def document_numbers(tokens: int, documents: int, device: str) -> Tensor:
     return torch.searchsorted(ends, torch.arange(tokens), right=True).to(device, torch.int32)
 
 
-def _document_steps(sizes: Sizes, device: str, variants: list[str]) -> Iterable[tuple[str, Step]]:
-    """One attention; the BlockMask is made outside of the compiled function, once."""
-    S, H = sizes.prefill, sizes.heads
-    numbers = document_numbers(S, sizes.documents, device)
+def _flex_steps(inside: bool):
+    """Attentions of several layers, one after another, which share a BlockMask of documents."""
 
-    def keep(b, h, i, j):
-        return (i >= j) & (numbers[i] == numbers[j])
+    def steps(sizes: Sizes, device: str, variants: list[str]) -> Iterable[tuple[str, Step]]:
+        S, H = sizes.prefill, sizes.heads
+        numbers = document_numbers(S, sizes.documents, device)
+        starts = torch.searchsorted(numbers, numbers)
+        positions = torch.arange(S, device=device) - starts
 
-    mask = create_block_mask(keep, None, None, S, S, device)
-    shapes = ((1, H, S, 128), (1, H // 4, S, 128), (1, H // 4, S, 128))
-    q, k, v = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=device == "cuda")
-        for shape in shapes
-    )
+        def block_mask(numbers: Tensor) -> BlockMask:
+            def keep(b, h, i, j):
+                return (i >= j) & (numbers[i] == numbers[j])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+            return create_block_mask(keep, None, None, S, S, device)
 
-    for variant in variants:
-        run = compiled(attend, variant == "flex_fused")
+        def attend(q: Tensor, k: Tensor, v: Tensor, given: BlockMask | Tensor) -> Tensor:
+            if inside:  # the documents of packed positions, as transformers finds them
+                given = block_mask((given.diff(prepend=given[:1] - 1) != 1).cumsum(0))
+            for _ in range(sizes.flex_layers):
+                q = flex_attention(q, k, v, block_mask=given, enable_gqa=True)
+            return q
 
-        def forward(run=run) -> Tensor:
-            return run(q, k, v, mask)
-
-        # FlexAttention has no backward pass on a CPU
-        yield (
-            variant,
-            training_step(forward, (q, k, v)) if q.requires_grad else inference_step(forward),
+        trained = device == "cuda"  # FlexAttention has no backward pass on a CPU
+        shapes = ((1, H, S, 128), (1, H // 4, S, 128), (1, H // 4, S, 128))
+        q, k, v, grad = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16)
+            for shape in (*shapes, shapes[0])
         )
+        inputs = [x.requires_grad_(trained) for x in (q, k, v)]
+        given = positions if inside else block_mask(numbers)
+        for variant in variants:
+            run = compiled(attend, variant == "flex_fused")
+
+            def forward(run=run) -> Tensor:
+                return run(*inputs, given)
+
+            made = training_step(forward, inputs, grad) if trained else inference_step(forward)
+            yield variant, made
+
+    return steps
 
 
 def _of_llama(name: str, words: str, layers, batch, train: bool = False) -> Workload:
@@ -283,13 +299,19 @@ WORKLOADS = {
             (),
             _gpt_steps,
         ),
-        Workload(
-            "documents",
-            lambda s: f"FlexAttention, {s.documents} documents in {s.prefill} tokens",
-            "flex_fused",
-            ("flex_fused", "flex"),
-            (),
-            _document_steps,
+        *(
+            Workload(
+                name,
+                lambda s, where=where: (
+                    f"{s.flex_layers} layers of FlexAttention, {s.documents} documents in "
+                    f"{s.prefill} tokens, BlockMask made {where} of the compiled function"
+                ),
+                "flex_fused",
+                ("flex_fused", "flex"),
+                (),
+                _flex_steps(where == "inside"),
+            )
+            for name, where in (("packed", "inside"), ("documents", "outside"))
         ),
     )
 }
