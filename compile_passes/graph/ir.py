@@ -206,6 +206,8 @@ def _has_other_effect(node: fx.Node, name: str) -> bool:
 def written_nodes(node: fx.Node, writes: bool) -> list[fx.Node]:
     """The nodes whose memory this node may write to."""
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "flex_attention":
+        return []
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
     given = [node.kwargs.get("out")]

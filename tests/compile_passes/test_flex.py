@@ -254,6 +254,20 @@ def test_given_block_masks_are_exact(name, on_hopper):
     assert finding.fused and "dense attn_mask" in finding.masks, finding
 
 
+def test_layers_share_lists_that_are_made_inside():
+    """FlexAttention writes to nothing, so that the lists are those of the later layers too."""
+
+    def layers(q, k, v):
+        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
+        for _ in range(3):
+            q = flex_attention(q, k, v, block_mask=block_mask)
+        return q
+
+    fusion = fuse(layers)
+    torch.testing.assert_close(fusion.run(*inputs()), layers(*inputs()), atol=1e-5, rtol=1e-4)
+    assert [f.masks for f in fusion.findings] == ["is_causal"] * 3, fusion.reasons
+
+
 def test_layers_share_the_mask_of_given_lists(on_hopper):
     """The mask is made once, also where blocks of a mask are of no use; again after a write."""
     block_mask = GIVEN["documents"]()
