@@ -31,7 +31,7 @@ def packing_of(
 
 
 def check(packing: Packing, tokens: tuple[int, int]) -> None:
-    """Raise ValueError or TypeError for borders that errors about segments would not name.
+    """Raise ValueError or TypeError for boundaries that errors about segments would not name.
 
     `tokens` are the numbers of queries and keys. Their values are checked on the CPU only.
     """
@@ -41,7 +41,7 @@ def check(packing: Packing, tokens: tuple[int, int]) -> None:
             raise ValueError(f"{name} must have shape (B + 1,), got {tuple(ends.shape)}")
         has_shape(name, ends, (len(packing.cu_seqlens_q),))
         if library.can_read(ends):
-            checks.borders(name, ends, most)
+            checks.cu_seqlens(name, ends, most)
 
 
 def check_longest(name: str, longest: int | None, lens: Tensor) -> None:
