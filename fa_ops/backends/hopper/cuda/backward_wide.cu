@@ -22,8 +22,10 @@ DEVICE void init_barriers(const WideShared& sm) {
   constexpr int SCORE_WARPS = 4, GRADIENT_WARPS = 8, ALL = SCORE_WARPS + GRADIENT_WARPS;
   mbar_init(sm.resident_full, 1);
   const bool has_gradient = cta_rank() == 0 || VALUES_HAVE_GRADIENT;
+  // every thread that reads numbers arrives: racecheck does not accept one thread's arrival for its warp
+  const int block_readers = 32 * SCORE_WARPS + (has_gradient ? GRADIENT_WARPS : 0);
   for (int i = 0; i < SLOTS; i++)
-    mbar_init(barrier(sm.full, i), 1), mbar_init(barrier(sm.empty, i), has_gradient ? ALL : SCORE_WARPS);
+    mbar_init(barrier(sm.full, i), 1), mbar_init(barrier(sm.empty, i), block_readers);
   // weights are read by the scores' warps for dS, and by those of dV; dS by those of dK or dQ
   const int readers = cta_rank() == 1 ? GRADIENT_WARPS : VALUES_HAVE_GRADIENT ? ALL : SCORE_WARPS;
   for (int i = 0; i < 2; i++)

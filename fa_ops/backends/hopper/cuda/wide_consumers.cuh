@@ -5,7 +5,7 @@
 //
 //   resident_full   the cluster's own tokens are there
 //   full            half the columns of a block are there; with the first half its LSEs or deltas, and ranges
-//   empty           the scores' warps, and those of the gradient, have read it
+//   empty           the scores' threads, and the gradient's warps, have read it
 //   received_full   weights or gradients of the other CTA are there, whose bytes it counts. Armed for the
 //                   next use of a buffer by a thread that has seen its last one
 //   sent_empty      the other CTA has read what was sent, so that it may be overwritten here and there
@@ -172,7 +172,7 @@ struct ScoreConsumer : WideRole {
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(s);
-    release(empty());
+    mbar_arrive(empty());
     ring.next();
   }
 
@@ -221,7 +221,7 @@ struct ScoreConsumer : WideRole {
     mbar_wait(full(), ring.phase);
     load_fragments(own, stream());
     fence_async_shared();
-    release(empty());
+    mbar_arrive(empty());
     ring.next();
 #endif
     mbar_wait(sm.resident_full, 0);
@@ -245,7 +245,7 @@ struct ScoreConsumer : WideRole {
     if (rank == 0) make_weights(block, edge, at);
     else make_gradients(at);
     fence_async_shared();  // as in forward_scores.cuh
-    release(first_empty);
+    mbar_arrive(first_empty);
     if (rank == 1) release_received();
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) x[i] = pack(s[2 * i], s[2 * i + 1]);
