@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fa_ops.compat import flash_attn_interface as compat
 from fa_ops.compat.flash.cache import caches_of
@@ -406,3 +407,16 @@ def test_tokens_that_have_no_place_are_not_written():
         assert cache[..., 0].flatten().tolist() == [0, 0, 0, 0, 0, 0, 2 * sign, 3 * sign]
     append.append(caches, tokens[:1], tokens[:1], ends.clamp(max=1), lens)
     assert caches.k.sum() == 10
+
+
+def test_packed_new_keys_can_be_fake():
+    """Sizes are computed where lengths cannot be read."""
+    with FakeTensorMode() as mode:
+        tokens, cache = mode.from_tensor(new), mode.from_tensor(k_cache)
+        borders, tables = mode.from_tensor(ends), mode.from_tensor(torch.ones(8, 4))
+        out = compat.flash_attn_with_kvcache(
+            tokens, cache, cache, tokens, tokens, cache_seqlens=borders[:1], cu_seqlens_q=borders,
+            cu_seqlens_k_new=borders, cache_leftpad=borders[:1], rotary_cos=tables,
+            rotary_sin=tables,
+        )  # fmt: skip
+        assert out.shape == new.shape

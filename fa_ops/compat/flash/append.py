@@ -8,6 +8,7 @@ from torch import Tensor
 from fa_ops import checks
 from fa_ops.compat.flash.arguments import PACKED, has_shape, shape
 from fa_ops.compat.flash.cache import Caches
+from fa_ops.ops import library
 
 
 def append(caches: Caches, k: Tensor, v: Tensor, ends: Tensor, lens: Tensor) -> None:
@@ -60,7 +61,7 @@ def check_new(q: Tensor, caches: Caches, k: Tensor, v: Tensor, ends: Tensor, len
     has_shape("cu_seqlens_k_new", ends, (len(caches.table) + 1,))
     checks.integers(k, "cache_seqlens", lens)
     has_shape("cache_seqlens", lens, (len(caches.table),))
-    if k.is_cuda or torch.compiler.is_compiling():
+    if not library.can_read(ends, lens, caches.table):
         return
     checks.cu_seqlens("cu_seqlens_k_new", ends, k.shape[0])
     size = caches.k.shape[1]
