@@ -1,8 +1,8 @@
 """`fa::mask_blocks` for the dense masks that are left: one call for all attentions of a mask.
 
 Attentions share it where their masks are the same node, or were made by the same operations from
-the same nodes, as each layer makes its own from the model's. Bool masks that are equal in this
-sense are made once. After any write to memory all are made again.
+the same nodes, as each layer makes its own from the model's. Bool masks, ranges and lengths that
+are equal in this sense are made once. After any write to memory all are made again.
 """
 
 from __future__ import annotations
@@ -22,35 +22,41 @@ from fa_ops.types import MASK_BLOCK
 MASK_BLOCKS = torch.ops.fa.mask_blocks.default
 _ATTENTION = (torch.ops.fa.attention.default, torch.ops.fa.attention_with_lse.default)
 _MASK = 3  # the position of attn_mask among the operators' arguments
+_POSITIONS = ("key_ranges", "kv_lens")
 
 
 def add_mask_blocks(graph: fx.Graph) -> int:
     """Give attentions with a dense mask its blocks where that pays; returns how many were given."""
     made: dict[int, fx.Node] = {}
-    masks: dict[int, fx.Node] = {}
+    first: dict[int, fx.Node] = {}
     numbers, given = _Numbers(), 0
     for node in list(graph.nodes):
-        mask = _dense_mask(node)
-        if mask is not None:
-            number = numbers.of(mask)
-            if example(mask).dtype == torch.bool:
-                node.replace_input_with(mask, masks.setdefault(number, mask))
-            if not _pays(node, mask):
+        if node.target in _ATTENTION:
+            for x in _shared_inputs(node):
+                node.replace_input_with(x, first.setdefault(numbers.of(x), x))
+            mask = _dense_mask(node)
+            if mask is None or not _pays(node, mask):
                 continue
+            number = numbers.of(mask)
             if number not in made:
                 with graph.inserting_before(node):
-                    made[number] = _insert(graph, masks.get(number, mask))
+                    made[number] = _insert(graph, mask)
             node.kwargs = node.kwargs | {"mask_blocks": made[number]}
             given += 1
         elif _writes(node):
-            made, masks, numbers = {}, {}, _Numbers()
+            made, first, numbers = {}, {}, _Numbers()
     return given
+
+
+def _shared_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an attention that have no gradients: a bool mask, ranges and lengths."""
+    mask = _dense_mask(node)
+    found = [x for x in map(node.kwargs.get, _POSITIONS) if isinstance(x, fx.Node)]
+    return found + [mask] * (mask is not None and example(mask).dtype == torch.bool)
 
 
 def _dense_mask(node: fx.Node) -> fx.Node | None:
     """The mask of an attention."""
-    if node.op != "call_function" or node.target not in _ATTENTION:
-        return None
     mask = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
     return mask if isinstance(mask, fx.Node) else None
 

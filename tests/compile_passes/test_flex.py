@@ -255,17 +255,21 @@ def test_given_block_masks_are_exact(name, on_hopper):
 
 
 def test_layers_share_lists_that_are_made_inside():
-    """FlexAttention writes to nothing, so that the lists are those of the later layers too."""
+    """FlexAttention writes to nothing, so that the lists are those of the later layers too, which share their ranges."""
 
     def layers(q, k, v):
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, "cpu")
+        block_mask = create_block_mask(
+            lambda b, h, i, j: (i >= j) | (j < 7), None, None, S, S, "cpu"
+        )
         for _ in range(3):
             q = flex_attention(q, k, v, block_mask=block_mask)
         return q
 
-    fusion = fuse(layers)
+    fusion, ranges = fuse(layers), "a key range for each query"
     torch.testing.assert_close(fusion.run(*inputs()), layers(*inputs()), atol=1e-5, rtol=1e-4)
-    assert [f.masks for f in fusion.findings] == ["is_causal"] * 3, fusion.reasons
+    assert [f.masks for f in fusion.findings] == [ranges] * 3, fusion.reasons
+    calls = [n for n in fusion.graphs[-1].nodes if n.target is torch.ops.fa.attention.default]
+    assert len({call.kwargs["key_ranges"] for call in calls}) == 1
 
 
 def test_layers_share_the_mask_of_given_lists(on_hopper):
