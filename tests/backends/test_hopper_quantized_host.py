@@ -29,12 +29,13 @@ def test_a_16_bit_call_is_quantised_first(driver):
     out, lse = quantized.quantized_forward(q, k, v, Quantization(), spec)
     assert [one.name for one in driver.launched] == ["quantize", "quantized"]
     assert driver.called.count("cuMemsetD32Async") == 1
-    words = struct.unpack_from("<14Q", driver.last("quantize")[1])
-    assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[13] == lens.data_ptr()
+    words = struct.unpack_from("<15Q", driver.last("quantize")[1])
+    assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[14] == lens.data_ptr()
     # statistics of each key head: four CTAs for values, one for the mean; two blocks of 128 keys,
-    # four of 64, and five of 64 queries
-    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (2 + 4) + 4 * 5), 1)
-    assert words[12] - words[11] == 4 * 2 * 2 * 64  # counters behind the largest values
+    # four of 64, and one of 512 queries
+    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (2 + 4) + 4 * 1), 1)
+    # two counters of each key head behind the largest values
+    assert words[12] - words[11] == 4 * 2 * 2 * 64 and words[13] - words[12] == 4 * 2 * 2
     grid, params = driver.last("quantized")
     assert grid == (4, 1)  # of 24 tiles, on four multiprocessors
     maps = [struct.unpack_from("<Q", params, at)[0] for at in (0, 128, 256)]
@@ -56,13 +57,13 @@ def test_prepared_calls_find_their_own_tensors(driver):
     for tensors in ((q, k, v), other):
         out, lse = run(*tensors, QuantizedTensors(sinks, lens), False)
         assert lse is None and out.shape == q.shape
-        words = struct.unpack_from("<14Q", driver.last("quantize")[1])
-        assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[13] == lens.data_ptr()
+        words = struct.unpack_from("<15Q", driver.last("quantize")[1])
+        assert words[:3] == tuple(t.data_ptr() for t in tensors) and words[14] == lens.data_ptr()
         found = struct.unpack_from("<10Q", driver.last("quantized")[1], 384)
         assert found[:2] == (out.data_ptr(), 0) and found[6] == lens.data_ptr()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
     run(shifted, k, v, QuantizedTensors(sinks, lens))
-    read = struct.unpack_from("<14Q", driver.last("quantize")[1])[0]
+    read = struct.unpack_from("<15Q", driver.last("quantize")[1])[0]
     assert read != shifted.data_ptr() and read % 16 == 0
 
 
@@ -114,8 +115,18 @@ def test_the_mean_is_subtracted_unless_it_would_matter(driver, softcap, smooth, 
     q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
     how = Quantization(smooth_key=smooth)
     quantized.quantized_forward(q, k, v, how, Spec(softcap=softcap))
-    words = struct.unpack_from("<14Q", driver.last("quantize")[1])
+    words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     assert bool(words[9]) == bool(words[10]) == bool(has_offset)
+
+
+def test_the_offset_is_computed_for_lse_and_sinks_only(driver):
+    q, k, v = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(3))
+    for sinks, with_lse in ((None, True), (torch.zeros(2), False), (None, False)):
+        call = Call(QUANTIZED, q, k, v, Spec(sinks=sinks), quantization=Quantization())
+        quantized.prepare(call)(q, k, v, QuantizedTensors(sinks), with_lse)
+        words = struct.unpack_from("<15Q", driver.last("quantize")[1])
+        assert bool(words[9]) == (with_lse or sinks is not None) and words[10]
+        assert struct.unpack_from("<10Q", driver.last("quantized")[1], 384)[5] == words[9]
 
 
 def test_results_of_a_call_do_not_overlap(driver):
@@ -123,7 +134,7 @@ def test_results_of_a_call_do_not_overlap(driver):
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     strides = [t.stride() for t in tensors]
     quantizer = quantize.Quantizer(torch.bfloat16, None, shapes, strides, 1.0, True, True, False)
-    found, memory = quantizer.run(*tensors, QuantizedTensors(), 0)
+    found, memory = quantizer.run(*tensors, QuantizedTensors(), 0, True)
     sizes = 2 * 33 * 80, 65 * 80, 40 * 128, 4 * 66, 4 * 2, 4 * 40, 4 * 66, 4
     spans = sorted((at, at + size) for at, size in zip(found, sizes))
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))

@@ -138,6 +138,7 @@ class QuantizedConfig:
     summed_keys: int = 1024  # whose products with values tensor cores add up
     schedule: int = 3  # the order of a step's products, see cuda/quantized_mainloop.cuh
     sums_by_product: bool = True  # row sums are products with ones, else additions
+    half_totals: bool = False  # sums of these products are float16 numbers, else float32
 
     @property
     def head_dim(self) -> int:
@@ -156,7 +157,7 @@ class QuantizedConfig:
         keys = self.stages * self.block_n * (self.head_dim + self.value_features + ones)
         barriers = 2 * self.query_stages * (self.block_m // 64) + 4 * self.stages + 4
         queries = self.query_stages * self.block_m * self.head_dim
-        totals = 4 * self.block_m * self.value_features
+        totals = self.block_m * -(-self.value_features // 16) * 16 * (4 - 2 * self.half_totals)
         return queries + keys + totals + 8 * barriers + _WORK_BYTES
 
     def defines(self) -> dict[str, int]:
@@ -167,6 +168,7 @@ class QuantizedConfig:
             "BLOCK_N": self.block_n, "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "SHARED_BYTES": self.shared_bytes, "SUMMED_KEYS": self.summed_keys,
             "SCHEDULE": self.schedule, "SUMS_BY_PRODUCT": int(self.sums_by_product),
+            "HALF_TOTALS": int(self.half_totals),
         }  # fmt: skip
 
 
@@ -405,10 +407,10 @@ def quantized_config(D: int, Dv: int) -> QuantizedConfig:
     consumers 1.09x to 1.13x; taking turns, as consumers of the 16-bit kernel do, is slower too.
     """
     if Dv > 128:
-        return QuantizedConfig(D, Dv, 128, 2, block_n=64, schedule=1, sums_by_product=False)
+        return QuantizedConfig(D, Dv, 128, 2, sums_by_product=False, half_totals=True)
     if D > 128:  # what shared memory holds
-        return QuantizedConfig(D, Dv, 128, 2, schedule=1)
-    return QuantizedConfig(D, Dv, 192)
+        return QuantizedConfig(D, Dv, 128, half_totals=True)
+    return QuantizedConfig(D, Dv, 192, query_stages=2, half_totals=True)
 
 
 def short_config(config: Config, Sq: int, keys: int) -> Config:

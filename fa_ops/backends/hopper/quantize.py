@@ -19,7 +19,8 @@ from fa_ops.types import SCALE_BLOCK
 
 VALUE_BLOCK = 128  # keys whose values are transposed together
 THREADS = 256
-_CTAS = 4  # of the statistics, on a multiprocessor
+_CTAS = 4  # of those that find the largest values, on a multiprocessor
+_QUERY_ROWS = 16  # of a CTA's lanes: QUERY_UNITS * QUERY_STEPS of quantize.cu
 _PARAMS = struct_layout("quantize_params.cuh", "QuantizeParams")
 ADDRESSES, SCALARS = _PARAMS.packer("q", "kv_lens"), _PARAMS.packer("q_strides")
 _ALIGNMENT = 256
@@ -54,7 +55,8 @@ class Quantizer:
         self._subtracts_mean = subtracts_mean
         largest, mean = B * Hkv * Dv, B * Hkv * D if subtracts_mean else 0
         tokens = B * Hq * Sq
-        self._finished, self._zeroed = 4 * largest, largest + B * Hkv + 1
+        self._counters = 4 * largest, 4 * (largest + B * Hkv)
+        self._zeroed = largest + 2 * B * Hkv + 1
         sizes = (
             4 * self._zeroed, 4 * mean, tokens * D, B * Hkv * Sk * D,
             B * Hkv * Dv * self.blocks * VALUE_BLOCK, 4 * tokens, 8 * B * Hkv * self.blocks,
@@ -64,8 +66,8 @@ class Quantizer:
         self._memory = (total // 4,), (1,), torch.int32
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         parts = max(1, min(-(-_CTAS * sms // (B * Hkv)), -(-Sk // SCALE_BLOCK)))
-        first = B * Hkv * (parts + subtracts_mean)
-        self._grid = first + B * (3 * Hkv * self.blocks + Hq * -(-Sq // SCALE_BLOCK)), 1
+        of_keys = parts + subtracts_mean + 3 * self.blocks
+        self._grid = B * (Hkv * of_keys + Hq * -(-Sq * lanes(D) // (THREADS * _QUERY_ROWS))), 1
         self._scalars = SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, Hq // Hkv, Sq, Sk, D, Dv, parts, scale, (D & -D) ** -0.5),
@@ -74,9 +76,13 @@ class Quantizer:
         self._kernel = kernel("quantize", "quantize", device, THREADS, 0, tuple(defines.items()))
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int
-    ) -> tuple[Addresses, Tensor]:
-        """The addresses of the results, and the memory that holds them."""
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int,
+        with_offset: bool,
+    ) -> tuple[Addresses, Tensor]:  # fmt: skip
+        """The addresses of the results, and the memory that holds them.
+
+        `with_offset`: compute what the scores lack, which changes LSE and the weight of sinks only.
+        """
         memory = empty(*self._memory)
         begin = memory.data_ptr()
         set_zero(begin, self._zeroed, stream)
@@ -84,13 +90,16 @@ class Quantizer:
             begin + x for x in self._offsets
         ]
         if not self._subtracts_mean:
-            mean = offset = 0
+            mean = 0
+        if not (self._subtracts_mean and with_offset):
+            offset = 0
         found = Addresses(
             q8, k8, v8, q_scale, k_scale, v_scale, offset, largest + 4 * (self._zeroed - 1)
         )
         params = ADDRESSES.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), q8, k8, v8, q_scale, k_scale, v_scale,
-            offset, mean, largest, largest + self._finished, address(tensors.kv_lens),
+            offset, mean, largest, *(largest + at for at in self._counters),
+            address(tensors.kv_lens),
         ) + self._scalars  # fmt: skip
         self._kernel.launch(self._grid, stream, one_parameter(params))
         return found, memory

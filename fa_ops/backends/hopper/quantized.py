@@ -16,6 +16,7 @@ from fa_ops.backends.hopper.launch import (
     current_stream,
     empty,
     kernel,
+    launch_dependent,
     on_device,
     one_parameter,
 )
@@ -187,7 +188,7 @@ class QuantizedPlan:
         with on_device(self.device):
             stream, out = current_stream(self.device), empty(*self.out)
             lse = empty(*self.lse) if with_lse else None
-            eight, memory = self.source.run(q, k, v, tensors, stream)
+            eight, memory = self.source.run(q, k, v, tensors, stream, with_lse or sinks is not None)
             words = _ADDRESSES.pack(
                 out.data_ptr(), address(lse), eight.q_scale, eight.k_scale, eight.v_scale,
                 eight.offset, address(kv_lens), address(key_ranges), address(sinks),
@@ -195,7 +196,8 @@ class QuantizedPlan:
             )  # fmt: skip
             q_map, k_map, v_map = self.maps
             maps = q_map.at(eight.query) + k_map.at(eight.key) + v_map.at(eight.value)
-            self.kernel.launch((self.grid, 1), stream, one_parameter(maps + words + self.scalars))
+            params = one_parameter(maps + words + self.scalars)
+            launch_dependent((self.kernel,), self.grid, stream, params)
             del memory  # what runs later in this stream may use it
         return out, lse
 

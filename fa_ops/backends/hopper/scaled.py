@@ -52,8 +52,9 @@ class Scaled:
         self._grid = B * Hkv * self.blocks + repeating, 1
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int
-    ) -> tuple[Addresses, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: QuantizedTensors, stream: int,
+        with_offset: bool,
+    ) -> tuple[Addresses, Tensor]:  # fmt: skip
         """Where the kernel finds everything, and the memory that holds what is written here."""
         memory = empty(*self._memory)
         begin = memory.data_ptr()

@@ -108,6 +108,16 @@ template <class T> DEVICE T load_shared(u32 at) {
 DEVICE void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Between CTAs: who reads a count by `load_acquire` sees what was written before `add_release` counted it.
+DEVICE void add_release(int* to, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
 DEVICE void named_barrier_sync(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -341,12 +351,26 @@ DEVICE u32 add_halves(u32 a, u32 b) {
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-DEVICE float sum_of_halves(u32 x) {
-  float a, b;
+DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+DEVICE u32 pack_halves(float low, float high) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+DEVICE float2 unpack_halves(u32 x) {
+  float2 y;
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-      : "=f"(a), "=f"(b)
+      : "=f"(y.x), "=f"(y.y)
       : "r"(x));
-  return a + b;
+  return y;
+}
+DEVICE float sum_of_halves(u32 x) {
+  const float2 y = unpack_halves(x);
+  return y.x + y.y;
 }
 
 // Two floats rounded to the 16-bit input type, negative numbers as 0.

@@ -1,6 +1,10 @@
 // Quantises query, key and value to 8 bits, as docs/semantics.md defines it, and writes them in the order in
-// which quantized.cu copies them. The first CTAs of `quantize` find what a whole row of the batch needs: the
-// mean of the keys and the largest value of each channel. The others wait until those of their head are done.
+// which quantized.cu copies them. CTAs start in the order of their indices, and later ones wait for what
+// earlier ones find in a whole row of the batch:
+//
+//   mean of the keys | queries | largest value of each channel | values | keys
+//
+// What is read twice, and what quantized.cu reads again and again, is last, and still in L2 then.
 //
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
 #include "quantize_params.cuh"
@@ -8,6 +12,10 @@
 #include "turned_values.cuh"
 
 constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
+constexpr int ROWS = THREADS / HEAD_LANES;  // that a CTA reads at once
+constexpr int QUERY_UNITS = 4, QUERY_STEPS = 4;  // of ROWS queries each: in registers, and one after another
+constexpr int QUERIES = ROWS * QUERY_UNITS * QUERY_STEPS;  // of a CTA
+constexpr int CTAS = HEAD_LANES * VALUE_LANES < 512 ? 4 : 2;  // on a multiprocessor: registers
 constexpr float SMALLEST = 7.888609052210118e-31f;  // 2^-100
 constexpr float INT8_LARGEST = 127.43f;
 
@@ -16,8 +24,11 @@ DEVICE int keys_of_row(const QuantizeParams& p, int b) {
 }
 
 // Eight elements, or zeros.
-DEVICE void load8(float (&x)[8], const Element* from, bool exists) {
-  const uint4 y = exists ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+DEVICE uint4 load8(const Element* from, bool exists) {
+  return exists ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+}
+
+DEVICE void unpack8(float (&x)[8], const uint4& y) {
   const float2 a = unpack(y.x), b = unpack(y.y), c = unpack(y.z), d = unpack(y.w);
   x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
 }
@@ -59,10 +70,23 @@ template <int LANES, bool IS_MAX> DEVICE void reduce_groups(Shared& shared, floa
     }
 }
 
+// A CTA has found one of a head's statistics.
+DEVICE void count_statistics(int* found) {
+  __syncthreads();
+  if (threadIdx.x == 0) add_release(found, 1);
+}
+
+DEVICE void wait_for_statistics(const int* found, int ctas) {
+  if (threadIdx.x == 0)
+    while (load_acquire(found) < ctas);
+  __syncthreads();
+}
+
 // The largest |v| of each channel among some of the keys of a head.
-DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int part, int keys) {
+DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int part) {
   constexpr int GROUPS = THREADS / VALUE_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
+  const int keys = keys_of_row(p, b);
   const int share = (keys + p.parts - 1) / p.parts, end = min((part + 1) * share, keys);
   const Element* v = row_at(p.v, p.v_strides, b, head % Hkv, 0) + channel;
   const bool exists = channel < p.Dv;
@@ -70,7 +94,7 @@ DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int 
 #pragma unroll 4
   for (int key = part * share + threadIdx.x / VALUE_LANES; key < end; key += GROUPS) {
     float x[8];
-    load8(x, v + key * p.v_strides.s, exists);
+    unpack8(x, load8(v + key * p.v_strides.s, exists));
 #pragma unroll
     for (int i = 0; i < 8; i++) top[i] = fmaxf(top[i], fabsf(x[i]));
   }
@@ -78,12 +102,14 @@ DEVICE void find_largest(const QuantizeParams& p, Shared& shared, int head, int 
   if (threadIdx.x < VALUE_LANES && exists)
 #pragma unroll
     for (int i = 0; i < 8; i++) atomicMax(p.largest + head * p.Dv + channel + i, __float_as_int(top[i]));
+  count_statistics(p.largest_found + head);
 }
 
 // The mean of at most MEAN_KEYS evenly spaced keys of a head.
-DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head, int keys) {
+DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head) {
   constexpr int GROUPS = THREADS / HEAD_LANES;
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
+  const int keys = keys_of_row(p, b);
   const int step = max((keys + MEAN_KEYS - 1) / MEAN_KEYS, 1), count = (keys + step - 1) / step;
   const Element* k = row_at(p.k, p.k_strides, b, head % Hkv, 0) + feature;
   const bool exists = feature < p.D;
@@ -91,7 +117,7 @@ DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head, int key
 #pragma unroll 16
   for (int i = threadIdx.x / HEAD_LANES; i < count; i += GROUPS) {
     float x[8];
-    load8(x, k + (long long)i * step * p.k_strides.s, exists);
+    unpack8(x, load8(k + (long long)i * step * p.k_strides.s, exists));
 #pragma unroll
     for (int j = 0; j < 8; j++) sum[j] += x[j];
   }
@@ -99,31 +125,10 @@ DEVICE void find_mean(const QuantizeParams& p, Shared& shared, int head, int key
   if (threadIdx.x < HEAD_LANES && exists)
 #pragma unroll
     for (int i = 0; i < 8; i++) p.mean[head * p.D + feature + i] = sum[i] / max(count, 1);
+  count_statistics(p.means_found + head);
 }
 
-// Statistics of a head come from `parts` CTAs for its values and one for the mean of its keys.
-DEVICE int statistics_ctas(const QuantizeParams& p) { return p.parts + (p.mean != nullptr); }
-
-DEVICE void find_statistics(const QuantizeParams& p, Shared& shared, int head, int part) {
-  const int keys = keys_of_row(p, head / (p.Hq / p.group));
-  if (part == p.parts) find_mean(p, shared, head, keys);
-  else find_largest(p, shared, head, part, keys);
-  __syncthreads();
-  if (threadIdx.x == 0)
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.finished + head) : "memory");
-}
-
-// CTAs start in the order of their indices, so those that this waits for are running or done.
-DEVICE void wait_for_statistics(const QuantizeParams& p, int head) {
-  if (threadIdx.x == 0) {
-    int count;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(p.finished + head) : "memory");
-    while (count < statistics_ctas(p));
-  }
-  __syncthreads();
-}
-
-constexpr int UNITS = SCALE_BLOCK * HEAD_LANES / THREADS;  // of eight features, that a thread holds
+constexpr int UNITS = SCALE_BLOCK / ROWS;  // of eight features, that a thread holds of a block of keys
 
 // Rotates the features of a row, whose lanes hold eight each, by Hadamard's matrix in blocks.
 DEVICE void rotate(float (&x)[8], [[maybe_unused]] float factor) {
@@ -187,40 +192,56 @@ DEVICE float store8(unsigned char* to, const float (&x)[8], float largest, bool 
 
 // Eight features of the mean of a head's keys.
 DEVICE void load_mean(float (&mean)[8], const QuantizeParams& p, int head, int feature) {
-  wait_for_statistics(p, head);
+  wait_for_statistics(p.means_found + head, 1);
   if (feature >= p.D) return;
 #pragma unroll
   for (int i = 0; i < 8; i++) mean[i] = p.mean[head * p.D + feature + i];
 }
 
-// SCALE_BLOCK queries of a head; each token has a scale.
-DEVICE void quantize_queries(const QuantizeParams& p, int bh, int block) {
+// Eight features of one query. Executed by all lanes of a warp.
+DEVICE void quantize_query(const QuantizeParams& p, int bh, int row, int feature, const uint4& from,
+                           const float (&mean)[8]) {
+  const long long at = (long long)bh * p.Sq + row;
+  float x[8];
+  unpack8(x, from);
+  if (p.offset) {
+    float both = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) both += x[i] * mean[i];
+#pragma unroll
+    for (int w = HEAD_LANES / 2; w; w >>= 1) both += __shfl_xor_sync(~0u, both, w);
+    if (feature == 0 && row < p.Sq) p.offset[at] = both * p.scale;
+  }
+  rotate(x, p.rotation);
+  const float largest = largest_of_lanes<HEAD_LANES>(largest_of(x));
+  const float scale = store8(p.q8 + at * p.D + feature, x, largest, feature < p.D && row < p.Sq);
+  if (feature == 0 && row < p.Sq) p.q_scale[at] = scale;
+}
+
+// QUERIES of a head; each has a scale.
+DEVICE void quantize_queries(const QuantizeParams& p, int bh, int part) {
   const int b = bh / p.Hq, h = bh % p.Hq, feature = threadIdx.x % HEAD_LANES * 8;
   const bool has_feature = feature < p.D;
-  const int first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES, head = b * (p.Hq / p.group) + h / p.group;
-  float mean[8] = {}, x[UNITS][8];
+  int row = part * QUERIES + threadIdx.x / HEAD_LANES;
+  const Element* q = row_at(p.q, p.q_strides, b, h, row) + feature;
+  uint4 next[QUERY_UNITS];
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int row = first + u * (THREADS / HEAD_LANES);
-    load8(x[u], row_at(p.q, p.q_strides, b, h, row) + feature, has_feature && row < p.Sq);
-  }
-  if (p.mean) load_mean(mean, p, head, feature);
+  for (int u = 0; u < QUERY_UNITS; u++)
+    next[u] = load8(q + u * ROWS * p.q_strides.s, has_feature && row + u * ROWS < p.Sq);
+  float mean[8] = {};
+  if (p.offset) load_mean(mean, p, b * (p.Hq / p.group) + h / p.group, feature);
+#pragma unroll 1
+  for (int step = 0; step < QUERY_STEPS; step++, row += QUERY_UNITS * ROWS) {
+    uint4 now[QUERY_UNITS];
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int row = first + u * (THREADS / HEAD_LANES);
-    const long long at = (long long)bh * p.Sq + row;
-    if (p.mean) {
-      float both = 0.f;
+    for (int u = 0; u < QUERY_UNITS; u++) now[u] = next[u];
+    q += QUERY_UNITS * ROWS * p.q_strides.s;
 #pragma unroll
-      for (int i = 0; i < 8; i++) both += x[u][i] * mean[i];
+    for (int u = 0; u < QUERY_UNITS; u++)
+      next[u] = load8(q + u * ROWS * p.q_strides.s,
+                      has_feature && step + 1 < QUERY_STEPS && row + (QUERY_UNITS + u) * ROWS < p.Sq);
 #pragma unroll
-      for (int w = HEAD_LANES / 2; w; w >>= 1) both += __shfl_xor_sync(~0u, both, w);
-      if (feature == 0 && row < p.Sq) p.offset[at] = both * p.scale;
-    }
-    rotate(x[u], p.rotation);
-    const float largest = largest_of_lanes<HEAD_LANES>(largest_of(x[u]));
-    const float scale = store8(p.q8 + at * p.D + feature, x[u], largest, has_feature && row < p.Sq);
-    if (feature == 0 && row < p.Sq) p.q_scale[at] = scale;
+    for (int u = 0; u < QUERY_UNITS; u++) quantize_query(p, bh, row + u * ROWS, feature, now[u], mean);
   }
 }
 
@@ -229,16 +250,15 @@ DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int
   const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
   const int keys = keys_of_row(p, b), first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES;
   const bool has_feature = feature < p.D;
+  const Element* k = row_at(p.k, p.k_strides, b, head % Hkv, first) + feature;
   float mean[8] = {}, x[UNITS][8], largest = 0.f;
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int row = first + u * (THREADS / HEAD_LANES);
-    load8(x[u], row_at(p.k, p.k_strides, b, head % Hkv, row) + feature, has_feature && row < keys);
-  }
+  for (int u = 0; u < UNITS; u++)
+    unpack8(x[u], load8(k + u * ROWS * p.k_strides.s, has_feature && first + u * ROWS < keys));
   if (p.mean) load_mean(mean, p, head, feature);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    const bool exists = first + u * (THREADS / HEAD_LANES) < keys;
+    const bool exists = first + u * ROWS < keys;
 #pragma unroll
     for (int i = 0; i < 8; i++) x[u][i] = exists ? x[u][i] - mean[i] : 0.f;
     rotate(x[u], p.rotation);
@@ -253,13 +273,17 @@ DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int
   float scale;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    const int row = first + u * (THREADS / HEAD_LANES);
+    const int row = first + u * ROWS;
     scale = store8(p.k8 + ((long long)head * p.Sk + row) * p.D + feature, x[u], largest,
                    has_feature && row < p.Sk);
   }
   const int blocks = 2 * ((p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK);
   if (threadIdx.x == 0) p.k_scale[(long long)head * blocks + block] = scale;
 }
+
+// Words of a block that threads of a channel have, and the keys between one and the next.
+constexpr int VALUE_STEPS = WORDS * VALUE_LANES / THREADS, KEYS_OF_STEP = THREADS / VALUE_LANES * 4;
+static_assert(THREADS / VALUE_LANES % 8 == 0, "the same order of keys in each step");
 
 // VALUE_BLOCK values of a head.
 DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int block) {
@@ -268,7 +292,16 @@ DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, i
   const int keys = keys_of_row(p, b);
   const Element* v = row_at(p.v, p.v_strides, b, head % Hkv, 0) + channel;
   const bool exists = channel < p.Dv;
-  wait_for_statistics(p, head);
+  const int key = block * VALUE_BLOCK + key_of_word(threadIdx.x / VALUE_LANES);
+  uint4 from[VALUE_STEPS][4];
+#pragma unroll
+  for (int step = 0; step < VALUE_STEPS; step++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = key + step * KEYS_OF_STEP + (i >> 1) * 8 + (i & 1);
+      from[step][i] = load8(v + row * p.v_strides.s, exists && row < keys);
+    }
+  wait_for_statistics(p.largest_found + head, p.parts);
   float inverse[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -278,14 +311,11 @@ DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, i
       p.v_scale[head * p.Dv + channel + i] = __int_as_float(exponent << 23);
   }
 #pragma unroll
-  for (int word = threadIdx.x / VALUE_LANES; word < WORDS; word += THREADS / VALUE_LANES) {
-    const int key = block * VALUE_BLOCK + key_of_word(word);
+  for (int step = 0; step < VALUE_STEPS; step++) {
+    const int word = threadIdx.x / VALUE_LANES + step * (THREADS / VALUE_LANES);
     float x[4][8];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = key + (i >> 1) * 8 + (i & 1);
-      load8(x[i], v + row * p.v_strides.s, exists && row < keys);
-    }
+    for (int i = 0; i < 4; i++) unpack8(x[i], from[step][i]);
 #pragma unroll
     for (int i = 0; i < 8; i++)
       turned[channel + i][word] = pack_e4m3(x[0][i] * inverse[i], x[1][i] * inverse[i], x[2][i] * inverse[i],
@@ -294,17 +324,23 @@ DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, i
   store_turned((u32*)p.v8, turned, p.Dv, (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, head, block);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(const __grid_constant__ QuantizeParams p) {
-  const int heads = p.B * (p.Hq / p.group), q_blocks = (p.Sq + SCALE_BLOCK - 1) / SCALE_BLOCK,
+// Whether `i` is one of `count` CTAs; if not, it is counted from those that follow.
+DEVICE bool is_one_of(int& i, int count) {
+  if (i < count) return true;
+  i -= count;
+  return false;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    quantize(const __grid_constant__ QuantizeParams p) {
+  const int heads = p.B * (p.Hq / p.group), q_parts = (p.Sq + QUERIES - 1) / QUERIES,
             v_blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, k_blocks = 2 * v_blocks;
   __shared__ Shared shared;
-  const int parts = statistics_ctas(p);
+  launch_dependent_grids();
   int i = blockIdx.x;
-  if (i < heads * parts) return find_statistics(p, shared, i % heads, parts - 1 - i / heads);
-  i -= heads * parts;
-  if (i < heads * v_blocks) return quantize_values(p, shared, i / v_blocks, i % v_blocks);
-  i -= heads * v_blocks;
-  if (i < heads * k_blocks) return quantize_keys(p, shared, i / k_blocks, i % k_blocks);
-  i -= heads * k_blocks;
-  quantize_queries(p, i / q_blocks, i % q_blocks);
+  if (is_one_of(i, p.mean ? heads : 0)) find_mean(p, shared, i);
+  else if (is_one_of(i, p.B * p.Hq * q_parts)) quantize_queries(p, i / q_parts, i % q_parts);
+  else if (is_one_of(i, heads * p.parts)) find_largest(p, shared, i / p.parts, i % p.parts);
+  else if (is_one_of(i, heads * v_blocks)) quantize_values(p, shared, i / v_blocks, i % v_blocks);
+  else quantize_keys(p, shared, i / k_blocks, i % k_blocks);
 }

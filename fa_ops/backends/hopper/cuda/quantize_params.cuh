@@ -7,9 +7,10 @@ struct QuantizeParams {
   const Element *q, *k, *v;
   unsigned char *q8, *k8, *v8;  // (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Dv, 128 blocks of keys)
   float *q_scale, *k_scale, *v_scale;  // (B, Hq, Sq), (B, Hkv, 2 blocks of keys), (B, Hkv, Dv)
-  float *offset, *mean;                // (B, Hq, Sq) and (B, Hkv, D), or null: the mean is not subtracted
+  float* offset;                       // (B, Hq, Sq), or null: not computed
+  float* mean;                         // (B, Hkv, D), or null: not subtracted
   u32* largest;                        // (B, Hkv, Dv): bits of the largest |v|, 0 at launch
-  int* finished;                       // (B, Hkv): CTAs that are done with a head's statistics, 0 at launch
+  int *largest_found, *means_found;    // (B, Hkv): CTAs that are done with those of a head, 0 at launch
   const int* kv_lens;                  // (B,) or null
   Strides q_strides, k_strides, v_strides;
   int B, Hq, group, Sq, Sk, D, Dv;

@@ -79,8 +79,17 @@ struct QuantizedConsumer : QuantizedEpilogue {
   // and rescales what there is if this warp's maxima have moved.
   DEVICE void finish_block() {
     add_row_sums();
-    if (summed == SUMMED_BLOCKS) totals.add(t), summed = 0;
+    if (summed == SUMMED_BLOCKS) add_to_totals(), summed = 0;
     if (SCHEDULE != 3) rescale();
+  }
+
+  DEVICE void add_to_totals() {
+    float whole[2] = {sums[0], sums[1]};
+    if (HALF_TOTALS && !SUMS_BY_PRODUCT)
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2)
+        whole[0] += __shfl_xor_sync(~0u, whole[0], lanes), whole[1] += __shfl_xor_sync(~0u, whole[1], lanes);
+    totals.add(t, whole);
   }
 
   DEVICE void rescale() {

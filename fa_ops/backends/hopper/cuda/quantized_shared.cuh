@@ -17,8 +17,9 @@ constexpr int SCORES = BLOCK_N / 2, OUTPUTS = VALUE_FEATURES / 2;  // accumulato
 constexpr int PRODUCTS = OUTPUTS + ONES / 2;
 constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
               V_COPY_BYTES = BLOCK_N * VALUE_FEATURES, V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
-// Of a consumer, what earlier blocks have added up to.
-constexpr u32 TOTAL_BYTES = 64 * VALUE_FEATURES * 4;
+// Of a consumer, what earlier blocks have added up to, in pieces of 16 bytes for each thread.
+constexpr int TOTAL_FEATURES = (VALUE_FEATURES + 15) / 16 * 16;
+constexpr u32 TOTAL_BYTES = 64 * TOTAL_FEATURES * (HALF_TOTALS ? 2 : 4);
 constexpr int READERS = 128 * CONSUMERS;  // threads that read a work item
 
 static_assert(BLOCK_M % 64 == 0 && (BLOCK_N == 64 || BLOCK_N == 128),

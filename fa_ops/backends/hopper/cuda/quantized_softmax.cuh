@@ -11,14 +11,17 @@ typedef u32 Accumulator;
 constexpr u32 FIRST_BITS = 0x4B400000;
 constexpr float FIRST = 12582912.f;
 DEVICE float as_float(u32 x) { return __int_as_float(x); }
+DEVICE int as_bits(u32 x) { return x; }
 DEVICE void set(u32& x, float value) { x = __float_as_int(value); }
 #else
 typedef float Accumulator;
 constexpr float FIRST = 0.f;
 DEVICE float as_float(float x) { return x; }
+DEVICE int as_bits(float x) { return __float_as_int(x); }
 DEVICE void set(float& x, float value) { x = value; }
 #endif
 constexpr float ZERO = HAS_SOFTCAP ? 0.f : FIRST;  // the score 0, as products have it when weights are made
+constexpr bool SCORES_ARE_POSITIVE = ZERO > 0.f;  // as products have them, apart from masked ones
 // A weight of 1 is rounded as 2^WEIGHT_BITS, where the largest e4m3 number is 448.
 constexpr float WEIGHT_BITS = 8.f, UNIT_WEIGHT = 256.f;
 
@@ -30,15 +33,18 @@ struct alignas(4 * KEY_SCALES) KeyScales {
 typedef Accumulator Scores[SCORES];
 typedef u32 Weights[SCORES / 4];  // four e4m3 numbers each
 
+DEVICE int larger(int a, int b) { return max(a, b); }
+
 struct QuantizedSoftmax {
   float max[2];        // the running max in units of log2, rounded up to an integer
   bool max_moved;      // in a row of this warp, by the last block
+  bool has_negative_max;  // in a row of this warp
   float rescale[2];    // if so, factors of what was accumulated before
   float row_scale[2];  // of the queries, times the factor of all scores
   float key_scale[KEY_SCALES];  // of each 64 keys of the block
 
   DEVICE void reset() {
-    max[0] = max[1] = UNINITIALISED_MAX;
+    max[0] = max[1] = UNINITIALISED_MAX, has_negative_max = true;
   }
 
   // The log2 of a weight by a product, whose sign is the score's.
@@ -46,29 +52,45 @@ struct QuantizedSoftmax {
     return HAS_SOFTCAP ? p.scale_log2 : fmaxf(fabsf(row_scale[row] * key_scale[part]), 1e-37f);
   }
 
-  // The largest score of a row in one part of this thread's keys.
-  template <int ROW, int PART> DEVICE float largest_in_part(const QuantizedParams& p, const Scores& s) const {
-    float largest[4];  // four maxima, so that comparisons do not form one chain
+  // The largest score of a row in one part of this thread's keys. Bits of floats are compared as integers,
+  // of which Hopper compares three at once: that is right if one is not negative.
+  template <int ROW, int PART, bool AS_BITS>
+  DEVICE float largest_in_part(const QuantizedParams& p, const Scores& s) const {
+    float x[4];  // maxima, so that comparisons do not form one chain
+    int bits[2];
 #pragma unroll
     for (int i = 0; i < KEY_SCORES / 4; i++) {
       const int at = PART * KEY_SCORES + 4 * i + 2 * ROW;
-      const float pair = fmaxf(as_float(s[at]), as_float(s[at + 1]));
-      largest[i % 4] = i < 4 ? pair : fmaxf(largest[i % 4], pair);
+      if (AS_BITS) {
+        const int pair = larger(as_bits(s[at]), as_bits(s[at + 1]));
+        bits[i % 2] = i < 2 ? pair : larger(pair, bits[i % 2]);
+      } else {
+        const float pair = fmaxf(as_float(s[at]), as_float(s[at + 1]));
+        x[i % 4] = i < 4 ? pair : fmaxf(x[i % 4], pair);
+      }
     }
     const float factor = unit(p, ROW, PART);
-    const float x = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    return fmaf(x, factor, -ZERO * factor);
+    const float largest = AS_BITS ? __int_as_float(larger(bits[0], bits[1]))
+                                  : fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+    return fmaf(largest, factor, -ZERO * factor);
   }
 
-  template <int ROW> DEVICE float largest_score(const QuantizedParams& p, const Scores& s) const {
-    const float x = largest_in_part<ROW, 0>(p, s);
-    return KEY_SCALES == 1 ? x : fmaxf(x, largest_in_part<ROW, KEY_SCALES - 1>(p, s));
+  template <bool AS_BITS, int ROW>
+  DEVICE float largest_score(const QuantizedParams& p, const Scores& s) const {
+    const float x = largest_in_part<ROW, 0, AS_BITS>(p, s);
+    return KEY_SCALES == 1 ? x : fmaxf(x, largest_in_part<ROW, KEY_SCALES - 1, AS_BITS>(p, s));
   }
 
   // Moves the running maxima where necessary. Each of a row's four lanes tests its own scores, and they
-  // compare only if one in their warp found a larger one.
+  // compare only if one in their warp found a larger one. Where no maximum is negative, a thread without
+  // positive scores may take a wrong one for the largest.
   DEVICE void update_max(const QuantizedParams& p, const Scores& s) {
-    const float found[2] = {largest_score<0>(p, s), largest_score<1>(p, s)};
+    float found[2];
+    if (SCORES_ARE_POSITIVE || !has_negative_max) {
+      found[0] = largest_score<true, 0>(p, s), found[1] = largest_score<true, 1>(p, s);
+    } else {
+      found[0] = largest_score<false, 0>(p, s), found[1] = largest_score<false, 1>(p, s);
+    }
     max_moved = __any_sync(~0u, found[0] > max[0] || found[1] > max[1]);
     if (!max_moved) return;
 #pragma unroll
@@ -79,6 +101,7 @@ struct QuantizedSoftmax {
       rescale[r] = exp2_fast(max[r] - x);
       max[r] = x;
     }
+    has_negative_max = __any_sync(~0u, fminf(max[0], max[1]) < 0.f);
   }
 
   // Turns a row's scores into weights.
