@@ -123,6 +123,8 @@ def _quantized() -> list[Problem]:
         (1, 40, 40, 32768, 128, False),
         (2, 32, 32, 8192, 64, False),
         (2, 32, 32, 8192, 64, True),
+        (2, 8, 8, 8192, 256, False),
+        (2, 8, 8, 8192, 256, True),
     )
     return [Problem(*shape) for shape in shapes]
 

@@ -127,23 +127,29 @@ class WideConfig(HeadDims):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedConfig:
-    """The tile of the forward with 8-bit products: a consumer warpgroup for each 64 queries."""
+    """The tile of the forward with 8-bit products: a consumer warpgroup for each 64 queries.
+
+    Two consumers have registers for both products of a step at once, three have not.
+    """
 
     head_features: int  # of q and k, a multiple of 16
     value_features: int  # a multiple of 8
-    block_m: int = 128
+    block_m: int = 192
     stages: int = 3
-    query_stages: int = 1  # 1: two work items share a slot of queries
-    block_n: int = 128  # or 64: a row of transposed values is one swizzle atom
+    query_stages: int = 2  # 1: two work items share a slot of queries
     summed_keys: int = 1024  # whose products with values tensor cores add up
-    schedule: int = 3  # the order of a step's products, see cuda/quantized_mainloop.cuh
-    sums_by_product: bool = True  # row sums are products with ones, else additions
-    half_totals: bool = False  # sums of these products are float16 numbers, else float32
+
+    block_n = 128  # a row of transposed values is one swizzle atom
 
     @property
     def head_dim(self) -> int:
         """Bytes of a row of q or k in shared memory, whole swizzle atoms."""
         return -(-self.head_features // 128) * 128
+
+    @property
+    def sums_by_product(self) -> bool:
+        """Whether row sums are products with ones: registers hold those beside 128 channels."""
+        return self.value_features <= 128
 
     @property
     def threads(self) -> int:
@@ -157,7 +163,7 @@ class QuantizedConfig:
         keys = self.stages * self.block_n * (self.head_dim + self.value_features + ones)
         barriers = 2 * self.query_stages * (self.block_m // 64) + 4 * self.stages + 4
         queries = self.query_stages * self.block_m * self.head_dim
-        totals = self.block_m * -(-self.value_features // 16) * 16 * (4 - 2 * self.half_totals)
+        totals = self.block_m * -(-self.value_features // 16) * 16 * 2
         return queries + keys + totals + 8 * barriers + _WORK_BYTES
 
     def defines(self) -> dict[str, int]:
@@ -167,8 +173,7 @@ class QuantizedConfig:
             "VALUE_FEATURES": self.value_features, "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n, "STAGES": self.stages, "QUERY_STAGES": self.query_stages,
             "SHARED_BYTES": self.shared_bytes, "SUMMED_KEYS": self.summed_keys,
-            "SCHEDULE": self.schedule, "SUMS_BY_PRODUCT": int(self.sums_by_product),
-            "HALF_TOTALS": int(self.half_totals),
+            "SUMS_BY_PRODUCT": int(self.sums_by_product),
         }  # fmt: skip
 
 
@@ -403,14 +408,14 @@ def forward_config(
 def quantized_config(D: int, Dv: int) -> QuantizedConfig:
     """The tile of the forward with 8-bit products.
 
-    On an H200, 128 features take 0.95x of the time with row sums by products, and with two
-    consumers 1.09x to 1.13x; taking turns, as consumers of the 16-bit kernel do, is slower too.
+    On an H200, 128 features take 1.07x to 1.09x of the time with two consumers, 1.00x to 1.03x with
+    one slot for queries; taking turns, as consumers of the 16-bit kernel do, is slower too. 64
+    features take 0.91x to 1.10x with four consumers of 64 keys. 256 take 1.11x to 1.12x with 64
+    keys, and 1.01x to 1.04x with one product after the other.
     """
-    if Dv > 128:
-        return QuantizedConfig(D, Dv, 128, 2, sums_by_product=False, half_totals=True)
-    if D > 128:  # what shared memory holds
-        return QuantizedConfig(D, Dv, 128, half_totals=True)
-    return QuantizedConfig(D, Dv, 192, query_stages=2, half_totals=True)
+    if max(D, Dv) > 128:  # what shared memory holds
+        return QuantizedConfig(D, Dv, 128, stages=2 if Dv > 128 else 3, query_stages=1)
+    return QuantizedConfig(D, Dv, stages=4 if Dv <= 64 else 3)
 
 
 def short_config(config: Config, Sq: int, keys: int) -> Config:

@@ -3,9 +3,7 @@
 //
 // Compile-time: IS_BF16 IS_INT8 BLOCK_M BLOCK_N HEAD_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // SHARED_BYTES SUMMED_KEYS HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_SINKS
-// SCHEDULE: the order of a step's products, see quantized_mainloop.cuh
 // SUMS_BY_PRODUCT: row sums are products with ones, in place of additions
-// HALF_TOTALS: the sums of products are float16 numbers in shared memory, else float32
 // HAS_SIGNS: scales may be negative
 #define HAS_MASK 0
 #define PACKED_HEADS 1
@@ -46,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     register_dealloc<(CONSUMERS == 2 ? 24 : 32)>();
     if (threadIdx.x < 32) produce(p, sm);
   } else {
-    register_alloc<(CONSUMERS == 2 ? 240 : CONSUMERS == 3 ? 160 : 112)>();
+    register_alloc<(CONSUMERS == 2 ? 240 : 160)>();
     QuantizedConsumer consumer(p, sm, warpgroup - 1);
     consumer.run();
   }

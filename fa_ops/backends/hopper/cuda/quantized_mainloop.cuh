@@ -1,14 +1,11 @@
 // A consumer warpgroup of the forward kernel with 8-bit products: 64 queries. Consumers overlap without an
 // order among them.
 //
-// The products of a step are S(j) = Q.K(j)^T and T += P(j + 1).V(j + 1). SCHEDULE is their order:
-//
-//   1   S(j), T += P(j + 1).V(j + 1) | wait for S(j) | max, exp2 | wait for T | round to P(j)
-//   2   T += P(j + 1).V(j + 1), S(j) | wait for both | max, exp2, round to P(j)
-//   3   T += P(j + 1).V(j + 1) | wait | S(j) | wait | max, exp2, round to P(j): S and P share registers
+// The products of a step are T += P(j + 1).V(j + 1) and S(j) = Q.K(j)^T. Two consumers have them computed at
+// once, and three one after the other, so that P(j + 1) and S(j) share registers. Then P(j) is made of S(j).
 //
 // Tensor cores add 8-bit products with about 14 bits, so no sum of theirs is longer than SUMMED_BLOCKS
-// blocks: it is then added to the totals in float32.
+// blocks: it is then added to the totals.
 #pragma once
 #include "query_slots.cuh"
 #include "quantized_epilogue.cuh"
@@ -16,6 +13,7 @@
 #include "wgmma.cuh"
 
 constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
+constexpr bool BOTH_AT_ONCE = CONSUMERS == 2;  // the products of a step
 
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
@@ -75,23 +73,22 @@ struct QuantizedConsumer : QuantizedEpilogue {
   DEVICE void wait_keys() { mbar_wait(barrier(sm.k_full, k.stage), k.phase); }
   DEVICE void wait_values() { mbar_wait(barrier(sm.v_full, v.stage), v.phase); }
 
-  // After a block whose products are in `t`: adds them to the totals if they are as many as may be summed,
-  // and rescales what there is if this warp's maxima have moved.
+  // After a block's product with values: adds `t` to the totals if it is of as many blocks as may be summed.
   DEVICE void finish_block() {
-    add_row_sums();
+    finish_values();
     if (summed == SUMMED_BLOCKS) add_to_totals(), summed = 0;
-    if (SCHEDULE != 3) rescale();
   }
 
   DEVICE void add_to_totals() {
     float whole[2] = {sums[0], sums[1]};
-    if (HALF_TOTALS && !SUMS_BY_PRODUCT)
+    if (!SUMS_BY_PRODUCT)
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2)
         whole[0] += __shfl_xor_sync(~0u, whole[0], lanes), whole[1] += __shfl_xor_sync(~0u, whole[1], lanes);
     totals.add(t, whole);
   }
 
+  // Rescales what there is if this warp's maxima have moved.
   DEVICE void rescale() {
     if (!softmax.max_moved) return;
 #pragma unroll
@@ -149,40 +146,36 @@ struct QuantizedConsumer : QuantizedEpilogue {
   // Scores of `block`, and the product of the weights of the block after it with their values.
   DEVICE void step(int block, const BlockRange& n) {
     load_key_scale(block);
-    if (SCHEDULE == 3) {
+    if (!BOTH_AT_ONCE) {
       wait_values(), value_product();
-      finish_values();
+      wgmma_wait<0>();
       finish_block();
     }
     start_scores();
     wait_keys();
-    if (SCHEDULE == 2) wait_values(), value_product();
+    if (BOTH_AT_ONCE) wait_values(), value_product();
     score_product();
-    if (SCHEDULE == 1) wait_values(), value_product();
-    if (SCHEDULE == 2) finish_values();
-    else wgmma_wait<(SCHEDULE == 1)>();
+    wgmma_wait<0>();
+    if (BOTH_AT_ONCE) finish_block();
+    exponentiate(block, n);
+    rescale();
+    round_weights();
+  }
+
+  // After all products.
+  DEVICE void finish_values() {
+    fence_operand(t);
+    release_values();
+    add_row_sums();
+  }
+
+  // After the product of the scores.
+  DEVICE void exponentiate(int block, const BlockRange& n) {
     fence_operand(s);
     release_keys(block == n.begin);
     modify_scores(block, n);
     softmax.update_max(p, s);
     softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s);
-    if (SCHEDULE == 1) {
-      // the compiler would move the wait for the product above the softmax, but not above this one, which
-      // ends at once
-      fence_operand(s);
-      wait_values();
-      finish_values();
-    }
-    if (SCHEDULE == 3) rescale();
-    else finish_block();
-    round_weights();
-  }
-
-  // Waits for all products.
-  DEVICE void finish_values() {
-    wgmma_wait<0>();
-    fence_operand(t);
-    release_values();
   }
 
   DEVICE void round_weights() {
@@ -215,19 +208,15 @@ struct QuantizedConsumer : QuantizedEpilogue {
     start_scores();
     score_product();
     wgmma_wait<0>();
-    fence_operand(s);
-    release_keys(n.end - 1 == n.begin);
-    modify_scores(n.end - 1, n);
-    softmax.update_max(p, s);
-    softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s);
+    exponentiate(n.end - 1, n);
     round_weights();
     summed = 0;
 #pragma unroll 1
     for (int j = n.end - 2; j >= n.begin; j--) step(j, n);
     wait_values();
     value_product();
+    wgmma_wait<0>();
     finish_values();
-    add_row_sums();
     totals.finish(t);
   }
 

@@ -19,11 +19,11 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
               V_COPY_BYTES = BLOCK_N * VALUE_FEATURES, V_BYTES = V_COPY_BYTES + BLOCK_N * ONES;
 // Of a consumer, what earlier blocks have added up to, in pieces of 16 bytes for each thread.
 constexpr int TOTAL_FEATURES = (VALUE_FEATURES + 15) / 16 * 16;
-constexpr u32 TOTAL_BYTES = 64 * TOTAL_FEATURES * (HALF_TOTALS ? 2 : 4);
+constexpr u32 TOTAL_BYTES = 64 * TOTAL_FEATURES * 2;
 constexpr int READERS = 128 * CONSUMERS;  // threads that read a work item
 
-static_assert(BLOCK_M % 64 == 0 && (BLOCK_N == 64 || BLOCK_N == 128),
-              "whole products, and keys of V in one swizzle atom");
+static_assert(CONSUMERS == 2 || CONSUMERS == 3, "as registers are divided");
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N == 128, "whole products, and keys of V in one swizzle atom");
 static_assert(VALUE_FEATURES % 8 == 0, "whole swizzle atoms");
 static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 

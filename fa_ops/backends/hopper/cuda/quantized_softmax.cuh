@@ -77,8 +77,7 @@ struct QuantizedSoftmax {
 
   template <bool AS_BITS, int ROW>
   DEVICE float largest_score(const QuantizedParams& p, const Scores& s) const {
-    const float x = largest_in_part<ROW, 0, AS_BITS>(p, s);
-    return KEY_SCALES == 1 ? x : fmaxf(x, largest_in_part<ROW, KEY_SCALES - 1, AS_BITS>(p, s));
+    return fmaxf(largest_in_part<ROW, 0, AS_BITS>(p, s), largest_in_part<ROW, 1, AS_BITS>(p, s));
   }
 
   // Moves the running maxima where necessary. Each of a row's four lanes tests its own scores, and they
