@@ -228,8 +228,8 @@ class BackwardConfig(HeadDims):
 
     @property
     def grad_stages(self) -> int:
-        """Blocks of dO in shared memory; it holds `stages` blocks of queries."""
-        return 1 if self.is_paired else self.stages
+        """Slots for dO in shared memory, of a block each, in pairs of half its columns."""
+        return 3 if self.is_paired else self.stages
 
     def query_ctas(self, m_blocks: int) -> int:
         """CTAs of a head of the pass for dQ, each with 128 queries."""
@@ -256,10 +256,13 @@ class BackwardConfig(HeadDims):
         """Bytes of shared memory of the kernel `backward`."""
         dims = self.head_dim + self.value_dim
         keys = self.block_n // self.ctas_of_block * dims * 2 + _TILE_BYTES
-        of_query, of_grad = self.head_dim * 2 + 4 + 8 + 4, self.value_dim * 2 + 4
+        of_query, of_grad = (
+            self.head_dim * 2 + 4 + 8 + 4,
+            self.value_dim * 2 // self.ctas_of_block + 4,
+        )
         queries = self.block_m * (self.stages * of_query + self.grad_stages * of_grad)
         bias = self.block_m * self.block_n * self.bias_bits // 8 + 16 if self.bias_bits else 0
-        barriers = 5 + 2 * self.is_paired + 2 * (self.stages + self.grad_stages)
+        barriers = 5 + 2 * (self.stages + self.grad_stages)
         return keys + queries + self._exchange_bytes + bias + 8 * barriers
 
     @property
@@ -267,8 +270,8 @@ class BackwardConfig(HeadDims):
         scores = self.block_m * self.block_n
         if self.is_wide:
             return scores * 4 * self.buffers
-        if self.is_paired:  # the other CTA's keys, two buffers of dS of all keys, own weights
-            return self.block_n // 2 * self.head_dim + scores * 4 + scores * 2
+        if self.is_paired:  # the other CTA's keys, dS of all keys, own weights
+            return self.block_n // 2 * self.head_dim + scores * 2 + scores * 2
         return scores * 4 + self.block_n * self.head_dim * 2 if self.adds_dq else 0
 
     @property

@@ -122,7 +122,7 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
         keys, half = N // 2, defines["HEAD_DIM"] // 2
         return [
             ("wgmma_scores", M, *scores, _features(D, keys, M)),
-            ("wgmma_value_scores", M, *scores, _features(Dv, keys, M)),
+            ("wgmma_value_scores", M, *scores, _features(Dv // 2, keys, M)),
             ("wgmma_half_grads", half, *registers, _rows(M)),
             ("wgmma_queries", 64, _MAJOR_MN, _MAJOR_MN, _rows(keys, a_step=2048)),
         ]

@@ -17,6 +17,7 @@ constexpr int SCORES = BLOCK_M / 2;
 constexpr int CTA_KEYS = IS_PAIRED ? BLOCK_N / 2 : BLOCK_N;  // two CTAs may share a block of keys
 constexpr u32 Q_BYTES = BLOCK_M * HEAD_DIM * 2, DO_BYTES = BLOCK_M * VALUE_DIM * 2,
               K_BYTES = CTA_KEYS * HEAD_DIM * 2, V_BYTES = CTA_KEYS * VALUE_DIM * 2;
+constexpr u32 GRAD_BYTES = IS_PAIRED ? DO_BYTES / 2 : DO_BYTES;  // of a slot
 constexpr u32 ROW_BYTES = BLOCK_M * 4, RANGE_BYTES = HAS_RANGES ? BLOCK_M * 8 : 0,
               SEED_BYTES = HAS_DROPOUT ? BLOCK_M * 4 : 0;
 constexpr u32 BIAS_BYTES = BLOCK_M * BLOCK_N * BIAS_BITS / 8;
@@ -40,7 +41,7 @@ struct BackwardShared {
         v(k + K_BYTES),
         q(v + V_BYTES),
         grad_out(q + STAGES * Q_BYTES),
-        exchange(grad_out + GRAD_STAGES * DO_BYTES),
+        exchange(grad_out + GRAD_STAGES * GRAD_BYTES),
         bias(exchange + EXCHANGE_BYTES),
         lse(bias + BIAS_BYTES),
         delta(lse + STAGES * ROW_BYTES),
@@ -53,7 +54,7 @@ struct BackwardShared {
         do_full(q_empty + 8 * STAGES),
         do_empty(do_full + 8 * GRAD_STAGES),
         extra(do_empty + 8 * GRAD_STAGES),
-        bias_full(extra + (IS_PAIRED ? 48 : 32)),
+        bias_full(extra + 32),
         bias_empty(bias_full + 8),
         end(BIAS_BITS ? bias_empty + 8 : bias_full) {}
 

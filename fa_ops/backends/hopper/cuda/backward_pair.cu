@@ -12,14 +12,14 @@
 //   queries                                            dQ = dS^T.K, added to memory in fp32
 //
 // Scores are transposed, so that weights and their gradients leave the accumulators as the register operand
-// of the next product. Shared memory holds two blocks of Q and one of dO: the values' warpgroup computes the
-// next block's weights while dO is copied.
+// of the next product. Shared memory holds two blocks of Q and one and a half of dO, which comes by halves of
+// its columns: while a block is used, the first half of the next one is there already.
 #include "pair_consumers.cuh"
 
 // Executed by one thread. The order of the copies is that in which consumers release what they overwrite; in
 // any other order a copy could wait for consumers that wait for a later copy.
 DEVICE void load_queries(const BackwardParams& p, const BackwardShared& sm, const KeyTile& t, int h, int m,
-                         const PipelineState<STAGES>& ring, u32 grad_phase) {
+                         const PipelineState<STAGES>& ring, u32 blocks) {
   const u32 i = ring.stage, q_full = barrier(sm.q_full, i);
   const long long row = ((long long)(t.b * p.Hq + h) * p.m_blocks + m) * BLOCK_M;
   mbar_wait(barrier(sm.q_empty, i), ring.phase ^ 1);
@@ -29,10 +29,14 @@ DEVICE void load_queries(const BackwardParams& p, const BackwardShared& sm, cons
   if (HAS_RANGES)
     bulk_load(slot_at<RANGE_BYTES>(sm.ranges, i),
               p.ranges + (range_row(p, h, t.b) * p.m_blocks + m) * BLOCK_M, RANGE_BYTES, q_full);
-  mbar_wait(sm.do_empty, grad_phase ^ 1);
-  mbar_arrive_expect(sm.do_full, DO_BYTES + ROW_BYTES);
-  load_tile(sm.grad_out, p.grad_out, sm.do_full, VALUE_DIM, BLOCK_M, m * BLOCK_M, h, t.b);
-  bulk_load(sm.delta, p.delta + row, ROW_BYTES, sm.do_full);
+  for (int x = 0; x < 2; x++) {
+    const GradHalf half(sm, 2 * blocks + x);
+    mbar_wait(half.empty, half.phase ^ 1);
+    mbar_arrive_expect(half.full, GRAD_BYTES + x * ROW_BYTES);
+    for (int column = 0; column < HALF; column += 64)
+      tma_load(half.at + column * 128, p.grad_out, half.full, x * HALF + column, m * BLOCK_M, h, t.b);
+    if (x) bulk_load(half.delta, p.delta + row, ROW_BYTES, half.full);
+  }
 }
 
 // Executed by one thread: this CTA's keys and values, and its columns of the other CTA's keys.
@@ -53,12 +57,12 @@ DEVICE void produce(const BackwardParams& p, const BackwardShared& sm) {
   if (leader && t.first < t.last) load_pair_keys(p, sm, t);
   wait_for_prior_grid();  // `preprocess` writes nothing read above
   PipelineState<STAGES> ring;
-  u32 grad_phase = 0;
+  u32 blocks = 0;
   for (int h = first_head(p, t); h < first_head(p, t) + p.part_heads; h++)
     for (int base = t.first; base < t.last; base += 32) {
       QueryBlocks n = query_blocks(p, t, h, base);
-      for (; n.some; n.some &= n.some - 1, ring.next(), grad_phase ^= 1)
-        if (leader) load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring, grad_phase);
+      for (; n.some; n.some &= n.some - 1, ring.next(), blocks++)
+        if (leader) load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring, blocks);
     }
 }
 

@@ -6,15 +6,15 @@
 //   kv_full        K, V and the other CTA's K are there; all consumers wait once
 //   q_full         Q, its LSEs and key ranges are there
 //   q_empty        the values' warps have computed weights of a block of Q, and the keys' warps its dK
-//   do_full        dO and its deltas are there
-//   do_empty       the values' warps have computed dV of dO, and the keys' warps dS, which reads the deltas
+//   do_full        half of dO's columns are there, with the second half its deltas
+//   do_empty       the values' warps have computed their half of dV, and the keys' warps dS, which reads the
+//                  deltas
 //   weights_full   all threads of the values' warpgroup have written their weights
 //   weights_empty  all threads of the keys' warpgroup have read them
-//   ds_full        dS of a buffer is there: own, which one thread arrives for after all have written, and
-//                  the other CTA's, whose bytes the barrier counts
-//   ds_empty *     the queries' warps of a CTA have computed dQ of a buffer. After those of this CTA its own
-//                  dS is free; after those of the other CTA its dS has been copied there, and the copy there
-//                  is free
+//   ds_full        dS is there: own, which one thread arrives for after all have written, and the other
+//                  CTA's, whose bytes the barrier counts
+//   ds_empty *     the queries' warps of a CTA have computed dQ. After those of this CTA its own dS is free;
+//                  after those of the other CTA its dS has been copied there, and the copy there is free
 #pragma once
 #include "key_consumer.cuh"
 
@@ -22,11 +22,10 @@ constexpr int HALF = HEAD_DIM / 2, GRADS = HEAD_DIM / 2;  // columns of dQ of a 
 constexpr u32 COLUMN_BYTES = 64 * 128;
 constexpr u32 OTHER_KEYS_BYTES = CTA_KEYS * HALF * 2, DS_BYTES = CTA_KEYS * BLOCK_M * 2,
               WEIGHTS_BYTES = CTA_KEYS * BLOCK_M * 4;
-constexpr int DS_BUFFERS = 2;
 static_assert(CTA_KEYS == 64 && BLOCK_M == 64 && HALF % 64 == 0, "columns of 64");
-static_assert(EXCHANGE_BYTES == OTHER_KEYS_BYTES + 2 * DS_BUFFERS * DS_BYTES + WEIGHTS_BYTES, "what follows");
+static_assert(EXCHANGE_BYTES == OTHER_KEYS_BYTES + 2 * DS_BYTES + WEIGHTS_BYTES, "what follows");
 static_assert(HEAD_FEATURES == HEAD_DIM && VALUE_FEATURES == HEAD_DIM, "gradients by halves");
-static_assert(STAGES == 2 && GRAD_STAGES == 1 && ADDS_DQ, "two blocks of Q, one of dO");
+static_assert(STAGES == 2 && ADDS_DQ, "two blocks of Q");
 static_assert(!(HAS_MASK || HAS_DROPOUT || HAS_SOFTCAP || BIAS_BITS), "what registers have no room for");
 
 enum PairWarpgroup { VALUES, KEYS, QUERIES };  // by which named barriers are counted
@@ -42,29 +41,40 @@ DEVICE KeyTile pair_tile(const BackwardParams& p) {
 }
 
 DEVICE u32 other_keys(const BackwardShared& sm) { return sm.exchange; }
-// dS of this CTA's keys in a buffer, or of the other's.
-DEVICE u32 ds_at(const BackwardShared& sm, int buffer, bool others) {
-  return sm.exchange + OTHER_KEYS_BYTES + (2 * buffer + others) * DS_BYTES;
+// dS of this CTA's keys, or of the other's.
+DEVICE u32 ds_at(const BackwardShared& sm, bool others) {
+  return sm.exchange + OTHER_KEYS_BYTES + others * DS_BYTES;
 }
 // The address of four weights of a thread, of which both warpgroups hold the same ones.
 DEVICE u32 weights_address(const BackwardShared& sm, int i) {
-  return sm.exchange + OTHER_KEYS_BYTES + 2 * DS_BUFFERS * DS_BYTES +
-         (i / 4 * 128 + (threadIdx.x & 127)) * 16;
+  return sm.exchange + OTHER_KEYS_BYTES + 2 * DS_BYTES + (i / 4 * 128 + (threadIdx.x & 127)) * 16;
 }
 
 DEVICE u32 weights_full(const BackwardShared& sm) { return sm.extra; }
 DEVICE u32 weights_empty(const BackwardShared& sm) { return sm.extra + 8; }
-DEVICE u32 ds_full(const BackwardShared& sm, int i) { return sm.extra + 16 + 8 * i; }
-DEVICE u32 ds_empty(const BackwardShared& sm, int i) { return sm.extra + 32 + 8 * i; }
+DEVICE u32 ds_full(const BackwardShared& sm) { return sm.extra + 16; }
+DEVICE u32 ds_empty(const BackwardShared& sm) { return sm.extra + 24; }
+
+// Half of the columns of a block of dO, the `i`-th half so far, in one of the slots in turn.
+struct GradHalf {
+  u32 at, delta, full, empty, phase;
+
+  DEVICE GradHalf(const BackwardShared& sm, u32 i) : phase(i / GRAD_STAGES & 1) {
+    const u32 slot = i % GRAD_STAGES;
+    at = slot_at<GRAD_BYTES>(sm.grad_out, slot), delta = slot_at<ROW_BYTES>(sm.delta, slot);
+    full = barrier(sm.do_full, slot), empty = barrier(sm.do_empty, slot);
+  }
+};
 
 // Executed by one thread.
 DEVICE void init_pair_barriers(const BackwardShared& sm) {
   mbar_init(sm.kv_full, 1);
   for (int i = 0; i < STAGES; i++)
     mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 8);
-  mbar_init(sm.do_full, 1), mbar_init(sm.do_empty, 8);
+  for (int i = 0; i < GRAD_STAGES; i++)
+    mbar_init(barrier(sm.do_full, i), 1), mbar_init(barrier(sm.do_empty, i), 8);
   mbar_init(weights_full(sm), 128), mbar_init(weights_empty(sm), 128);
-  for (int i = 0; i < DS_BUFFERS; i++) mbar_init(ds_full(sm, i), 1), mbar_init(ds_empty(sm, i), 4 * 2);
+  mbar_init(ds_full(sm), 1), mbar_init(ds_empty(sm), 4 * 2);
   mbar_init_fence();
 }
 
@@ -95,15 +105,14 @@ struct PairConsumer : KeyConsumerBase {
     if (t.first < t.last) mbar_wait(sm.kv_full, 0);
   }
 
-  // Adds to dK or dV, by halves: ptxas takes no product that needs more registers than each of 512 threads
-  // begins with.
-  DEVICE void gradient_product(float (&d)[GRADS], const u32 (&a)[SCORES / 2], u32 queries) {
-    using Half = float (&)[GRADS / 2];
+  // The halves of dO of this block, and after those of earlier ones.
+  DEVICE GradHalf grad_half(int i) const { return GradHalf(sm, 2 * blocks + i); }
+
+  // Adds to half X of the columns of dK or dV, from those of Q or dO at `queries`: ptxas takes no product
+  // that needs more registers than each of 512 threads begins with.
+  template <int X> DEVICE void half_product(float (&d)[GRADS], const u32 (&a)[SCORES / 2], u32 queries) {
     wgmma_fence();
-    wgmma_half_grads((Half)d[0], a, pair_descriptor(queries, COLUMN_BYTES));
-    queries += HALF / 64 * COLUMN_BYTES;
-    wgmma_half_grads((Half)d[GRADS / 2], a, pair_descriptor(queries, COLUMN_BYTES));
-    wgmma_commit();
+    wgmma_half_grads((float (&)[GRADS / 2])d[X * (GRADS / 2)], a, pair_descriptor(queries, COLUMN_BYTES));
   }
 
   // Rows of this CTA's keys from a batch row's length on, or of the other's.
@@ -133,8 +142,10 @@ struct PairValueConsumer : PairConsumer {
     wgmma_fence();
     wgmma_scores_start(s, pair_descriptor(sm.k, 16), pair_descriptor(slot_at<Q_BYTES>(sm.q, i()), 16));
     wgmma_commit();
-    wgmma_wait<1>();  // for dV of the last block
-    if (blocks > 0) release(sm.do_empty);
+    wgmma_wait<2>();  // for dV of the last block, by halves
+    if (blocks > 0) release(grad_half(-2).empty);
+    wgmma_wait<1>();
+    if (blocks > 0) release(grad_half(-1).empty);
     wgmma_wait<0>();
     fence_operand(s);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i()), slot_at<RANGE_BYTES>(sm.ranges, i()));
@@ -147,8 +158,13 @@ struct PairValueConsumer : PairConsumer {
       w[e / 2] = pack(s[e], s[e + 1]), w[e / 2 + 1] = pack(s[e + 2], s[e + 3]);
     }
     mbar_arrive(weights_full(sm));
-    mbar_wait(sm.do_full, i());
-    gradient_product(dv, w, sm.grad_out);
+    const GradHalf front = grad_half(0), back = grad_half(1);
+    mbar_wait(front.full, front.phase);
+    half_product<0>(dv, w, front.at);
+    wgmma_commit();
+    mbar_wait(back.full, back.phase);
+    half_product<1>(dv, w, back.at);
+    wgmma_commit();
     blocks++;
   }
 
@@ -175,8 +191,8 @@ struct PairKeyConsumer : PairConsumer {
   DEVICE PairKeyConsumer(const BackwardParams& p, const BackwardShared& sm) : PairConsumer(p, sm) {}
 
   // Turns the gradients of weights into those of scores, in place.
-  DEVICE void score_gradients() {
-    const u32 row = opaque(sm.delta + (lane & 3) * 8);
+  DEVICE void score_gradients(u32 delta) {
+    const u32 row = opaque(delta + (lane & 3) * 8);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4) {
       const float4 w = load_shared<float4>(weights_address(sm, e));
@@ -191,28 +207,37 @@ struct PairKeyConsumer : PairConsumer {
   DEVICE void send() {
     named_barrier_sync(Barrier::WARPGROUP + KEYS, 128);
     if (tid == 0) {
-      mbar_arrive_expect(ds_full(sm, i()), DS_BYTES);
-      bulk_send(ds_at(sm, i(), true), ds_at(sm, i(), false), DS_BYTES, ds_full(sm, i()), cta_rank() ^ 1);
+      mbar_arrive_expect(ds_full(sm), DS_BYTES);
+      bulk_send(ds_at(sm, true), ds_at(sm, false), DS_BYTES, ds_full(sm), cta_rank() ^ 1);
     }
   }
 
   DEVICE void step(int, int, bool) {
-    mbar_wait(sm.do_full, i());
+    const GradHalf front = grad_half(0), back = grad_half(1);
+    mbar_wait(front.full, front.phase);
     wgmma_fence();
-    wgmma_value_scores_start(dp, pair_descriptor(sm.v, 16), pair_descriptor(sm.grad_out, 16));
+    wgmma_value_scores_start(dp, pair_descriptor(sm.v, 16), pair_descriptor(front.at, 16));
+    mbar_wait(back.full, back.phase);
+    wgmma_fence();
+    const u32 v = sm.v + HALF / 64 * COLUMN_BYTES;
+    wgmma_value_scores(dp, pair_descriptor(v, 16), pair_descriptor(back.at, 16));
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(dp);
     mbar_wait(weights_full(sm), i());
-    score_gradients();
+    score_gradients(back.delta);
     mbar_arrive(weights_empty(sm));
     fence_async_shared();
-    release(sm.do_empty);
+    release(front.empty);
+    release(back.empty);
     pack_fragments(ds, dp);
+    const u32 q = slot_at<Q_BYTES>(sm.q, i());
     mbar_wait(barrier(sm.q_full, i()), phase());
-    gradient_product(dk, ds, slot_at<Q_BYTES>(sm.q, i()));
-    mbar_wait(ds_empty(sm, i()), phase() ^ 1);
-    store_fragments(ds_at(sm, i(), false), ds, DS_BYTES);
+    half_product<0>(dk, ds, q);
+    half_product<1>(dk, ds, q + HALF / 64 * COLUMN_BYTES);
+    wgmma_commit();
+    mbar_wait(ds_empty(sm), i() ^ 1);
+    store_fragments(ds_at(sm, false), ds, DS_BYTES);
     fence_async_shared();
     send();
     wgmma_wait<0>();
@@ -249,7 +274,7 @@ struct PairQueryConsumer : PairConsumer {
 
   // By columns of 64: registers for more are needed for dK and dV.
   DEVICE void step(int h, int m, bool) {
-    mbar_wait(ds_full(sm, i()), phase());
+    mbar_wait(ds_full(sm), i());
     const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;
     float* const to = p.sums + block * (BLOCK_M * SUM_FEATURES) + (cta_rank() * BLOCK_M * HALF + tid * 4);
 #pragma unroll 1
@@ -257,14 +282,14 @@ struct PairQueryConsumer : PairConsumer {
       const u32 own = sm.k + (cta_rank() * (HALF / 64) + x) * COLUMN_BYTES;
       const u32 others = other_keys(sm) + x * COLUMN_BYTES;
       wgmma_fence();
-      wgmma_queries_start(dq, pair_descriptor(ds_at(sm, i(), false), DS_BYTES),
+      wgmma_queries_start(dq, pair_descriptor(ds_at(sm, false), DS_BYTES),
                           pair_descriptor(own, COLUMN_BYTES));
-      wgmma_queries(dq, pair_descriptor(ds_at(sm, i(), true), DS_BYTES),
+      wgmma_queries(dq, pair_descriptor(ds_at(sm, true), DS_BYTES),
                     pair_descriptor(others, COLUMN_BYTES));
       wgmma_commit();
       wgmma_wait<0>();
       fence_operand(dq);
-      if (x == HALF / 64 - 1) release_in_pair(ds_empty(sm, i()));
+      if (x == HALF / 64 - 1) release_in_pair(ds_empty(sm));
       add_fragments<0, SCORES>(to + x * (SCORES * 128), dq);
     }
     blocks++;
