@@ -1,7 +1,7 @@
 // The consumers of backward_pair.cu: a warpgroup each for dV, dK and dQ.
 //
 // What each barrier protects, of every CTA. Those marked * both CTAs arrive at; a warp's lane 0 arrives in
-// CTA 0 and lane 1 in CTA 1.
+// CTA 0 and lane 1 in CTA 1. At the others of consumers every thread arrives, as in backward.cuh.
 //
 //   kv_full        K, V and the other CTA's K are there; all consumers wait once
 //   q_full         Q, its LSEs and key ranges are there
@@ -70,9 +70,9 @@ struct GradHalf {
 DEVICE void init_pair_barriers(const BackwardShared& sm) {
   mbar_init(sm.kv_full, 1);
   for (int i = 0; i < STAGES; i++)
-    mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 8);
+    mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 256);
   for (int i = 0; i < GRAD_STAGES; i++)
-    mbar_init(barrier(sm.do_full, i), 1), mbar_init(barrier(sm.do_empty, i), 8);
+    mbar_init(barrier(sm.do_full, i), 1), mbar_init(barrier(sm.do_empty, i), 256);
   mbar_init(weights_full(sm), 128), mbar_init(weights_empty(sm), 128);
   mbar_init(ds_full(sm), 1), mbar_init(ds_empty(sm), 4 * 2);
   mbar_init_fence();
@@ -91,11 +91,7 @@ struct PairConsumer : KeyConsumerBase {
   DEVICE PairConsumer(const BackwardParams& p, const BackwardShared& sm)
       : KeyConsumerBase(p, sm, pair_tile(p), cta_rank() * CTA_KEYS) {}
 
-  // Arrives for a warp, in this CTA or in both of the cluster.
-  DEVICE void release(u32 bar) const {
-    __syncwarp();
-    if (lane == 0) mbar_arrive(bar);
-  }
+  // Arrives for a warp, in both CTAs of the cluster.
   DEVICE void release_in_pair(u32 bar) const {
     __syncwarp();
     if (lane < 2) mbar_arrive_at(bar, lane);
@@ -143,14 +139,14 @@ struct PairValueConsumer : PairConsumer {
     wgmma_scores_start(s, pair_descriptor(sm.k, 16), pair_descriptor(slot_at<Q_BYTES>(sm.q, i()), 16));
     wgmma_commit();
     wgmma_wait<2>();  // for dV of the last block, by halves
-    if (blocks > 0) release(grad_half(-2).empty);
+    if (blocks > 0) mbar_arrive(grad_half(-2).empty);
     wgmma_wait<1>();
-    if (blocks > 0) release(grad_half(-1).empty);
+    if (blocks > 0) mbar_arrive(grad_half(-1).empty);
     wgmma_wait<0>();
     fence_operand(s);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i()), slot_at<RANGE_BYTES>(sm.ranges, i()));
     fence_async_shared();  // as in forward_scores.cuh
-    release(q_empty);
+    mbar_arrive(q_empty);
     mbar_wait(weights_empty(sm), i() ^ 1);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4) {
@@ -228,8 +224,8 @@ struct PairKeyConsumer : PairConsumer {
     score_gradients(back.delta);
     mbar_arrive(weights_empty(sm));
     fence_async_shared();
-    release(front.empty);
-    release(back.empty);
+    mbar_arrive(front.empty);
+    mbar_arrive(back.empty);
     pack_fragments(ds, dp);
     const u32 q = slot_at<Q_BYTES>(sm.q, i());
     mbar_wait(barrier(sm.q_full, i()), phase());
@@ -243,7 +239,7 @@ struct PairKeyConsumer : PairConsumer {
     wgmma_wait<0>();
     fence_operand(dk);
     fence_operand(ds);
-    release(barrier(sm.q_empty, i()));
+    mbar_arrive(barrier(sm.q_empty, i()));
     blocks++;
   }
 
