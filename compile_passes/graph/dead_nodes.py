@@ -15,12 +15,12 @@ from compile_passes.graph.ir import example, written_nodes
 _WITHOUT_EFFECT = vocabulary.LAYOUT | set(
     """
     abs add all amax amin and any arange argmax argmin baddbmm broadcast_tensors cat chunk clamp
-    clamp_min cos cumsum detach diff div einsum eq exp exp2 expm1 flip floordiv full full_like gather ge gt
-    index_select le log log_softmax logsumexp lt masked_fill matmul max maximum mean min
-    minimum mul narrow ne neg new_empty new_full new_ones new_zeros norm not numel ones
+    clamp_min cos cumsum detach diff div einsum eq exp exp2 expm1 flip floordiv full full_like
+    gather ge gt index_select le log log_softmax logsumexp lt masked_fill matmul max maximum
+    mean min minimum mul narrow ne neg new_empty new_full new_ones new_zeros norm not numel ones
     ones_like or outer pad permute pow prod relu repeat repeat_interleave reshape rsqrt
-    scalar_tensor searchsorted select sigmoid sin size softmax split sqrt stack std sub sum tanh tensor
-    topk tril triu unbind var where zeros zeros_like
+    scalar_tensor searchsorted select sigmoid sin size softmax split sqrt stack std sub sum
+    tanh tensor topk tril triu unbind var where zeros zeros_like
     """.split()
 )
 

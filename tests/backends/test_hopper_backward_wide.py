@@ -51,10 +51,10 @@ def compiled(tmp_path_factory):
     """Both kernels with some features, by `kernel_defines`' arguments."""
     made = {}
 
-    def compile(D, in_registers, **features):
-        key = D, in_registers, *features.items()
+    def compile(D, **features):
+        key = D, *features.items()
         if key not in made:
-            config = configs.WideBackwardConfig(D, D, half_in_registers=in_registers)
+            config = configs.WideBackwardConfig(D, D)
             defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
             text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
             made[key] = []
@@ -180,12 +180,12 @@ def test_products_copies_and_barriers(seed, compiled):
         (1, 2, 1, 270, 130, 256, 256), (1, 1, 1, 200, 200, 200, 256), (1, 1, 1, 64, 40, 256, 72),
         (2, 1, 1, 190, 100, 256, 136),
     )[seed]  # fmt: skip
-    assert_gradients(*run(compiled(WIDTH, seed < 2), sizes, seed))
+    assert_gradients(*run(compiled(WIDTH), sizes, seed))
 
 
 @pytest.mark.parametrize("seed", [10, 11])
 def test_windows_lengths_and_groups_in_parts(seed, compiled):
-    libraries = compiled(WIDTH, seed == 10, window=True, kv_lens=True, split=True)
+    libraries = compiled(WIDTH, window=True, kv_lens=True, split=True)
     sizes = (2, 2, 1, 150, 230, 256, 200)
     options = {"is_causal": True, "lens": [230, 90], "parts": 2, "left": 70 if seed == 11 else None}
     assert_gradients(*run(libraries, sizes, seed, **options))
@@ -195,6 +195,6 @@ def test_ranges(compiled):
     first = torch.arange(150).view(1, 1, 150, 1) // 40 * 50
     ranges = torch.cat((first, first + 70), -1)
     ranges[:, :, 60] = 5  # attends nothing
-    libraries = compiled(WIDTH, True, ranges=True, kv_lens=True)
+    libraries = compiled(WIDTH, ranges=True, kv_lens=True)
     sizes = (1, 2, 1, 150, 230, 256, 256)
     assert_gradients(*run(libraries, sizes, 20, lens=[201], ranges=ranges))

@@ -1,6 +1,5 @@
 """The Hopper kernels of heads over 256 wide without a GPU: spills, products and shared memory."""
 
-import dataclasses
 import re
 
 import pytest
@@ -50,12 +49,9 @@ BACKWARD_FEATURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, in_registers", [("full", True), ("causal", False), ("all", False), ("all", True)]
-)
-def test_backward(name, in_registers, tmp_path):
+@pytest.mark.parametrize("name", BACKWARD_FEATURES)
+def test_backward(name, tmp_path):
     config = configs.backward_config(512, 320)
-    config = dataclasses.replace(config, half_in_registers=in_registers)
     assert config.shared_bytes == config.query_shared_bytes <= configs.SHARED_LIMIT
     defines = dense_backward.kernel_defines(config, torch.bfloat16, **BACKWARD_FEATURES[name])
     for entry in config.products:
@@ -67,12 +63,8 @@ def test_backward(name, in_registers, tmp_path):
         assert sass.count("HGMMA") == steps(512) + 2 * 4
         assert sass.count("WARPGROUP.DEPBAR") == 3
         source = compiler.program("backward", entry, defines).headers[0][1]
-        numbers = re.findall(
-            r"register_(?:de)?alloc<(?:HALF_IN_REGISTERS \? )?(\d+)(?: : (\d+))?>", source
-        )
-        copies, *scores, gradients = numbers
-        both = zip(scores, gradients)  # with half of the tokens in registers, and without
-        assert all(int(copies[0]) + int(x[0]) + 2 * int(y) == 512 for x, y in both)
+        copies, scores, gradients = map(int, re.findall(r"register_(?:de)?alloc<(\d+)>", source))
+        assert copies + scores + 2 * gradients == 512
 
 
 def test_wide_heads_fit_the_other_kernels_of_the_backward_pass(tmp_path):

@@ -10,10 +10,9 @@ from fa_ops.testing import Arena, Case, PackedCase, assert_right, random_case
 from tests.gpu import test_hopper_backward_isolation as isolation
 from tests.gpu.cases import check, few_processors, lengthened, pairs_of_ctas
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(hopper.available_error() is not None, reason=str(hopper.available_error())),
-]
+pytestmark = pytest.mark.skipif(
+    hopper.available_error() is not None, reason=str(hopper.available_error())
+)
 
 
 @pytest.fixture(autouse=True)

@@ -80,9 +80,7 @@ def test_an_infinity_changes_only_rows_that_attend_it():
     assert (out[:, :, :250].cpu().float() - expected.float()).abs().max() < 2e-2
 
 
-@pytest.mark.parametrize("has_backward", [False, True])
-def test_training_by_default(monkeypatch, has_backward):
-    monkeypatch.setattr(hopper, "WIDE_BACKWARD_BY_DEFAULT", has_backward)
+def test_training_by_default():
     q, k, v, _ = Case(**WIDE, Sq=301, Sk=301).fresh()
     assert fa_ops.explain(q, k, v, is_causal=True).backend == "hopper"
     assert_close_to_oracle(Case(**WIDE, Sq=301, Sk=301, is_causal=True), "auto")

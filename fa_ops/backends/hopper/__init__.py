@@ -43,9 +43,6 @@ from fa_ops.types import (
 )
 
 _ALTERNATIVE = "the triton backend can run it"
-# Whether the backward pass of dense calls with head dims over 256 runs here unless another backend
-# is named. Its results were compared on an H200, its times have not been.
-WIDE_BACKWARD_BY_DEFAULT = False
 
 
 def is_for_this_gpu() -> bool:
@@ -96,8 +93,7 @@ def supports(call: Call) -> str | None:
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
-    has_wide = is_forward or WIDE_BACKWARD_BY_DEFAULT or call.backend != "auto"
-    return support_error(q, k, v, spec, call.kind == DENSE and has_wide)
+    return support_error(q, k, v, spec, takes_wide=call.kind == DENSE)
 
 
 def plan(call: Call) -> Plan:

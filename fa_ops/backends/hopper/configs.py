@@ -308,7 +308,6 @@ class WideBackwardConfig(BackwardConfig):
 
     adds_dq: bool = False
     block_n: int = 64
-    half_in_registers: bool = False  # of the cluster's own features: room for half a block more
 
     threads = 512  # a warpgroup copies, one computes scores, and two share a gradient's columns
     products = "wide_keys", "wide_queries"
@@ -323,16 +322,12 @@ class WideBackwardConfig(BackwardConfig):
     def shared_bytes(self) -> int:
         """Bytes of shared memory of either kernel."""
         half = 64 * self.head_dim
-        slots = 5 if self.half_in_registers else 4  # of halves of blocks
+        slots = 5  # of halves of blocks; half of the own tokens is in registers
         exchange = 4 * 64 * 64 * 2  # two blocks to the other CTA, and two from it
         numbers = (slots + 1) // 2 * 64 * (4 + 8) + 8 * 4  # of queries, and flags of warps
         return 6 * half + exchange + numbers + 8 * (5 + 2 * slots)
 
     query_shared_bytes = shared_bytes
-
-    def defines(self) -> dict[str, int]:
-        """The macros of this configuration."""
-        return super().defines() | {"HALF_IN_REGISTERS": int(self.half_in_registers)}
 
 
 @dataclasses.dataclass(frozen=True)

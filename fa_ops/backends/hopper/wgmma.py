@@ -127,9 +127,8 @@ def _products(source: str, defines: dict[str, int]) -> list[tuple]:
             ("wgmma_queries", 64, _MAJOR_MN, _MAJOR_MN, _rows(keys, a_step=2048)),
         ]
     if source == "backward_wide.cu":  # half the features; a quarter of a gradient's columns
-        first = "registers" if defines["HALF_IN_REGISTERS"] else _MAJOR_K
         return [
-            ("wgmma_first_scores", N, first, _MAJOR_K, _features(D // 2, 64, N)),
+            ("wgmma_first_scores", N, "registers", _MAJOR_K, _features(D // 2, 64, N)),
             ("wgmma_scores", N, *scores, _features(D // 2, 64, N)),
             ("wgmma_grads", D // 4, _MAJOR_K, _MAJOR_MN, _rows(N, a_step=32)),
         ]

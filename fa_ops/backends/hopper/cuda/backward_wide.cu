@@ -11,10 +11,10 @@
 // 1 computes scores, and 2 and 3 share the columns of the gradient. Nothing is added in memory: the bits of
 // all gradients repeat.
 //
-// HALF_IN_REGISTERS the scores' warpgroup has half the features of the cluster's own tokens in registers, and
-// shared memory has room for two and a half blocks of the others, not two.
+// The scores' warpgroup has half the features of the cluster's own tokens in registers, so that shared memory
+// has room for two and a half blocks of the others, not two.
 //
-// Compile-time: HALF_IN_REGISTERS IS_BF16 HEAD_DIM SHARED_BYTES HAS_KV_LENS, and what backward_tiles.cuh has
+// Compile-time: IS_BF16 HEAD_DIM SHARED_BYTES HAS_KV_LENS, and what backward_tiles.cuh has
 #include "wide_consumers.cuh"
 
 // Executed by one thread.
@@ -49,12 +49,10 @@ struct Producer : WideRole {
 
   DEVICE void load_resident() {
     const TensorMap& map = OF_QUERIES ? (rank == 0 ? p.q : p.grad_out) : (rank == 0 ? p.k : p.v);
-    for (int half = 0; half < 2; half++) {
-      const bool to_registers = HALF_IN_REGISTERS && half == 0;
-      const u32 bar = to_registers ? full() : sm.resident_full;
-      if (half == 0 || HALF_IN_REGISTERS) mbar_arrive_expect(bar, to_registers ? HALF_BYTES : RESIDENT_BYTES);
-      const u32 to = to_registers ? stream() : slot_at<HALF_BYTES>(sm.resident, half - HALF_IN_REGISTERS);
-      load_half(to, map, bar, half, work.first_token(), work.head(p), work.t.b);
+    for (int half = 0; half < 2; half++) {  // the first goes to registers
+      const u32 bar = half == 0 ? full() : sm.resident_full;
+      mbar_arrive_expect(bar, HALF_BYTES);
+      load_half(half == 0 ? stream() : sm.resident, map, bar, half, work.first_token(), work.head(p), work.t.b);
     }
   }
 
@@ -86,7 +84,7 @@ struct Producer : WideRole {
   DEVICE void run() {
     if (work.has_blocks()) {
       if (leader) load_resident();
-      if (HALF_IN_REGISTERS) ring.next();
+      ring.next();
     }
     wait_for_prior_grid();  // `preprocess` writes nothing read above
     work.for_each_block(p, *this);
@@ -113,15 +111,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
       producer.run();
     }
   } else if (warpgroup == 1) {
-#if HALF_IN_REGISTERS
     register_alloc<168>();
-#else
-    register_dealloc<120>();
-#endif
     ScoreConsumer consumer(p, sm, work);
     consumer.run();
   } else {
-    register_alloc<HALF_IN_REGISTERS ? 160 : 184>();
+    register_alloc<160>();
     if (cta_rank() == 0 || VALUES_HAVE_GRADIENT) {
       GradientConsumer consumer(p, sm, work, warpgroup - 2);
       consumer.run();

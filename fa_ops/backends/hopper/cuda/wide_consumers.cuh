@@ -68,9 +68,7 @@ struct WideRole {
 struct ScoreConsumer : WideRole {
   float s[SCORES];
   u32 x[SCORES / 2];
-#if HALF_IN_REGISTERS
   u32 own[HEAD_DIM / 8];  // the first half of the cluster's own tokens
-#endif
   const int row;  // of 64, this thread's first; the second is 8 below
 #if OF_QUERIES
   float number[2];  // LSE or delta of this thread's rows
@@ -153,14 +151,8 @@ struct ScoreConsumer : WideRole {
 #endif
   }
 
-  // The half that is read last comes last in shared memory.
   DEVICE void score_product() {
-    const u32 more = cluster_descriptor(sm.resident + RESIDENT_BYTES - HALF_BYTES, 16);
-#if HALF_IN_REGISTERS
-    const auto& own = this->own;
-#else
-    const u32 own = cluster_descriptor(sm.resident, 16);
-#endif
+    const u32 more = cluster_descriptor(sm.resident, 16);
     mbar_wait(full(), ring.phase);
     wgmma_fence();
     wgmma_first_scores_start(s, own, cluster_descriptor(stream(), 16));
@@ -217,13 +209,11 @@ struct ScoreConsumer : WideRole {
   }
 
   DEVICE void read_own_tokens() {
-#if HALF_IN_REGISTERS
     mbar_wait(full(), ring.phase);
     load_fragments(own, stream());
     fence_async_shared();
     mbar_arrive(empty());
     ring.next();
-#endif
     mbar_wait(sm.resident_full, 0);
   }
 
@@ -310,7 +300,7 @@ struct GradientConsumer : WideRole {
   DEVICE void run() {
 #pragma unroll
     for (int i = 0; i < GRADIENTS; i++) low[i] = high[i] = 0.f;
-    if (HALF_IN_REGISTERS && work.has_blocks()) release(empty()), ring.next();
+    if (work.has_blocks()) release(empty()), ring.next();
     work.for_each_block(p, *this);
 #if SPLITS_GROUP && !OF_QUERIES
     float* const to = key_sums_of(p, work.t) + rank * TOKENS * HEAD_DIM + w * TOKENS * HEAD_DIM / 4 + tid * 4;

@@ -13,11 +13,9 @@
 #endif
 
 constexpr int TOKENS = 64, COLUMNS = HEAD_DIM / 64, HALF_COLUMNS = COLUMNS / 2;
-constexpr u32 COLUMN_BYTES = TOKENS * 128, HALF_BYTES = HALF_COLUMNS * COLUMN_BYTES,
-              TILE_BYTES = 2 * HALF_BYTES;
+constexpr u32 COLUMN_BYTES = TOKENS * 128, HALF_BYTES = HALF_COLUMNS * COLUMN_BYTES;
 // Of halves of blocks, and of the numbers of the blocks that these are part of.
-constexpr int SLOTS = HALF_IN_REGISTERS ? 5 : 4, NUMBER_SLOTS = (SLOTS + 1) / 2;
-constexpr u32 RESIDENT_BYTES = HALF_IN_REGISTERS ? HALF_BYTES : TILE_BYTES;
+constexpr int SLOTS = 5, NUMBER_SLOTS = (SLOTS + 1) / 2;
 constexpr u32 NUMBER_BYTES = TOKENS * 4, RANGE_BYTES = TOKENS * 8;
 static_assert(BLOCK_M == TOKENS && BLOCK_N == TOKENS && QUERY_BLOCK_N == TOKENS, "copies of 64 tokens");
 static_assert(HEAD_DIM == VALUE_DIM && HEAD_FEATURES == HEAD_DIM && COLUMNS % 4 == 0, "halves of halves");
@@ -42,7 +40,7 @@ struct WideShared {
 
   DEVICE constexpr explicit WideShared(u32 base)
       : resident(base),
-        stream(resident + RESIDENT_BYTES),
+        stream(resident + HALF_BYTES),
         sent(stream + SLOTS * HALF_BYTES),
         received(sent + 2 * COLUMN_BYTES),
         numbers(received + 2 * COLUMN_BYTES),
