@@ -91,8 +91,8 @@ def test_windows_are_normalised(specs, window, sides):
         fa_ops.attention_varlen(tokens[0].detach().requires_grad_(grad), *tokens[1:], ends, ends,
                                 window=window).sum()  # fmt: skip
     fa_ops.attention_with_kv_cache(q, k, v, lens, window=window)
-    fa_ops.attention_with_kv_cache(q, k, v, lens - 1, key=k[:, :, :1], value=v[:, :, :1].clone(),
-                                   window=window)  # fmt: skip
+    fa_ops.attention_with_kv_cache(q, k, v, lens - 1, key=k[:, :, :1].clone(),
+                                   value=v[:, :, :1].clone(), window=window)  # fmt: skip
     if window and None not in window and max(window) < 2**63:
         given = {"window_left": int(window[0]), "window_right": int(window[1])}
         out, lse = dense.WITH_LSE(q, k, v, **given)

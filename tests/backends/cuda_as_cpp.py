@@ -97,6 +97,7 @@ static int __ffs(u32 x) { return __builtin_ffs(x); }
 #define DEVICE inline
 static bool __any_sync(u32 lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
 static bool __all_sync(u32 lanes, bool x) { return __ballot_sync(lanes, !x) == 0; }
+static int column_offset(int i) { return (i >> 2) * 8 + (i & 1); }
 constexpr int UNBOUNDED = 1 << 29;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f, INFINITE = INFINITY;
 """  # noqa: E501

@@ -93,7 +93,7 @@ def supports(call: Call) -> str | None:
     if call.backend == "auto" and is_forward and is_decoding(q.shape[2], k.shape[2], spec):
         # where the decoding kernel cannot run, a backend that splits keys is faster than `forward`
         return cache_error(q, k, v, Cache(), spec)
-    return support_error(q, k, v, spec, takes_wide=call.kind == DENSE)
+    return support_error(q, k, v, spec, call.kind == DENSE)
 
 
 def plan(call: Call) -> Plan:

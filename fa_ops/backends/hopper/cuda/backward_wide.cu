@@ -52,7 +52,8 @@ struct Producer : WideRole {
     for (int half = 0; half < 2; half++) {  // the first goes to registers
       const u32 bar = half == 0 ? full() : sm.resident_full;
       mbar_arrive_expect(bar, HALF_BYTES);
-      load_half(half == 0 ? stream() : sm.resident, map, bar, half, work.first_token(), work.head(p), work.t.b);
+      const u32 to = half == 0 ? stream() : sm.resident;
+      load_half(to, map, bar, half, work.first_token(), work.head(p), work.t.b);
     }
   }
 
