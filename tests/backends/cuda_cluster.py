@@ -8,7 +8,14 @@ still read, computes something else, and one that waits for ever ends in an erro
 
 from __future__ import annotations
 
-from fa_ops.backends.hopper import wgmma
+import ctypes
+from pathlib import Path
+
+import torch
+
+from fa_ops.backends.hopper import dense_backward, wgmma
+from fa_ops.backends.hopper.configs import BackwardConfig
+from tests.backends.cuda_as_cpp import built
 
 PTX = r"""
 #pragma once
@@ -341,7 +348,22 @@ static const char* run_cluster(void (*f)(), int cluster_index, int seed) {
 """  # noqa: E501
 
 
-def products(source: str, defines: dict[str, int]) -> str:
+def emulated(
+    folder: Path, source: str, call: str, config: BackwardConfig, **features: object
+) -> ctypes.CDLL:
+    """A backward kernel and the code that calls it, whose `run` returns what went wrong.
+
+    `features` are arguments of `kernel_defines`.
+    """
+    defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    headers = {"wgmma.cuh": _products(source, defines)}
+    library = built(folder, "emulated", text + call, PTX, headers)
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def _products(source: str, defines: dict[str, int]) -> str:
     """What stands in for the products that a source file calls."""
     text = "#pragma once\n"
     for name, n, a, b, steps in wgmma._products(source, defines):

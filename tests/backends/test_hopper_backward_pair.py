@@ -5,9 +5,9 @@ import ctypes
 import pytest
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward
-from tests.backends.cuda_as_cpp import built, needs_compiler
-from tests.backends.cuda_cluster import PTX, products
+from fa_ops.backends.hopper import configs
+from tests.backends.cuda_as_cpp import needs_compiler
+from tests.backends.cuda_cluster import emulated
 
 pytestmark = needs_compiler
 CALL = r"""
@@ -48,14 +48,8 @@ def compiled(tmp_path_factory):
         key = D, *features.items()
         if key not in made:
             config = configs.BackwardConfig(D, D, is_paired=True)
-            defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
-            text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-            library = built(
-                tmp_path_factory.mktemp("pair"), "pair", text + CALL, PTX,
-                {"wgmma.cuh": products("backward_pair.cu", defines)},
-            )  # fmt: skip
-            library.run.restype = ctypes.c_char_p
-            made[key] = library
+            folder = tmp_path_factory.mktemp("pair")
+            made[key] = emulated(folder, "backward_pair.cu", CALL, config, **features)
         return made[key]
 
     return compile

@@ -5,9 +5,9 @@ import ctypes
 import pytest
 import torch
 
-from fa_ops.backends.hopper import configs, dense_backward
-from tests.backends.cuda_as_cpp import built, needs_compiler
-from tests.backends.cuda_cluster import PTX, products
+from fa_ops.backends.hopper import configs
+from tests.backends.cuda_as_cpp import needs_compiler
+from tests.backends.cuda_cluster import emulated
 
 pytestmark = needs_compiler
 CALL = r"""
@@ -55,17 +55,13 @@ def compiled(tmp_path_factory):
         key = D, *features.items()
         if key not in made:
             config = configs.WideBackwardConfig(D, D)
-            defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
-            text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-            made[key] = []
-            for entry in ("wide_keys", "wide_queries"):
-                source = f"{text}#define ENTRY_{entry} 1\n{CALL}"
-                library = built(
-                    tmp_path_factory.mktemp("wide"), entry, source, PTX,
-                    {"wgmma.cuh": products("backward_wide.cu", defines)},
-                )  # fmt: skip
-                library.run.restype = ctypes.c_char_p
-                made[key].append(library)
+            made[key] = [
+                emulated(
+                    tmp_path_factory.mktemp(entry), "backward_wide.cu",
+                    f"#define ENTRY_{entry} 1\n{CALL}", config, **features,
+                )
+                for entry in config.products
+            ]  # fmt: skip
         return made[key]
 
     return compile

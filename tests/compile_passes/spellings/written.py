@@ -38,7 +38,7 @@ def written_columns(q, k, v):
 
 @case("fuse", bhsd())
 def written_twice(q, k, v):
-    """The first query attends itself alone, the last keys nobody."""
+    """The first query attends only itself, and no query attends the last two keys."""
     s = q @ k.mT * 0.3
     s[:, :, 0, 1:] = -INF
     s[..., -2:] = -INF

@@ -28,17 +28,21 @@ DEVICE KeyRange row_range(const Params& p, const Tile& t, int row, int keys) {
   return r;
 }
 
+DEVICE void set(float& x, float value) { x = value; }
+// For scores that are the bits of floats.
+DEVICE void set(u32& x, float value) { x = __float_as_int(value); }
+
 // Masks the scores of a thread's two rows, the first of which is of key `from`; the others are constant
 // numbers of keys further.
-template <int SCORES>
-DEVICE void mask_by_position(float (&s)[SCORES], int from, const KeyRange& range0, const KeyRange& range1) {
+template <class Score, int SCORES>
+DEVICE void mask_by_position(Score (&s)[SCORES], int from, const KeyRange& range0, const KeyRange& range1) {
 #pragma unroll
   for (int i = 0; i < SCORES; i++) {
     const int j = column_offset(i);
     const KeyRange r = i & 2 ? range1 : range0;
     bool keep = j < r.end - from;
     if (HAS_LEFT) keep = keep && j >= r.begin - from;
-    if (!keep) s[i] = -INFINITE;
+    if (!keep) set(s[i], -INFINITE);
   }
 }
 

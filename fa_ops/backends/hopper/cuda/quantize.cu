@@ -9,7 +9,7 @@
 // Compile-time: IS_BF16 IS_INT8 HEAD_LANES VALUE_LANES ROTATED_BITS
 #include "quantize_params.cuh"
 
-#include "turned_values.cuh"
+#include "transposed_values.cuh"
 
 constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
 constexpr int ROWS = THREADS / HEAD_LANES;  // that a CTA reads at once
@@ -50,7 +50,7 @@ DEVICE u32 pack_int8(float a, float b, float c, float d) {
 // What a CTA has in shared memory, by the work that it does.
 union Shared {
   float parts[THREADS][9], warps[THREADS / 32];
-  TurnedValues turned;
+  TransposedValues transposed;
 };
 
 // Reduces over the groups of LANES lanes of a CTA that hold the same eight columns: valid in the first group.
@@ -287,7 +287,7 @@ static_assert(THREADS / VALUE_LANES % 8 == 0, "the same order of keys in each st
 
 // VALUE_BLOCK values of a head.
 DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int block) {
-  auto& turned = shared.turned;
+  auto& transposed = shared.transposed;
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
   const int keys = keys_of_row(p, b);
   const Element* v = row_at(p.v, p.v_strides, b, head % Hkv, 0) + channel;
@@ -318,10 +318,10 @@ DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, i
     for (int i = 0; i < 4; i++) unpack8(x[i], from[step][i]);
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      turned[channel + i][word] = pack_e4m3(x[0][i] * inverse[i], x[1][i] * inverse[i], x[2][i] * inverse[i],
-                                            x[3][i] * inverse[i]);
+      transposed[channel + i][word] = pack_e4m3(x[0][i] * inverse[i], x[1][i] * inverse[i],
+                                                x[2][i] * inverse[i], x[3][i] * inverse[i]);
   }
-  store_turned((u32*)p.v8, turned, p.Dv, (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, head, block);
+  store_transposed((u32*)p.v8, transposed, p.Dv, (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, head, block);
 }
 
 // Whether `i` is one of `count` CTAs; if not, it is counted from those that follow.

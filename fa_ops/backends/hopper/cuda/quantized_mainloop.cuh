@@ -124,17 +124,8 @@ struct QuantizedConsumer : QuantizedEpilogue {
           if (i & 2 ? negative1 : negative0) s[i] = -s[i];
     }
 #endif
-    if (block >= n.full_end || block < n.full_begin) {
-      const int from = block * BLOCK_N + (lane & 3) * 2;
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) {
-        const int j = column_offset(i);
-        const KeyRange r = i & 2 ? range1 : range0;
-        bool keep = j < r.end - from;
-        if (HAS_LEFT) keep = keep && j >= r.begin - from;
-        if (!keep) set(s[i], -INFINITE);
-      }
-    }
+    if (block >= n.full_end || block < n.full_begin)
+      mask_by_position(s, block * BLOCK_N + (lane & 3) * 2, range0, range1);
   }
 
   DEVICE void load_key_scale(int block) {

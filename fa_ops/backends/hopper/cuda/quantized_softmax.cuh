@@ -12,13 +12,11 @@ constexpr u32 FIRST_BITS = 0x4B400000;
 constexpr float FIRST = 12582912.f;
 DEVICE float as_float(u32 x) { return __int_as_float(x); }
 DEVICE int as_bits(u32 x) { return x; }
-DEVICE void set(u32& x, float value) { x = __float_as_int(value); }
 #else
 typedef float Accumulator;
 constexpr float FIRST = 0.f;
 DEVICE float as_float(float x) { return x; }
 DEVICE int as_bits(float x) { return __float_as_int(x); }
-DEVICE void set(float& x, float value) { x = value; }
 #endif
 constexpr float ZERO = HAS_SOFTCAP ? 0.f : FIRST;  // the score 0, as products have it when weights are made
 constexpr bool SCORES_ARE_POSITIVE = ZERO > 0.f;  // as products have them, apart from masked ones

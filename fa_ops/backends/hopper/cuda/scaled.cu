@@ -4,9 +4,10 @@
 // Compile-time: VALUE_LANES
 #include "scaled_params.cuh"
 
-#include "turned_values.cuh"
+#include "transposed_values.cuh"
 
-DEVICE void turn_values(const ScaledParams& p, TurnedValues& turned, int head, int block, int blocks) {
+DEVICE void transpose_values(const ScaledParams& p, TransposedValues& transposed, int head, int block,
+                             int blocks) {
   const int b = head / p.Hkv, channel = threadIdx.x % VALUE_LANES * 8;
   const int keys = p.kv_lens ? max(0, min(p.kv_lens[b], p.Sk)) : p.Sk;
   const unsigned char* v = p.v + b * p.v_strides.b + head % p.Hkv * p.v_strides.h + channel;
@@ -24,11 +25,11 @@ DEVICE void turn_values(const ScaledParams& p, TurnedValues& turned, int head, i
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 bytes = i % 4 | (i % 4 + 4) << 4;
-      turned[channel + i][word] = __byte_perm(__byte_perm(x[0][i / 4], x[1][i / 4], bytes),
+      transposed[channel + i][word] = __byte_perm(__byte_perm(x[0][i / 4], x[1][i / 4], bytes),
                                               __byte_perm(x[2][i / 4], x[3][i / 4], bytes), 0x5410);
     }
   }
-  store_turned(p.v8, turned, p.Dv, blocks, head, block);
+  store_transposed(p.v8, transposed, p.Dv, blocks, head, block);
 }
 
 // Writes element `i` of scales with `length` elements a head.
@@ -39,10 +40,12 @@ DEVICE void store_scale(float* to, const float* from, const ScaleOrder& order, l
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) scaled(const __grid_constant__ ScaledParams p) {
-  __shared__ TurnedValues turned;
-  const int heads = p.B * p.Hkv, blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, turning = heads * blocks;
-  if (blockIdx.x < turning) return turn_values(p, turned, blockIdx.x / blocks, blockIdx.x % blocks, blocks);
-  long long i = (long long)(blockIdx.x - turning) * THREADS + threadIdx.x;
+  __shared__ TransposedValues transposed;
+  const int heads = p.B * p.Hkv, blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK;
+  const int transposing = heads * blocks;
+  if (blockIdx.x < transposing)
+    return transpose_values(p, transposed, blockIdx.x / blocks, blockIdx.x % blocks, blocks);
+  long long i = (long long)(blockIdx.x - transposing) * THREADS + threadIdx.x;
   const long long queries = (long long)p.B * p.Hq * p.Sq;
   const int keys = heads * 2 * blocks, channels = heads * p.Dv;
   if (i < queries) return store_scale(p.q_scale, p.q_from, p.q_order, i, p.Sq);

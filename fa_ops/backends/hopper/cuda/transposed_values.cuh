@@ -5,16 +5,17 @@
 
 constexpr int THREADS = 256;
 constexpr int VALUE_BLOCK = 128, WORDS = VALUE_BLOCK / 4;  // keys that are transposed together
-typedef u32 TurnedValues[VALUE_LANES * 8][WORDS + 1];
+typedef u32 TransposedValues[VALUE_LANES * 8][WORDS + 1];
 
 // The first of the four keys of a word; the others are 1, 8 and 9 further.
 DEVICE int key_of_word(int word) { return word / 8 * 32 + (word & 4) * 4 + (word & 3) * 2; }
 
 // Writes a block of a head's values. Executed by all threads.
-DEVICE void store_turned(u32* values, const TurnedValues& turned, int Dv, int blocks, int head, int block) {
+DEVICE void store_transposed(u32* values, const TransposedValues& transposed, int Dv, int blocks, int head,
+                             int block) {
   __syncthreads();
   u32* to = values + (long long)head * Dv * blocks * WORDS + block * WORDS + threadIdx.x % WORDS;
 #pragma unroll 4
   for (int i = threadIdx.x / WORDS; i < Dv; i += THREADS / WORDS)
-    to[(long long)i * blocks * WORDS] = turned[i][threadIdx.x % WORDS];
+    to[(long long)i * blocks * WORDS] = transposed[i][threadIdx.x % WORDS];
 }
