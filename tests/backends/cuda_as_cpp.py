@@ -32,6 +32,7 @@ static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> static T __ldcg(const T* x) { return *x; }
 static float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
+static int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 static float exp2_fast(float x) { return exp2f(x); }
 static float log2_fast(float x) { return log2f(x); }
 static float reciprocal_fast(float x) { return 1.f / x; }

@@ -17,7 +17,6 @@ TENSOR_CORES = """
 struct int2 { int x, y; };
 struct float4 { float x, y, z, w; };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 static unsigned char shared[1 << 17];
 template <class T> static T load_shared(u32 at) {
   T x;
