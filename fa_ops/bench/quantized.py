@@ -31,6 +31,8 @@ from fa_ops.cli import options
 
 _PROFILED = 10  # calls
 BASELINE = "bfloat16"
+_DEFAULTS = {"cuda": "quantized", "cpu": "quantized-cpu"}  # the grid that a device is measured on
+_PRESET = f"the grid: {', '.join(PRESETS)}; by default quantized, on a CPU quantized-cpu"
 
 Call = Callable[[], object]
 
@@ -148,14 +150,14 @@ def records(rows: list[Measured]) -> Iterator[dict]:
 
 def main(
     device: options.Device = "auto",
-    preset: Annotated[str, typer.Option(help=f"the grid: {', '.join(PRESETS)}")] = "quantized",
+    preset: Annotated[str | None, typer.Option(help=_PRESET)] = None,
     only: options.Only = None,
     budget: Annotated[float, typer.Option(min=0.1, help="milliseconds to time each call")] = 200.0,
     json: options.Json = None,
 ) -> None:
     """Compare attention with 8-bit products with 16-bit attention and flash-attn 3 in fp8."""
     device = options.device(device)
-    grid = PRESETS[options.preset(preset, PRESETS)]()
+    grid = PRESETS[options.preset(preset or _DEFAULTS[device], PRESETS)]()
     names = options.matching(only, CALLS, "call")
     rows: list[Measured] = []
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fa_ops.bench import quantized
 from fa_ops.bench.cli import app
-from fa_ops.bench.problems import Problem
+from fa_ops.bench.problems import PRESETS, Problem
 from fa_ops.bench.timing import Time
 
 PROBLEM = Problem(1, 4, 2, 40, 32, True, torch.float32)
@@ -33,6 +33,13 @@ def test_times_and_reasons_are_written(tmp_path):
     assert content["family"] == "quantized"
     timed = [r["call"] for r in content["records"] if r.get("ms", 0) > 0]
     assert timed == list(quantized.CALLS)[:4] * 2
+
+
+def test_without_a_preset_a_cpu_measures_problems_of_its_own(monkeypatch):
+    measured = []
+    monkeypatch.setattr(quantized, "measure", lambda problem, *_: measured.append(problem) or [])
+    assert CliRunner().invoke(app, ["quantized", "--device", "cpu"]).exit_code == 0
+    assert measured == PRESETS["quantized-cpu"]()
 
 
 def test_the_longest_kernel_is_attention():
