@@ -72,7 +72,8 @@ def fa_ops_attention_forward(
     `is_causal` decides (the argument, or else the module's attribute). `sliding_window` in `kwargs`
     is ignored, because the mask already contains the window.
 
-    `eight_bit` computes calls with more than 16 queries with 8-bit products, where they can.
+    `eight_bit` computes prompts, and other calls with more than 16 queries, with 8-bit products,
+    where they can.
 
     `position_ids` separate documents that are packed into one row. `cache` is the cache of
     continuous batching; `kwargs` then describe the batch.
@@ -101,7 +102,7 @@ def fa_ops_attention_forward(
     is_compact, family, decisions = type(attention_mask) is CompactMask, None, None
     plain = position_bias is indices is cu_seq_lens_q is None and not (dropout or output_attentions)
     if plain and is_compact and not torch.compiler.is_compiling():
-        family = _family(query, key, value, attention_mask.encoding, mask, sinks)
+        family = _family(query, key, value, attention_mask.encoding, mask, sinks, eight_bit)
         decisions = _remembered.get(family)
     if decisions is not None:
         call = LayerCall(query, key, value, mask, sinks, options)
@@ -166,7 +167,9 @@ def _decide(layer: nn.Module, call: LayerCall, family: tuple | None) -> tuple[De
     return decisions, call
 
 
-def _family(query, key, value, encoding, mask: MaskArguments, sinks) -> tuple | None:
+def _family(
+    query, key, value, encoding, mask: MaskArguments, sinks, eight_bit: bool
+) -> tuple | None:
     """Everything that the decisions for one query with a compact mask depend on.
 
     None for calls whose decisions are not remembered.
@@ -182,6 +185,7 @@ def _family(query, key, value, encoding, mask: MaskArguments, sinks) -> tuple | 
         encoding, queries, B, Hkv, visible > 1, visible == Sk, value.shape[3],
         query.dtype, key.dtype, value.dtype, query.is_cuda,
         query.stride()[3], key.stride()[3], value.stride()[3], sinks is None or sinks.dim(),
+        eight_bit,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _explain_layer(layer: nn.Module, owner: PreTrainedModel) -> tuple[str, str]:
         return str(chosen), "set in the config; model.set_attn_implementation('fa_ops') changes it"
     notes = [*_features(layer), _masks(config)]
     if config._attn_implementation == hooks.EIGHT_BIT:
-        notes.append("8-bit products for more than 16 queries")
+        notes.append("8-bit products for prompts and more than 16 queries")
     tensors = _example(layer, config)
     if tensors is None:
         return "fa_ops", "; ".join(["its head dimension is unknown", *notes])

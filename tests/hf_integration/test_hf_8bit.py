@@ -9,7 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 
 import fa_ops
 import hf_integration
-from hf_integration import operators
+from hf_integration import attention, operators
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
@@ -73,6 +73,18 @@ def test_decoding_steps_have_16_bit_products(model, calls):
     assert len(calls) == 2  # of the prefill alone
 
 
+def test_a_first_token_is_computed_as_the_implementation_says(model):
+    """The decisions for one query are remembered, and those of the two names differ."""
+    token = torch.randint(97, (1, 1))
+    expected = {name: logits(model, name, token) for name in ("eager", "fa_ops")}
+    for first in ("fa_ops_8bit", "fa_ops"):
+        attention._remembered.clear()
+        found = {name: logits(model, name, token) for name in (first, "fa_ops", "fa_ops_8bit")}
+        assert torch.equal(found["fa_ops"], expected["fa_ops"])
+        assert not torch.equal(found["fa_ops_8bit"], expected["fa_ops"])
+    assert torch.allclose(expected["fa_ops"], expected["eager"], atol=1e-5)
+
+
 def test_training_is_refused(model):
     model.set_attn_implementation("fa_ops_8bit")
     tokens = torch.randint(97, (1, 30))
@@ -98,7 +110,8 @@ def test_a_mask_with_holes_has_16_bit_products_and_a_warning(calls, monkeypatch)
 
 def test_explain_says_so(model):
     model.set_attn_implementation("fa_ops_8bit")
-    assert "8-bit products for more than 16 queries" in str(hf_integration.explain(model))
+    explanation = str(hf_integration.explain(model))
+    assert "8-bit products for prompts and more than 16 queries" in explanation
 
 
 def test_compiled_models_agree(model):
