@@ -60,8 +60,18 @@ def classify_masks(
     alibi = alibi_of(terms, site, evaluator)
     masks = _beside_alibi(alibi, terms, site, evaluator) if alibi else None
     masks = masks or _classified(site, terms, evaluator, intervals)
+    _check_denominator(site, masks)
     inexact = (evaluator.inexact_dtype(leaf.value) for leaf in masks.leaves)
     return dataclasses.replace(masks, inexact_dtype=next(filter(None, inexact), None))
+
+
+def _check_denominator(site: AttentionSite, masks: ClassifiedMasks) -> None:
+    """Raises Refused where a row under a finite fill would be averaged and eager mode adds it up:
+    beside the fill, the log-sum-exp that is subtracted cannot hold the number of keys.
+    """
+    filled = masks.empty_rows in (EmptyRows.UNIFORM, EmptyRows.ABSORBED) or masks.added_fill
+    if site.core.weights.by_lse and (filled or any(_may_hide_keys(t, None) for t in masks.biases)):
+        raise Refused("the log-sum-exp of the scores is subtracted: rows without keys would differ")
 
 
 def _beside_alibi(
@@ -271,6 +281,8 @@ def _as_dense(
 ) -> ClassifiedMasks:
     """Dense masks: the sum of the biases and the conjunction of the bool masks."""
     exact = {t for t in dense if effects[t] and effects[t].fill == -math.inf}
+    if _lowered_sum(site, dense, effects):
+        raise Refused("a lower bound follows several masks: rows without keys would differ")
     biases = tuple(t for t in dense if isinstance(t, BiasTerm) and t not in exact)
     fills = [t for t in dense if isinstance(t, FillTerm)]
     finite = [t for t in fills if t not in exact]
@@ -288,6 +300,14 @@ def _as_dense(
     if not finite:
         return ClassifiedMasks(*window, biases, keeps)
     return ClassifiedMasks(*window, biases, keeps, EmptyRows.UNIFORM, fill=finite[0].value)
+
+
+def _lowered_sum(site: AttentionSite, dense: list[Term], effects: Effects) -> bool:
+    """Whether the sum of several finite masks may lie below a clamp that follows them."""
+    terms = site.scores.terms
+    last = max((i for i, t in enumerate(terms) if isinstance(t, ClampTerm)), default=0)
+    before = [t for t in dense if isinstance(t, FillTerm) or t in terms[:last]]
+    return last > 0 and len([t for t in before if effects[t]]) > 1
 
 
 def _as_float_mask(site: AttentionSite, window: Window, terms: list[Term]) -> ClassifiedMasks:

@@ -128,6 +128,7 @@ class MatchedWeights(Tracked):
     zero_sink: bool = False  # the denominator was 1 + sum(exp(scores))
     zero_fill: FillTerm | None = None  # weights that were filled with 0 after the softmax
     row_fills: tuple[FillTerm, ...] = ()  # rows that were, by masks without key axes
+    by_lse: bool = False  # computed as exp(scores - logsumexp(scores))
 
     def key_axes(self) -> set[Axis]:
         """The axes of the keys."""

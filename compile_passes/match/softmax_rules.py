@@ -54,7 +54,7 @@ def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
     path = tuple(dict.fromkeys((*s.path, *r.path, value)))
     if r.lse:
         check_over_keys(s, r.keys)
-        weights = MatchedWeights(s.dims, path, s, value, r.keys)
+        weights = MatchedWeights(s.dims, path, s, value, r.keys, by_lse=True)
         return LogWeights(s.dims, path, weights)
     if s.shift:
         raise Refused("they are shifted twice")

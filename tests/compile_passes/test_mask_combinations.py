@@ -13,7 +13,7 @@ INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min
 SIZE = 8
 FILLS = [LOWEST, LOWEST, -1e9, -1e30, -1e4, -INF]
-KINDS = ["fill", "fill", "bias", "bias", "learned", "number"]
+KINDS = ["fill", "fill", "bias", "bias", "learned", "number", "bound"]
 MASKS = ["causal", "window", "opaque", "padding"]
 
 
@@ -23,7 +23,7 @@ def random_function(rng: random.Random):
         (rng.choice(KINDS), rng.choice(MASKS), rng.choice(FILLS)) for _ in range(rng.randint(1, 4))
     ]
     cap, scale = rng.choice([0.0, 0.0, 5.0]), rng.choice([0.35, -0.35])
-    end = rng.choice(["plain", "plain", "lse", "sink", "again"])
+    end = rng.choice(["plain", "plain", "lse", "sink", "again", "normalised"])
     sums = rng.choice(["one by one", "one by one", "summed", "merged"])
 
     def function(q, k, v, opaque, padding, bias):
@@ -44,9 +44,13 @@ def random_function(rng: random.Random):
                 scores = scores.masked_fill(~masks[name], fill)
             elif kind == "number":
                 scores = scores + 0.5
+            elif kind == "bound":
+                scores = torch.max(scores, torch.tensor(max(fill, LOWEST)))
         if end == "sink":
             column = bias[..., :1].expand(2, 2, SIZE, 1)
             return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+        if end == "normalised":
+            return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
         weights = scores.softmax(-1)
         if end == "again":
             weights = weights.masked_fill(~masks[terms[-1][1]], 0.0)

@@ -108,3 +108,25 @@ def fill_scaled_with_a_fill_after_it(q, k, v, first, second):
 @case("no_fuse", lambda: (*bsc(), randn(B, 1, S, S)))
 def number_that_absorbs_before_a_scale(q, k, v, mask):
     return join(((split(q) @ split(k).mT + 1e9) * 0.3 + mask).softmax(-1) @ split(v))
+
+
+@case("no_fuse", lambda: (*bsc(), left_padded()))
+def lower_bound_after_two_masks(q, k, v, mask):
+    """The sum of both masks is -inf, which the bound replaces by finfo.min."""
+    w = split(q) @ split(k).mT * 0.3 + torch.full((S, S), MIN).triu(1)
+    w = w + torch.where(mask.bool(), 0.0, MIN)[:, None, None]
+    return join(torch.max(w, torch.tensor(MIN)).softmax(-1) @ split(v))
+
+
+@case("no_fuse", lambda: (*bsc(), left_padded()))
+def filled_rows_normalised_by_lse(q, k, v, mask):
+    """Beside the fill the log-sum-exp does not hold the number of keys: rows add up their values."""
+    keep = triangle() & mask.bool()[:, None, None]
+    w = (split(q) @ split(k).mT * 0.3).masked_fill(~keep, -1e9)
+    return join((w - w.logsumexp(-1, keepdim=True)).exp() @ split(v))
+
+
+@case("fuse")
+def causal_fill_normalised_by_lse(q, k, v):
+    w = (split(q) @ split(k).mT * 0.3).masked_fill(~triangle(), -1e9)
+    return join((w - w.logsumexp(-1, keepdim=True)).exp() @ split(v))
