@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import checks, overlap
 from fa_ops.call import CacheTensors
 from fa_ops.checks import FP8, need
 from fa_ops.types import Cache, Packing, Spec
@@ -49,7 +49,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, spec: Spec, real: bool
         checks.contiguous_rows(key=cache.key, value=cache.value)
         for name, t in (("key_cache", k), ("value_cache", v)):
             message = "{} is written to, so no two of its elements may share memory, got strides {}"
-            need(not _overlaps(t), message, name, t.stride())
+            need(not overlap.has_overlaps(t), message, name, t.stride())
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> None:
@@ -83,39 +83,6 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = NAMES) -> 
         "{} must be query's {} (or float8_e4m3fn for a half-precision query), got {}",
         key, q.dtype, k.dtype, error=TypeError,
     )  # fmt: skip
-
-
-def _overlaps(t: Tensor) -> bool:
-    """Whether elements share memory, as in expanded and unfolded tensors."""
-    extent = 1  # elements spanned by the dimensions with smaller strides
-    for stride, size in sorted(zip(t.stride(), t.shape)):
-        if size > 1:
-            if stride < extent:
-                return True
-            extent += stride * (size - 1)
-    return False
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether any byte belongs to elements of both tensors."""
-    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != (
-        b.untyped_storage().data_ptr()
-    ):
-        return False
-    starts = [t.storage_offset() * t.itemsize for t in (a, b)]
-    ends = [
-        start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())))
-        for start, t in zip(starts, (a, b))
-    ]
-    if ends[0] <= starts[1] or ends[1] <= starts[0]:
-        return False
-    used = torch.zeros(max(ends), dtype=torch.bool)
-    of_a, of_b = (
-        used.as_strided((*t.shape, t.itemsize), (*(s * t.itemsize for s in t.stride()), 1), start)
-        for start, t in zip(starts, (a, b))
-    )
-    of_b.fill_(True)
-    return bool(of_a.any())
 
 
 def _cache_shapes(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
@@ -222,8 +189,8 @@ def values(
     if tensors.key is not None:
         for other, t in (("query", q), ("key", tensors.key), ("value", tensors.value)):
             for cache_name, cache in zip(NAMES, (k, v)):
-                need(not _share_memory(t, cache), "{} shares memory with {}, which is written to: "
-                     "pass {}.clone()", other, cache_name, other)  # fmt: skip
+                message = "{} shares memory with {}, which is written to: pass {}.clone()"
+                need(not overlap.share_memory(t, cache), message, other, cache_name, other)
     lens, table = tensors.kv_lens.long(), tensors.page_table
     new = 0 if tensors.key is None else tensors.key.shape[2]
     size = 1 if table is None else k.shape[1]

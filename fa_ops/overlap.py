@@ -1,0 +1,73 @@
+"""Whether the elements of strided tensors share memory, by addresses alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Runs(NamedTuple):
+    """The bytes of a tensor as runs of equal length, which begin at the sums of multiples."""
+
+    first: int  # the address of the first run
+    length: int
+    steps: list[tuple[int, int]]  # (bytes, count) of each dimension of runs, the smallest first
+
+    @property
+    def end(self) -> int:
+        """The address behind the last run."""
+        return self.first + self.length + sum((count - 1) * step for step, count in self.steps)
+
+
+def has_overlaps(t: Tensor) -> bool:
+    """Whether elements share memory, as in expanded and unfolded tensors."""
+    extent = 1  # elements spanned by the dimensions with smaller strides
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += stride * (size - 1)
+    return False
+
+
+def share_memory(read: Tensor, written: Tensor) -> bool:
+    """Whether any byte belongs to elements of both; `written` has no overlaps of its own.
+
+    Takes memory for the runs of contiguous bytes of `read`, and none that grows with `written`.
+    """
+    if not (read.numel() and written.numel()):
+        return False
+    a, b = _runs(read), _runs(written)
+    if a.end <= b.first or b.end <= a.first:
+        return False
+    # The distance from the last byte of each run to the nearest run of `written` that begins before
+    # it. Without overlaps a step is longer than all smaller ones together, so the largest multiple
+    # of each step that fits leads to it.
+    distance = _starts(a) + (a.first + a.length - 1 - b.first)
+    distance = distance[distance >= 0]
+    for step, count in reversed(b.steps):
+        distance = distance - (distance // step).clamp_(max=count - 1) * step
+    return bool((distance < a.length - 1 + b.length).any())
+
+
+def _runs(t: Tensor) -> Runs:
+    length, steps = t.itemsize, []
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        step = stride * t.itemsize
+        if size == 1 or step == 0:  # an expanded dimension adds no bytes
+            continue
+        if step == length and not steps:
+            length *= size
+        else:
+            steps.append((step, size))
+    return Runs(t.data_ptr(), length, steps)
+
+
+def _starts(runs: Runs) -> Tensor:
+    """The beginnings of all runs, relative to the first one."""
+    starts = torch.zeros(1, dtype=torch.int64)
+    for step, count in runs.steps:
+        starts = (starts + torch.arange(count)[:, None] * step).flatten()
+    return starts
