@@ -16,6 +16,7 @@ from fa_ops.argument_types import (
     Window,
     checked_options,
     checked_packing,
+    is_proxy,
     need_bool,
     need_number,
     need_tensor,
@@ -338,17 +339,21 @@ def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     need_number("dropout_p", dropout_p)
     if not 0.0 < dropout_p < 1.0:
         return None
-    return torch.randint(2**63 - 1, (1,), device=need_tensor("query", query).device)
+    if is_proxy(need_tensor("query", query)):
+        return query.new_empty(1, dtype=torch.int64).random_()
+    return torch.randint(2**63 - 1, (1,), device=query.device)
 
 
 def _stack(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
-    if isinstance(states, Tensor):
+    if isinstance(states, Tensor) or is_proxy(states):
         return states
     if not isinstance(states, Sequence):
         kind = type(states).__name__
         raise TypeError(f"{name} must be a Tensor or a sequence of Tensors, got {kind}")
     if not states:
         raise ValueError(f"{name} must hold at least one state")
+    if any(is_proxy(state) for state in states):  # whose shapes are not known
+        return torch.stack([need_tensor(name, state) for state in states])
     first = need_tensor(name, states[0])
     for state in states:
         if need_tensor(name, state).shape != first.shape:

@@ -32,9 +32,8 @@ def checked_options(
     `scalars` begins with those of `Scalars`, the window's sides from `sides`.
     """
     is_causal, _, scale, left, right, softcap, deterministic, backend, *_ = scalars
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        for name, t in (("query", query), ("key", key), ("value", value)):
-            need_tensor(name, t)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        need_tensor(name, t)
     need_bool("is_causal", is_causal)
     options: dict[str, Any] = {}
     if scale is not None:
@@ -138,7 +137,15 @@ def need_number(name: str, value: object) -> float:
 
 
 def need_tensor(name: str, value: object) -> Tensor:
-    """The value, if it is a Tensor; raises TypeError if not."""
-    if not isinstance(value, Tensor):
+    """The value, if it is a Tensor with strides or stands for one; raises TypeError if not."""
+    if isinstance(value, Tensor):
+        if value.layout not in (torch.strided, torch.jagged):
+            raise TypeError(f"{name} must be a strided Tensor, got one of {value.layout}")
+    elif not is_proxy(value):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     return value
+
+
+def is_proxy(value: object) -> bool:
+    """Whether it stands for a tensor, as in `torch.fx.symbolic_trace`; operators record it."""
+    return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_ops import cache_checks, checks, dispatch, paged_calls, query_tiles
-from fa_ops.argument_types import need_bool, need_int, need_number, need_tensor
+from fa_ops.argument_types import is_proxy, need_bool, need_int, need_number, need_tensor
 from fa_ops.call import CacheTensors
 from fa_ops.kv_cache import attention_with_kv_cache
 from fa_ops.ops import library
@@ -43,7 +43,11 @@ def arguments(
         ("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_seqlens_q),
         ("page_table", page_table),
     ):  # fmt: skip
-        need_tensor(name, t)
+        if is_proxy(need_tensor(name, t)):
+            raise NotImplementedError(
+                f"{name} must be a Tensor with page_table, got {type(t).__name__}: shapes decide "
+                "how such a call is computed; trace it by torch.export or torch.compile"
+            )
     for name, t in (("cu_seqlens_k", cu_seqlens_k), ("alibi_slopes", options["alibi_slopes"])):
         if t is not None:
             need_tensor(name, t)

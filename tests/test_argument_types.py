@@ -213,3 +213,13 @@ def test_other_types_are_refused_by_name(call):
                 function(**arguments() | {name: value})
             text = str(error.value)
             assert name in text or ALSO.get(name, name) in text, f"{name}={value!r}: {text}"
+
+
+@pytest.mark.parametrize("name", ["query", "value", "sinks", "kv_lens"])
+def test_layouts_without_strides_are_refused_by_name(name):
+    q = torch.randn(2, 4, 9, 8)
+    lens = torch.tensor([3, 0], dtype=torch.int32)
+    tensors = {"query": q, "key": q, "value": q, "sinks": torch.ones(4), "kv_lens": lens}
+    sparse = tensors | {name: tensors[name].to_sparse()}
+    with pytest.raises(TypeError, match=f"{name} must be a strided Tensor, got .*sparse_coo"):
+        fa_ops.attention(**sparse)
