@@ -13,9 +13,8 @@ import math
 
 import torch
 
-from compile_passes.graph.axes import resolve_dims
 from compile_passes.graph.constants import is_bounded
-from compile_passes.graph.ir import Value, requires_grad, same_contents
+from compile_passes.graph.ir import Value, requires_grad
 from compile_passes.masks.affine import all_of
 from compile_passes.masks.alibi import Alibi, alibi_of
 from compile_passes.masks.classified_masks import ClassifiedMasks, EmptyRows, KeepMask
@@ -33,6 +32,7 @@ from compile_passes.masks.mask_terms import (
 )
 from compile_passes.masks.split_masks import split_mask
 from compile_passes.masks.symbolic_eval import SymbolicEvaluator
+from compile_passes.masks.zeroed_weights import mask_applied_twice
 from compile_passes.match.attention_site import AttentionSite
 from compile_passes.match.match_state import (
     MAX_MASK_FILL,
@@ -97,7 +97,7 @@ def _classified(
     effects = {t: _with_documents(mask_effect(t, evaluator)) for t in terms}
     _check_clamps(site, effects)
     terms = [t for t in terms if effects[t] is None or effects[t].keep is not True]
-    terms, effects = _with_exact_fills(site, terms, effects)
+    terms, effects = _with_exact_fills(site, terms, effects, evaluator)
     bands = [t for t in terms if effects[t] and common_window([effects[t]], site) is not None]
     dense = [t for t in terms if t not in bands]
     window = common_window([effects[t] for t in bands], site)
@@ -118,15 +118,17 @@ def _with_documents(effect: MaskEffect | None) -> MaskEffect | None:
 
 
 def _with_exact_fills(
-    site: AttentionSite, terms: list[Term], effects: Effects
+    site: AttentionSite, terms: list[Term], effects: Effects, evaluator: SymbolicEvaluator
 ) -> tuple[list[Term], Effects]:
     """The terms with fills of -inf where these have the same effect: where masked weights are
     zeroed, beside a sink, and where each query keeps the key at its own position.
     """
-    zeroed = _zeroed_fill(site, terms, effects)
-    if zeroed and effects[zeroed]:
-        exact = dataclasses.replace(zeroed, value=-math.inf)
-        effects = {**effects, exact: effects[zeroed]}
+    zeroed = mask_applied_twice(site, terms, lambda t: _may_hide_keys(t, effects[t]))
+    if zeroed:
+        exact = dataclasses.replace(site.core.weights.zero_fill, value=-math.inf)
+        effects = {**effects, exact: _with_documents(mask_effect(exact, evaluator))}
+        if effects[exact] is None:
+            raise Refused("the attention weights are masked, and it is not known where")
         terms = [exact if t is zeroed else t for t in terms]
         zeroed = exact
     if site.has_sink or _rows_attend_themselves(terms, effects, site):
@@ -135,25 +137,6 @@ def _with_exact_fills(
         exact_terms = [zeroed] if zeroed else []
     exact_effects = {t: MaskEffect(effects[t].keep, -math.inf) for t in exact_terms if effects[t]}
     return terms, {**effects, **exact_effects}
-
-
-def _zeroed_fill(site: AttentionSite, terms: list[Term], effects: Effects) -> Term | None:
-    """The fill whose mask also zeroes the weights after the softmax. A finite fill must be the only
-    mask: beside it, keys that another mask hides with a lower number would be averaged.
-    """
-    zero = site.core.weights.zero_fill
-    if zero is None:
-        return None
-    fills = [t for t in terms if isinstance(t, FillTerm)]
-    if len(fills) == 1:
-        (fill,) = fills
-        equal = same_contents(fill.mask.value, zero.mask.value) and fill.where == zero.where
-        equal = equal and resolve_dims(fill.mask.dims) == resolve_dims(zero.mask.dims)
-        others = any(_may_hide_keys(t, effects[t]) for t in terms if isinstance(t, BiasTerm))
-        lowest = fill.value == -math.inf or (fill.value <= MAX_MASK_FILL and not others)
-        if equal and lowest:
-            return fill
-    raise Refused("the attention weights are masked after the softmax, not as the scores were")
 
 
 def _rows_attend_themselves(terms: list[Term], effects: Effects, site: AttentionSite) -> bool:

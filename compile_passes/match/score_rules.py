@@ -37,8 +37,8 @@ def add(value: Value, s: MatchedScores, name: str) -> State:
     sign = -1.0 if value.op == "sub" else 1.0
     if name != "input":
         if sign * alpha != 1.0:
-            raise Refused("they are subtracted from something")
-        alpha = 1.0
+            s = _subtracted(value, s, sign * alpha)
+        sign = alpha = 1.0
     last = s.terms[-1] if s.terms else None
     if isinstance(last, FillTerm) and last.factor:
         number = number_beside_zeros(x, last.factor)
@@ -47,6 +47,13 @@ def add(value: Value, s: MatchedScores, name: str) -> State:
             fill = FillTerm(last.mask, last.where, number, value.dtype)
             return s.extend(value, dims=dims, terms=(*s.terms[:-1], fill))
     return s.extend(value, dims=dims, terms=(*s.terms, BiasTerm(leaf, value.dtype, sign * alpha)))
+
+
+def _subtracted(value: Value, s: MatchedScores, c: float) -> MatchedScores:
+    """The scores times c, to which something is added."""
+    if s.shift or c == 0:
+        raise Refused("they are subtracted from something")
+    return dataclasses.replace(scaled(value, s, c), path=s.path)
 
 
 def mul(value: Value, s: MatchedScores, name: str) -> State:

@@ -4,13 +4,12 @@ Refused with the reason why it is not supported, in which "they" are the weights
 
 from __future__ import annotations
 
-import torch
-
 from compile_passes.graph.axes import all_axes, sizes_equal
 from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.alignment import align, other_operand, without_inversion
 from compile_passes.match.match_state import FillTerm, MatchedWeights, NanWeights, State
+from compile_passes.match.zero_one import is_zero_or_one, without_cast
 from compile_passes.report import Refused
 
 
@@ -43,6 +42,8 @@ def mul(value: Value, w: MatchedWeights, name: str) -> State:
         keep, gain, nodes = mask
         return _dropped(value, w, 1.0 - keep, keep * gain, nodes)
     leaf, dims = align(value, w, x)
+    if value.op == "mul" and leaf.axes() & w.key_axes() and is_zero_or_one(x):
+        return _zeroed(value, w, x, False, x)
     if not isinstance(leaf.value, Value):
         c = 1.0 / leaf.value if value.op == "div" else leaf.value
         return w.extend(value, gain=w.gain * c)
@@ -128,17 +129,21 @@ def is_nan(value: Value, w: MatchedWeights, name: str) -> State:
     return NanWeights(w.dims, (*w.path, value), w)
 
 
-def _zeroed(value: Value, w: MatchedWeights, mask: object, when: bool) -> State:
+def _zeroed(
+    value: Value, w: MatchedWeights, mask: object, when: bool, factor: Value | None = None
+) -> State:
     """They are 0 in some rows, or where the scores were masked, so that rows without keys give 0.
-    `classify_masks` checks that it is the mask of the scores.
+    `classify_masks` checks that it is the mask of the scores. `factor`: the tensor of 0 and 1 that
+    they were multiplied by.
     """
     mask, when = without_inversion(mask, when)
     if (known := constant_value(mask)) is not None and bool(known) != when:
         return w.extend(value)
     leaf, dims = align(value, w, mask)
-    if not isinstance(leaf.value, Value) or leaf.value.dtype != torch.bool:
+    leaf = without_cast(leaf)
+    if not isinstance(leaf.value, Value) or not is_zero_or_one(leaf.value):
         raise Refused("they are masked")
-    fill = FillTerm(leaf, when, 0.0, value.dtype)
+    fill = FillTerm(leaf, when, 0.0, value.dtype, factor=factor)
     if not leaf.axes() & w.key_axes() and len(all_axes(dims)) == len(all_axes(w.dims)):
         return w.extend(value, row_fills=(*w.row_fills, fill))
     if w.zero_fill or w.dropout_p:

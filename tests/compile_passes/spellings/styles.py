@@ -104,3 +104,20 @@ def powers_of_two(q, k, v):
 def powers_of_two_and_of_e(q, k, v):
     s = q @ k.mT * 0.3
     return (s.exp2() @ v) / s.exp().sum(-1, keepdim=True)
+
+
+@case("fuse", bhsd())
+def squared_distances(q, k, v):
+    lengths = q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(2)
+    return (-(lengths - 2 * q @ k.mT) * 0.1).softmax(-1) @ v
+
+
+@case("fuse", bhsd())
+def subtracted_from_a_bias(q, k, v):
+    return torch.sub(torch.linspace(-1, 1, S), q @ k.mT, alpha=0.3).softmax(-1) @ v
+
+
+@case("no_fuse", bhsd())
+def subtracted_from_their_maximum(q, k, v):
+    s = q @ k.mT
+    return (s.amax(-1, keepdim=True) - s).softmax(-1) @ v

@@ -78,3 +78,53 @@ def zero_two(q, k, v):
 @case("no_fuse", lambda: (*bhsd()(), torch.rand(B, H, S, S)))
 def gates_between_zero_and_one(q, k, v, gates):
     return ((q @ k.mT) * gates - 1e10 * (1 - gates)).softmax(-1) @ v
+
+
+def with_rows_without_keys():
+    keep = padded().bool()
+    keep[1] = False
+    return (*bhsd()(), keep)
+
+
+@case("fuse", with_rows_without_keys)
+def weights_multiplied_by_the_mask(q, k, v, keep):
+    keep = keep[:, None, None]
+    return ((q @ k.mT * 0.3).masked_fill(~keep, -1e9).softmax(-1) * keep) @ v
+
+
+@case("fuse", with_rows_without_keys)
+def weights_multiplied_by_the_added_mask(q, k, v, keep):
+    b = (keep[:, None, None] & triangle()).float()
+    return ((q @ k.mT * 0.3 + (1 - b) * -1e9).softmax(-1) * b) @ v
+
+
+@case("fuse", with_rows_without_keys)
+def weights_multiplied_by_the_compared_mask(q, k, v, keep):
+    b = keep[:, None, None].to(q.dtype)
+    return (b * (q @ k.mT * 0.3).masked_fill(b == 0, -1e9).softmax(-1)) @ v
+
+
+@case("no_fuse", with_rows_without_keys)
+def weights_multiplied_by_another_mask(q, k, v, keep):
+    b = keep[:, None, None].float()
+    return ((q @ k.mT * 0.3 + (1 - b) * -1e9).softmax(-1) * triangle()) @ v
+
+
+@case("no_fuse", with_rows_without_keys)
+def weights_multiplied_by_the_inverse_mask(q, k, v, keep):
+    b = keep[:, None, None].float()
+    return ((q @ k.mT * 0.3 + (1 - b) * -1e9).softmax(-1) * (1 - b)) @ v
+
+
+@case("no_fuse", with_rows_without_keys)
+def weights_multiplied_by_the_higher_of_two_masks(q, k, v, keep):
+    """Rows that have only keys under the lower mask give 0, others average."""
+    b = keep[:, None, None].float()
+    w = q @ k.mT * 0.3 + (1 - b) * -1e9 + torch.where(triangle(), 0.0, -1e30)
+    return (w.softmax(-1) * b) @ v
+
+
+@case("no_fuse", with_rows_without_keys)
+def weights_multiplied_by_a_mask_that_hides_nothing(q, k, v, keep):
+    b = keep[:, None, None].float()
+    return ((q @ k.mT * 0.3 + (1 - b) * -3.0).softmax(-1) * b) @ v
