@@ -65,12 +65,13 @@ def modify_scores(products: Tensor, spec: Spec, head_dim: int) -> Tensor:
 def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax with an optional sink: (p, lse).
 
-    Rows without attended keys have p = 0, lse = -inf (or their sink), and no gradients.
+    Rows without attended keys have p = 0, lse = -inf (or their sink), and no gradients. A sink of
+    +inf leaves no weight to the keys, and is their lse.
     """
     m = s.new_full((*s.shape[:-1], 1), float("-inf"))
     if s.shape[-1] > 0:
         m = s.detach().amax(-1, keepdim=True)
-    column = None if sinks is None else sinks.to(s.dtype).view(1, -1, 1, 1)
+    column = None if sinks is None else _finite_or_low(sinks.to(s.dtype)).view(1, -1, 1, 1)
     if column is not None:
         m = torch.maximum(m, column.detach())
     m = m.masked_fill(m == float("-inf"), 0.0)
@@ -81,7 +82,14 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     dead = total == 0
     total = total.masked_fill(dead, 1.0)
     lse = (m + total.log()).masked_fill(dead, float("-inf"))
+    if sinks is not None:  # a sink of +inf, which passes on the gradient of lse
+        lse = lse + torch.where(sinks == float("inf"), sinks, 0.0).to(s.dtype).view(1, -1, 1, 1)
     return e / total, lse.squeeze(-1)
+
+
+def _finite_or_low(sinks: Tensor) -> Tensor:
+    """The sinks with the largest finite number in place of +inf: no difference of two is NaN."""
+    return sinks.clamp(max=torch.finfo(sinks.dtype).max)
 
 
 def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
@@ -365,7 +373,7 @@ def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     base = m.masked_fill(m == float("-inf"), 0.0)
     w = quantization.rounded(WEIGHT_SCALE * torch.exp2(t - base)) / WEIGHT_SCALE
     if sinks is not None:
-        sinks = sinks.double() * math.log2(math.e)
+        sinks = _finite_or_low(sinks.double() * math.log2(math.e))
         m = torch.maximum(m, sinks)
     top = m.masked_fill(m == float("-inf"), 0.0)
     w = w * torch.exp2(base.minimum(top) - top)  # no sink makes weights larger

@@ -301,7 +301,9 @@ class _Solution:
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, **options)
         if spec.sinks is not None:
             slope = grad_lse - _per_row(grad_out * summed, lse).sum(-1)
-            share = torch.exp(spec.sinks.view(-1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)
+            most = torch.finfo(lse.dtype).max  # an infinite sink is the lse
+            share = torch.exp(spec.sinks.clamp(max=most).view(-1, 1) - lse.clamp(max=most))
+            share = share.masked_fill(lse == float("-inf"), 0.0)
             self.terms["grad_sinks"] = (share * slope).transpose(-1, -2)
         return dict(zip(leaves, grads))
 

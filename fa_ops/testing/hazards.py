@@ -17,7 +17,7 @@ HAZARDS = ("extremes", "poison", "broken", "strides")
 WINDOWS = (0, 2**29 + 1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, sys.maxsize)
 SOFTCAPS = (1e-40, 1e-3, 1e4, 1e6, 1e300)
 SCALES = (0.0, 2.0**-120, -(2.0**-60), 2.0**20, -(2.0**40))
-SINKS = ("-inf", "3e38", "-3e38", "80", "1e4")
+SINKS = ("-inf", "inf", "3e38", "-3e38", "80", "1e4")
 MAGNITUDES = {torch.float16: 16640.0}  # factor of queries and keys for huge scores, by dtype
 MAGNITUDE = 133120.0  # the factor for all other dtypes
 

@@ -40,11 +40,11 @@ def _forward_rows(
     """out (n, group * rows, Dv) and lse (n, group * rows, 1)."""
     spec, slab = scores.spec, scores.slab
     q = scores.queries(rows)
-    lowest = torch.finfo(q.dtype).min  # not -inf: then no difference of maxima is NaN
+    lowest = torch.finfo(q.dtype).min  # not infinite: then no difference of maxima is NaN
     m, total = q.new_full((*q.shape[:2], 1), lowest), q.new_zeros(*q.shape[:2], 1)
     if spec.sinks is not None:
         sinks = slab.spread(spec.sinks.detach().to(q.dtype).view(1, -1, 1, 1))
-        slab.unfold(m).copy_(sinks.clamp(min=lowest))
+        slab.unfold(m).copy_(sinks.clamp(lowest, -lowest))
         slab.unfold(total).copy_(sinks > float("-inf"))
     acc = q.new_zeros(*q.shape[:2], v.shape[2])
     touched = None if bad is None else torch.zeros_like(acc)
@@ -61,6 +61,9 @@ def _forward_rows(
             p.mul_(scores.survivors(tile))
         acc.mul_(shrink).baddbmm_(p, v[:, tile.cols])
     lse = m + total.log()
+    if spec.sinks is not None:  # which may be +inf
+        heads = slab.unfold(lse)
+        torch.maximum(heads, sinks, out=heads)
     acc.div_(total.clamp_(min=1.0).mul_(_kept_share(spec)))  # a live row's top weight is exp(0)
     if touched is not None:
         acc.masked_fill_(touched > 0, float("nan"))

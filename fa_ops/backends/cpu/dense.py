@@ -63,7 +63,8 @@ def _sinks_gradient(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> Tensor:
     """A sink of weight w scales out by (1 - w), and d lse / d sink = w."""
-    weight = torch.exp(sinks.to(lse.dtype).view(-1, 1) - lse)
+    largest = torch.finfo(lse.dtype).max  # the lse of a sink of +inf is +inf
+    weight = torch.exp(sinks.to(lse.dtype).clamp(max=largest).view(-1, 1) - lse.clamp(max=largest))
     slope = -torch.einsum("bhsd,bhsd->bhs", grad_out.to(lse.dtype), out.to(lse.dtype))
     if grad_lse is not None:
         slope += grad_lse

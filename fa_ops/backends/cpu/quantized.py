@@ -78,13 +78,17 @@ class _Head:
         top = m
         if self.sink is not None:
             sink = (self.sink if offset is None else self.sink - offset) * LOG2E
-            m = torch.where(total > 0, m, sink.clamp(min=torch.finfo(torch.float32).min))
+            finite = torch.finfo(torch.float32)
+            sink = sink.clamp(max=finite.max)
+            m = torch.where(total > 0, m, sink.clamp(min=finite.min))
             top = torch.maximum(m, sink)
             total = total * torch.exp2(m - top) + torch.exp2(sink - top)
             w.mul_(torch.exp2(m - top))
         lse = top * math.log(2.0) + total.log()
         if offset is not None:
             lse = lse + offset
+        if self.sink is not None:  # which may be +inf
+            lse = torch.maximum(lse, self.sink)
         total = total.masked_fill(total == 0.0, 1.0).mul_(WEIGHT_SCALE)
         return (w @ self.v).mul_(self.v_scale).div_(total), lse
 

@@ -384,21 +384,25 @@ def _like(
 
 
 def sink_gradient(
-    sinks: Tensor | None, lse: Tensor, plan: BackwardPlan, workspace: Tensor
-) -> Tensor | None:
+    sinks: Tensor | None, lse: Tensor, plan: BackwardPlan, workspace: Tensor,
+    outside: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Minus a sink's weight times delta, summed over batch and queries; delta holds -dlse.
 
-    lse is (B, Hq, Sq), or (Hq, Tq) of a packed batch.
+    lse is (B, Hq, Sq), or (Hq, Tq) of a packed batch, in which sinks have no weight for the tokens
+    `outside`, bool (Tq,).
     """
     if sinks is None:
         return None
     lse = lse if lse.dim() == 3 else lse[None]
     B, Hq, Sq = lse.shape
     delta = plan.row_sums(workspace).view(B, Hq, -1)[..., :Sq]
-    # a sink of -inf has no weight, not even in a row without keys, whose lse is -inf
-    least = torch.finfo(torch.float32).min
-    weight = torch.exp(sinks.float().view(1, Hq, 1) - lse.clamp(min=least))
-    return -(weight * delta).masked_fill(weight == 0, 0).sum((0, 2)).to(sinks.dtype)
+    # a sink of -inf has no weight, not even in a row without keys, whose lse is -inf; one of +inf,
+    # which is the lse of its rows, has all
+    most = torch.finfo(torch.float32).max
+    weight = torch.exp(sinks.float().clamp(max=most).view(1, Hq, 1) - lse.clamp(-most, most))
+    without = weight == 0 if outside is None else (weight == 0) | outside
+    return -(weight * delta).masked_fill(without, 0).sum((0, 2)).to(sinks.dtype)
 
 
 class _Kernels:

@@ -108,15 +108,13 @@ def _prepare_backward(call: Call, grad_strides: tuple[tuple[int, ...], ...]) -> 
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | grad_out.data_ptr()
         if (addresses | out.data_ptr()) & MISALIGNED:
             return backward(grad_out, grad_lse, q, k, v, out, lse, *options.arguments_with(tensors))
-        if has_sinks:  # so that tokens outside every sequence have no weight of their sinks
-            outside = _outside_sequences(len(q), tensors.cu_seqlens_q)
-            lse = lse.masked_fill(outside, float("inf"))
+        outside = _outside_sequences(len(q), tensors.cu_seqlens_q) if has_sinks else None
         with on_device(device):
             dense, ends = ranges.write(tensors, current_stream(device))
             *grads, _, workspace = plan.run(
                 grad_out, q, k, v, out, lse, grad_lse, dense, cu_seqlens=ends
             )
-        dsinks = dense_backward.sink_gradient(tensors.sinks, lse, plan, workspace)
+        dsinks = dense_backward.sink_gradient(tensors.sinks, lse, plan, workspace, outside)
         return Gradients(*grads, None, dsinks)
 
     return run

@@ -242,8 +242,10 @@ def _row_buffers(problem: BackwardProblem, device: torch.device) -> Tensor:
 
 def _sinks_gradient(row_lse: Tensor, row_delta: Tensor, sinks: Tensor) -> Tensor:
     """Gradient of sinks: minus the sum over rows of (the sink's weight) * delta."""
-    logits = (sinks.float() * LOG2E).clamp(max=torch.finfo(torch.float32).max).view(-1, 1)
-    weight = torch.exp2(logits - row_lse.view(-1, len(sinks), row_lse.shape[-1]))
+    largest = torch.finfo(torch.float32).max  # the lse of a sink of +inf is +inf
+    logits = (sinks.float() * LOG2E).clamp(max=largest).view(-1, 1)
+    row_lse = row_lse.view(-1, len(sinks), row_lse.shape[-1]).clamp(max=largest)
+    weight = torch.exp2(logits - row_lse)
     return -(weight * row_delta.view_as(weight)).sum((0, 2)).to(sinks.dtype)
 
 

@@ -214,8 +214,7 @@ def attend_block(
         lse += (b * Hq + h).to(tl.int64) * Sq
         out += b.to(tl.int64) * Sq * Hq * Dv
     out += h * Dv
-    total = m + tl.log2(den) * LN2 if EXACT else natural(m, den, sink)
-    tl.store(lse + rows_m, total, mask=rows_m < Sq)
+    tl.store(lse + rows_m, natural(m, den, sink, EXACT), mask=rows_m < Sq)
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
     if sink is not None:
         weight *= alpha

@@ -353,11 +353,12 @@ def attends_some(i, shift, limit, window_left, window_right, first, last):
 def with_sink(m, den, sink, NATURAL: tl.constexpr):
     """Add a sink to rows: (maximum, denominator, factor of the weighted sums of values).
 
-    m: in units of log2, in which the sink is clamped to the largest finite number, unless NATURAL.
+    m: in units of log2, or natural. In them the sink is clamped to the largest finite number.
     """
     unit: tl.constexpr = LOG2E if NATURAL else 1.0
     if not NATURAL:
-        sink = tl.minimum(sink * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        sink *= LOG2E
+    sink = tl.minimum(sink, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(m, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     alpha = tl.exp2((m - base) * unit)
@@ -365,9 +366,10 @@ def with_sink(m, den, sink, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def natural(m, den, sink):
-    """Natural lse from a maximum in units of log2; at least the sink, which `with_sink` clamps."""
-    lse = (m + tl.log2(den)) * LN2
+def natural(m, den, sink, NATURAL: tl.constexpr = False):
+    """Natural lse from a maximum in units of log2, or a NATURAL one; at least the sink, which
+    `with_sink` clamps."""
+    lse = m + tl.log2(den) * LN2 if NATURAL else (m + tl.log2(den)) * LN2
     if sink is not None:
         lse = tl.maximum(lse, sink, propagate_nan=tl.PropagateNan.ALL)
     return lse

@@ -145,9 +145,10 @@ def store_results(
     weight = 1.0
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32)
+        given = sink + tl.zeros([m.shape[0]], tl.float32)
         if offset is not None:
             sink -= lacking
-        sink = tl.minimum(sink * LOG2E, LARGEST)
+        sink = tl.minimum(sink * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(m - base)
@@ -156,6 +157,8 @@ def store_results(
     total = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * LN2)
     if offset is not None:
         total += lacking
+    if sinks is not None:
+        total = tl.maximum(total, given, propagate_nan=tl.PropagateNan.ALL)
     tl.store(lse + at, total, mask=rows_m < Sq)
     channels = tl.arange(0, BLOCK_DV)
     of_values = v_scale + b * v_scale_b + h // group * v_scale_h
