@@ -46,7 +46,17 @@ def _pack(call: dict) -> tuple[dict, Packing, Spec]:
     names = ("query", "key", "value", "grad_out", "grad_lse", "out", "lse")
     given = {name: call[name] for name in names if call.get(name) is not None}
     tokens = {name: _tokens(name, x) for name, x in given.items()}
+    _need_same_lengths(call["key"], call["value"])
     return tokens, Packing(_cu_seqlens(call["query"]), _cu_seqlens(call["key"])), spec
+
+
+def _need_same_lengths(key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless keys and values are as many; not read on a GPU, nor while tracing."""
+    ends = key.offsets(), value.offsets()
+    if ends[0] is ends[1] or not library.can_read(*ends) or torch.equal(*ends):
+        return
+    of_key, of_value = (x.diff().tolist() for x in ends)
+    raise ValueError(f"value must have the lengths of key, {of_key}, got {of_value}")
 
 
 def _forward_rule(cls, operator, types, args: tuple, options: dict | None = None):

@@ -57,3 +57,16 @@ def test_errors_name_the_argument():
         fa_ops.attention(q, k.values()[None], v)
     with pytest.raises(ValueError, match="query must be a jagged NestedTensor"):
         fa_ops.attention(q.transpose(1, 2), k, v)
+
+
+def test_keys_and_values_have_the_same_lengths():
+    q, k, _ = nested(2, 2, 2)
+    ends = torch.tensor([0, 5, 8, 10])
+    values = torch.randn(10, 2, 8)
+    other = torch.nested.nested_tensor_from_jagged(values, ends).transpose(1, 2)
+    message = r"value must have the lengths of key, \[3, 5, 2\], got \[5, 3, 2\]"
+    for tensors in ((q, k, other), (q.detach().requires_grad_(), k, other)):
+        with pytest.raises(ValueError, match=message):
+            fa_ops.attention(*tensors)
+    same = torch.nested.nested_tensor_from_jagged(values, k.offsets().clone()).transpose(1, 2)
+    assert fa_ops.attention(q, k, same).is_nested
