@@ -123,6 +123,10 @@ class GraphView:
         """Whether any tensor is written to between the two values."""
         return any(first.index < at < last.index for ats in self._writes.values() for at in ats)
 
+    def at(self, index: int) -> fx.Node:
+        """The node with this index."""
+        return next(node for node, value in self.values.items() if value.index == index)
+
     def _add(self, node: fx.Node, index: int) -> None:
         name, parameters, writes = vocabulary.operation(node)
         op = "" if _has_other_effect(node, name) else name

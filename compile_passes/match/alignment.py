@@ -6,7 +6,7 @@ import torch
 
 from compile_passes.graph import layout
 from compile_passes.graph.axes import Axis, Dims, Group, broadcast_dims, is_one, resolve_dims
-from compile_passes.graph.constants import constant_value
+from compile_passes.graph.constants import constant_value, round_to
 from compile_passes.graph.ir import Value, is_tensor
 from compile_passes.match.match_state import Leaf, Tracked
 from compile_passes.report import Refused
@@ -21,7 +21,8 @@ def align(value: Value, state: Tracked, x: object) -> tuple[Leaf, Dims]:
     """(x aligned with the dims of a state, these dims after broadcasting against x)"""
     constant = constant_value(x)
     if constant is not None:
-        return Leaf(float(constant)), state.dims
+        in_16_bits = is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16)
+        return Leaf(round_to(constant, x.dtype) if in_16_bits else float(constant)), state.dims
     if not is_tensor(x):
         scalar = isinstance(x, Value) and isinstance(x.tensor, (torch.SymFloat, torch.SymInt))
         if not scalar:

@@ -41,6 +41,7 @@ from compile_passes.report import Refused
 
 NO_SCORES = "its input is not the product of a query and a key"
 TALKING_HEADS = "their heads are mixed (talking heads), which needs all of them at once"
+WRITTEN = "the scores are written to by"
 ONE_KEY = "the softmax runs over a dimension of size 1"
 
 
@@ -50,6 +51,7 @@ class Matcher:
     """
 
     def __init__(self, view: GraphView) -> None:
+        self.view = view
         self.states: dict[Value, State] = {}
         self.cores: list[Core] = []
         self.softmaxes: list[Value] = []
@@ -176,7 +178,9 @@ class Matcher:
     def _softmax(self, value: Value, state: State | None) -> State | None:
         self.softmaxes.append(value)
         if not isinstance(state, MatchedScores):
-            self.misses[value] = state.reason if isinstance(state, Mismatch) else NO_SCORES
+            written = self._writer_of_scores(value.args.get("input"))
+            why = f"{WRITTEN} {written}, which is no mask or bias" if written else NO_SCORES
+            self.misses[value] = state.reason if isinstance(state, Mismatch) else why
             return None
         dim = value.args.get("dim")
         if not isinstance(dim, int):
@@ -195,6 +199,14 @@ class Matcher:
             return weights
         self.softmaxes.pop()  # the exp of it counts as the softmax
         return LogWeights(state.dims, weights.path, weights)
+
+    def _writer_of_scores(self, x: object) -> str:
+        """The operation that wrote to scores in a way that no rule describes; empty if none did."""
+        if not isinstance(x, Value) or x.op or x.writes:
+            return ""
+        value = self.view.values[x.node]
+        written = x.index > value.index and isinstance(self.states.get(value), MatchedScores)
+        return raw_name(self.view.at(x.index)) if written else ""
 
     def _value_product(
         self, value: Value, c: Contraction, state: MatchedWeights | ScoreExps, right: bool
@@ -235,6 +247,8 @@ def _rearranged(value: Value, state: Tracked) -> State:
     if value.op == "cast" and not value.dtype.is_floating_point:
         raise Refused(f"they are cast to {value.dtype}")
     dims = layout.result_dims(value, state.dims)
+    if dims is None and value.op == "getitem":
+        raise Refused("they are indexed")
     if dims is None:
         raise Refused(f"{raw_name(value.node)} rearranges their dimensions")
     return state.extend(value, dims=dims)

@@ -36,7 +36,7 @@ def check_over_keys(s: MatchedScores, keys: Group) -> None:
     """
     real = set(resolve(keys))
     if s.shift and set(resolve(s.shift.keys)) != real:
-        raise Refused("what is subtracted from them varies along the keys")
+        raise Refused("what is subtracted from the scores varies along the keys")
     if s.sink:
         if real != set(resolve(s.dims[-1])):
             raise Refused(NOT_KEYS)

@@ -122,7 +122,8 @@ def _verify(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> No
     site = emitter.site
     if site.core.weights.dropout_p:
         return  # the two draw other masks
-    inputs = {leaf.value.node for leaf in (site.q, site.k, site.v)}
+    operands = (site.q.value, site.k.value, site.v.value)
+    inputs = {value.node for value in operands if not value.writes}
     emitted = set(emitter.nodes)
 
     def runs(node: fx.Node) -> bool:

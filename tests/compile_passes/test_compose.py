@@ -103,6 +103,25 @@ def test_fills_known_only_at_run_time_are_refused():
     assert fusion.fused == 1 and "not one number" in fusion.reasons[0]
 
 
+def rows_without_keys(q, k, v):
+    """The first row averages in fp32, where -1e9 absorbs its scores, but not in fp64."""
+    hidden = torch.ones(q.shape[2], k.shape[2]).triu()
+    return (q @ k.mT + hidden * -1e9).softmax(-1) @ v
+
+
+def random_mask(q, k, v):
+    """As DropKey."""
+    scores = q @ k.mT
+    return (scores + torch.bernoulli(torch.full_like(scores, 0.3)) * -1e12).softmax(-1) @ v
+
+
+def value_doubled(q, k, v):
+    v = v * 1.5
+    weights = (q @ k.mT).softmax(-1)
+    v.mul_(2.0)
+    return weights @ v
+
+
 class TestVerification:
     def findings(self, function, *inputs):
         found = []
@@ -120,6 +139,15 @@ class TestVerification:
         before = torch._dynamo.utils.counters["fa_ops"]["verified"]
         (finding,) = self.findings(attend, *(x.requires_grad_(train) for x in qkv()))
         assert finding.fused
+        assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
+
+    @pytest.mark.parametrize(
+        "function", [rows_without_keys, random_mask, value_doubled], ids=lambda f: f.__name__
+    )
+    def test_rewrites_pass_whatever_their_dtypes_writes_and_random_numbers(self, function):
+        before = torch._dynamo.utils.counters["fa_ops"]["verified"]
+        (finding,) = self.findings(function, *(x.requires_grad_() for x in qkv()))
+        assert finding.fused, finding.reason
         assert torch._dynamo.utils.counters["fa_ops"]["verified"] == before + 1
 
     def test_wrong_rewrites_are_refused_with_their_error(self, monkeypatch):

@@ -87,6 +87,22 @@ def key_written_to(q, k, v):
     return p @ v, k
 
 
+def scattered(q, k, v):
+    s = q @ k.mT
+    i, j = torch.triu_indices(*s.shape[-2:], 1)
+    s[..., i, j] = -float("inf")
+    return s.softmax(-1) @ v
+
+
+def first_queries(q, k, v):
+    return (q @ k.mT)[:, :, :4].softmax(-1) @ v
+
+
+def shifted_by_columns(q, k, v):
+    s = q @ k.mT
+    return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
 def eps_below(q, k, v):
     e = (q @ k.mT).exp()
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
@@ -107,6 +123,9 @@ REFUSED = [
     slots,
     without_gradient,
     key_written_to,
+    scattered,
+    first_queries,
+    shifted_by_columns,
 ]
 
 
@@ -123,7 +142,7 @@ class TestReport(TestCase):
             printed(layer, *qkv()),
             """\
 1 of 1 softmaxes fused, in 1 graph
-test_explain.py:120 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
+test_explain.py:139 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
     mask: is_causal
     > return s.softmax(-1) @ v
 """,
@@ -152,7 +171,10 @@ detached: the scores are not scale, bias and mask alone: detach is applied to th
 classifier: its input is not the product of a query and a key
 slots: the attention weights are not used as they are: sum is applied to them
 without_gradient: a part of it runs under another gradient mode than the rest
-key_written_to: k is written to before the value product""",
+key_written_to: k is written to before the value product
+scattered: the scores are written to by setitem, which is no mask or bias
+first_queries: the scores are not scale, bias and mask alone: they are indexed
+shifted_by_columns: what is subtracted from the scores varies along the keys""",
         )
 
     def test_refused_attention_is_printed_with_its_reason(self):

@@ -255,3 +255,11 @@ def test_one_graph_serves_every_length():
 
 def test_float64_stays_float64():
     check(merged_heads, qkv(torch.float64))
+
+
+def test_a_scale_in_16_bits_is_rounded():
+    """The tensor holds 1.296875."""
+    scale = lambda: torch.tensor(1.3, dtype=torch.bfloat16)  # noqa: E731
+    fusion = fuse(lambda q, k, v: (q @ k.mT * scale()).softmax(-1) @ v)
+    fusion.run(*qkv(torch.bfloat16))
+    assert "scale = 1.296875)" in fusion.code
