@@ -38,11 +38,16 @@ NO_VALUE = "its result is not multiplied with a value"
 
 
 def fuse(graph: fx.Graph, verify: bool = False, drop_stored_weights: bool = False) -> list[Finding]:
-    """Rewrite every attention of the graph in place. One finding per softmax, and per call of
-    scaled_dot_product_attention or flex_attention, in graph order.
+    """Rewrite every attention of a graph in place.
 
-    With `verify`, each rewrite is first run beside what it replaces, on random inputs. With
-    `drop_stored_weights`, attributes of modules that would store attention weights become None.
+    Args:
+        graph: as Dynamo captures it, or an exported program's.
+        verify: as in :func:`install`.
+        drop_stored_weights: as in :func:`install`.
+
+    Returns:
+        A finding for each softmax, and each call of scaled_dot_product_attention or flex_attention,
+        in graph order.
     """
     if not _may_hold_attention(graph):
         return []
@@ -167,7 +172,20 @@ class CoreFusion:
 def fuse_module(
     module: torch.nn.Module, verify: bool = False, drop_stored_weights: bool = False
 ) -> list[Finding]:
-    """Run `fuse` on a graph module and on those inside it, such as checkpointed regions."""
+    """Run :func:`fuse` on a graph module and on those inside it, such as checkpointed regions.
+
+    Args:
+        module: a module; those in it that are no graph modules are left as they are.
+        verify: as in :func:`install`.
+        drop_stored_weights: as in :func:`install`.
+
+    Returns:
+        The findings of all graphs.
+
+    Examples:
+        >>> fused = torch.export.export(model, (x,)).module()
+        >>> findings = compile_passes.fuse_module(fused)
+    """
     findings = []
     for child in module.modules():
         if isinstance(child, fx.GraphModule):

@@ -112,16 +112,24 @@ class Installation:
 def install(verify: bool = False, drop_stored_weights: bool = False) -> Installation:
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
-    With `verify`, each rewrite is checked at compile time: the original and its replacement run on
-    random inputs of the example's shapes, forward and backward, and where they differ the original
-    is kept and the reason in the report states by how much. This costs their time and memory once.
-
-    With `drop_stored_weights`, attention is fused also where its weights, or a copy or mean of
-    them, are only stored in an attribute of a module (`self.attention_map = weights`). The
-    attribute is then None, which the report states, and Inductor's caches are not used.
-
     Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
-    already runs first. A second call changes nothing. `with install(): ...` uninstalls at the end.
+    already runs first. A second call changes nothing.
+
+    Args:
+        verify: check each rewrite at compile time: the original and its replacement run on random
+            inputs of the example's shapes, forward and backward, and where they differ the original
+            is kept and the reason in the report states by how much. This costs their time and
+            memory once.
+        drop_stored_weights: fuse attention also where its weights, or a copy or mean of them, are
+            only stored in an attribute of a module (`self.attention_map = weights`). The attribute
+            is then None, which the report states, and Inductor's caches are not used.
+
+    Returns:
+        A context manager that uninstalls on exit, unless the pass was installed before the call.
+
+    Examples:
+        >>> with compile_passes.install():
+        ...     out = torch.compile(model)(x)
     """
     slot = config.pre_grad_custom_pass
     if contains_fusion(slot):
@@ -131,7 +139,7 @@ def install(verify: bool = False, drop_stored_weights: bool = False) -> Installa
 
 
 def uninstall() -> None:
-    """Remove the pass; other passes in the slot stay."""
+    """Remove the pass from Inductor, if it is installed; other passes stay."""
     config.pre_grad_custom_pass = _without_fusion(config.pre_grad_custom_pass)
 
 

@@ -55,9 +55,18 @@ class Location:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One softmax, or call of `operation`: the call that replaced its attention, or the reason why
-    there is none. What is replaced only where it pays has a reason too. `dropped` are the
-    attributes that are None instead of storing the weights.
+    """One softmax, or call of attention, that the pass found.
+
+    Attributes:
+        softmax: the name of its node in the graph.
+        location: the line of the user's source.
+        fused: whether it was replaced.
+        call: the call of the operator that replaced it, as Python.
+        masks: what became of its masks, in words.
+        reason: why it was left; of a call that is replaced only where that pays, also why it was
+            replaced.
+        operation: "softmax", or the name of the function that is called.
+        dropped: the attributes that are None instead of storing the weights.
     """
 
     softmax: str
@@ -84,7 +93,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every softmax, and every call of scaled_dot_product_attention, of the captured graphs."""
+    """What the pass found in the captured graphs; print it to see all.
+
+    Attributes:
+        findings: one for each softmax and each call of attention, in the order of the code.
+        graphs: the number of graphs.
+    """
 
     findings: tuple[Finding, ...]
     graphs: int = 1

@@ -63,25 +63,42 @@ def fa_ops_attention_forward(
     position_ids: Tensor | None = None,
     output_attentions: bool = False,
     eight_bit: bool = False,
-    **kwargs,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute one attention layer of a transformers model.
 
-    Shapes: query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv); key heads are not
-    repeated. `attention_mask` is a `CompactMask`, or a bool or float tensor. If it is None,
-    `is_causal` decides (the argument, or else the module's attribute). `sliding_window` in `kwargs`
-    is ignored, because the mask already contains the window.
+    Args:
+        module: the layer.
+        query: ``(B, Hq, Sq, D)``.
+        key: ``(B, Hkv, Sk, D)``; heads are not repeated.
+        value: ``(B, Hkv, Sk, Dv)``.
+        attention_mask: a `CompactMask`, or a bool or float tensor that broadcasts to
+            ``(B, Hq, Sq, Sk)``.
+        scaling: factor on the products; ``None``: ``1 / sqrt(D)``.
+        dropout: probability of dropping a weight.
+        is_causal: whether a call without a mask is causal; ``None``: the module's attribute.
+        softcap: as in :func:`fa_ops.attention`.
+        s_aux: ``(Hq,)``, another name of `sinks`.
+        sinks: ``(Hq,)``, as in :func:`fa_ops.attention`.
+        position_bias: float, added to the scores; may require grad.
+        indices: ``(B, Sq, n)`` or ``(B, Hq, Sq, n)``, the keys that a query may attend; -1: none.
+        block_indices: not supported.
+        cache: the cache of continuous batching; `kwargs` then describe the batch.
+        cu_seq_lens_q: int32 ``(documents + 1,)``, boundaries of packed documents.
+        cu_seq_lens_k: the same for keys.
+        max_length_q: the number of queries of the longest document.
+        max_length_k: the same for keys.
+        position_ids: separate documents that are packed into one row.
+        output_attentions: also return the weights, as eager attention computes them.
+        eight_bit: compute prompts, and other calls with more than 16 queries, with 8-bit products,
+            where they can.
+        kwargs: not used otherwise. The mask already contains `sliding_window`.
 
-    `eight_bit` computes prompts, and other calls with more than 16 queries, with 8-bit products,
-    where they can.
+    Returns:
+        ``(B, Sq, Hq, Dv)``, contiguous, and the weights ``(B, Hq, Sq, Sk)`` or None.
 
-    `position_ids` separate documents that are packed into one row. `cache` is the cache of
-    continuous batching; `kwargs` then describe the batch.
-
-    Returns (B, Sq, Hq, Dv), contiguous, and, with `output_attentions`, the weights (B, Hq, Sq, Sk),
-    computed as eager attention computes them.
-
-    Raises NotImplementedError for arguments that only other attention implementations support.
+    Raises:
+        NotImplementedError: an argument that only other attention implementations support.
     """
     sinks = sinks if s_aux is None else s_aux
     options = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
@@ -130,12 +147,13 @@ def fa_ops_8bit_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute one attention layer with 8-bit products, as `attn_implementation="fa_ops_8bit"`.
 
-    The arguments are those of `fa_ops_attention_forward`. Decoding steps have 16-bit products, as
-    they would have to quantise the whole cache. Calls whose mask is dense or float, packed
-    documents, and calls that return weights have them too, with a warning.
+    Decoding steps have 16-bit products, as they would have to quantise the whole cache. Calls whose
+    mask is dense or float, packed documents, and calls that return weights have them too, with a
+    warning. Arguments and results are those of :func:`fa_ops_attention_forward`.
 
-    Raises ValueError where a gradient would be recorded, and NotImplementedError for continuous
-    batching.
+    Raises:
+        ValueError: dropout, or a gradient would be recorded.
+        NotImplementedError: continuous batching.
     """
     if dropout or (torch.is_grad_enabled() and operators.any_requires_grad(query, key, value)):
         raise ValueError(

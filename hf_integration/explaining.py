@@ -31,7 +31,13 @@ class Layers(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The attention of every layer, counts of the mask encodings made, and states of the hooks."""
+    """Which attention runs in each layer of a model; print it to see all.
+
+    Attributes:
+        layers: groups of layers that run the same attention for the same reasons.
+        masks: how often each mask encoding was made so far in this process.
+        hooks: for each hook of transformers, whether it is installed, or why not.
+    """
 
     layers: list[Layers]
     masks: dict[str, int]
@@ -46,6 +52,12 @@ class Explanation(NamedTuple):
 
 def explain(model: nn.Module) -> Explanation:
     """Explain which attention runs in each layer of a transformers model, without running it.
+
+    Args:
+        model: a model, or any module that contains some.
+
+    Returns:
+        The attention of every layer with the reasons. Print it, or read its fields.
 
     Raises:
         TypeError: the model is no module.

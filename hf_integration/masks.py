@@ -62,6 +62,12 @@ def fa_ops_mask(*args, **kwargs) -> Tensor:
     None would leave causality to the model's `is_causal`, which is not reliable. Device values are
     read at most once in a prefill, and never in decoding or while tracing. A mask that may not be
     one range of keys for each query becomes transformers' dense mask.
+
+    The arguments are those that transformers passes to a mask function, see :class:`Request`.
+
+    Returns:
+        A bool mask ``(B, 1, Sq, Sk)``, True where a key is kept; for models that add their mask to
+        scores a float mask.
     """
     kwargs |= dict(zip(Request._fields, args, strict=False))
     if distribution.active() is not None:

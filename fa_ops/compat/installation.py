@@ -90,8 +90,11 @@ def install(name: str) -> None:
 def uninstall(name: str) -> None:
     """Undo :func:`install`. Modules that have been imported keep what they imported.
 
+    Args:
+        name: one of those of install; without an installed package nothing changes.
+
     Raises:
-        ValueError: another name than those of install.
+        ValueError: another name.
     """
     package = _package(name)
     for module in package.modules:

@@ -143,8 +143,9 @@ def explain_context_parallel(
 ) -> SchemeChoice:
     """Explain which scheme a call of :func:`context_parallel_attention` uses, and why.
 
-    Nothing is sent or computed. Options are those of the call; `check`, `timeout` and `return_lse`
-    do not matter.
+    Nothing is sent or computed.
+
+    The arguments are those of the call; `check`, `timeout` and `return_lse` do not matter.
 
     Returns:
         The scheme, the estimated seconds of each, the reasons against the others, and what each
@@ -182,9 +183,17 @@ def _words(number: int, step: plans.Step) -> str:
 def measure_link_rate(
     mesh_or_group: ProcessGroup | DeviceMesh | None = None, device: str | torch.device = "cpu"
 ) -> float:
-    """Measure the rate of the link, bytes per second, for the estimates of "auto".
+    """Measure the rate of the link between processes, for the estimates of `scheme="auto"`.
 
-    All processes must call it. On a mesh of two dimensions the first is measured.
+    All processes must call it.
+
+    Args:
+        mesh_or_group: as in :func:`context_parallel_attention`; of a mesh of two dimensions the
+            first is measured.
+        device: the type of device whose memory is sent.
+
+    Returns:
+        Bytes per second of the slowest process, infinite for a group of one. It is kept.
     """
     return costs.measure_link_rate(groups_of(mesh_or_group)[0], torch.device(device))
 

@@ -189,6 +189,9 @@ def shard(
         zigzag: whether tokens are in zigzag order; else parts are contiguous.
         layout: in place of `zigzag`, the tokens of each process, as :func:`balanced_layout` gives.
 
+    Returns:
+        x with this process's tokens alone along `dim`.
+
     Raises:
         ValueError: the length is not such a multiple, or not that of the layout; x has no such
             dimension.
@@ -208,7 +211,21 @@ def unshard(
     zigzag: bool = True,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Gather the whole sequence from the parts of :func:`shard`. Not differentiable."""
+    """Gather the whole sequence from the parts of :func:`shard`. Not differentiable.
+
+    Args:
+        x: this process's part, of the same shape on all processes.
+        group: as in :func:`shard`, like all further arguments.
+        dim: the dimension of the sequence.
+        zigzag: whether tokens are in zigzag order.
+        layout: in place of `zigzag`, the tokens of each process.
+
+    Returns:
+        The whole sequence, on every process.
+
+    Raises:
+        ValueError: the length is not that of the layout.
+    """
     groups = groups_of(group)
     x = x.detach().contiguous()
     parts = [x]
