@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -28,6 +29,7 @@ def assert_fits(kernel: CompiledKernel, arch: int, folder: Path, spills: int = 0
         assert not early_reads(kernel.asm["ptx"])
 
 
+@functools.lru_cache(maxsize=4)  # it takes half a second, and several checks read one program
 def disassembled(cubin: bytes, folder: Path) -> str:
     return _tool("cuobjdump", cubin, folder, "--dump-sass")
 
