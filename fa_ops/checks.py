@@ -7,6 +7,7 @@ cu_seqlens.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -164,6 +165,13 @@ def states(outs: Tensor, lses: Tensor) -> None:
     need(outs.dim() >= 2, "outs must have shape (N, ..., Dv), got {}", outs.shape)
     need(outs.shape[0] >= 1, "outs must hold at least one state, got shape {}", outs.shape)
     has_shape("lses", lses, tuple(outs.shape[:-1]))
+
+
+def no_gradients(arguments: Mapping[str, object], reason: str) -> None:
+    """Raise ValueError where a gradient of one of these arguments would be recorded."""
+    for name, t in arguments.items() if torch.is_grad_enabled() else ():
+        if isinstance(t, Tensor) and t.requires_grad:
+            raise ValueError(f"{name} must not require grad: {reason}")
 
 
 def contiguous_rows(**tensors: Tensor) -> None:

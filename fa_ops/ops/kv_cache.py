@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import cache_checks, planning
+from fa_ops import cache_checks, checks, planning
 from fa_ops.call import CACHED, Call
 from fa_ops.empty_calls import dense_outputs
-from fa_ops.ops import library
+from fa_ops.ops import axes, library
 from fa_ops.types import Cache, Spec
 
 READ = torch.ops.fa.attention_with_kv_cache.default
@@ -69,15 +69,18 @@ def _append_fake(q, k, v, key, value, *args, **options):
     return _fake(q, k, v, *args, key=key, value=value, **options)
 
 
+_NO_GRADIENT = (
+    "attention_with_kv_cache has no gradient; call it under torch.no_grad(), or use attention, "
+    "which has one"
+)
+
+
 def _without_gradients(operator):
     def kernel(keyset, *args, **options):
         tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
         library.reject_forward_ad(operator, *tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise ValueError(
-                "attention_with_kv_cache has no gradient, but an argument requires grad: call it "
-                "under torch.no_grad(), or use attention, which has one"
-            )
+        if any(t.requires_grad for t in tensors):
+            checks.no_gradients(axes.bind(operator, args, options), _NO_GRADIENT)
         return library.redispatch(operator, keyset, *args, **options)
 
     return kernel

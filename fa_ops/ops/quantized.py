@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_ops import planning, quantized_checks
-from fa_ops.call import QUANTIZED, Call
+from fa_ops import checks, planning, quantized_checks
+from fa_ops.call import QUANTIZED, Call, QuantizedTensors
 from fa_ops.empty_calls import dense_outputs
-from fa_ops.ops import library
+from fa_ops.ops import axes, library
 from fa_ops.types import Quantization, Spec
 
 QUANTIZED_ATTENTION = torch.ops.fa.quantized_attention.default
+_TENSORS = ("query", "key", "value", *QuantizedTensors._fields)
 
 
 def bind(
@@ -31,12 +32,14 @@ def bind(
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError where a gradient would be recorded."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError(
-            "attention with 8-bit products has no gradient, but an argument requires grad: call it "
-            "under torch.no_grad(), or use attention with 16-bit tensors, which has one"
-        )
+    """Raise ValueError where a gradient of query, key, value or a `QuantizedTensors` would be
+    recorded.
+    """
+    reason = (
+        "attention with 8-bit products has no gradient; call it under torch.no_grad(), or use "
+        "attention with 16-bit tensors, which has one"
+    )
+    checks.no_gradients(dict(zip(_TENSORS, tensors)), reason)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *args, **options) -> tuple[Tensor, Tensor]:
@@ -50,7 +53,8 @@ def _fake(q, k, v, *args, **options):
 
 
 def _autograd(keyset, *args, **options):
-    tensors = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
+    arguments = axes.bind(QUANTIZED_ATTENTION, args, options)
+    tensors = [arguments.get(name) for name in _TENSORS]
     library.reject_forward_ad(QUANTIZED_ATTENTION, *tensors)
     refuse_gradients(*tensors)
     return library.redispatch(QUANTIZED_ATTENTION, keyset, *args, **options)

@@ -208,7 +208,7 @@ BAD = {
     "no scale": (_tensors(E4M3) | {"rotate": False}, ValueError, "which needs q_scale"),
     "gradient": (
         _tensors() | {"query": torch.zeros(2, 4, 70, 8, requires_grad=True)}, ValueError,
-        "has no gradient, but an argument requires grad",
+        "query must not require grad: attention with 8-bit products has no gradient",
     ),
     "16 bits with scales": (_tensors() | SCALES, TypeError, "q_scale is for tensors in float8"),
     "missing": (
