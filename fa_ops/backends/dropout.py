@@ -26,7 +26,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def row_keys(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
+def _row_hashes(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
     """Hash of everything but the key index, 32 bits in int64.
 
     Shapes broadcast; `batch_head` is b * Hq + h.
@@ -48,7 +48,7 @@ def seed_of_heads(seed: Tensor, first: int) -> Tensor:
 
 def row_words(seed: Tensor, batch_head: Tensor, rows: Tensor) -> Tensor:
     """The words of rows, int32: what a call may be given in place of a seed."""
-    return _signed(row_keys(seed, batch_head, rows))
+    return _signed(_row_hashes(seed, batch_head, rows))
 
 
 def from_key(words: Tensor, first: int | Tensor) -> Tensor:
