@@ -25,7 +25,6 @@ DUPLICATED_LINES = {
     (f"{HOPPER}/decode.cu", f"{HOPPER}/mla.cu"): 6,
     # loops over the registers of one kernel, which ptxas allocates
     (f"{HOPPER}/mla.cu", f"{HOPPER}/forward_mainloop.cuh"): 7,
-    (f"{HOPPER}/backward.cu", f"{HOPPER}/backward_keys.cu"): 7,
     (f"{HOPPER}/forward_mainloop.cuh", f"{HOPPER}/quantized_mainloop.cuh"): 13,
     (f"{HOPPER}/forward_epilogue.cuh", f"{HOPPER}/quantized_epilogue.cuh"): 6,
     (f"{HOPPER}/forward_shared.cuh", f"{HOPPER}/quantized_shared.cuh"): 6,

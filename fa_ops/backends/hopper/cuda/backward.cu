@@ -120,12 +120,8 @@ struct BackwardConsumer : KeyConsumerBase {
     find_dropped(slot_at<SEED_BYTES>(sm.row_seeds, i), barrier(sm.do_full, i));
     wgmma_wait<1>();
     fence_operand(s);
-#if HAS_SOFTCAP
     float tanh_grad[SCORES];
-#pragma unroll
-    for (int e = 0; e < SCORES; e++)
-      s[e] = softcap_tanh(s[e] * p.tanh_scale), tanh_grad[e] = 1.f - s[e] * s[e];
-#endif
+    apply_softcap(s, tanh_grad);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i), slot_at<RANGE_BYTES>(sm.ranges, i));
     pack_weights(w, s);
     fence_operand(w);
@@ -135,10 +131,7 @@ struct BackwardConsumer : KeyConsumerBase {
     fence_operand(dp);
     gradient_product(dv, w, grads);
     score_gradients(slot_at<ROW_BYTES>(sm.delta, i));
-#if HAS_SOFTCAP
-#pragma unroll
-    for (int e = 0; e < SCORES; e++) dp[e] *= tanh_grad[e];
-#endif
+    multiply_by_softcap_grad(dp, tanh_grad);
     pack_fragments(ds, dp);
 #if ADDS_DQ
     const long long block = (long long)(t.b * p.Hq + h) * p.m_blocks + m;

@@ -9,7 +9,7 @@
 // GRAD_STAGES EXCHANGE_BYTES SHARED_BYTES IS_WIDE IS_PAIRED ADDS_DQ ALTERNATES SPLITS_GROUP
 // HAS_WINDOW HAS_KV_LENS HAS_RANGES HAS_SOFTCAP HAS_ALIBI HAS_MASK HAS_DROPOUT BIAS_BITS
 #pragma once
-#include "backward_tiles.cuh"
+#include "backward_results.cuh"
 #include "named_barriers.cuh"
 #include "pipeline.cuh"
 

@@ -38,20 +38,13 @@ struct ValueConsumer : KeyConsumerBase {
     if (operand_barrier) mbar_arrive(operand_barrier);
     wgmma_wait<0>();
     fence_operand(s);
-#if HAS_SOFTCAP
     float tanh_grad[SCORES];
-#pragma unroll
-    for (int e = 0; e < SCORES; e++)
-      s[e] = softcap_tanh(s[e] * p.tanh_scale), tanh_grad[e] = 1.f - s[e] * s[e];
-#endif
+    apply_softcap(s, tanh_grad);
     scores_to_weights(s, m, edge, slot_at<ROW_BYTES>(sm.lse, i), slot_at<RANGE_BYTES>(sm.ranges, i));
     fence_async_shared();  // as in forward_scores.cuh
     mbar_arrive(barrier(sm.q_empty, i));
     pack_weights(w, s);
-#if HAS_SOFTCAP
-#pragma unroll
-    for (int e = 0; e < SCORES; e++) s[e] *= tanh_grad[e];
-#endif
+    multiply_by_softcap_grad(s, tanh_grad);
     mbar_wait(weights_empty(sm, exchange.stage), exchange.phase ^ 1);
 #pragma unroll
     for (int e = 0; e < SCORES; e += 4)

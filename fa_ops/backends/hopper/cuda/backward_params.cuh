@@ -40,9 +40,9 @@ struct BackwardParams {
   float scale_log2;  // from score units to log2 units
   float alibi_unit;
   Strides strides[TENSORS];
-  MaskBits by_key,
-      by_query;    // with a mask: the queries of each key, and unless ADDS_DQ the keys of each query
-  int mask_block;  // bytes of a block of queries in `by_key`, 0 if queries share the mask
+  MaskBits by_key;    // with a mask: the queries of each key
+  MaskBits by_query;  // with a mask, unless ADDS_DQ: the keys of each query
+  int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
   Dropout dropout;
 #if BIAS_BITS
   Bias bias;

@@ -2,7 +2,7 @@
 // those of dQ with ADDS_DQ, and of dK and dV with SPLITS_GROUP. Rows that are not finite are computed again,
 // one at a time and without products by a weight of 0, as a NaN or Inf may have reached rows that do not
 // attend it.
-#include "backward_tiles.cuh"
+#include "backward_results.cuh"
 
 // Whether a query attends a key.
 DEVICE bool attends(const BackwardParams& p, int i, int j, int h, int b, int keys) {

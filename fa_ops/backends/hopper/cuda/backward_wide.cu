@@ -14,7 +14,7 @@
 // The scores' warpgroup has half the features of the cluster's own tokens in registers, so that shared memory
 // has room for two and a half blocks of the others, not two.
 //
-// Compile-time: IS_BF16 HEAD_DIM SHARED_BYTES HAS_KV_LENS, and what backward_tiles.cuh has
+// Compile-time: IS_BF16 HEAD_DIM SHARED_BYTES HAS_KV_LENS, and what backward_results.cuh has
 #include "wide_consumers.cuh"
 
 // Executed by one thread.

@@ -1,5 +1,6 @@
 // A backward consumer whose scores are transposed, with a row for each key: masks, dropout, and the weights.
 #pragma once
+#include "attending_queries.cuh"
 #include "backward.cuh"
 #include "wgmma.cuh"
 
@@ -78,14 +79,32 @@ struct KeyConsumerBase {
     return d;
   }
 
+  // Makes scores of products of queries and keys, and finds the derivative.
+  DEVICE void apply_softcap([[maybe_unused]] float (&s)[SCORES],
+                            [[maybe_unused]] float (&tanh_grad)[SCORES]) const {
+#if HAS_SOFTCAP
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      s[i] = softcap_tanh(s[i] * p.tanh_scale), tanh_grad[i] = 1.f - s[i] * s[i];
+#endif
+  }
+
+  // Makes gradients of the products of those of scores, or of weights that these are multiples of.
+  DEVICE void multiply_by_softcap_grad([[maybe_unused]] float (&x)[SCORES],
+                                       [[maybe_unused]] const float (&tanh_grad)[SCORES]) const {
+#if HAS_SOFTCAP
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) x[i] *= tanh_grad[i];
+#endif
+  }
+
   // Turns scores into weights, in place.
   DEVICE void scores_to_weights(float (&s)[SCORES], int m, bool edge, u32 lse, u32 ranges) {
     [[maybe_unused]] const int i0 = m * BLOCK_M + (lane & 3) * 2;
 #if HAS_ALIBI
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
-      s[i] -=
-          slope * fabsf((float)(i0 + (i >> 2) * 8 + (i & 1) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
+      s[i] -= slope * fabsf((float)(i0 + column_offset(i) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
 #endif
 #if BIAS_BITS
     mbar_wait(sm.bias_full, bias.phase);
@@ -96,29 +115,18 @@ struct KeyConsumerBase {
 #endif
     if (edge) {
 #if !HAS_RANGES
-      // For each of this thread's keys: the distance of the thread's first query from the first that attends
-      // it, and how many attend it.
-      int distance[2] = {0, 0};
-      u32 attending[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int j = t.n0 + key + 8 * r;
-        attending[r] = j < t.keys ? ~0u : 0;
-#if HAS_WINDOW
-        distance[r] = i0 + t.keys - p.Sq - j + p.window_right,
-        attending[r] = min(attending[r], (u32)p.window_left + (u32)p.window_right + 1);
-#endif
-      }
+      int distance[2];
+      u32 count[2];
+      attending_queries(p, t, i0, key, distance, count);
 #endif
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
 #if HAS_RANGES
         const int j = t.n0 + key + row_offset(i);
-        const int2 range = load_shared<int2>(ranges + ((i >> 2) * 8 + (lane & 3) * 2 + (i & 1)) * 8);
+        const int2 range = load_shared<int2>(ranges + (column_offset(i) + (lane & 3) * 2) * 8);
         const bool keep = j >= range.x && j < range.y;
 #else
-        const int r = i >> 1 & 1;
-        const bool keep = (u32)(distance[r] + (i >> 2) * 8 + (i & 1)) < attending[r];
+        const bool keep = is_attended(i, distance, count);
 #endif
         if (!keep) s[i] = -INFINITE;
       }

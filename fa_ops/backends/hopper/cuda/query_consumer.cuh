@@ -171,7 +171,7 @@ struct QueryConsumer {
 #endif
 #pragma unroll
     for (int i = 0; i < ROW_SCORES; i++) {
-      const int r = i >> 1 & 1, j = n0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+      const int r = i >> 1 & 1, j = n0 + column_offset(i) + (lane & 3) * 2;
       float x = s[i];
 #if HAS_SOFTCAP
       x = softcap_tanh(x * p.tanh_scale);

@@ -10,6 +10,8 @@
 //                   next use of a buffer by a thread that has seen its last one
 //   sent_empty      the other CTA has read what was sent, so that it may be overwritten here and there
 #pragma once
+#include "attending_queries.cuh"
+#include "backward_results.cuh"
 #include "named_barriers.cuh"
 #include "wgmma.cuh"
 #include "wide_work.cuh"
@@ -129,25 +131,12 @@ struct ScoreConsumer : WideRole {
       if (j < range.x || j >= range.y) s[i] = -INFINITE;
     }
 #else
-    // For each of this thread's keys: the distance of the thread's first query from the first that attends
-    // it, and how many attend it.
-    const KeyTile& t = work.t;
-    int distance[2] = {0, 0};
-    u32 attending[2];
+    int distance[2];
+    u32 count[2];
+    attending_queries(p, work.t, first, row, distance, count);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int j = t.n0 + row + 8 * r;
-      attending[r] = j < t.keys ? ~0u : 0;
-#if HAS_WINDOW
-      distance[r] = first + t.keys - p.Sq - j + p.window_right,
-      attending[r] = min(attending[r], (u32)p.window_left + (u32)p.window_right + 1);
-#endif
-    }
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const int r = i >> 1 & 1;
-      if ((u32)(distance[r] + column_offset(i)) >= attending[r]) s[i] = -INFINITE;
-    }
+    for (int i = 0; i < SCORES; i++)
+      if (!is_attended(i, distance, count)) s[i] = -INFINITE;
 #endif
   }
 
