@@ -1,6 +1,5 @@
 """The Triton backward kernels in the interpreter against the oracle, feature by feature."""
 
-
 import pytest
 import torch
 
