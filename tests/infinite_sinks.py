@@ -111,3 +111,19 @@ def check_gradients(name: str, backend: str, device: str = "cpu", dtype=torch.fl
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for x, y in zip(grads, expected):
         torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
+
+
+def check_merging(backend: str, device: str = "cpu") -> None:
+    """A state whose lse is +inf, as that of a sink among the states, has all weight."""
+    torch.manual_seed(0)
+    outs, lses = torch.randn(3, 2, 5, 8, device=device), torch.randn(3, 2, 5, device=device)
+    lses[1, 0], lses[2, 0, 0] = math.inf, -math.inf
+    outs.requires_grad_(), lses.requires_grad_()
+    with fa_ops.use_backend(backend):
+        out, lse = fa_ops.merge_states(outs, lses)
+    assert (lse[0] == math.inf).all() and lse[1].isfinite().all()
+    assert torch.equal(out[0], outs[1, 0]) and out.isfinite().all()
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    of_outs, of_lses = torch.autograd.grad((out, lse), (outs, lses), (grad_out, grad_lse))
+    assert torch.equal(of_outs[1, 0], grad_out[0]) and torch.equal(of_lses[1, 0], grad_lse[0])
+    assert not of_outs[[0, 2], 0].any() and not of_lses[[0, 2], 0].any()

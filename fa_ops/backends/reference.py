@@ -87,9 +87,9 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return e / total, lse.squeeze(-1)
 
 
-def _finite_or_low(sinks: Tensor) -> Tensor:
-    """The sinks with the largest finite number in place of +inf: no difference of two is NaN."""
-    return sinks.clamp(max=torch.finfo(sinks.dtype).max)
+def _finite_or_low(logits: Tensor) -> Tensor:
+    """The largest finite number in place of +inf, so that no difference is NaN."""
+    return logits.clamp(max=torch.finfo(logits.dtype).max)
 
 
 def product(a: Tensor, b: Tensor, terms: Tensor) -> Tensor:
@@ -259,9 +259,10 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets, from the attention over each.
 
     outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...). A state whose lse is -inf
-    has no keys, and its out does not count.
+    has no keys, and its out does not count. One whose lse is +inf has all weight.
     """
-    p, lse = weights(lses.double().movedim(0, -1), None)
+    p, lse = weights(_finite_or_low(lses.double()).movedim(0, -1), None)
+    lse = lse.masked_fill((lses == float("inf")).any(0), float("inf"))
     outs_with_keys = outs.double().masked_fill((lses == float("-inf")).unsqueeze(-1), 0.0)
     out = (p.movedim(-1, 0).unsqueeze(-1) * outs_with_keys).sum(0)
     return out.to(outs.dtype), lse.to(lses.dtype)

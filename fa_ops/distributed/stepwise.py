@@ -273,7 +273,8 @@ def sinks_gradient(
     A sink of weight w scales out by (1 - w), and its derivative of lse is w. Rows outside every
     document have lse = -inf.
     """
-    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    most = torch.finfo(lse.dtype).max  # the lse of a sink of +inf is +inf
+    weight = torch.exp(sinks.to(lse.dtype).clamp(max=most).view(1, -1, 1) - lse.clamp(max=most))
     weight = weight.masked_fill(lse == float("-inf"), 0.0)
     slope = -(grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:

@@ -39,7 +39,9 @@ class _Merge(library.SingleLevelFunction):
     def backward(ctx, grad_out, grad_lse):
         outs, lses, out, lse = ctx.saved_tensors
         dead = lse == float("-inf")
-        weights = torch.exp(lses - lse.masked_fill(dead, 0.0))  # 0 for a state without keys
+        most = torch.finfo(lse.dtype).max  # a state whose lse is +inf has all weight
+        top = lse.masked_fill(dead, 0.0).clamp(max=most)
+        weights = torch.exp(lses.clamp(max=most) - top)  # 0 for a state without keys
         grad_outs, grad_lses = None, torch.zeros_like(lses)
         if grad_out is not None:
             wide = grad_out.to(lse.dtype)

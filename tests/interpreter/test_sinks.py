@@ -21,3 +21,7 @@ def test_infinite_sinks_leave_no_weight_to_keys(name):
 @pytest.mark.parametrize("name", ["lengths", "packed"])
 def test_their_gradients_are_those_of_lse(name):
     infinite_sinks.check_gradients(name, "triton")
+
+
+def test_an_infinite_state_has_all_weight():
+    infinite_sinks.check_merging("triton")

@@ -58,12 +58,13 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     no_keys = lses == float("-inf")
     if bool(no_keys.any()):
         outs = outs.masked_fill(no_keys.unsqueeze(-1), 0.0)  # may be NaN there
-    top = lses.amax(0)
+    highest, most = lses.amax(0), torch.finfo(lses.dtype).max
+    top = highest.clamp(max=most)  # a state whose lse is +inf, as a sink's, has all weight
     top = top.masked_fill_(top == float("-inf"), 0.0)
-    shares = torch.exp(lses - top)
+    shares = torch.exp(lses.clamp(max=most) - top)
     total = shares.sum(0)
     shares.div_(total.clamp(min=1.0)).unsqueeze_(-1)  # the largest share is exp(0) before
     acc = lses.new_zeros(outs.shape[1:])
     for out, share in zip(outs, shares):
         acc.addcmul_(out, share)
-    return acc.to(outs.dtype), top + total.log()
+    return acc.to(outs.dtype), torch.maximum(top + total.log(), highest)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_ops.backends.triton.arguments import padded
 from fa_ops.backends.triton.launch import Launch, bind
+from fa_ops.backends.triton.primitives import LARGEST
 from fa_ops.types import ALIGNMENT
 
 _ROWS = 16
@@ -29,7 +30,7 @@ def merge_kernel(
     tile = row[:, None] * D + cols
     keep = inside[:, None] & (cols < D)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
-    den = tl.zeros([BLOCK], tl.float32)
+    highest, den = m, tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for n in range(0, states):
         s = tl.load(lses + n * rows + row, mask=inside, other=float("-inf"))
@@ -37,13 +38,16 @@ def merge_kernel(
             keep & (s != float("-inf"))[:, None]
         )  # the out of a state without keys may be NaN
         x = tl.load(outs + n * rows * D + tile, mask=attended, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, s)
+        s = tl.minimum(s, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # +inf has all weight
         m_new = tl.maximum(m, s)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = tl.exp(s - base), tl.exp(m - base)
         acc = acc * alpha[:, None] + x * p[:, None]
         den = den * alpha + p
         m = m_new
-    tl.store(lse + row, m + tl.log(den), mask=inside)
+    tl.store(lse + row, tl.maximum(m + tl.log(den), highest, propagate_nan=tl.PropagateNan.ALL),
+             mask=inside)  # fmt: skip
     weight = tl.where(den == 0.0, 0.0, 1.0 / den)
     tl.store(out + tile, (acc * weight[:, None]).to(out.dtype.element_ty), mask=keep)
 
