@@ -122,7 +122,8 @@ def attention(
         >>> fa_ops.attention(q, k, v, is_causal=True).shape
         torch.Size([1, 9, 512, 64])
     """
-    type(return_lse) is bool or need_bool("return_lse", return_lse)
+    if type(return_lse) is not bool:
+        need_bool("return_lse", return_lse)
     if not (q_scale is k_scale is v_scale is None):
         from fa_ops import quantized
 
@@ -233,7 +234,8 @@ def attention_varlen(
         >>> fa_ops.attention_varlen(q, q, q, ends, ends, is_causal=True).shape
         torch.Size([10, 4, 64])
     """
-    type(return_lse) is bool or need_bool("return_lse", return_lse)
+    if type(return_lse) is not bool:
+        need_bool("return_lse", return_lse)
     if page_table is not None:
         from fa_ops import varlen_pages
 

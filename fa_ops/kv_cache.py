@@ -127,7 +127,8 @@ def attention_with_kv_cache(
         >>> fa_ops.attention_with_kv_cache(q, k, v, lens, key=new, value=new).shape
         torch.Size([1, 8, 1, 64])
     """
-    type(return_lse) is bool or need_bool("return_lse", return_lse)
+    if type(return_lse) is not bool:
+        need_bool("return_lse", return_lse)
     tensors = CacheTensors(
         kv_lens, page_table, key_ranges, alibi_slopes, sinks, key, value, k_scale, v_scale,
         rotary_cos, rotary_sin, unified_max,
