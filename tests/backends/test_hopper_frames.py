@@ -110,7 +110,7 @@ CALLS = {
     "causal": (attention(is_causal=True), 14),  # tiles are handed out on demand
     "recorded": (attention(requires_grad=True), 15),
     "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 21),
-    "dropout": (attention(dropout_p=0.5), 28),
+    "dropout": (attention(dropout_p=0.5), 29),
     "operator": (operator(), 24),
     "packed": (packed(), 24),
     "packed, recorded": (packed(requires_grad=True), 28),
@@ -139,4 +139,4 @@ def test_a_repeated_backward_pass_enters_few_functions():
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 93 and len(frames.files) <= 15, frames.entered
+    assert limit < frames.count <= 96 and len(frames.files) <= 15, frames.entered
