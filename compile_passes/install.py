@@ -88,11 +88,13 @@ def append_fusion(existing: object, *options: bool) -> CustomGraphPass:
     return PassChain(tuple(others), FusionPass(*options))
 
 
-def contains_fusion(slot: object) -> bool:
-    """Whether a pass, or a list of passes, includes the fusion pass."""
+def fusion_in(slot: object) -> FusionPass | None:
+    """The fusion pass that a pass, or a list of passes, includes."""
     if isinstance(slot, (list, tuple)):
-        return any(map(contains_fusion, slot))
-    return isinstance(slot, (FusionPass, PassChain))
+        return next(filter(None, map(fusion_in, slot)), None)
+    if isinstance(slot, PassChain):
+        return slot.fusion
+    return slot if isinstance(slot, FusionPass) else None
 
 
 class Installation:
@@ -113,7 +115,7 @@ def install(verify: bool = False, drop_stored_weights: bool = False) -> Installa
     """Make every later `torch.compile` with Inductor fuse hand-written attention.
 
     Functions compiled before are unaffected. A pass that Inductor's `pre_grad_custom_pass` holds
-    already runs first. A second call changes nothing.
+    already runs first. A second call with the same options changes nothing.
 
     Args:
         verify: check each rewrite at compile time: the original and its replacement run on random
@@ -127,12 +129,22 @@ def install(verify: bool = False, drop_stored_weights: bool = False) -> Installa
     Returns:
         A context manager that uninstalls on exit, unless the pass was installed before the call.
 
+    Raises:
+        ValueError: the pass is installed with other options.
+
     Examples:
         >>> with compile_passes.install():
         ...     out = torch.compile(model)(x)
     """
     slot = config.pre_grad_custom_pass
-    if contains_fusion(slot):
+    found = fusion_in(slot)
+    if found is not None:
+        for name, value in (("verify", verify), ("drop_stored_weights", drop_stored_weights)):
+            if (given := getattr(found, name)) != value:
+                raise ValueError(
+                    f"{name} must be {given}, as in the pass that is installed, got {value}; "
+                    "call compile_passes.uninstall() first"
+                )
         return Installation(False)
     config.pre_grad_custom_pass = append_fusion(slot, verify, drop_stored_weights)
     return Installation(True)

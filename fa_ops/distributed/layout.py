@@ -197,8 +197,7 @@ def shard(
             dimension.
     """
     _, rank, size = whole_group(group)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
+    _check_dim(x, dim)
     layout = _layout_of(x.shape[dim], dim, size, zigzag, layout)
     parts = [x.narrow(dim, start, stop - start) for start, stop in layout.segments[rank]]
     return torch.cat(parts, dim) if parts else x
@@ -224,9 +223,10 @@ def unshard(
         The whole sequence, on every process.
 
     Raises:
-        ValueError: the length is not that of the layout.
+        ValueError: the length is not that of the layout; x has no such dimension.
     """
     groups = groups_of(group)
+    _check_dim(x, dim)
     x = x.detach().contiguous()
     parts = [x]
     for members in reversed(groups):  # of the inner dimension first
@@ -237,6 +237,11 @@ def unshard(
     size = len(parts)
     layout = _layout_of(x.shape[dim] * size, dim, size, zigzag, layout)
     return joined(parts, layout.segments, dim) if layout.tokens else x
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of x's {x.dim()} dimensions, got {dim}")
 
 
 def joined(parts: list[Tensor], segments, dim: int) -> Tensor:

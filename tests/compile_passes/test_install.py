@@ -41,6 +41,22 @@ def test_the_cache_key_covers_all_modules_that_decide_a_rewrite():
     assert all(path.exists() for path in decide) and len(decide) == len(HASHED_SOURCES)
 
 
+def test_options_of_an_installed_pass_are_not_ignored():
+    with compile_passes.install(verify=True):
+        with compile_passes.install(verify=True):
+            pass
+        with pytest.raises(
+            ValueError, match="verify must be True, as in the pass that is installed, got F"
+        ):
+            compile_passes.install()
+    assert not config.pre_grad_custom_pass
+    compile_passes.install(drop_stored_weights=True)
+    with pytest.raises(ValueError, match="drop_stored_weights must be True"):
+        compile_passes.install()
+    compile_passes.uninstall()
+    assert not config.pre_grad_custom_pass
+
+
 def generated(compiled, *inputs):
     """(result, Inductor's code)"""
     from torch._inductor.utils import run_and_get_code

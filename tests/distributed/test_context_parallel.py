@@ -167,8 +167,9 @@ def check_layouts() -> None:
     assert torch.equal(shard(x, on_two), shard(x))
     with pytest.raises(ValueError, match="tokens must be a multiple of 12, 3 chunks for each of 4"):
         balanced_layout(64, chunks=3)
-    with pytest.raises(ValueError, match="dim must be one of x's 4 dimensions, got 4"):
-        shard(x, dim=4)
+    for split in (shard, unshard):
+        with pytest.raises(ValueError, match="dim must be one of x's 4 dimensions, got 4"):
+            split(x, dim=4)
     with pytest.raises(ValueError, match="layout is of 64 tokens on 4 processes, but x has 32"):
         shard(x[:, :, :32], layout=layout)
     with pytest.raises(ValueError, match="give each of 2 processes 2 of 4 tokens, got 3"):
