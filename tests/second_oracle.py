@@ -47,6 +47,10 @@ def head(q, k, v, spec: Spec, n: int, slope, sink, bias, ranges, dropped) -> Res
             outs.append(v.new_zeros(v.shape[1]))
             lses.append(v.new_tensor(-math.inf))
             continue
+        if sink is not None and sink == math.inf:  # no weight is left to the keys
+            outs.append(v.new_zeros(v.shape[1]))
+            lses.append(sink)
+            continue
         lses.append(logits.logsumexp(0))
         weights = logits.softmax(0)[: int(keys.sum())]
         outs.append((weights if dropped is None else weights * dropped[row, keys]) @ v[keys])
