@@ -71,7 +71,7 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     m = s.new_full((*s.shape[:-1], 1), float("-inf"))
     if s.shape[-1] > 0:
         m = s.detach().amax(-1, keepdim=True)
-    column = None if sinks is None else _finite_or_low(sinks.to(s.dtype)).view(1, -1, 1, 1)
+    column = None if sinks is None else _at_most_largest(sinks.to(s.dtype)).view(1, -1, 1, 1)
     if column is not None:
         m = torch.maximum(m, column.detach())
     m = m.masked_fill(m == float("-inf"), 0.0)
@@ -87,7 +87,7 @@ def weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return e / total, lse.squeeze(-1)
 
 
-def _finite_or_low(logits: Tensor) -> Tensor:
+def _at_most_largest(logits: Tensor) -> Tensor:
     """The largest finite number in place of +inf, so that no difference is NaN."""
     return logits.clamp(max=torch.finfo(logits.dtype).max)
 
@@ -261,7 +261,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     outs (N, ..., Dv) and lses (N, ...) give out (..., Dv) and lse (...). A state whose lse is -inf
     has no keys, and its out does not count. One whose lse is +inf has all weight.
     """
-    p, lse = weights(_finite_or_low(lses.double()).movedim(0, -1), None)
+    p, lse = weights(_at_most_largest(lses.double()).movedim(0, -1), None)
     lse = lse.masked_fill((lses == float("inf")).any(0), float("inf"))
     outs_with_keys = outs.double().masked_fill((lses == float("-inf")).unsqueeze(-1), 0.0)
     out = (p.movedim(-1, 0).unsqueeze(-1) * outs_with_keys).sum(0)
@@ -374,7 +374,7 @@ def rounded_weights(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     base = m.masked_fill(m == float("-inf"), 0.0)
     w = quantization.rounded(WEIGHT_SCALE * torch.exp2(t - base)) / WEIGHT_SCALE
     if sinks is not None:
-        sinks = _finite_or_low(sinks.double() * math.log2(math.e))
+        sinks = _at_most_largest(sinks.double() * math.log2(math.e))
         m = torch.maximum(m, sinks)
     top = m.masked_fill(m == float("-inf"), 0.0)
     w = w * torch.exp2(base.minimum(top) - top)  # no sink makes weights larger
