@@ -329,7 +329,7 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run an eager call by its plan, inside a node of autograd if the route says so."""
     if route is Route.RECORD:
-        recording = autograd.Recording(operators, plan.call, plan.scalars, plan.run, with_lse)
+        recording = autograd.Recording(operators, plan, with_lse)
         others = () if tensors is NO_TENSORS else tensors
         return autograd.Attention.apply(recording, query, key, value, *others)
     out, lse = plan.run(query, key, value, tensors, with_lse)

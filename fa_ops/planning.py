@@ -44,12 +44,22 @@ DEBUG = os.environ.get("FA_OPS_DEBUG", "0") not in ("", "0")
 _LIMIT = 1024
 
 
-class Prepared(NamedTuple):
+class Prepared:
     """What runs every call of one geometry."""
 
+    def __init__(self, run: Run, call: Call, scalars: tuple) -> None:
+        self.run = run
+        self.call = call  # without tensors
+        self.scalars = scalars  # as `key_of` was given them
+        self.last_backward: Repeatable | None = None  # of a forward pass
+
+
+class Repeatable(NamedTuple):
+    """A backward pass, and what tells whether another one is the same but for its addresses."""
+
+    matches: Callable[..., bool]  # of tensors: whether they are like those of this one
+    settings: tuple
     run: Run
-    call: Call  # without tensors
-    scalars: tuple  # as `key_of` was given them
 
 
 _prepared: dict[tuple, Prepared] = {}
@@ -133,10 +143,22 @@ def run(call: Call, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError, TypeError, NotImplementedError: as `prepare` does.
     """
-    q, k, v, tensors, scalars = call.query, call.key, call.value, call.tensors, scalars_of(call)
-    key = key_of(call.kind, q, k, v, tensors, scalars)
-    found = prepared(key) or prepare(key, call, scalars)
-    return found.run(q, k, v, tensors, with_lse)
+    plan = plan_of(call)
+    return plan.run(call.query, call.key, call.value, call.tensors, with_lse)
+
+
+def plan_of(call: Call) -> Prepared:
+    """Find or make what runs a forward call. Raises as `prepare` does."""
+    scalars = scalars_of(call)
+    key = key_of(call.kind, call.query, call.key, call.value, call.tensors, scalars)
+    return prepared(key) or prepare(key, call, scalars)
+
+
+def settings(dtype: torch.dtype, mask_grad: bool) -> tuple:
+    """What a backward pass depends on besides its tensors and the options of its forward pass."""
+    precision = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return dispatch.default, deterministic, precision, mask_grad
 
 
 def prepared_backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from fa_ops import planning
 from fa_ops.call import Call, Run, Saved, Tensors
 from fa_ops.ops import library
+from fa_ops.planning import Prepared, Repeatable
 from fa_ops.types import NO_TENSORS, Gradients, keywords
 
 
@@ -36,7 +37,7 @@ def needs_grad(call: Call) -> bool:
         return False
     refuse_gradient_of(call.spec.alibi_slopes)
     given = call.query, call.key, call.value, call.spec.attn_mask, call.spec.sinks
-    return any(t is not None and t.requires_grad for t in given)
+    return any([t is not None and t.requires_grad for t in given])
 
 
 def refuse_gradient_of(alibi_slopes: Tensor | None) -> None:
@@ -52,9 +53,7 @@ class Recording(NamedTuple):
     """What a node of autograd runs and keeps besides tensors."""
 
     operators: Operators
-    call: Call  # without tensors
-    scalars: tuple  # as `planning.key_of` takes them
-    run: Run
+    plan: Prepared
     with_lse: bool
 
 
@@ -74,19 +73,19 @@ def record(
     operators: Operators, keyset: torch.DispatchKeySet, call: Call, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the forward operator from inside its Autograd kernel and record its gradient."""
-    options = call.without_tensors()
-    run = partial(_run_or_redispatch, operators.forward, keyset, options)
-    recording = Recording(operators, options, planning.scalars_of(call), run, with_lse)
+    if library.is_device_kernel_next(keyset.raw_repr()) and not library.is_watched():
+        plan = planning.plan_of(call)
+    else:
+        options = call.without_tensors()
+        run = partial(_redispatch, operators.forward, keyset, options)
+        plan = Prepared(run, options, planning.scalars_of(call))
     tensors = () if call.tensors is NO_TENSORS else call.tensors
+    recording = Recording(operators, plan, with_lse)
     return library.apply(Attention, recording, call.query, call.key, call.value, *tensors)
 
 
-def _run_or_redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
-    call = options.with_tensors(tensors)._replace(query=q, key=k, value=v)
-    if library.can_bypass_dispatcher(q, k, v, *tensors):
-        with library.below_autograd():
-            return planning.run(call)
-    args, keyword_args = arguments(call)
+def _redispatch(operator, keyset, options: Call, q, k, v, tensors, with_lse):
+    args, keyword_args = arguments(options.with_tensors(tensors))
     with library.recording():
         return library.redispatch(operator, keyset, q, k, v, *args, **keyword_args)
 
@@ -100,47 +99,65 @@ class Attention(library.SingleLevelFunction):
     @staticmethod
     def forward(ctx, recording, q, k, v, *tensors):
         """Run the forward plan and save its tensors."""
-        named = _named(recording.call, tensors)
-        out, lse = recording.run(q, k, v, named, True)
+        named = _named(recording.plan.call, tensors) if tensors else NO_TENSORS
+        out, lse = recording.plan.run(q, k, v, named, True)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.recording = recording
+        if not recording.with_lse:
+            return out
         ctx.set_materialize_grads(False)
-        return (out, lse) if recording.with_lse else out
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
         """Gradients by the backward plan, or by the operator where it must be seen."""
-        recording = ctx.recording
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        recording, tensors, mask_grad = ctx.recording, NO_TENSORS, False
+        q, k, v, out, lse, *others = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if not tensors:
-            saved = Saved(grad_out, grad_lse, out, lse)
-            return None, *_gradients(recording, q, k, v, NO_TENSORS, saved)[:3]
-        named = _named(recording.call, tensors)
-        is_needed = dict(zip(named._fields, ctx.needs_input_grad[4:], strict=True))
-        saved = Saved(grad_out, grad_lse, out, lse, is_needed.get("attn_mask", False))
-        grads = _gradients(recording, q, k, v, named, saved)
-        of_tensors = [getattr(grads, name) if is_needed[name] else None for name in named._fields]
-        return None, *grads[:3], *of_tensors
+        if others:
+            tensors = _named(recording.plan.call, others)
+            is_needed = dict(zip(tensors._fields, ctx.needs_input_grad[4:], strict=True))
+            mask_grad = is_needed.get("attn_mask", False)
+        given = grad_out, grad_lse, q, k, v, out, lse
+        run = _run_of_last(recording.plan, mask_grad, given, others)
+        if run is None:
+            grads = _gradients(recording, mask_grad, given, tensors)
+        else:
+            grads = run(*given, tensors)
+        if not others:
+            return None, *grads[:3]
+        of_others = [getattr(grads, name) if needed else None for name, needed in is_needed.items()]
+        return None, *grads[:3], *of_others
 
 
-def _named(call: Call, tensors: tuple) -> Tensors:
-    return type(call.tensors)(*tensors) if tensors else NO_TENSORS
+def _named(call: Call, tensors: Sequence[Tensor | None]) -> Tensors:
+    return type(call.tensors)(*tensors)
 
 
-def _gradients(recording: Recording, q, k, v, tensors: Tensors, saved: Saved) -> tuple:
+def _run_of_last(plan: Prepared, mask_grad: bool, given: tuple, others: list) -> Run | None:
+    """What ran the last backward pass of a plan, if this one differs in addresses alone."""
+    last = plan.last_backward
+    if last is None or torch.is_grad_enabled() or library.is_watched():
+        return None
+    is_same = last.settings == planning.settings(given[2].dtype, mask_grad)
+    return last.run if is_same and last.matches(*given, *others) else None
+
+
+def _gradients(recording: Recording, mask_grad: bool, given: tuple, tensors: Tensors) -> tuple:
     """Those of query, key and value at least; by the backward operator where it must be seen."""
-    grad_out, grad_lse, out, lse, mask_grad = saved
-    given = grad_out, grad_lse, q, k, v, out, lse
+    grad_out, grad_lse, q, k, v, out, lse = given
+    plan = recording.plan
     is_direct = library.can_bypass_dispatcher(*given, *tensors) and all(
         g is None or library.have_same_dispatch_keys(g, lse) for g in (grad_out, grad_lse)
     )
     if is_direct:
-        call, scalars = recording.call, recording.scalars
-        run = planning.prepared_backward(call, scalars, q, k, v, tensors, saved).run
+        saved = Saved(grad_out, grad_lse, out, lse, mask_grad)
+        run = planning.prepared_backward(plan.call, plan.scalars, q, k, v, tensors, saved).run
+        matches = library.like(*given, *(() if tensors is NO_TENSORS else tensors))
+        plan.last_backward = Repeatable(matches, planning.settings(q.dtype, mask_grad), run)
         return run(*given, tensors)
-    call = recording.call.with_tensors(tensors)
+    call = plan.call.with_tensors(tensors)
     args, options = arguments(call)
     if mask_grad:
         options["mask_grad"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -97,6 +98,12 @@ except ImportError:  # then torch.func.grad of an operator raises torch's own er
     _single_level = nullcontext
 
 
+try:  # TorchDynamo's guards compare tensors in one call of C++
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
+
 def apply(function: type[SingleLevelFunction], *args):
     """`function.apply` from inside an Autograd kernel."""
     if in_functorch():
@@ -186,7 +193,9 @@ def route_of(*tensors: Tensor | None) -> Route:
     The dispatcher may be left out where it would have nothing to do but call the kernel of a CPU or
     of a CUDA device. It computes the negative of tensors that are lazily negated.
     """
-    if torch.compiler.is_compiling():
+    if is_watched() or (
+        in_functorch() or _dispatch_modes() or _is_autocast_enabled() or _is_traced()
+    ):
         return Route.DISPATCH
     recording, needs_grad = _is_grad_enabled(), False
     for t in tensors:
@@ -196,17 +205,17 @@ def route_of(*tensors: Tensor | None) -> Route:
             return Route.DISPATCH
         if recording and t.requires_grad:
             needs_grad = True
-    if (
-        in_functorch()
-        or forward_ad._current_level >= 0
-        or _dispatch_modes()
-        or _function_modes()
-        or _is_autocast_enabled()
-        or _is_profiler_enabled()
-        or _is_traced()
-    ):
-        return Route.DISPATCH
     return Route.RECORD if needs_grad else Route.DIRECT
+
+
+def is_watched() -> bool:
+    """Whether something has to see every operator of which the dispatcher's keys do not tell."""
+    return (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or _function_modes() > 0
+        or _is_profiler_enabled()
+    )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -253,6 +262,22 @@ def have_same_dispatch_keys(a: Tensor, b: Tensor) -> bool:
 
 
 _dispatch_keys = torch._C._dispatch_keys
+
+
+def like(*tensors: Tensor | None) -> Callable[..., bool]:
+    """A test whether tensors have the types, keys, dtypes, devices, shapes and strides of these.
+
+    The keys are those that the dispatcher would see, with what modes and transforms add to them.
+    """
+    if TensorGuards is None:
+        return lambda *others: False
+    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    tests = [_is_none if t is None else TensorGuards(t, **none).check for t in tensors]
+    return lambda *others: all([test(t) for test, t in zip(tests, others)])
+
+
+def _is_none(t: Tensor | None) -> bool:
+    return t is None
 
 
 def without_autocast(device: str):

@@ -59,7 +59,7 @@ def test_missing_and_bool_masks_are_no_bias():
 def test_packed_parameters_are_those_of_the_kernel():
     mask = torch.randn(2, 1, 70, 144)
     bias, held = Bias.of(mask, reference.mask_blocks(mask))
-    packed = bias.packed(SimpleNamespace(at=lambda where: b"m" * 128), 4096, 8192, unit=0.25)
+    packed = bias.packed({4096: b"m" * 128}, 4096, 8192, unit=0.25)
     steps = held.stride(0) * 4, 0, 144 * 4
     lists = 8192, 4 * (1 * 3 + 2 * 2), 0, 1, 2  # address, strides, tiles
     fields = 4096, *steps, 1, 0, 1, 1, 142, 0.25, *lists

@@ -159,8 +159,9 @@ def test_on_either_side_of_the_threshold(threshold, source):
 
 def test_packed_parameters_are_those_of_the_kernel(source):
     keys = torch.zeros(2, 64, dtype=torch.int32)
-    packed = rows.parameters(keys, 0.5)
-    assert len(packed) == len(rows.NO_PARAMETERS) == source.parameter_bytes()
+    packed = ctypes.create_string_buffer(rows._PARAMS.size)
+    rows.write_parameters(packed, 0, keys, 0.5)
+    assert len(packed) == source.parameter_bytes()
     address, count, threshold, scale, kept, column = rows._PARAMS.unpack(packed)
     assert (address, count, threshold) == (keys.data_ptr(), 64, 2**31)
     assert (scale, kept, column) == (2.0, 0.5, source.column_step())

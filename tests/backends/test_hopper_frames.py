@@ -18,7 +18,7 @@ OTHERS = str(Path(__file__).parents[1]), str(PACKAGE / "testing")
 # Compiling and loading, which the driver of the tests replaces, and the maps of new addresses.
 REPLACED = {
     one.__code__
-    for one in (launch.kernel.__wrapped__, launch.kernels, launch.TensorMap._encode)
+    for one in (launch.kernel.__wrapped__, launch.kernels, launch.TensorMap.__missing__)
 }  # fmt: skip
 
 
@@ -105,18 +105,18 @@ def on_cpu(driver, monkeypatch):
 
 # A call, and how many functions it may enter when it is repeated.
 CALLS = {
-    "forward": (attention(), 12),
-    "with lse": (attention(return_lse=True), 12),
-    "causal": (attention(is_causal=True), 14),  # tiles are handed out on demand
-    "recorded": (attention(requires_grad=True), 15),
-    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 21),
+    "forward": (attention(), 11),
+    "with lse": (attention(return_lse=True), 11),
+    "causal": (attention(is_causal=True), 13),  # tiles are handed out on demand
+    "recorded": (attention(requires_grad=True), 13),
+    "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 20),
     "dropout": (attention(dropout_p=0.5), 29),
-    "operator": (operator(), 24),
-    "packed": (packed(), 24),
-    "packed, recorded": (packed(requires_grad=True), 28),
-    "packed operator": (packed(torch.ops.fa.attention_varlen), 37),
-    "decoding": (attention(Sq=1, Sk=600), 15),
-    "cached": (cached(), 15),
+    "operator": (operator(), 20),
+    "packed": (packed(), 23),
+    "packed, recorded": (packed(requires_grad=True), 27),
+    "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
+    "decoding": (attention(Sq=1, Sk=600), 13),
+    "cached": (cached(), 13),
 }
 
 
@@ -133,10 +133,10 @@ def test_a_repeated_backward_pass_enters_few_functions():
     for _ in range(2):
         out = attention(requires_grad=True)()
         frames = counted(partial(out.backward, torch.zeros_like(out)))
-    assert 20 < frames.count <= 38 and len(frames.files) <= 5, frames.entered
+    assert 15 < frames.count <= 19 and len(frames.files) <= 5, frames.entered
 
 
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 96 and len(frames.files) <= 15, frames.entered
+    assert limit < frames.count <= 99 and len(frames.files) <= 15, frames.entered

@@ -36,11 +36,11 @@ def test_nothing_is_asked_where_a_context_is(driver):
 def test_tensor_maps_of_a_thread_without_a_context(driver):
     driver.answers["cuTensorMapEncodeTiled"] = [101]
     tensor_map = launch.TensorMap(torch.bfloat16, (1, 2, 3, 64), (384, 192, 64, 1), 64)
-    assert len(tensor_map.at(256)) == 128
+    assert len(tensor_map[256]) == 128
     assert driver.called[1:] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", driver.called[0]]
     driver.answers["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(launch.DriverError, match=r"cuTensorMapEncodeTiled .*shape \(1, 2, 3, 64\)"):
-        tensor_map.at(512)
+        tensor_map[512]
 
 
 @pytest.fixture

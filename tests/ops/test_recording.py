@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,12 +53,12 @@ def qkv(requires_grad=True, **options):
 
 def is_direct(out):
     """Whether autograd's node ran a plan without the dispatcher."""
-    return not isinstance(out.grad_fn.recording.run, partial)
+    return not isinstance(out.grad_fn.recording.plan.run, partial)
 
 
 def by_operator(*args, **options):
     """The operator's result, which a mode gets to see."""
-    with BaseTorchFunctionMode():
+    with BaseTorchDispatchMode():
         out = fa_ops.attention(*args, **options)
     assert not is_direct(out[0] if isinstance(out, tuple) else out)
     return out

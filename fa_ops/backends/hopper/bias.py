@@ -63,7 +63,7 @@ class Bias(NamedTuple):
             address, *at, *self.steps, self.last_column, unit, blocks,
             *(self.blocks or (0, 0, 0, 0)),
         )  # fmt: skip
-        return tensor_map.at(address) + fields
+        return tensor_map[address] + fields
 
 
 def _without_repetition(mask: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class DecodePlan(SplitKvPlan):
         family, (q, k, v) = self.family, inputs
         kept = kv_lens, ranges, table, sinks, slopes, k_scale, v_scale
         params = family.params.take(
-            family.q_map.at(q), self.k_map.at(k), self.v_map.at(v), *outputs,
+            family.q_map[q], self.k_map[k], self.v_map[v], *outputs,
             *[0 if t is None else t.data_ptr() for t in kept], self.scalars, *inputs, self.strides,
         )  # fmt: skip
         return params, kept

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from operator import getitem
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from fa_ops.backends.hopper.launch import (
     Params,
     TensorMap,
     address,
+    current_device,
     current_stream,
     empty,
     kernels,
     launch_dependent,
-    on_device,
 )
 from fa_ops.backends.hopper.mask import MaskLayout, MaskPacker
 from fa_ops.backends.hopper.mask_gradient import mask_gradient
@@ -221,6 +222,7 @@ class BackwardPlan:
     ) -> None:
         """What writes the parameters of a bool mask or a bias."""
         self.bias = self.by_key = self.by_query = None
+        self.has_features = not (mask is bias is self.row_seeds is None)
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         if mask is None:
@@ -268,42 +270,48 @@ class BackwardPlan:
 
         Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
         """
-        config, kernels, dmask = self.config, self.kernels, None
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(
+                    grad_out, q, k, v, out, lse, grad_lse, tensors, bias, mask_grad, cu_seqlens
+                )
+        config, kernels = self.config, self.kernels
         mask, slopes, _, lens, ranges, seed, blocks = tensors
-        with on_device(self.device):
-            stream = current_stream(self.device)
-            dq, dk, dv = grads = [empty(*of) for of in self.grads]
-            workspace, clipped = empty(*self.workspace), self._clip_ranges(ranges, lens, stream)
-            at = lse_log2 = workspace.data_ptr()
-            delta, sums = at + self.row_bytes, at + 2 * self.row_bytes
-            counter = at + self.counter_at
-            addresses = [t.data_ptr() for t in (q, k, v, grad_out, *grads)]
-            params = self.params.take(
-                *map(TensorMap.at, self.maps, addresses),
-                *addresses,
-                *(lse_log2, delta, sums, counter, address(lens), address(slopes), address(clipped)),
-                0 if clipped is None else clipped.data_ptr() + self.range_bytes,
-                *(at + self.key_sums_at, counter + 4),
-            )
+        stream = current_stream(self.device)
+        dq, dk, dv = [empty(*of) for of in self.grads]
+        workspace, clipped, ranges_at = empty(*self.workspace), None, (0, 0)
+        if ranges is not None:
+            clipped, ranges_at = self._clip_ranges(ranges, lens, stream)
+        at = lse_log2 = workspace.data_ptr()
+        delta, sums, counter = at + self.row_bytes, at + 2 * self.row_bytes, at + self.counter_at
+        addresses = [t.data_ptr() for t in (q, k, v, grad_out, dq, dk, dv)]
+        params = self.params.take(
+            *map(getitem, self.maps, addresses), *addresses, lse_log2, delta, sums, counter,
+            0 if lens is None else lens.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
+            *ranges_at, at + self.key_sums_at, counter + 4,
+        )  # fmt: skip
+        held = None
+        if self.has_features:
             held = self._write_features(params[0], mask, bias, blocks, seed, cu_seqlens, stream)
-            rows = self.preprocess.take(
-                out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
-                lse_log2, delta, sums, counter,
-            )  # fmt: skip
-            kernels.preprocess.launch((self.heads, self.row_blocks), stream, rows[1])
-            self.preprocess.give_back(rows)
-            launch_dependent((kernels.products,), self.ctas, stream, params[1])
-            if kernels.queries is not None:
-                ctas = config.query_ctas(self.m_blocks) * self.heads
-                if config.is_wide:
-                    launch_dependent((kernels.queries,), ctas, stream, params[1])
-                else:
-                    kernels.queries.launch((ctas, 1), stream, params[1])
-            launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params[1])
-            if mask_grad:
-                dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
+        rows = self.preprocess.take(
+            out.data_ptr(), addresses[3], lse.data_ptr(), address(grad_lse),
+            lse_log2, delta, sums, counter,
+        )  # fmt: skip
+        kernels.preprocess.launch((self.heads, self.row_blocks), stream, rows[1])
+        self.preprocess.give_back(rows)
+        launch_dependent((kernels.products,), self.ctas, stream, params[1])
+        if kernels.queries is not None:
+            ctas = config.query_ctas(self.m_blocks) * self.heads
+            if config.is_wide:
+                launch_dependent((kernels.queries,), ctas, stream, params[1])
+            else:
+                kernels.queries.launch((ctas, 1), stream, params[1])
+        launch_dependent((kernels.postprocess,), self.postprocess_ctas, stream, params[1])
+        dmask = None
+        if mask_grad:
+            dmask = mask_gradient(mask, q, k, config, kernels.defines, params[0], stream)
         self.params.give_back(params)
-        del held  # the kernels that read it are launched
+        del clipped, held  # the kernels that read them are launched
         return dq, dk, dv, dmask, workspace
 
     def row_sums(self, workspace: Tensor) -> Tensor:
@@ -311,17 +319,16 @@ class BackwardPlan:
         return workspace[self.row_bytes // 4 :][: self.row_bytes // 4]
 
     def _clip_ranges(
-        self, ranges: Tensor | None, lens: Tensor | None, stream: int
-    ) -> Tensor | None:
-        """The keys of each query after every mask, and the bounds of each block of queries."""
-        if ranges is None:
-            return None
+        self, ranges: Tensor, lens: Tensor | None, stream: int
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """The keys of each query after every mask, and the bounds of each block of queries: memory,
+        and where in it they are."""
         clipped = empty(*self.clipped)
-        at = clipped.data_ptr()
-        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), at, at + self.range_bytes)
+        at = clipped.data_ptr(), clipped.data_ptr() + self.range_bytes
+        params = self.clip_ranges.take(ranges.data_ptr(), address(lens), *at)
         self.kernels.clip_ranges.launch(self.clip_grid, stream, params[1])
         self.clip_ranges.give_back(params)
-        return clipped
+        return clipped, at
 
     def _write_features(
         self, params: ctypes.Array, mask: Tensor | None, bias: Tensor | None, blocks: Tensor | None,
@@ -335,10 +342,9 @@ class BackwardPlan:
             _BITS.pack_into(params, _BITS_AT, *key_bits, *query_bits, self.mask_block)
         if self.row_seeds is not None:
             row_seeds = dropout.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
-            packed = dropout.parameters(row_seeds, self.dropout_p)
-            params[_DROPOUT_AT : _DROPOUT_AT + len(packed)] = packed
+            dropout.write_parameters(params, _DROPOUT_AT, row_seeds, self.dropout_p)
         if bias is not None:
-            packed = self.bias(address(bias), address(blocks))
+            packed = self.bias(bias.data_ptr(), address(blocks))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
         return by_key, by_query, row_seeds
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
+from operator import getitem
 
 import torch
 from torch import Tensor
@@ -15,13 +17,13 @@ from fa_ops.backends.hopper.configs import Config, WideConfig, forward_config
 from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import (
+    Params,
     TensorMap,
     address,
+    current_device,
     current_stream,
     empty,
     kernel,
-    on_device,
-    one_parameter,
     processors,
     set_zero,
 )
@@ -41,11 +43,13 @@ from fa_ops.backends.hopper.tiling import Shape, packed_queries, tiling_of
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
 
-# behind the tensor maps: addresses, strides and scalars, dropout, pages, and a bias
+# maps and addresses; strides and scalars; dropout, pages, a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
-_ADDRESSES, _SCALARS = _PARAMS.packer("out", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
-_PAGES = _PARAMS.packer("pages", "pages")  # up to the bias, whose tensor map is aligned
-_NO_PAGES = bytes(_PAGES.size)
+_ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
+_PAGES = _PARAMS.packer("pages", "pages")
+_DROPOUT_AT, _PAGES_AT, _BIAS_AT = (
+    _PARAMS.fields[name].offset for name in ("dropout", "pages", "bias")
+)
 _NO_ADDRESSES = 0, 0, 0, 0
 _COUNTER = (1,), (1,), torch.int32
 
@@ -193,7 +197,6 @@ class ForwardPlan:
         self.combine = Combine.of((B, Hq, Sq, Dv), splits, dtype, has_sinks, device)
         self.out, self.lse = _results((B, Hq, Sq, Dv), dtype, sequences is not None)
         self.maps = _maps(dtype, shapes, strides, config)
-        self.bias = None
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
         group = Hq // Hkv
@@ -201,7 +204,7 @@ class ForwardPlan:
         section, B = (splits, sequences) if packs_queries else (section, B)
         self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None
         *self.mask_strides, mask_range = self.packer.bits_layout if mask else (0, 0, 0, 0)
-        self.scalars = _SCALARS.pack(
+        scalars = _SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
             *(B, Hq, group, Sq, Sk, D, Dv),
             *(left, right, *blocks, section),
@@ -212,9 +215,10 @@ class ForwardPlan:
             1.0 / units.accumulator,
             mask_range,
         )
+        self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
         self.dropout_p = dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        self.no_dropout = None if dropout_p > 0 else dropout.NO_PARAMETERS
+        self.has_features = not (self.row_seeds is table is bias is None)
 
     def _schedule(
         self, config: Config | WideConfig, sizes: tuple[int, int, int], is_uneven: bool,
@@ -233,10 +237,10 @@ class ForwardPlan:
             tuple(defines.items()),
         )  # fmt: skip
         if isinstance(config, WideConfig):
-            return found, 2 * tiles, False, m_blocks, tiles
+            return found, (2 * tiles, 1), False, m_blocks, tiles
         ctas = processors(self.device) * config.ctas
         is_dynamic = (is_uneven or Sq % per_tile > 0) and tiles > ctas
-        return found, min(tiles, ctas), is_dynamic, m_blocks, tiles
+        return found, (min(tiles, ctas), 1), is_dynamic, m_blocks, tiles
 
     def run(
         self,
@@ -253,42 +257,52 @@ class ForwardPlan:
 
         Of a packed batch the tensors are (T, H, D), and `cu_seqlens` the addresses of both.
         """
-        q_map, k_map, v_map = self.maps
-        with on_device(self.device):
-            stream, out = current_stream(self.device), empty(*self.out)
-            lse = empty(*self.lse) if with_lse else None
-            counter = empty(*_COUNTER) if self.is_dynamic else None
-            bits = seeds = None
-            if self.packer is not None:
-                bits = self.packer.run(stream, tensors.attn_mask.data_ptr())
-            if self.row_seeds is not None:
-                seed = tensors.dropout_seed
-                seeds = dropout.words_of_rows(self.row_seeds, seed, cu_seqlens, stream)
-            rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            written = None, out.data_ptr(), 0 if lse is None else lse.data_ptr()
-            if self.combine is not None:
-                written = self.combine.parts()
-            words = (
-                *written[1:],
-                *(_NO_ADDRESSES if tensors is NO_TENSORS else _addresses(tensors)),
-                0 if bits is None else bits.data_ptr(), *self.mask_strides,
-                0 if counter is None else counter.data_ptr(), *rows,
-            )  # fmt: skip
-            params = (
-                q_map.at(rows[0]), k_map.at(rows[1]), v_map.at(rows[2]), _ADDRESSES.pack(*words),
-                self.scalars, self.no_dropout or dropout.parameters(seeds, self.dropout_p),
-                _NO_PAGES if table is None else self._packed_pages(table, cu_seqlens[0]),
-                b"" if bias is None else self.bias(bias.data_ptr(), address(tensors.mask_blocks)),
-            )  # fmt: skip
-            if counter is not None:
-                set_zero(counter.data_ptr(), 1, stream)
-            self.kernel.launch((self.grid, 1), stream, one_parameter(b"".join(params)))
-            if self.combine is not None:
-                self.combine.run(stream, written, tensors.sinks, out, lse)
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(q, k, v, with_lse, tensors, bias, table, cu_seqlens)
+        stream, out = current_stream(self.device), empty(*self.out)
+        lse = empty(*self.lse) if with_lse else None
+        counter = empty(*_COUNTER) if self.is_dynamic else None
+        bits = (
+            None if self.packer is None else self.packer.run(stream, tensors.attn_mask.data_ptr())
+        )
+        written = None, out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        if self.combine is not None:
+            written = self.combine.parts()
+        rows = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        params = self.params.take(
+            *map(getitem, self.maps, rows), *written[1:],
+            *(_NO_ADDRESSES if tensors is NO_TENSORS else _addresses(tensors)),
+            0 if bits is None else bits.data_ptr(), *self.mask_strides,
+            0 if counter is None else counter.data_ptr(), *rows,
+        )  # fmt: skip
+        held = None
+        if self.has_features:
+            held = self._write_features(params[0], tensors, bias, table, cu_seqlens, stream)
+        if counter is not None:
+            set_zero(counter.data_ptr(), 1, stream)
+        self.kernel.launch(self.grid, stream, params[1])
+        self.params.give_back(params)
+        if self.combine is not None:
+            self.combine.run(stream, written, tensors.sinks, out, lse)
+        del held  # the kernel that reads it is launched
         return out, lse
 
-    def _packed_pages(self, table: Tensor, cu_seqlens: int) -> bytes:
-        return _PAGES.pack(table.data_ptr(), *self.pages, cu_seqlens)
+    def _write_features(
+        self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
+        table: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
+    ) -> Tensor | None:  # fmt: skip
+        """Write the parameters of dropout, pages and a bias; returns what dropout's point to."""
+        seeds = None
+        if self.row_seeds is not None:
+            seeds = dropout.words_of_rows(self.row_seeds, tensors.dropout_seed, cu_seqlens, stream)
+            dropout.write_parameters(params, _DROPOUT_AT, seeds, self.dropout_p)
+        if table is not None:
+            _PAGES.pack_into(params, _PAGES_AT, table.data_ptr(), *self.pages, cu_seqlens[0])
+        if bias is not None:
+            packed = self.bias(bias.data_ptr(), address(tensors.mask_blocks))
+            params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
+        return seeds
 
 
 def _results(shape: tuple[int, int, int, int], dtype: torch.dtype, is_packed: bool) -> list[tuple]:

@@ -7,6 +7,8 @@ in it too.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,6 @@ from fa_ops.backends.hopper.launch import Params, PreparedLaunch, kernel
 
 _PARAMS = struct_layout("dropout.cuh", "Dropout").packer()
 _ROW_SEEDS = kernel_layout("dropout.cu", "row_seeds")
-NO_PARAMETERS = bytes(_PARAMS.size)  # of calls without dropout
 _COLUMN_STEP = 0xC2B2AE35
 _THREADS = 256
 _ROWS = 64  # the rows of a head are padded to a multiple
@@ -60,9 +61,10 @@ def scale(p: float) -> float:
     return 1.0 / max(1.0 - p, 2.0**-32)
 
 
-def parameters(seeds: Tensor, p: float) -> bytes:
-    """The kernels' dropout parameters."""
+def write_parameters(params: ctypes.Array, at: int, seeds: Tensor, p: float) -> None:
+    """Write struct Dropout of cuda/dropout.cuh at an offset."""
     factor = scale(p)
-    return _PARAMS.pack(
-        seeds.data_ptr(), seeds.shape[1], dropout.threshold(p), factor, 1.0 / factor, _COLUMN_STEP
-    )
+    _PARAMS.pack_into(
+        params, at, seeds.data_ptr(), seeds.shape[1], dropout.threshold(p), factor, 1.0 / factor,
+        _COLUMN_STEP,
+    )  # fmt: skip

@@ -321,8 +321,8 @@ def address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-class TensorMap:
-    """Tensor maps of (B, H, S, D) tensors that differ only in their address.
+class TensorMap(dict):
+    """Tensor maps of (B, H, S, D) tensors that differ only in their address, by that address.
 
     Coordinates are (feature, token, head, batch), boxes `row_bytes` of features, 128 or 64, by
     `rows` tokens of `heads` heads. Elements outside the tensor read as zero and are not written.
@@ -360,15 +360,11 @@ class TensorMap:
         self._shape, self._strides = shape, strides
         self._dtype = _MAP_DTYPE[dtype]
         self._rest = *packed, box, _ONES, 0, _SWIZZLE[row_bytes], promotion, 0
-        self._encoded: dict[int, bytes] = {}
 
-    def at(self, where: int) -> bytes:
-        """The map of a tensor at this address."""
-        found = self._encoded.get(where)
-        if found is None:
-            if len(self._encoded) >= _MAX_CACHED_MAPS:
-                self._encoded.clear()
-            found = self._encoded[where] = self._encode(where)
+    def __missing__(self, where: int) -> bytes:
+        if len(self) >= _MAX_CACHED_MAPS:
+            self.clear()
+        found = self[where] = self._encode(where)
         return found
 
     def _encode(self, where: int) -> bytes:

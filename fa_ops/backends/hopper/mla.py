@@ -135,7 +135,7 @@ class MlaPlan(SplitKvPlan):
         """The filled in parameters of a call; nothing else must live until the launch."""
         family, (q, k, _) = self.family, inputs
         params = family.params.take(
-            family.q_map.at(q), self.k_map.at(k), *outputs,
+            family.q_map[q], self.k_map[k], *outputs,
             address(tensors.kv_lens), address(tensors.page_table), self.scalars, q, k, self.strides,
         )  # fmt: skip
         return params, None

@@ -195,7 +195,7 @@ class QuantizedPlan:
                 eight.counter if self.is_dynamic else 0,
             )  # fmt: skip
             q_map, k_map, v_map = self.maps
-            maps = q_map.at(eight.query) + k_map.at(eight.key) + v_map.at(eight.value)
+            maps = q_map[eight.query] + k_map[eight.key] + v_map[eight.value]
             params = one_parameter(maps + words + self.scalars)
             launch_dependent((self.kernel,), self.grid, stream, params)
             del memory  # what runs later in this stream may use it
