@@ -24,8 +24,8 @@ BACKENDS = ("hopper", "triton", "cpu", "reference")
 # The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 
-# The backends that skip tiles by `mask_blocks` of bool, and of float masks: those of `hopper` are
-# packed to bits, by which it skips.
+# The backends that skip tiles by `mask_blocks` of bool, and of float masks: bool masks of `hopper`
+# are packed to bits, by which it skips unless its configuration says that it takes `mask_blocks`.
 _SKIPPING = {True: ("triton", "cpu"), False: ("hopper", "triton", "cpu")}
 _SUMMARISING = ("triton", "cpu")  # those that make `mask_blocks` of a mask
 
@@ -161,7 +161,13 @@ def skips_tiles(device: str, is_bool: bool) -> bool:
     name = default or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)
     able = [name for name in names if available_error(name) is None]
-    return bool(able) and able[0] in _SKIPPING[is_bool] and any(n in _SUMMARISING for n in able)
+    return bool(able) and _skips(able[0], is_bool) and any(n in _SUMMARISING for n in able)
+
+
+def _skips(name: str, is_bool: bool) -> bool:
+    if name == "hopper" and is_bool:
+        return importlib.import_module("fa_ops.backends.hopper.configs").SKIPS_MASK_TILES
+    return name in _SKIPPING[is_bool]
 
 
 def backends() -> list[tuple[str, str | None]]:

@@ -178,14 +178,14 @@ static void launch_dependent_grids() {}
 static void wait_for_prior_grid() {}
 static void fence_async_shared() {}
 
-// Copies, by maps of boxes of 64 tokens by 64 features.
-struct Tensor { u16* data; int D, S, H, B; };
+// Copies, by maps of boxes of 64 features by 64 tokens, or `rows`.
+struct Tensor { u16* data; int D, S, H, B, rows = 64; };
 static const Tensor& tensor_of(const TensorMap& map) { return *(const Tensor*)map.words[0]; }
 static u16* element(const Tensor& t, int x, int s, int h, int b) {
   return x < t.D && s < t.S ? t.data + (((long long)b * t.H + h) * t.S + s) * t.D + x : nullptr;
 }
 static void copy_box(u32 dst, const TensorMap& map, int x, int s, int h, int b, bool loads) {
-  for (int r = 0; r < 64; r++)
+  for (int r = 0; r < tensor_of(map).rows; r++)
     for (int c = 0; c < 64; c++) {
       u16* const from = element(tensor_of(map), x + c, s + r, h, b);
       u16* const to = (u16*)at(swizzle(dst + r * 128 + c * 2));
@@ -195,7 +195,7 @@ static void copy_box(u32 dst, const TensorMap& map, int x, int s, int h, int b, 
 }
 static void tma_load(u32 dst, const TensorMap& map, u32 bar, int x, int s, int h, int b) {
   own(dst), own(bar);
-  copies.push_back([=, &map] { copy_box(dst, map, x, s, h, b, true), change(bar, 0, -8192); });
+  copies.push_back([=, &map] { copy_box(dst, map, x, s, h, b, true), change(bar, 0, -128 * tensor_of(map).rows); });
 }
 static void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   own(dst), own(bar);
@@ -356,9 +356,17 @@ def emulated(
     `features` are arguments of `kernel_defines`.
     """
     defines = dense_backward.kernel_defines(config, torch.bfloat16, **features)
+    return compiled(folder, source, call, defines)
+
+
+def compiled(
+    folder: Path, source: str, call: str, defines: dict[str, int], ptx: str = PTX,
+    others: dict[str, str] | None = None,
+) -> ctypes.CDLL:  # fmt: skip
+    """A kernel with these macros and the code that calls it; `others` stand in for headers."""
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    headers = {"wgmma.cuh": _products(source, defines)}
-    library = built(folder, "emulated", text + call, PTX, headers)
+    headers = {"wgmma.cuh": _products(source, defines), **(others or {})}
+    library = built(folder, "emulated", text + call, ptx, headers)
     library.run.restype = ctypes.c_char_p
     return library
 

@@ -1,9 +1,12 @@
 """A forward call of the Hopper backend on the host: which kernels it has compiled."""
 
+import struct
+
 import pytest
 import torch
 
-from fa_ops.backends.hopper import compiler, dense_forward
+from fa_ops.backends import mask_blocks
+from fa_ops.backends.hopper import compiler, configs, dense_forward, kernel_params
 from fa_ops.types import Spec
 
 
@@ -13,7 +16,8 @@ def compiled(driver, monkeypatch):
     rows = []
 
     def program(source, entry, defines):
-        rows.append(defines["BLOCK_M"])
+        if "BLOCK_M" in defines:
+            rows.append(defines["BLOCK_M"])
         return entry
 
     monkeypatch.setattr(compiler, "program", program)
@@ -42,3 +46,28 @@ def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
         q, q, q, Spec(attn_mask=torch.ones(100, 100, dtype=torch.bfloat16)[None, None])
     )
     assert compiled == [192]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_tiles_are_skipped_where_the_configuration_says_so(dtype, driver, compiled, monkeypatch):
+    layout = kernel_params.struct_layout("forward_params.cuh", "ForwardParams")
+    read = driver.read
+    monkeypatch.setattr(driver, "read", lambda name, at: read(name, at) if name == "forward" else 0)
+    driver.struct_bytes = layout.size
+    q, mask = torch.empty(2, 4, 200, 64).bfloat16(), torch.ones(2, 1, 200, 200, dtype=dtype)
+    blocks = mask_blocks.mask_blocks(mask)
+    spec = Spec(attn_mask=mask, mask_blocks=blocks)
+    at = layout.fields["blocks"].offset
+    if dtype != torch.bool:
+        bias = kernel_params.struct_layout("bias.cuh", "Bias")
+        at = layout.fields["bias"].offset + bias.fields["blocks"].offset
+    for skips in (False, True):
+        monkeypatch.setattr(configs, "SKIPS_MASK_TILES", skips)
+        dense_forward.forward(q, q, q, spec)
+        _, data = driver.last("forward")
+        lists = struct.unpack_from("<Q2q2i", data, at)
+        expected = blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2
+        assert lists == (expected if skips or dtype != torch.bool else (0, 0, 0, 0, 0))
+    assert compiled[-2:] == [192, 128]
+    dense_forward.forward(q, q, q, spec._replace(mask_blocks=None))
+    assert len(compiled) == 2

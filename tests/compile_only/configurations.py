@@ -123,6 +123,10 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
     for bits in (16, 32):
         yield one(f"bias{bits}", configs.forward_config(D, Dv, bits), CAUSAL)
+    if configs.SKIPS_MASK_TILES:
+        for bits in (0, 16, 32):
+            config = configs.forward_config(D, Dv, bits, few_registers=True, skips_tiles=True)
+            yield one(f"tiles bias{bits}", config, {"mask": bits == 0})
 
 
 def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from fa_ops import dispatch, planning
-from fa_ops.backends import hopper
-from fa_ops.backends.hopper import decode, dense_backward, dense_forward, mla, quantized
+from fa_ops.backends import hopper, reference
+from fa_ops.backends.hopper import (
+    configs,
+    decode,
+    dense_backward,
+    dense_forward,
+    mla,
+    quantized,
+)
 from fa_ops.call import CACHED, DENSE, Call
 from fa_ops.testing import Case, PackedCase, assert_close_to_oracle, random_case
 from fa_ops.types import Cache, Spec
@@ -58,6 +65,15 @@ def few_processors(count: int) -> Iterator[None]:
 def pairs_of_ctas() -> Iterator[None]:
     """Backward passes of D 256 by pairs of CTAs, also where two passes are faster."""
     with mock.patch.object(dense_backward, "prefers_pairs", lambda *args: True):
+        _clear_plans()
+        yield
+    _clear_plans()
+
+
+@contextlib.contextmanager
+def skipped_tiles(skips: bool = True) -> Iterator[None]:
+    """Forward passes that skip by the lists of `mask_blocks`, or by their first and last tiles."""
+    with mock.patch.object(configs, "SKIPS_MASK_TILES", skips):
         _clear_plans()
         yield
     _clear_plans()
@@ -132,7 +148,10 @@ class MaskedCase(Case):
         if self.expanded:
             mask = mask.expand(self.B, self.Hq, self.Sq, self.Sk)
         mask.requires_grad_(requires_grad and self.mask_grad)
-        return q, k, v, spec._replace(attn_mask=mask)
+        spec = spec._replace(attn_mask=mask)
+        if self.mask_blocks:
+            spec = spec._replace(mask_blocks=reference.mask_blocks(mask))
+        return q, k, v, spec
 
 
 def _layout_fields(seed: int) -> dict:

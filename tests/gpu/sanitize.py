@@ -10,8 +10,9 @@
 The last runs every eighth call from number 3 on: eight processes compile Triton's kernels faster.
 `broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
-of a cache. `quantized` makes calls with 8-bit products. Prints the number of calls; results are
-checked by other tests.
+of a cache. `quantized` makes calls with 8-bit products, and `tiles` calls with masks whose
+`mask_blocks` hold their tiles, or any numbers. Prints the number of calls; results are checked by
+other tests.
 """
 
 import contextlib
@@ -25,13 +26,13 @@ import torch
 import fa_ops
 from fa_ops.backends import hopper
 from fa_ops.cli.fuzz_cases import refusal
-from fa_ops.testing import PackedCase, draws, random_case
+from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
 from fa_ops.testing.caches import call as call_cached
 from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
 from fa_ops.types import Packing, Spec, keywords
-from tests.gpu.cases import few_processors, pairs_of_ctas
+from tests.gpu.cases import few_processors, pairs_of_ctas, skipped_tiles
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
@@ -195,6 +196,27 @@ def run_quantized(backend: str, first: int, step: int) -> int:
     return calls
 
 
+def run_tiles(backend: str, first: int, step: int) -> int:
+    """Calls that skip tiles of a mask, every second one on two multiprocessors."""
+    calls = 0
+    for seed in range(first, 32, step):
+        D, is_float, is_broken = (64, 128, 256, 72)[seed % 4], seed // 4 % 2 > 0, seed // 8 % 2 > 0
+        case = make_case(
+            B=2, Hq=2, Hkv=1, Sq=300, Sk=700, D=D, Dv=D, mask="float" if is_float else "bool",
+            mask_blocks=True, kv_lens=seed % 3 == 0, is_causal=seed % 5 == 0, seed=seed,
+            dtype=torch.bfloat16, device="cuda",
+        )  # fmt: skip
+        q, k, v, spec = case.fresh()
+        if is_broken:
+            spec.mask_blocks.random_(-100, 100)
+        with skipped_tiles(), few_processors(2) if seed % 2 else contextlib.nullcontext():
+            module = importlib.import_module(f"fa_ops.backends.{backend}")
+            out, lse = module.forward(q, k, v, spec)
+            module.backward(torch.randn_like(out), None, q, k, v, out, lse, spec, is_float)
+        calls += 1
+    return calls
+
+
 def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
     """Call the operator, so that the host code of the backend runs too."""
     if isinstance(case, CacheCase):
@@ -213,6 +235,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
 
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
+MODES["tiles"] = run_tiles
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

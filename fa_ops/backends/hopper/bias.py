@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_ops.backends.hopper.block_lists import BlockLists
 from fa_ops.backends.hopper.kernel_params import struct_layout
 from fa_ops.backends.hopper.launch import TensorMap
-from fa_ops.types import ALIGNMENT, mask_tiles, rows_are_aligned
+from fa_ops.types import ALIGNMENT, rows_are_aligned
 
 ROWS, _COLUMNS = 64, 128  # of the widest tile that a kernel reads at once
 _FIELDS = struct_layout("bias.cuh", "Bias").packer("data")  # behind the tensor map
@@ -32,16 +33,12 @@ class Bias(NamedTuple):
     strides: tuple[int, ...]
     steps: tuple[int, int, int, int]  # 0 where a dimension is shared, else 1
     last_column: int  # where the last pair of a row begins
-    # of the mask's blocks, byte strides of batches and heads, and tiles along queries and keys
-    blocks: tuple[int, int, int, int] | None = None
+    blocks: BlockLists | None = None
 
     @classmethod
     def of(cls, mask: Tensor, blocks: Tensor | None = None) -> tuple[Bias, Tensor]:
         """The layout, and the tensor that has it."""
-        layout = None
-        if blocks is not None:
-            (B, H, _), (b, h, _) = blocks.shape, blocks.stride()
-            layout = 4 * b * (B > 1), 4 * h * (H > 1), *mask_tiles(mask)[2:]
+        layout = None if blocks is None else BlockLists.of(mask, blocks)
         mask = _without_repetition(mask)
         steps = tuple(int(size > 1) for size in mask.shape)
         B, H, rows, columns = mask.shape

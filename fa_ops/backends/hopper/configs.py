@@ -10,6 +10,10 @@ _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
+# Whether the forward skips every empty tile that `mask_blocks` name, and reads no mask in full
+# tiles. Off: not measured yet.
+SKIPS_MASK_TILES = False
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadDims:
@@ -44,6 +48,7 @@ class Config(HeadDims):
     packed_heads: int = 1  # of a group, whose rows share a tile
     ctas: int = 1  # that a multiprocessor holds at once
     packs_queries: bool = False  # of sequences with pages: a tile looks up where its sequence is
+    skips_tiles: bool = False  # that `mask_blocks` do not list
 
     kernel = "forward"
 
@@ -76,6 +81,7 @@ class Config(HeadDims):
         tiles += bias if self.bias_bits else 0
         tiles += 4 * self.stages if self.copy_keys else 0
         tiles += 2 * 16 if self.packs_queries else 0  # of two work items
+        tiles += (8 + 4) * self.stages if self.skips_tiles else 0  # which block a stage holds
         return tiles + 8 * barriers + _WORK_BYTES + has_mask * consumers * _MASK_BYTES
 
     def defines(self) -> dict[str, int]:
@@ -89,6 +95,7 @@ class Config(HeadDims):
             "IS_PAGED": int(self.copy_keys > 0), "COPY_KEYS": self.copy_keys,
             "WHOLE_ROWS": int(self.whole_rows), "PACKED_HEADS": self.packed_heads,
             "CTAS": self.ctas, "PACKED_QUERIES": int(self.packs_queries),
+            "SKIPS_TILES": int(self.skips_tiles),
         }  # fmt: skip
 
 
@@ -375,17 +382,23 @@ def forward_config(
     few_registers: bool = False,
     page: int = 0,
     differs_by_row: bool = False,
+    skips_tiles: bool = False,
 ) -> Config | WideConfig:
     """The forward's tile.
 
     `few_registers`: a mask's bits or dropout take registers and warps. `page`: keys of a cache's
     page, 16, 32 or a multiple of 64; 0: contiguous. `differs_by_row`: key ranges or ALiBi.
+    `skips_tiles`: a mask has `mask_blocks`.
     """
     if max(D, Dv) > 256:
         return WideConfig(D, Dv)
     config = _forward_config(D, Dv, few_registers or bias_bits > 0)
-    if 64 < D <= 112 and not (page or bias_bits) and _has_three_consumers(D, Dv, differs_by_row):
+    varies = differs_by_row or skips_tiles
+    if 64 < D <= 112 and not (page or bias_bits) and _has_three_consumers(D, Dv, varies):
         config = Config(D, Dv, 192, 96, stages=3)
+    if skips_tiles:  # queries of one list; keys of one tile, where other numbers are not faster
+        block_n = 64 if config.head_dim > 128 and config.block_n != 128 else config.block_n
+        config = dataclasses.replace(config, block_m=128, block_n=block_n, skips_tiles=True)
     if page:  # blocks of whole copies
         block_n = config.block_n // 64 * 64
         whole_rows = D % 64 == Dv % 64 == 0 and D > 64  # of one column a copy brings as much

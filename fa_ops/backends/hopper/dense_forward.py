@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
+from fa_ops.backends.hopper.block_lists import BlockLists, skipped_lists
 from fa_ops.backends.hopper.configs import Config, WideConfig, forward_config
 from fa_ops.backends.hopper.forward_combine import Combine
 from fa_ops.backends.hopper.kernel_params import struct_layout
@@ -43,12 +44,12 @@ from fa_ops.backends.hopper.tiling import Shape, packed_queries, tiling_of
 from fa_ops.call import Call, Run, general
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec, rows_are_aligned
 
-# maps and addresses; strides and scalars; dropout, pages, a bias
+# maps and addresses; strides and scalars; dropout, pages, a mask's lists, a bias
 _PARAMS = struct_layout("forward_params.cuh", "ForwardParams")
 _ADDRESSES, _SCALARS = _PARAMS.packer("q", "v_rows"), _PARAMS.packer("q_strides", "mask_range")
-_PAGES = _PARAMS.packer("pages", "pages")
-_DROPOUT_AT, _PAGES_AT, _BIAS_AT = (
-    _PARAMS.fields[name].offset for name in ("dropout", "pages", "bias")
+_PAGES, _BLOCKS = (_PARAMS.packer(name, name) for name in ("pages", "blocks"))
+_DROPOUT_AT, _PAGES_AT, _BLOCKS_AT, _BIAS_AT = (
+    _PARAMS.fields[name].offset for name in ("dropout", "pages", "blocks", "bias")
 )
 _NO_ADDRESSES = 0, 0, 0, 0
 _COUNTER = (1,), (1,), torch.int32
@@ -154,6 +155,7 @@ def plan_of(
         spec.dropout_p,
         None if table is None else (table.shape[1], table.stride(0)),
         sequences,
+        skipped_lists(spec),
     )
 
 
@@ -162,7 +164,7 @@ class ForwardPlan:
 
     def __init__(
         self, dtype, device, shapes, strides, scalar_options, has_lens, ranges, has_sinks, slopes,
-        mask, bias=None, dropout_p=0.0, table=None, sequences=None,
+        mask, bias=None, dropout_p=0.0, table=None, sequences=None, lists=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
         page = Sk if table else 0
@@ -173,7 +175,8 @@ class ForwardPlan:
         units = ScoreUnits.of(D, scale, softcap)
         bias_bits = bias.dtype.itemsize * 8 if bias else 0
         few_registers, by_row = bool(mask) or dropout_p > 0, bool(ranges) or slopes is not None
-        config = forward_config(D, Dv, bias_bits, few_registers, page, by_row)
+        self.lists: BlockLists | None = None if bias else lists
+        config = forward_config(D, Dv, bias_bits, few_registers, page, by_row, lists is not None)
         is_plain = not (bias or few_registers or ranges)
         can_cut = is_plain and slopes is None, is_plain and not (sequences and has_sinks)
         sizes = Shape(B, Hq, Hkv, Sq, min(Sk, Sq + left), Dv)
@@ -218,7 +221,7 @@ class ForwardPlan:
         self.params = Params(_ADDRESSES, scalars.ljust(_PARAMS.size - _ADDRESSES.size, b"\0"))
         self.dropout_p = dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
-        self.has_features = not (self.row_seeds is table is bias is None)
+        self.has_features = not (self.row_seeds is table is self.lists is bias is None)
 
     def _schedule(
         self, config: Config | WideConfig, sizes: tuple[int, int, int], is_uneven: bool,
@@ -292,13 +295,16 @@ class ForwardPlan:
         self, params: ctypes.Array, tensors: DenseTensors, bias: Tensor | None,
         table: Tensor | None, cu_seqlens: tuple[int, int], stream: int,
     ) -> Tensor | None:  # fmt: skip
-        """Write the parameters of dropout, pages and a bias; returns what dropout's point to."""
+        """Write the parameters of options that few calls have; returns what dropout's point to."""
         seeds = None
         if self.row_seeds is not None:
             seeds = dropout.words_of_rows(self.row_seeds, tensors.dropout_seed, cu_seqlens, stream)
             dropout.write_parameters(params, _DROPOUT_AT, seeds, self.dropout_p)
         if table is not None:
             _PAGES.pack_into(params, _PAGES_AT, table.data_ptr(), *self.pages, cu_seqlens[0])
+        if self.lists is not None:
+            blocks = tensors.mask_blocks
+            _BLOCKS.pack_into(params, _BLOCKS_AT, blocks.data_ptr(), *self.lists)
         if bias is not None:
             packed = self.bias(bias.data_ptr(), address(tensors.mask_blocks))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed

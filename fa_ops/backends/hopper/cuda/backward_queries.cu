@@ -31,7 +31,7 @@ DEVICE QueryBlock first_block(const BackwardParams& p) {
 DEVICE KeyBlocks listed_keys(const BackwardParams& p, const QueryBlock& t, KeyBlocks n) {
 #if BIAS_BITS
   const int end = min((t.m + CONSUMERS) * ROWS, p.Sq);
-  const int2 listed = listed_range<true>(p.bias, t.b, t.h, t.m * ROWS, end);
+  const int2 listed = listed_range<true>(p.bias.blocks, t.b, t.h, t.m * ROWS, end);
   n.first = max(n.first, listed.x / QUERY_BLOCK_N);
   n.end = min(n.end, (listed.y + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N);
   if (n.end <= n.first) n = {0, 0};

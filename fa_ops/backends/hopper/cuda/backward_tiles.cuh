@@ -34,8 +34,8 @@ DEVICE KeyTile tile_at(const BackwardParams& p, int i) {
 #endif
 #if BIAS_BITS
   int2 listed = make_int2(UNBOUNDED, 0);  // by the lists of some head of the part
-  for (int h = first_head(p, t); h < first_head(p, t) + (p.bias.blocks_h ? p.part_heads : 1); h++) {
-    const int2 own = listed_range<false>(p.bias, t.b, h, t.n0, min(t.n0 + BLOCK_N, p.Sk));
+  for (int h = first_head(p, t); h < first_head(p, t) + (p.bias.blocks.h ? p.part_heads : 1); h++) {
+    const int2 own = listed_range<false>(p.bias.blocks, t.b, h, t.n0, min(t.n0 + BLOCK_N, p.Sk));
     listed.x = min(listed.x, own.x), listed.y = max(listed.y, own.y);
   }
   lo = max(lo, listed.x), hi = min(hi, listed.y);

@@ -2,6 +2,7 @@
 // bytes per row, one behind the other. BIAS_BITS is 16 for the input type and 32 for fp32.
 #pragma once
 #include "elements.cuh"
+#include "mask_blocks.cuh"
 
 #if BIAS_BITS
 struct Bias {
@@ -11,21 +12,17 @@ struct Bias {
   int step_b, step_h, step_row, step_column;  // 0 for dimensions of the map that are broadcast, else 1
   int last_column;                            // where the last pair of a row begins
   float unit;                                 // of the accumulators, in scores
-  const int* blocks;                          // fa::mask_blocks of the mask, or null
-  long long blocks_b, blocks_h;               // its strides in bytes, 0 for broadcast dimensions
-  int tile_rows, tile_columns;                // tiles of the mask along queries and along keys
+  MaskBlocks blocks;
 };
-
-constexpr int MASK_TILE = 128;  // MASK_BLOCK of fa_ops/types.py
 
 // From the first to the last key that `blocks` list for some of the queries [begin, end), in whole tiles; or
 // of queries, for keys. What the lists hold only narrows a range of the caller's.
-template <bool OF_KEYS> DEVICE int2 listed_range(const Bias& bias, int b, int h, int begin, int end) {
-  if (!bias.blocks) return make_int2(0, UNBOUNDED);
-  const int lines = OF_KEYS ? bias.tile_rows : bias.tile_columns,
-            tiles = OF_KEYS ? bias.tile_columns : bias.tile_rows;
-  const int* lists = (const int*)((const char*)bias.blocks + b * bias.blocks_b + h * bias.blocks_h) +
-                     (OF_KEYS ? 0 : bias.tile_rows * (bias.tile_columns + 1ll));
+template <bool OF_KEYS> DEVICE int2 listed_range(const MaskBlocks& blocks, int b, int h, int begin, int end) {
+  if (!blocks.lists) return make_int2(0, UNBOUNDED);
+  const int lines = OF_KEYS ? blocks.tile_rows : blocks.tile_columns,
+            tiles = OF_KEYS ? blocks.tile_columns : blocks.tile_rows;
+  const int* lists = (const int*)((const char*)blocks.lists + b * blocks.b + h * blocks.h) +
+                     (OF_KEYS ? 0 : blocks.tile_rows * (blocks.tile_columns + 1ll));
   int first = UNBOUNDED, last = 0;
   for (int i = min(begin / MASK_TILE, lines - 1); i <= min((end - 1) / MASK_TILE, lines - 1); i++) {
     const int *list = lists + i * (tiles + 1ll), count = min(list[0], tiles);

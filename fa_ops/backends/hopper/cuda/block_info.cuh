@@ -2,7 +2,7 @@
 // which the producer publishes both.
 #pragma once
 #include "tile_scheduler.cuh"
-#if BIAS_BITS
+#if BIAS_BITS || SKIPS_TILES
 #include "bias.cuh"
 #endif
 
@@ -89,7 +89,7 @@ DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows =
   any.begin = max(any.begin, kept.begin), any.end = min(any.end, kept.end);
 #endif
 #if BIAS_BITS
-  const int2 listed = listed_range<true>(p.bias, t.b, t.h, t.m0, min(t.m0 + rows, p.Sq));
+  const int2 listed = listed_range<true>(p.bias.blocks, t.b, t.h, t.m0, min(t.m0 + rows, p.Sq));
   any.begin = max(any.begin, listed.x), any.end = min(any.end, listed.y);
 #endif
   BlockRange n;
@@ -111,6 +111,9 @@ struct WorkItem {
   Tile tile;
   int keys;
   BlockRange blocks;
+#if SKIPS_TILES
+  TileWalk<BLOCK_N> walk;  // where the producer takes them from; not published
+#endif
 };
 #if PACKED_QUERIES
 constexpr u32 WORK_ITEM_BYTES = 64;
@@ -118,11 +121,29 @@ constexpr u32 WORK_ITEM_BYTES = 64;
 constexpr u32 WORK_ITEM_BYTES = 48;
 #endif
 
+#if SKIPS_TILES
+static_assert(MASK_TILE % BLOCK_M == 0, "a tile's queries have one list");
+
+// Which of an item's blocks some listed tile of the mask overlaps: the walk, and the last of them. Executed
+// by one warp.
+template <class Params> DEVICE void find_tiles(const Params& p, WorkItem& item) {
+  BlockRange& n = item.blocks;
+  if (n.end <= n.begin) return;
+  const TileList list = tile_list<true>(mask_blocks_of(p), item.tile.b, item.tile.h, item.tile.m0);
+  item.walk.template start<HAS_WINDOW || HAS_KV_LENS || HAS_RANGES>(list, n.end - 1);
+  n.end = item.walk.seek(n.end - 1) + 1;
+  if (n.end <= n.begin) n.begin = n.end = 0;
+}
+#endif
+
 template <class Params> DEVICE WorkItem work_item_at(const Params& p, int t, Cursor& at) {
   WorkItem item;
   item.tile = tile_at(p, t, at);
   item.keys = keys_of(p, item.tile.b);
   item.blocks = blocks_of(p, item.tile, item.keys);
+#if SKIPS_TILES
+  find_tiles(p, item);
+#endif
   return item;
 }
 

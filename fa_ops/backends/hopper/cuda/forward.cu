@@ -7,7 +7,7 @@
 // Compile-time: IS_BF16 BLOCK_M BLOCK_N HEAD_DIM VALUE_DIM HEAD_FEATURES VALUE_FEATURES STAGES QUERY_STAGES
 // PACKED_HEADS RESCALE_THRESHOLD SHARED_BYTES HAS_WINDOW HAS_LEFT HAS_KV_LENS HAS_RANGES HAS_SOFTCAP
 // HAS_ALIBI HAS_SINKS HAS_MASK HAS_DROPOUT BIAS_BITS IS_PAGED COPY_KEYS WHOLE_ROWS SPLITS_KEYS
-// PACKED_QUERIES CTAS
+// PACKED_QUERIES CTAS SKIPS_TILES
 #include "exact_row.cuh"
 #include "softmax.cuh"
 #include "forward_producer.cuh"
@@ -15,7 +15,10 @@
 #include "forward_mainloop.cuh"
 
 DEVICE void init_barriers(const ForwardShared& sm) {
-  init_tile_barriers(sm, QUERY_STAGES * CONSUMERS);
+  init_tile_barriers(sm, QUERY_STAGES * CONSUMERS, KEY_READERS);
+#if SKIPS_TILES
+  for (int i = 0; i < STAGES; i++) mbar_init(barrier(sm.steps_full, i), 1);
+#endif
   if (HAS_HELPERS)
     for (int c = 0; c < CONSUMERS; c++)
       mbar_init(barrier(sm.helper_full, c), HAS_MASK ? 32 : 1), mbar_init(barrier(sm.helper_empty, c), 128);

@@ -147,15 +147,22 @@ struct ForwardConsumer : EpilogueConsumer {
     return true;
   }
 
-  // One step of the main loop, as drawn above: scores of `block` while the weights of the block after it are
+  // Reads which block the next keys are of, which have arrived.
+  DEVICE void read_step() {
+#if SKIPS_TILES
+    current = warp_uniform(load_shared<u32>(slot_at<4>(sm.steps, k.stage)));
+#endif
+  }
+
+  // One step of the main loop, as drawn above: scores of `block` while the weights of the block `before` are
   // multiplied with their values. Half of the exponentials run under that product and half beside the
   // rescaling of its output, as the special-function unit is the slowest part of either. The wait for the
   // next keys stands before that for the output because it ends a basic block: without one, ptxas moves the
   // latter above the softmax.
-  DEVICE void step(int block, const BlockRange& n) {
+  DEVICE void step(int block, int before, const BlockRange& n) {
     ping_pong_wait();
     score_product();
-    wait_values(block + 1, n);
+    wait_values(before, n);
     value_product();
     ping_pong_signal();
     find_dropped(block, barrier(sm.v_full, v.stage), v.phase);
@@ -163,7 +170,7 @@ struct ForwardConsumer : EpilogueConsumer {
     fence_operand(s);
     const int slot = k.stage;
     k.next();
-    if (!SPECULATES_MAX) release_keys(slot, block == n.begin);
+    if (!SPECULATES_MAX) release_keys(slot, SKIPS_TILES ? step_is_last(current) : block == n.begin);
     modify_scores(block, n);
     const bool compares = !SPECULATES_MAX || max_is_uninitialised;
     bool max_moved = compares && softmax.update_max<0>(s, p.scale_log2);
@@ -172,7 +179,8 @@ struct ForwardConsumer : EpilogueConsumer {
     if (compares) max_moved |= softmax.update_max<1>(s, p.scale_log2);
     softmax.fence();
     fence_operand(s);
-    if (block > n.begin) mbar_wait(barrier(sm.k_full, k.stage), k.phase);
+    if (SKIPS_TILES ? !step_is_last(current) : block > n.begin)
+      mbar_wait(barrier(sm.k_full, k.stage), k.phase);
     wgmma_wait<0>();
     fence_operand(o);
     release_values();
@@ -180,7 +188,7 @@ struct ForwardConsumer : EpilogueConsumer {
     drop<1>(block);
     if (SPECULATES_MAX) {
       max_moved |= correct_speculation(slot, block, n, partial0, partial1);
-      release_keys(slot, block == n.begin);
+      release_keys(slot, SKIPS_TILES ? step_is_last(current) : block == n.begin);
       if (max_is_uninitialised) max_is_uninitialised = softmax.has_uninitialised_max();
     }
     pack_weights();
@@ -216,13 +224,14 @@ struct ForwardConsumer : EpilogueConsumer {
 
   DEVICE void attend(const BlockRange& n) {
     mbar_wait(barrier(sm.k_full, k.stage), k.phase);
+    read_step();
     ping_pong_wait();
     score_product();
     ping_pong_signal();
     find_dropped(n.end - 1, barrier(sm.k_full, k.stage), k.phase);
     wgmma_wait<0>();
     fence_operand(s);
-    release_keys(k.stage, n.end - 1 == n.begin);
+    release_keys(k.stage, SKIPS_TILES ? step_is_last(current) : n.end - 1 == n.begin);
     k.next();
     modify_scores(n.end - 1, n);
     softmax.update_max<0>(s, p.scale_log2), softmax.update_max<1>(s, p.scale_log2);
@@ -230,10 +239,23 @@ struct ForwardConsumer : EpilogueConsumer {
     softmax.add_sums(softmax.exponentiate<0>(s, p.scale_log2), softmax.exponentiate<1>(s, p.scale_log2));
     drop<0>(n.end - 1), drop<1>(n.end - 1);
     pack_weights();
+#if SKIPS_TILES
+    int last = n.end - 1;
+    if (!step_is_last(current)) mbar_wait(barrier(sm.k_full, k.stage), k.phase);
+#pragma unroll 1
+    while (!step_is_last(current)) {
+      read_step();
+      const int before = last;
+      last = block_of_step(current);
+      step(last, before, n);
+    }
+#else
+    const int last = n.begin;
     if (n.end - 2 >= n.begin) mbar_wait(barrier(sm.k_full, k.stage), k.phase);
 #pragma unroll 1
-    for (int j = n.end - 2; j >= n.begin; j--) step(j, n);
-    wait_values(n.begin, n);
+    for (int j = n.end - 2; j >= n.begin; j--) step(j, j + 1, n);
+#endif
+    wait_values(last, n);
     value_product();
     wgmma_wait<0>();
     fence_operand(o);

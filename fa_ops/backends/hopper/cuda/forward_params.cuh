@@ -29,7 +29,18 @@ struct ForwardParams {
   int mask_range;    // byte offset in a row of the mask's bits of its key range
   Dropout dropout;
   PageTable pages;
+  MaskBlocks blocks;  // of a bool mask with SKIPS_TILES
 #if BIAS_BITS
   Bias bias;
 #endif
 };
+
+#if SKIPS_TILES
+DEVICE const MaskBlocks& mask_blocks_of(const ForwardParams& p) {
+#if BIAS_BITS
+  return p.bias.blocks;
+#else
+  return p.blocks;
+#endif
+}
+#endif

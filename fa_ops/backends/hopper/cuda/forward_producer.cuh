@@ -124,12 +124,44 @@ DEVICE void load_work_item(const ForwardParams& p, const ForwardShared& sm, cons
 }
 #endif
 
+#if SKIPS_TILES
+// Executed by one thread, before it copies the keys of a block.
+DEVICE void publish_step(const ForwardShared& sm, const PipelineState<STAGES>& k, u32 step) {
+  mbar_wait(barrier(sm.k_empty, k.stage), k.phase ^ 1);
+  store_shared(slot_at<4>(sm.steps, k.stage), step);
+  mbar_arrive(barrier(sm.steps_full, k.stage));
+}
+
+// The same for the blocks of an item's walk.
+DEVICE void load_walk(const ForwardParams& p, const ForwardShared& sm, WorkItem item,
+                      const PipelineState<2>& work, PipelineState<STAGES>& k, PipelineState<STAGES>& v) {
+  const Tile& tile = item.tile;
+  const int h = tile.h / p.group, begin = item.blocks.begin;
+  auto load_v = [&](int j) { load_block<V_COLUMNS>(sm.v, sm.v_full, sm.v_empty, p.v, v, j, h, tile.b); };
+  int block = item.blocks.end - 1, before = -1;
+  if (block < begin) load_queries(p, sm, tile, work);
+#pragma unroll 1
+  while (block >= begin) {
+    const bool is_full = item.walk.is_full(block);
+    const int next = item.walk.seek(block - 1);
+    publish_step(sm, k, step_of(block, is_full, next < begin));
+    load_block<QK_COLUMNS>(sm.k, sm.k_full, sm.k_empty, p.k, k, block, h, tile.b);
+    if (before < 0) load_queries(p, sm, tile, work);
+    else load_v(before);
+    before = block, block = next;
+  }
+  if (before >= 0) load_v(before);
+}
+#endif
+
 // Executed by one warp.
 DEVICE void produce(const ForwardParams& p, const ForwardShared& sm) {
   PipelineState<STAGES> k, v;
   produce_tiles(p, sm, [&](const WorkItem& item, const PipelineState<2>& work, bool leader) {
 #if IS_PAGED
     load_work_item(p, sm, item, work, k, leader);
+#elif SKIPS_TILES
+    if (leader) load_walk(p, sm, item, work, k, v);
 #else
     if (leader) load_work_item(p, sm, item.tile, item.blocks, work, k, v);
 #endif
@@ -167,6 +199,25 @@ DEVICE void produce_values(const ForwardParams& p, const ForwardShared& sm) {
 }
 #endif
 
+// Calls `bring(block)` for each block of an item in which the mask must be read; `blocks` counts them.
+template <class Bring>
+DEVICE void bring_blocks([[maybe_unused]] const ForwardShared& sm, const BlockRange& n,
+                         [[maybe_unused]] PipelineState<STAGES>& steps, PipelineState<1>& blocks,
+                         Bring bring) {
+#if SKIPS_TILES
+  if (n.end <= n.begin) return;
+  for (bool is_last = false; !is_last; steps.next()) {
+    mbar_wait(barrier(sm.steps_full, steps.stage), steps.phase);
+    const u32 step = load_shared<u32>(slot_at<4>(sm.steps, steps.stage));
+    mbar_arrive(barrier(sm.k_empty, steps.stage));  // every thread, as for work items
+    if (!step_is_full(step)) bring(block_of_step(step)), blocks.next();
+    is_last = step_is_last(step);
+  }
+#else
+  for (int j = n.end - 1; j >= n.begin; j--, blocks.next()) bring(j);
+#endif
+}
+
 #if HAS_MASK
 // Executed by one warp for each consumer: brings the mask of its rows, one block ahead. A row has eight lanes
 // of 16 keys.
@@ -174,6 +225,7 @@ DEVICE void produce_mask(const ForwardParams& p, const ForwardShared& sm, int c)
   const int lane = threadIdx.x & 31, chunk = lane & 7, first = lane >> 3;  // of its rows, every fourth
   const u32 to = slot_at<MASK_BYTES>(sm.mask, c) + first * 16 + chunk * 2;
   PipelineState<2> work;
+  PipelineState<STAGES> steps;
   PipelineState<1> blocks;
   for (;; work.next()) {
     const WorkItem item = take_work_item(sm, work);
@@ -182,7 +234,7 @@ DEVICE void produce_mask(const ForwardParams& p, const ForwardShared& sm, int c)
     const int rows = chunk >= BLOCK_N / 16 ? 0 : p.mask_q ? p.Sq - row : 64;
     const unsigned char* from =
         p.mask + item.tile.b * p.mask_b + item.tile.h * p.mask_h + row * p.mask_q + chunk * 2;
-    for (int j = item.blocks.end - 1; j >= item.blocks.begin; j--, blocks.next()) {
+    bring_blocks(sm, item.blocks, steps, blocks, [&](int j) {
       const unsigned char* at = from + j * (BLOCK_N / 8);
       unsigned short bits[16];
 #pragma unroll
@@ -192,28 +244,39 @@ DEVICE void produce_mask(const ForwardParams& p, const ForwardShared& sm, int c)
 #pragma unroll
       for (int i = 0; i < 16; i++) store_shared(to + i * 64, bits[i]);
       mbar_arrive(barrier(sm.helper_full, c));
-    }
+    });
   }
 }
 #endif
 
 #if BIAS_BITS
+// Executed by one thread.
+DEVICE void bring_bias(const ForwardParams& p, const ForwardShared& sm, const Tile& tile, int c, int block,
+                       u32 phase) {
+  const u32 full = barrier(sm.helper_full, c);
+  mbar_wait(barrier(sm.helper_empty, c), phase ^ 1);
+  mbar_arrive_expect(full, BIAS_BYTES);
+  load_bias_tile<BLOCK_N>(slot_at<BIAS_BYTES>(sm.bias, c), p.bias, full, tile.m0 + c * 64, block * BLOCK_N,
+                          tile.h, tile.b);
+}
+
 // Executed by one warp for each consumer: brings the bias of its rows, one block ahead.
 DEVICE void produce_bias(const ForwardParams& p, const ForwardShared& sm, int c) {
   const bool leader = elect_one();
-  const u32 full = barrier(sm.helper_full, c);
   PipelineState<2> work;
+  [[maybe_unused]] PipelineState<STAGES> steps;
   PipelineState<1> blocks;
   for (;; work.next()) {
     const WorkItem item = take_work_item(sm, work);
     if (item.tile.m0 == NO_WORK) break;
-    for (int j = item.blocks.end - 1; j >= item.blocks.begin; j--, blocks.next()) {
-      if (!leader) continue;
-      mbar_wait(barrier(sm.helper_empty, c), blocks.phase ^ 1);
-      mbar_arrive_expect(full, BIAS_BYTES);
-      load_bias_tile<BLOCK_N>(slot_at<BIAS_BYTES>(sm.bias, c), p.bias, full, item.tile.m0 + c * 64,
-                              j * BLOCK_N, item.tile.h, item.tile.b);
-    }
+#if SKIPS_TILES
+    bring_blocks(sm, item.blocks, steps, blocks, [&](int j) {
+      if (leader) bring_bias(p, sm, item.tile, c, j, blocks.phase);
+    });
+#else
+    for (int j = item.blocks.end - 1; j >= item.blocks.begin; j--, blocks.next())
+      if (leader) bring_bias(p, sm, item.tile, c, j, blocks.phase);
+#endif
   }
 }
 #endif

@@ -18,6 +18,7 @@ struct ScoreConsumer {
   Softmax<SCORES> softmax;
   KeyRange range0, range1;    // of this thread's two rows
   u32 existing_copies;        // of the block: a bit for each copy whose page exists
+  u32 current;                // with SKIPS_TILES: what the producer published of this step
   bool max_is_uninitialised;  // in a row of this warp: the next step must not speculate
   float slope;
   int diagonal;  // with ALiBi: the key at the position of this thread's first row
@@ -29,9 +30,13 @@ struct ScoreConsumer {
     return block * BLOCK_N + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
   }
 
+  // Whether the mask keeps all of this step's block as it is, and no warp brings it.
+  DEVICE bool mask_is_full() const { return SKIPS_TILES && step_is_full(current); }
+
 #if HAS_MASK
   // A row of the mask has 128 bits, of which this thread uses two of every eight.
   DEVICE void apply_mask() {
+    if (mask_is_full()) return;
     const u32 at = slot_at<MASK_BYTES>(sm.mask, c) + ((tid >> 5) * 16 + (lane >> 2)) * 16;
     mbar_wait(barrier(sm.helper_full, c), helper.phase);
     int4 x[2] = {load_shared<int4>(at), load_shared<int4>(at + 8 * 16)};
@@ -56,6 +61,11 @@ struct ScoreConsumer {
 #if BIAS_BITS
   // Turns accumulator units into those of the bias, which is added.
   DEVICE void add_bias() {
+    if (mask_is_full()) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) s[i] *= p.bias.unit;
+      return;
+    }
     mbar_wait(barrier(sm.helper_full, c), helper.phase);
     add_bias_tile<false>(s, slot_at<BIAS_BYTES>(sm.bias, c), 0, p.bias.unit);
     // reads may still be in flight, and the next copy would overtake them where products keep shared memory

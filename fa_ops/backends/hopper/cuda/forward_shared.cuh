@@ -34,13 +34,27 @@ static_assert(!PACKED_QUERIES || IS_PAGED, "contiguous keys are packed too, and 
 static_assert(!SPLITS_KEYS || !(HAS_HELPERS || HAS_RANGES || HAS_DROPOUT || HAS_SINKS),
               "a sink joins the sum of all parts; ranges may begin inside a block");
 static_assert(!HAS_DROPOUT || SCORES / 2 <= 32, "a bit for each of a row's weights");
+static_assert(!SKIPS_TILES || HAS_HELPERS, "tiles of a mask");
+
+// With SKIPS_TILES the producer publishes, in a word for each K stage, which block it copies there, whether
+// the mask keeps everything in that block, and whether it is the work item's last. The warps that bring the
+// mask read the word as soon as the copy is issued, consumers once it has ended.
+DEVICE constexpr u32 step_of(int block, bool is_full, bool is_last) {
+  return (u32)block << 2 | is_full << 1 | is_last;
+}
+DEVICE constexpr int block_of_step(u32 step) { return step >> 2; }
+DEVICE constexpr bool step_is_full(u32 step) { return step & 2; }
+DEVICE constexpr bool step_is_last(u32 step) { return step & 1; }
+// Arrivals that free a K stage.
+constexpr int KEY_READERS = 4 * CONSUMERS + (SKIPS_TILES ? 32 * CONSUMERS : 0);
 
 // Offsets in shared memory, in order. Barriers have one mbarrier for each slot.
 struct ForwardShared {
   u32 q, k, v, bias;
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
   u32 work, mask, helper_full, helper_empty;
-  u32 pages;  // of each K stage: a bit for each copy whose page exists
+  u32 pages;              // of each K stage: a bit for each copy whose page exists
+  u32 steps_full, steps;  // of each K stage: which block it holds
   u32 end;
 
   DEVICE constexpr explicit ForwardShared(u32 base)
@@ -61,7 +75,11 @@ struct ForwardShared {
         helper_full(mask + CONSUMERS * MASK_BYTES),
         helper_empty(helper_full + 8 * CONSUMERS),
         pages(mask),
-        end(HAS_HELPERS ? helper_empty + 8 * CONSUMERS : pages + (IS_PAGED ? 4 * STAGES : 0)) {}
+        steps_full(helper_empty + 8 * CONSUMERS),
+        steps(steps_full + 8 * STAGES),
+        end(SKIPS_TILES   ? steps + 4 * STAGES
+            : HAS_HELPERS ? helper_empty + 8 * CONSUMERS
+                          : pages + (IS_PAGED ? 4 * STAGES : 0)) {}
 };
 constexpr ForwardShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,

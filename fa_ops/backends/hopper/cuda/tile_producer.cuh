@@ -3,15 +3,16 @@
 #include "block_info.cuh"
 #include "pipeline.cuh"
 
-// Those of tiles, of work items, and of each slot of queries.
-template <class Shared> DEVICE void init_tile_barriers(const Shared& sm, int query_slots) {
+// Those of tiles, of work items, and of each slot of queries. `key_readers` arrivals free a slot of keys.
+template <class Shared>
+DEVICE void init_tile_barriers(const Shared& sm, int query_slots, int key_readers = 4 * CONSUMERS) {
   for (int i = 0; i < query_slots; i++)
     mbar_init(barrier(sm.q_full, i), 1), mbar_init(barrier(sm.q_empty, i), 4);
   for (int i = 0; i < 2; i++)
     mbar_init(barrier(sm.work_full, i), 1), mbar_init(barrier(sm.work_empty, i), READERS);
   for (int i = 0; i < STAGES; i++) {
     mbar_init(barrier(sm.k_full, i), 1), mbar_init(barrier(sm.v_full, i), 1);
-    mbar_init(barrier(sm.k_empty, i), 4 * CONSUMERS), mbar_init(barrier(sm.v_empty, i), 4 * CONSUMERS);
+    mbar_init(barrier(sm.k_empty, i), key_readers), mbar_init(barrier(sm.v_empty, i), 4 * CONSUMERS);
   }
 }
 

@@ -1,0 +1,78 @@
+// The lists of fa::mask_blocks, which name the tiles of a dense mask that are not empty. What they hold is
+// clamped: with any numbers in them no other memory is read, and every walk ends.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int MASK_TILE = 128;  // MASK_BLOCK of fa_ops/types.py
+
+struct MaskBlocks {
+  const int* lists;             // of all batches and heads, or null
+  long long b, h;               // strides in bytes, 0 for broadcast dimensions
+  int tile_rows, tile_columns;  // tiles of the mask along queries and along keys
+};
+
+// The tiles of a row of tiles, OF_KEYS, or of a column.
+struct TileList {
+  const int* entries;  // twice a tile's index, plus 1 if it is mixed, in order
+  int count;           // tiles that are listed
+  int tiles;           // tiles that the mask has there; 1: all keys, or queries, share it
+};
+
+// The list of the row, or column, of tiles that holds query, or key, `position`.
+template <bool OF_KEYS>
+DEVICE TileList tile_list(const MaskBlocks& blocks, int b, int h, int position) {
+  const int lines = OF_KEYS ? blocks.tile_rows : blocks.tile_columns,
+            tiles = OF_KEYS ? blocks.tile_columns : blocks.tile_rows;
+  const int* lists = (const int*)((const char*)blocks.lists + b * blocks.b + h * blocks.h) +
+                     (OF_KEYS ? 0 : blocks.tile_rows * (blocks.tile_columns + 1ll));
+  const int* list = lists + min(position / MASK_TILE, lines - 1) * (tiles + 1ll);
+  return {list + 1, max(0, min(list[0], tiles)), tiles};
+}
+
+// How many tiles of a list stand before `tile`. Executed by one warp, whose lanes look at 32 entries at once.
+DEVICE int tiles_before(const TileList& list, int tile) {
+  const int lane = threadIdx.x & 31;
+  int first = 0, size = list.count;
+  while (size > 0) {
+    const int step = (size + 31) / 32, at = lane * step;
+    const u32 later = ~__ballot_sync(~0u, at < size && list.entries[first + min(at, size - 1)] >> 1 < tile);
+    const int found = later ? __ffs(later) - 1 : 32;  // lanes whose tile is before
+    if (found == 0) break;
+    first += (found - 1) * step + 1, size = min(step, size - (found - 1) * step) - 1;
+  }
+  return first;
+}
+
+// Walks down the blocks of BLOCK keys, or queries, that a listed tile overlaps.
+template <int BLOCK> struct TileWalk {
+  static_assert(BLOCK <= MASK_TILE, "a block overlaps two tiles at most");
+  TileList list;
+  int at, entry;  // the last entry that is not behind the walk, -1 if there is none, and what it holds
+
+  // The walk from block `last` on. Executed by one warp; unless BOUNDED no list goes on behind that block.
+  template <bool BOUNDED> DEVICE void start(const TileList& from, int last) {
+    list = from;
+    at = (BOUNDED && list.tiles > 1 ? tiles_before(list, last_tile(last) + 1) : list.count) - 1;
+    load();
+  }
+
+  // The last block up to `block` that a listed tile overlaps, or -1.
+  DEVICE int seek(int block) {
+    if (list.tiles == 1) return at < 0 ? -1 : block;
+    while (at >= 0 && entry >> 1 > last_tile(block)) at--, load();
+    return at < 0 ? -1 : min(block, last_block(entry >> 1));
+  }
+
+  // Whether the mask keeps everything in `block`, the one that was found last.
+  DEVICE bool is_full(int block) const {
+    if (list.tiles == 1) return !(entry & 1);
+    const int first = block * BLOCK / MASK_TILE, last = min(last_tile(block), list.tiles - 1);
+    if (entry != 2 * last) return false;
+    return first == last || (at > 0 && list.entries[at - 1] == 2 * first);
+  }
+
+ private:
+  DEVICE static int last_tile(int block) { return (block * BLOCK + BLOCK - 1) / MASK_TILE; }
+  DEVICE static int last_block(int tile) { return (tile * MASK_TILE + MASK_TILE - 1) / BLOCK; }
+  DEVICE void load() { entry = at >= 0 ? list.entries[at] : 0; }
+};
