@@ -59,6 +59,14 @@ def test_masks_are_summarised_where_a_backend_may_and_it_pays(
     assert found == [bool_masks, float_masks]
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_bool_masks_are_summarised_for_hopper_where_its_kernels_skip_by_that(skips, monkeypatch):
+    monkeypatch.setattr(dispatch, "default", None)
+    monkeypatch.setattr(dispatch, "available_error", lambda name: None)
+    monkeypatch.setattr("fa_ops.backends.hopper.configs.SKIPS_MASK_TILES", skips)
+    assert dispatch.skips_tiles("cuda", is_bool=True) is skips
+
+
 def test_triton_merges_where_hopper_is_the_default(monkeypatch):
     """A cache over several processes needs both."""
     hopper, seen = dispatch.load("hopper"), []

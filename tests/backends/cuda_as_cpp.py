@@ -88,6 +88,12 @@ static int __shfl_up_sync(u32, int x, int by) {
 static int warp_uniform(int x) { return heard_by(x, 0); }
 static int __reduce_min_sync(u32, int x) { const int* y = tell(x); return *std::min_element(y, y + 32); }
 static int __reduce_max_sync(u32, int x) { const int* y = tell(x); return *std::max_element(y, y + 32); }
+static u32 __reduce_or_sync(u32, u32 x) {
+  const int* y = tell(x);
+  u32 z = 0;
+  for (int i = 0; i < 32; i++) z |= y[i];
+  return z;
+}
 static u32 __ballot_sync(u32, bool x) {
   const int* y = tell(x);
   u32 bits = 0;

@@ -120,6 +120,12 @@ static int __reduce_max_sync(u32, int x) {
   for (int i = 0; i < 32; i++) z = max(z, (int)y[i]);
   return z;
 }
+static u32 __reduce_or_sync(u32, u32 x) {
+  const u64* y = tell(x);
+  u32 z = 0;
+  for (int i = 0; i < 32; i++) z |= (u32)y[i];
+  return z;
+}
 static u32 __ballot_sync(u32, bool x) {
   const u64* y = tell(x);
   u32 bits = 0;
@@ -236,9 +242,13 @@ static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   for (int i = 0, lane = threadIdx.x & 31; i < 4; i++) store_shared((u32)rows[i * 8 + lane / 4] + lane % 4 * 4, x[i]);
 }
 template <bool TRANSPOSED> static void ldmatrix_x4(u32 (&r)[4], u32 address) {
-  static_assert(!TRANSPOSED, "not here");
   const u64* rows = tell(address);
-  for (int i = 0, lane = threadIdx.x & 31; i < 4; i++) r[i] = load_shared<u32>((u32)rows[i * 8 + lane / 4] + lane % 4 * 4);
+  for (int i = 0, lane = threadIdx.x & 31; i < 4; i++) {
+    const int row = i * 8 + lane % 4 * 2, column = lane / 4 * 2;
+    if (TRANSPOSED) r[i] = load_shared<u16>((u32)rows[row] + column) | load_shared<u16>((u32)rows[row + 1] + column) << 16;
+    else r[i] = load_shared<u32>((u32)rows[i * 8 + lane / 4] + lane % 4 * 4);
+  }
+  tell(0);  // what was said is read
 }
 static void stmatrix_x2(u32, u32, u32) { error = "not in this kernel"; }
 

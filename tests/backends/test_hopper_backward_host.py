@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa_ops.backends.hopper import dense_backward, mask
+from fa_ops.backends import mask_blocks
+from fa_ops.backends.hopper import configs, dense_backward, mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
@@ -218,6 +219,21 @@ def test_a_later_call_has_its_own_mask(driver, monkeypatch):
         dense_backward.backward(g, None, q, k, v, out, lse, Spec(attn_mask=one))
         _, products = driver.last("backward")
         assert of_params(products)["by_key"][0] == one.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16], ids=str)
+def test_the_lists_of_a_mask_are_read_where_tiles_are_skipped(dtype, driver, monkeypatch):
+    g, q, k, v, out, lse = tensors(1, 2, 2, 64, 300, 64)
+    attn_mask = torch.ones(1, 2, 64, 300).to(dtype)
+    blocks = mask_blocks.mask_blocks(attn_mask)
+    bits = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: bits)
+    monkeypatch.setattr(configs, "SKIPS_MASK_TILES", True)
+    spec = Spec(attn_mask=attn_mask, mask_blocks=blocks)
+    dense_backward.backward(g, None, q, k, v, out, lse, spec)
+    _, products = driver.last("backward")
+    lists = struct.unpack_from("<Q2q2i", products, dense_backward._LISTS_AT)
+    assert lists == (blocks.data_ptr(), 0, 4 * blocks.shape[2], 1, 3)
 
 
 def sink_gradient(sinks, lse, delta):

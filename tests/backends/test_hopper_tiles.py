@@ -1,4 +1,4 @@
-"""The forward kernel skips the tiles that `mask_blocks` do not list, run on the CPU."""
+"""Forward and backward kernels skip the tiles that `mask_blocks` do not list, run on the CPU."""
 
 import ctypes
 
@@ -9,6 +9,7 @@ from fa_ops.backends import mask_blocks
 from fa_ops.backends.mask_blocks import EMPTY, FULL
 from tests.backends.cuda_as_cpp import built, needs_compiler
 from tests.backends.cuda_forward import emulated_forward, run_forward
+from tests.backends.cuda_masked_backward import emulated_backward, run_backward
 
 pytestmark = needs_compiler
 
@@ -57,7 +58,8 @@ def attended(q, k, v, mask, is_causal, lens):
         last = torch.arange(Sq).view(Sq, 1) + ends - Sq
         scores = scores.masked_fill(keys > last, -torch.inf)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse.clamp(min=-1e30).unsqueeze(-1)).exp()
+    dead = (lse == -torch.inf).unsqueeze(-1)
+    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
     return weights @ v, lse
 
 
@@ -108,6 +110,60 @@ def test_forward(name, kernels):
     torch.testing.assert_close(out[rows].float(), expected[rows], atol=2e-2, rtol=2e-2)
 
 
+BACKWARD = {
+    "bool": (200, 300, {}, {}),
+    "bool, queries share": (200, 300, {}, {}),
+    "float, causal lengths": (200, 300, {"bias_bits": 16}, {"lens": [300, 170]}),
+    "dQ alone, bool": (300, 500, {"kernel": "backward_queries"}, {}),
+    "dQ alone, bool, causal lengths": (
+        300, 500, {"kernel": "backward_queries"}, {"lens": [470, 200]}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backward_kernels(tmp_path_factory):
+    made = {}
+
+    def compile(**options):
+        key = tuple(options.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp("backward")
+            made[key] = emulated_backward(folder, **options, **BOUNDED)
+        return made[key]
+
+    return compile
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name, backward_kernels):
+    Sq, Sk, options, call = BACKWARD[name]
+    seed, is_causal = list(BACKWARD).index(name), "causal" in name
+    g = torch.Generator().manual_seed(seed)
+    B, Hq, Hkv = 2, 2, 1
+    tensors = [
+        torch.randn(B, H, S, 16, generator=g).bfloat16()
+        for H, S in ((Hq, Sq), (Hkv, Sk), (Hkv, Sk), (Hq, Sq))
+    ]
+    states = draw_states(g, 1, Hq, 1 if "share" in name else -(-Sq // TILE), -(-Sk // TILE))
+    mask, read = masks(states, Sq, Sk, g, is_float="float" in name)
+    leaves = [x.float().requires_grad_() for x in tensors[:3]]
+    out, lse = attended(*leaves, mask, is_causal, call.get("lens"))
+    delta = (out * tensors[3]).sum(-1).detach()
+    expected = torch.autograd.grad(out, leaves, tensors[3].float())
+    of_queries = "kernel" in options
+    ctas = 2 if not of_queries else B * Hq * -(-Sq // TILE)
+    blocks = mask_blocks.mask_blocks(mask)
+    dq, *stored = run_backward(
+        backward_kernels(**options), tensors, lse.detach(), delta, mask, read, blocks, ctas,
+        seed=seed, is_causal=is_causal, **call,
+    )  # fmt: skip
+    found = {"dq": stored[0]} if of_queries else {"dq": dq, "dk": stored[1], "dv": stored[2]}
+    for (name, x), y in zip(found.items(), expected):
+        assert x.isfinite().all(), name
+        assert (x - y).abs().max() <= 2e-2 * max(y.abs().max(), 0.5), name
+
+
 WALK = """
 #include "mask_blocks.cuh"
 static MaskBlocks blocks;
@@ -121,6 +177,17 @@ template <int BLOCK, bool OF_KEYS> static void walk() {
   count = 0;
   for (int block = walk.seek(last); block >= 0; block = walk.seek(block - 1))
     found[count++] = 2 * block + walk.is_full(block);
+}
+static ListedBlocks bits;
+template <int BLOCK, bool OF_KEYS> static void list() {
+  bits = listed_blocks<BLOCK>(tile_list<OF_KEYS>(blocks, 0, 0, position), last);
+}
+extern "C" void listed(const int* lists, int rows, int columns, bool of_keys, int block, int at,
+                       int base, u32* to) {
+  blocks = {lists, 0, 0, rows, columns}, position = at, last = base;
+  if (block == 64) run_warp(of_keys ? list<64, true> : list<64, false>);
+  else run_warp(of_keys ? list<128, true> : list<128, false>);
+  to[0] = bits.some, to[1] = bits.full;
 }
 template <int BLOCK> static void run(bool of_keys) {
   run_warp(of_keys ? walk<BLOCK, true> : walk<BLOCK, false>);
@@ -139,6 +206,13 @@ extern "C" int steps(const int* lists, int rows, int columns, bool of_keys, int 
 def walk(tmp_path_factory):
     library = built(tmp_path_factory.mktemp("walk"), "walk", WALK)
 
+    def listed(lists, tiles, of_keys, block, position, base):
+        """Of 32 blocks from `base` on: which are listed, and which are full."""
+        to = (ctypes.c_uint * 2)()
+        at = ctypes.c_void_p(lists.data_ptr())
+        library.listed(at, *tiles, of_keys, block, position, base, to)
+        return tuple([i for i in range(32) if bits >> i & 1] for bits in to)
+
     def steps(lists, tiles, of_keys, block, position, last, is_bounded):
         """(block, whether it is full) for each step."""
         to = (ctypes.c_int * (last + 2))()
@@ -146,6 +220,7 @@ def walk(tmp_path_factory):
         count = library.steps(at, *tiles, of_keys, block, position, last, is_bounded, to)
         return [(x >> 1, bool(x & 1)) for x in to[:count]]
 
+    steps.listed = listed
     return steps
 
 
@@ -166,6 +241,11 @@ def test_walks(tiles, block, walk):
             ends = ((i * block, i * block + block - 1) for i in range(blocks))
             of_block = [{int(tile_of[min(x // TILE, length - 1)]) for x in pair} for pair in ends]
             whole = [(i, x == {FULL}) for i, x in enumerate(of_block) if x != {EMPTY}][::-1]
+            for base in range(0, blocks if block != 96 else 0, 15):
+                found = walk.listed(lists, tiles, of_keys, block, line * TILE, base)
+                near = [(i - base, full) for i, full in whole[::-1] if base <= i < base + 32]
+                exists = [[i for i in bits if base + i < blocks] for bits in found]
+                assert exists == [[i for i, _ in near], [i for i, full in near if full]]
             for last in {blocks - 1, blocks // 2, 0}:
                 expected = [x for x in whole if x[0] <= last]
                 found = walk(lists, tiles, of_keys, block, line * TILE + 5, last, True)

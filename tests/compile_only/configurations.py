@@ -156,6 +156,11 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
         defines = found.defines | configs.MaskGradientConfig(config).defines()
         kind = "mask_gradient"
         yield Configuration(f"{name} bias{bits} gradient", kind, (kind,), defines)
+    if configs.SKIPS_MASK_TILES:
+        for bits, deterministic in itertools.product((0, 16, 32), (False, True)):
+            config = configs.backward_config(D, Dv, deterministic, bits, True, skips_tiles=True)
+            word = "tiles deterministic" if deterministic else "tiles"
+            yield one(f"{word} bias{bits}", config, {"mask": bits == 0})
 
 
 def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:

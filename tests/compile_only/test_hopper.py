@@ -149,31 +149,6 @@ def assert_forward(dims, features, tmp_path):
     assert not unwritten_uniform_registers(sass)
 
 
-@pytest.mark.parametrize(
-    "dims, bias_bits, features",
-    [
-        ((64, 64), 0, FEATURES[1]),
-        ((128, 128), 0, {}),
-        ((256, 256), 0, {}),
-        ((72, 72), 0, FEATURES[3]),
-        ((128, 128), 32, {"HAS_KV_LENS": 1}),
-        ((256, 256), 16, {"HAS_RANGES": 1, "HAS_LEFT": 1}),
-    ],
-    ids=str,
-)
-def test_forward_that_skips_tiles_of_a_mask(dims, bias_bits, features, tmp_path):
-    config = configs.forward_config(*dims, bias_bits, few_registers=True, skips_tiles=True)
-    assert config.block_m == 128 and config.block_n in (64, 96, 128)
-    is_bool = {"HAS_MASK": int(not bias_bits)}
-    sass, log = compiled(tmp_path, "forward", config, **features, **is_bool)
-    assert_clean(log)
-    assert sass.count("HGMMA") == 2 * steps(dims[0]) + 2 * (config.block_n // 16)
-    assert sass.count("WARPGROUP.DEPBAR") == 4
-    # one thread copies, of each warp that does
-    assert sass.count("ELECT") == (2 if bias_bits else 1)
-    assert not unwritten_uniform_registers(sass)
-
-
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
     "dims, whole_rows",

@@ -1,4 +1,4 @@
-"""The Hopper forward skips every tile that `mask_blocks` do not list."""
+"""The Hopper kernels skip every tile that `mask_blocks` do not list."""
 
 import pytest
 import torch
@@ -89,6 +89,53 @@ def test_bits_of_results_are_those_without_skipping(Sq, Sk, dtype):
         assert all(torch.equal(x, y) for x, y in zip(again, expected))
 
 
+def gradients(q, k, v, mask, blocks, **options):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = fa_ops.attention(q, k, v, mask, mask_blocks=blocks, backend="hopper", **options)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+    return torch.autograd.grad(out, (q, k, v), weights)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_bits_of_deterministic_gradients_are_those_without_skipping(D, dtype):
+    q, k, v = inputs(D, 900, 1300)
+    mask = filled(900, 1300, dtype)
+    blocks = fa_ops.mask_blocks(mask)
+    found = [gradients(q, k, v, mask, blocks, deterministic=True) for _ in range(5)]
+    with skipped_tiles(False):
+        expected = gradients(q, k, v, mask, blocks, deterministic=True)
+    for grads in found:
+        for x, y in zip(grads, expected):
+            if D == 128:  # others have blocks of their own in the forward
+                assert torch.equal(x, y)
+            torch.testing.assert_close(x, y, atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_gradients_read_nothing_in_empty_and_full_tiles(D, dtype, deterministic):
+    q, k, v = inputs(D, 700, 1300)
+    mask = filled(700, 1300, dtype)
+    blocks = fa_ops.mask_blocks(mask)
+    expected = gradients(q, k, v, mask, blocks, deterministic=deterministic)
+    other = poisoned(mask, blocks)
+    found = gradients(q, k, v, other, blocks, deterministic=deterministic)
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
+
+
+def poisoned(mask, blocks):
+    """The mask with other values in its empty tiles, and a float mask in full ones too."""
+    states = mask_blocks.listed_states(blocks, mask).repeat_interleave(TILE, 2)
+    states = states[:, :, : mask.shape[2]].repeat_interleave(TILE, 3)[..., : mask.shape[3]]
+    if mask.dtype == torch.bool:  # bits of a bool mask bound the keys of each row
+        return mask | (states == mask_blocks.EMPTY)
+    other = mask.masked_fill(states == mask_blocks.EMPTY, 2.0)
+    return other.masked_fill_(states == mask_blocks.FULL, 3.0)
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
 def test_what_stands_in_empty_and_full_tiles_is_not_read(D, dtype):
@@ -97,11 +144,7 @@ def test_what_stands_in_empty_and_full_tiles_is_not_read(D, dtype):
     mask = filled(Sq, Sk, dtype)
     blocks = fa_ops.mask_blocks(mask)
     expected = fa_ops.attention(q, k, v, mask, mask_blocks=blocks, backend="hopper")
-    states = mask_blocks.listed_states(blocks, mask)
-    states = states.repeat_interleave(TILE, 2)[:, :, :Sq].repeat_interleave(TILE, 3)[..., :Sk]
-    other = mask.masked_fill(states == mask_blocks.EMPTY, dtype == torch.bool or 2.0)
-    if dtype != torch.bool:  # bits of a bool mask bound the keys of each row
-        other.masked_fill_(states == mask_blocks.FULL, 3.0)
+    other = poisoned(mask, blocks)
     found = fa_ops.attention(q, k, v, other, mask_blocks=blocks, backend="hopper")
     assert torch.equal(found, expected)
     # keys and values of tiles that no query attends may hold anything

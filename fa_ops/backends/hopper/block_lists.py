@@ -26,7 +26,7 @@ class BlockLists(NamedTuple):
 
 
 def skipped_lists(spec: Spec) -> BlockLists | None:
-    """The lists by which the forward skips tiles of a call, or None."""
+    """The lists by which the kernels of a call skip tiles, or None."""
     if spec.mask_blocks is None or not configs.SKIPS_MASK_TILES:
         return None
     return BlockLists.of(spec.attn_mask, spec.mask_blocks)

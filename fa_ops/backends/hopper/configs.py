@@ -10,8 +10,8 @@ _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
-# Whether the forward skips every empty tile that `mask_blocks` name, and reads no mask in full
-# tiles. Off: not measured yet.
+# Whether forward and backward skip every empty tile that `mask_blocks` name, and read no mask in
+# full tiles. Off: not measured yet.
 SKIPS_MASK_TILES = False
 
 
@@ -205,6 +205,7 @@ class BackwardConfig(HeadDims):
     query_block_n: int = 64
     query_stages: int = 3
     bias_bits: int = 0  # as the forward's
+    skips_tiles: bool = False
     buffers: int = 2  # of weights, from the consumer of dV to that of dK
 
     products = "backward", "backward_queries"  # the kernels: the second one unless `adds_dq`
@@ -301,7 +302,7 @@ class BackwardConfig(HeadDims):
             "IS_WIDE": int(self.is_wide), "IS_PAIRED": int(self.is_paired),
             "ADDS_DQ": int(self.adds_dq),
             "QUERY_BLOCK_N": self.query_block_n, "QUERY_STAGES": self.query_stages,
-            "BIAS_BITS": self.bias_bits,
+            "BIAS_BITS": self.bias_bits, "SKIPS_TILES": int(self.skips_tiles),
         }  # fmt: skip
 
 
@@ -482,12 +483,13 @@ def _forward_config(D: int, Dv: int, few_registers: bool) -> Config:
 
 def backward_config(
     D: int, Dv: int, deterministic: bool = False, bias_bits: int = 0, few_registers: bool = False,
-    prefers_pairs: bool = False,
+    prefers_pairs: bool = False, skips_tiles: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles.
 
     `few_registers`: a mask's bits, dropout or a softcap take registers. `prefers_pairs`: whether
-    pairs of CTAs are faster where both are possible, see `pairs.py`.
+    pairs of CTAs are faster where both are possible, see `pairs.py`. `skips_tiles`: as the
+    forward's.
     """
     if max(D, Dv) > 256:
         return WideBackwardConfig(512, 512)
@@ -500,7 +502,9 @@ def backward_config(
         # what registers hold: fewer meetings of the consumers, and fewer, larger additions to dQ
         config = dataclasses.replace(config, block_m=128)
     buffers = 1 if head_dim == 256 and bias_bits else 2
-    return dataclasses.replace(config, bias_bits=bias_bits, buffers=buffers)
+    return dataclasses.replace(
+        config, bias_bits=bias_bits, buffers=buffers, skips_tiles=skips_tiles
+    )
 
 
 def _backward_config(D: int, Dv: int, deterministic: bool) -> BackwardConfig:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa_ops.backends.hopper import dropout
 from fa_ops.backends.hopper.bias import Bias, bits_of
+from fa_ops.backends.hopper.block_lists import BlockLists, skipped_lists
 from fa_ops.backends.hopper.configs import BackwardConfig, backward_config, group_parts
 from fa_ops.backends.hopper.kernel_params import kernel_layout, struct_layout
 from fa_ops.backends.hopper.launch import (
@@ -50,6 +51,8 @@ _ADDRESSES, _SCALARS = _PARAMS.packer("q", "nonfinite"), _PARAMS.packer("B", "st
 _BITS, _BITS_AT = _PARAMS.packer("by_key", "mask_block"), _PARAMS.fields["by_key"].offset
 _NO_BITS = (0,) * 5
 _DROPOUT_AT, _BIAS_AT = (_PARAMS.fields[name].offset for name in ("dropout", "bias"))
+_LISTS = struct_layout("mask_blocks.cuh", "MaskBlocks").packer()
+_LISTS_AT = _BIAS_AT + struct_layout("bias.cuh", "Bias").fields["blocks"].offset
 
 # parameter lists of the kernels before the products: addresses, then what all calls share
 _PREPROCESS = kernel_layout("backward_preprocess.cu", "preprocess")
@@ -151,6 +154,7 @@ def plan_of(
         bias,
         spec.dropout_p,
         sequences,
+        skipped_lists(spec),
     )
 
 
@@ -159,7 +163,7 @@ class BackwardPlan:
 
     def __init__(
         self, dtype, device, shapes, strides, scalar_options, deterministic, has_lens, ranges,
-        slopes_dim, mask, bias, dropout_p, sequences=None,
+        slopes_dim, mask, bias, dropout_p, sequences=None, lists=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (_, Hkv, Sk, _), (_, _, _, Dv) = shapes
         *input_strides, out_strides = strides[:5]
@@ -172,7 +176,8 @@ class BackwardPlan:
         bits = bias.dtype.itemsize * 8 if bias else 0
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = prefers_pairs(*shapes[:2], (left, right), processors, ranges is not None, sequences)
-        self.config = config = backward_config(D, Dv, deterministic, bits, few_registers, pairs)
+        options = deterministic, bits, few_registers, pairs, lists is not None
+        self.config = config = backward_config(D, Dv, *options)
         self.device, self.dropout_p = device, dropout_p
         self.row_seeds = dropout.RowSeeds(B, Hq, Sq, device, sequences) if dropout_p > 0 else None
         n_blocks, group = -(-Sk // config.block_n), Hq // Hkv
@@ -184,7 +189,7 @@ class BackwardPlan:
             dropout=dropout_p > 0, split=parts > 1,
         )  # fmt: skip
         units = ScoreUnits.of(D, scale, cap)
-        self._prepare_masks(mask, bias, units, Sk)
+        self._prepare_masks(mask, bias, lists, units, Sk)
         self.m_blocks = m_blocks = -(-Sq // config.block_m)
         self.row_blocks, self.heads = m_blocks * config.block_m // _ROWS, B * Hq
         self.rows, key_blocks = self.row_blocks * _ROWS, n_blocks * B * Hkv
@@ -194,8 +199,6 @@ class BackwardPlan:
         self.postprocess_ctas = finished or processors
         layouts = (*zip((*shapes, (B, Hq, Sq, Dv)), input_strides), *(of[:2] for of in grads))
         self.maps = [TensorMap(dtype, shape, stride, _ROWS) for shape, stride in layouts]
-        # the kernels do not apply dropout's factor to the weights
-        gradient = units.gradient * dropout.scale(dropout_p)
         per_query = Sq * 2 * (D + Dv) * (group // parts)
         all_strides = *input_strides, *(strides for _, strides, _ in grads)
         scalars = _SCALARS.pack(
@@ -205,7 +208,8 @@ class BackwardPlan:
             Hq if slopes_dim == 2 else 0,
             1 if ranges is None else ranges[0],
             *(parts, group // parts, D, Dv),
-            *(gradient, units.inside_tanh),
+            # the kernels do not apply dropout's factor to the weights
+            *(units.gradient * dropout.scale(dropout_p), units.inside_tanh),
             LOG2E if bias else units.log2,  # with a bias, scores are in its units
             1.0 / units.accumulator,
             *(n for of in all_strides for n in of[:3]),
@@ -218,10 +222,12 @@ class BackwardPlan:
             self.clip_ranges = Params.of(_CLIP, "strides", sizes)
 
     def _prepare_masks(
-        self, mask: MaskLayout | None, bias: Bias | None, units: ScoreUnits, Sk: int
-    ) -> None:
+        self, mask: MaskLayout | None, bias: Bias | None, lists: BlockLists | None,
+        units: ScoreUnits, Sk: int,
+    ) -> None:  # fmt: skip
         """What writes the parameters of a bool mask or a bias."""
         self.bias = self.by_key = self.by_query = None
+        self.lists = None if bias else lists
         self.has_features = not (mask is bias is self.row_seeds is None)
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
@@ -346,6 +352,8 @@ class BackwardPlan:
         if bias is not None:
             packed = self.bias(bias.data_ptr(), address(blocks))
             params[_BIAS_AT : _BIAS_AT + len(packed)] = packed
+        if self.lists is not None:
+            _LISTS.pack_into(params, _LISTS_AT, address(blocks), *self.lists)
         return by_key, by_query, row_seeds
 
 

@@ -123,7 +123,8 @@ DEVICE void produce_queries(const BackwardParams& p, const BackwardShared& sm, c
         if (leader) {
           load_queries(p, sm, t, h, base + __ffs(n.some) - 1, ring);
 #if BIAS_BITS
-          load_bias(p, sm, t, h, base + __ffs(n.some) - 1, bias);
+          const int bit = __ffs(n.some) - 1;
+          if (!(SKIPS_TILES && n.full >> bit & 1)) load_bias(p, sm, t, h, base + bit, bias);
 #endif
         }
     }

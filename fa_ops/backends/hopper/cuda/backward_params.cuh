@@ -44,7 +44,7 @@ struct BackwardParams {
   MaskBits by_query;  // with a mask, unless ADDS_DQ: the keys of each query
   int mask_block;     // bytes of a block of queries in `by_key`, 0 if queries share the mask
   Dropout dropout;
-#if BIAS_BITS
+#if BIAS_BITS || SKIPS_TILES
   Bias bias;
 #endif
 };

@@ -49,9 +49,7 @@ DEVICE void load_slot(const QueryShared& sm, PipelineState<QUERY_STAGES>& ring, 
 }
 
 // Executed by one thread.
-DEVICE void produce_keys(const BackwardParams& p, const QueryShared& sm, const QueryBlock& t,
-                         const KeyBlocks& n) {
-  if (n.first == n.end) return;
+DEVICE void load_consumer_queries(const BackwardParams& p, const QueryShared& sm, const QueryBlock& t) {
   for (int c = 0; c < CONSUMERS; c++) {
     const u32 full = barrier(sm.queries_full, c);
     mbar_arrive_expect(full, CONSUMER_Q_BYTES + CONSUMER_DO_BYTES);
@@ -59,6 +57,29 @@ DEVICE void produce_keys(const BackwardParams& p, const QueryShared& sm, const Q
               t.h, t.b);
     load_tile(slot_at<CONSUMER_Q_BYTES>(sm.q, c), p.q, full, HEAD_DIM, ROWS, (t.m + c) * ROWS, t.h, t.b);
   }
+}
+
+#if SKIPS_TILES
+// Executed by one warp.
+DEVICE void produce_keys(const BackwardParams& p, const QueryShared& sm, const QueryBlock& t,
+                         const KeyBlocks& n) {
+  if (n.first == n.end) return;
+  const bool leader = elect_one();
+  if (leader) load_consumer_queries(p, sm, t);
+  PipelineState<QUERY_STAGES> ring;
+  const int h = t.h / p.group;
+  for_each_listed_block(p, t, n, [&](int j, bool) {
+    if (!leader) return;
+    load_slot(sm, ring, p.v, VALUE_DIM, j * QUERY_BLOCK_N, h, t.b);
+    load_slot(sm, ring, p.k, HEAD_DIM, j * QUERY_BLOCK_N, h, t.b);
+  });
+}
+#else
+// Executed by one thread.
+DEVICE void produce_keys(const BackwardParams& p, const QueryShared& sm, const QueryBlock& t,
+                         const KeyBlocks& n) {
+  if (n.first == n.end) return;
+  load_consumer_queries(p, sm, t);
   PipelineState<QUERY_STAGES> ring;
   const int h = t.h / p.group;
   for (int j = n.first; j < n.end; j++) {
@@ -66,6 +87,7 @@ DEVICE void produce_keys(const BackwardParams& p, const QueryShared& sm, const Q
     load_slot(sm, ring, p.k, HEAD_DIM, j * QUERY_BLOCK_N, h, t.b);
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     backward_queries(const __grid_constant__ BackwardParams p) {
@@ -84,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_dealloc<24>();
-    if (threadIdx.x < 32 && elect_one()) produce_keys(p, sm, first, all);
+    if (threadIdx.x < 32 && (SKIPS_TILES || elect_one())) produce_keys(p, sm, first, all);
   } else {
     register_alloc<240>();
     QueryConsumer consumer(p, sm, first, warpgroup - 1);

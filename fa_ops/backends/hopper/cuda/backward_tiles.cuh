@@ -1,6 +1,6 @@
 // Which blocks of queries a block of keys meets in the backward pass, and the weight of a score.
 //
-// Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS
+// Compile-time: BLOCK_M BLOCK_N SPLITS_GROUP HAS_WINDOW HAS_RANGES HAS_MASK BIAS_BITS SKIPS_TILES
 #pragma once
 #include "backward_params.cuh"
 #include "seqlen_info.cuh"
@@ -61,10 +61,10 @@ template <int COUNT> DEVICE int2 kept_range(const MaskBits& bits, int b, int h, 
   return make_int2(__reduce_min_sync(~0u, lo), __reduce_max_sync(~0u, hi));
 }
 
-// A bit for each of the 32 blocks of queries from `base` on: those that attend some key of the tile, and
-// those of which some query does not attend all of it.
+// A bit for each of the 32 blocks of queries from `base` on: those that attend some key of the tile, those of
+// which some query does not attend all of it, and with SKIPS_TILES those in which the mask keeps everything.
 struct QueryBlocks {
-  u32 some, edge;
+  u32 some, edge, full;
 };
 
 DEVICE QueryBlocks query_blocks(const BackwardParams& p, const KeyTile& t, int h, int base) {
@@ -88,7 +88,13 @@ DEVICE QueryBlocks query_blocks(const BackwardParams& p, const KeyTile& t, int h
   const int first = p.mask_block ? m * BLOCK_M : 0;
   some = some && kept.x < first + BLOCK_M && kept.y > first;
 #endif
-  return {__ballot_sync(~0u, some), __ballot_sync(~0u, edge)};
+  QueryBlocks n = {__ballot_sync(~0u, some), __ballot_sync(~0u, edge), 0};
+#if SKIPS_TILES
+  const ListedBlocks listed =
+      listed_blocks<BLOCK_M>(tile_list<false>(p.bias.blocks, t.b, h, t.n0), base);
+  n.some &= listed.some, n.full = listed.full;
+#endif
+  return n;
 }
 
 // The base-2 exponent of a weight.

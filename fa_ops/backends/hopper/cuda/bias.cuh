@@ -4,7 +4,7 @@
 #include "elements.cuh"
 #include "mask_blocks.cuh"
 
-#if BIAS_BITS
+#if BIAS_BITS || SKIPS_TILES
 struct Bias {
   TensorMap map;
   const char* data;                           // the tensor of the map, for reads of single elements
@@ -12,8 +12,11 @@ struct Bias {
   int step_b, step_h, step_row, step_column;  // 0 for dimensions of the map that are broadcast, else 1
   int last_column;                            // where the last pair of a row begins
   float unit;                                 // of the accumulators, in scores
-  MaskBlocks blocks;
+  MaskBlocks blocks;  // with SKIPS_TILES of a bool mask too
 };
+#endif
+
+#if BIAS_BITS
 
 // From the first to the last key that `blocks` list for some of the queries [begin, end), in whole tiles; or
 // of queries, for keys. What the lists hold only narrows a range of the caller's.

@@ -13,6 +13,7 @@ struct KeyConsumerBase {
   PipelineState<STAGES> ring;
   PipelineState<1> bias;
   float slope;
+  bool is_full;  // with SKIPS_TILES: the mask keeps all of the step's block as it is
 #if HAS_MASK
   u64 kept[2];  // a bit for each query of a block, for this thread's two rows
 #endif
@@ -45,7 +46,9 @@ struct KeyConsumerBase {
     const unsigned char* from = p.by_key.bits + t.b * p.by_key.b + h * p.by_key.h + m * p.mask_block;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      kept[r] = *(const u64*)(from + min(t.n0 + key + 8 * r, p.Sk - 1) * p.by_key.row);
+      kept[r] = SKIPS_TILES && is_full
+                    ? ~0ull
+                    : *(const u64*)(from + min(t.n0 + key + 8 * r, p.Sk - 1) * p.by_key.row);
 #endif
   }
 
@@ -107,11 +110,16 @@ struct KeyConsumerBase {
       s[i] -= slope * fabsf((float)(i0 + column_offset(i) + t.keys - p.Sq - (t.n0 + key + row_offset(i))));
 #endif
 #if BIAS_BITS
-    mbar_wait(sm.bias_full, bias.phase);
-    add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
-    fence_async_shared();  // as in forward_scores.cuh
-    mbar_arrive(sm.bias_empty);
-    bias.next();
+    if (SKIPS_TILES && is_full) {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) s[i] *= p.bias.unit;
+    } else {
+      mbar_wait(sm.bias_full, bias.phase);
+      add_bias_tile<true>(s, sm.bias, first, p.bias.unit);
+      fence_async_shared();  // as in forward_scores.cuh
+      mbar_arrive(sm.bias_empty);
+      bias.next();
+    }
 #endif
     if (edge) {
 #if !HAS_RANGES
@@ -167,6 +175,7 @@ struct KeyConsumerBase {
 #pragma unroll 1
         for (; n.some; n.some &= n.some - 1) {
           const int bit = __ffs(n.some) - 1;
+          if (SKIPS_TILES) is_full = n.full >> bit & 1;
           self.step(h, base + bit, n.edge >> bit & 1);
         }
       }

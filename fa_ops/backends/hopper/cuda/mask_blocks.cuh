@@ -76,3 +76,27 @@ template <int BLOCK> struct TileWalk {
   DEVICE static int last_block(int tile) { return (tile * MASK_TILE + MASK_TILE - 1) / BLOCK; }
   DEVICE void load() { entry = at >= 0 ? list.entries[at] : 0; }
 };
+
+// A bit for each of 32 blocks: those that overlap a listed tile, and those in which the mask keeps all.
+struct ListedBlocks {
+  u32 some, full;
+};
+
+// The blocks of BLOCK keys, or queries, from block `base` on. Executed by one warp.
+template <int BLOCK> DEVICE ListedBlocks listed_blocks(const TileList& list, int base) {
+  constexpr int PER_TILE = MASK_TILE / BLOCK;
+  static_assert(MASK_TILE % BLOCK == 0, "a block is in one tile");
+  if (list.tiles == 1) {
+    const u32 some = list.count > 0 ? ~0u : 0;
+    return {some, list.entries[0] & 1 ? 0 : some};
+  }
+  const int at = tiles_before(list, base / PER_TILE) + (threadIdx.x & 31);
+  u32 some = 0, full = 0;
+  if (at < list.count) {
+    const int entry = list.entries[at], first = (entry >> 1) * PER_TILE - base;
+    constexpr u32 TILE = (1u << PER_TILE) - 1;
+    if (first > -PER_TILE && first < 32) some = first < 0 ? TILE >> -first : TILE << first;
+    if (!(entry & 1)) full = some;
+  }
+  return {__reduce_or_sync(~0u, some), __reduce_or_sync(~0u, full)};
+}

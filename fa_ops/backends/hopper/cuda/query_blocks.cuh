@@ -41,6 +41,25 @@ struct KeyBlocks {
   int first, end;
 };
 
+#if SKIPS_TILES
+// Calls `visit` for each block of keys in which a tile of these queries is listed, with whether the mask
+// keeps everything there. Executed by whole warps.
+template <class Visit>
+DEVICE void for_each_listed_block(const BackwardParams& p, const QueryBlock& t, const KeyBlocks& n,
+                                  Visit visit) {
+  const TileList list = tile_list<true>(p.bias.blocks, t.b, t.h, t.m * ROWS);
+  for (int base = n.first; base < n.end; base += 32) {
+    ListedBlocks listed = listed_blocks<QUERY_BLOCK_N>(list, base);
+    if (n.end - base < 32) listed.some &= (1u << n.end - base) - 1;
+#pragma unroll 1
+    for (; listed.some; listed.some &= listed.some - 1) {
+      const int bit = __ffs(listed.some) - 1;
+      visit(base + bit, listed.full >> bit & 1);
+    }
+  }
+}
+#endif
+
 DEVICE KeyBlocks keys_of(const QueryBlockKeys& s) {
   return {s.lo / QUERY_BLOCK_N, (s.hi + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N};
 }

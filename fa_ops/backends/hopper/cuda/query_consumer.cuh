@@ -50,6 +50,7 @@ struct QueryConsumer {
   float lse[2], delta[2], slope;
   int2 range[2];    // of keys, for this thread's two rows
   int diagonal[2];  // the key at the same position
+  bool is_full = false;  // with SKIPS_TILES: the mask keeps all of the step's block as it is
 #if HAS_MASK
   u64 kept[2][QUERY_BLOCK_N / 64];  // a bit for each key of a block
 #endif
@@ -116,7 +117,9 @@ struct QueryConsumer {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int w = 0; w < QUERY_BLOCK_N / 64; w++)
-        kept[r][w] = *(const u64*)(from + min(row(r), p.Sq - 1) * p.by_query.row + w * 8);
+        kept[r][w] = SKIPS_TILES && is_full
+                         ? ~0ull
+                         : *(const u64*)(from + min(row(r), p.Sq - 1) * p.by_query.row + w * 8);
 #endif
   }
 
@@ -152,7 +155,8 @@ struct QueryConsumer {
       const char* at = from + min(row(r), p.Sq - 1) * p.bias.row;
 #pragma unroll
       for (int i = r; i < ROW_SCORES / 2; i += 2)
-        bias[i] = bias_pair(at, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
+        bias[i] = SKIPS_TILES && is_full ? BiasPair()
+                                         : bias_pair(at, p.bias, n0, (i >> 1) * 8 + (lane & 3) * 2);
     }
 #endif
   }
@@ -239,6 +243,9 @@ struct QueryConsumer {
 
   // Skips blocks of keys that only the other consumer visits.
   DEVICE void skip_blocks(int blocks) {
+#if SKIPS_TILES  // steps may follow, and the slot of the last one's operand is needed before them
+    if (operand_barrier) wgmma_wait<0>(), mbar_arrive(operand_barrier), operand_barrier = 0;
+#endif
     for (int i = 0; i < 2 * blocks; i++, ring.next())
       wait_for_slot(), mbar_arrive(barrier(sm.empty, ring.stage));
   }
@@ -251,13 +258,23 @@ struct QueryConsumer {
     n.first = max(n.first, all.first), n.end = min(n.end, all.end);
     if (n.first >= n.end) n = {all.end, all.end};
     if (all.first < all.end) mbar_wait(barrier(sm.queries_full, c), 0);
+#if SKIPS_TILES
+    for_each_listed_block(p, t, all, [&](int j, bool keeps_all) {
+      is_full = keeps_all;
+      if (j >= n.first && j < n.end) step(j * QUERY_BLOCK_N);
+      else skip_blocks(1);
+    });
+#else
     skip_blocks(n.first - all.first);
 #pragma unroll 1
     for (int j = n.first; j < n.end; j++) step(j * QUERY_BLOCK_N);
+#endif
     wgmma_wait<0>();
     fence_operand(dq);
     if (operand_barrier) mbar_arrive(operand_barrier);
+#if !SKIPS_TILES
     skip_blocks(all.end - n.end);
+#endif
     if (t.m >= p.m_blocks) return;
     named_barrier_sync(Barrier::WARPGROUP + c, 128);  // every warp has read its rows of Q
     u32* const note = note_at(p, DQ, t.b * p.Hq + t.h, p.m_blocks * ROWS, t.m * ROWS);
