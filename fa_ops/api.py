@@ -22,7 +22,15 @@ from fa_ops.argument_types import (
     need_tensor,
     sides,
 )
-from fa_ops.call import DENSE, PACKED, Call, PackedTensors, QuantizedTensors, Tensors
+from fa_ops.call import (
+    DENSE,
+    PACKED,
+    Call,
+    PackedQuantizedTensors,
+    PackedTensors,
+    QuantizedTensors,
+    Tensors,
+)
 from fa_ops.ops import autograd, dense, library, masks, merge, varlen
 from fa_ops.ops.library import Route
 from fa_ops.types import NO_TENSORS, DenseTensors, Spec
@@ -177,6 +185,9 @@ def attention_varlen(
     sinks: Tensor | None = None,
     kv_lens: Tensor | None = None,
     page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -213,6 +224,11 @@ def attention_varlen(
             ``b`` names, as those of ``key_cache`` and ``value_cache`` of
             :func:`attention_with_kv_cache`. Prompts and decoding steps may share a batch. Then
             there is no gradient, and ``dropout_p`` must be 0.
+        q_scale: float32, given with the two below where query, key and value are float8_e4m3fn: one
+            number or ``(B, Hq)``. Such calls are as those of :func:`attention` with scales. Where
+            no kernel takes the sequences packed, they are copied into rows of the longest bounds.
+        k_scale: one number or ``(B, Hkv)``.
+        v_scale: one number or ``(B, Hkv)``.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: a bitwise repeatable backward.
         backend: as in :func:`attention`.
@@ -236,23 +252,24 @@ def attention_varlen(
     """
     if type(return_lse) is not bool:
         need_bool("return_lse", return_lse)
-    if page_table is not None:
-        from fa_ops import varlen_pages
+    if not (page_table is q_scale is k_scale is v_scale is None):
+        from fa_ops import varlen_kinds
 
-        out, lse = varlen_pages.attention(*varlen_pages.arguments(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, kv_lens, page_table, max_seqlen_q,
-            max_seqlen_k, dropout_p, deterministic, is_causal=is_causal, scale=scale, window=window,
-            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, backend=backend,
-        ))  # fmt: skip
+        tensors = PackedQuantizedTensors(
+            cu_seqlens_q, cu_seqlens_k, page_table, sinks, kv_lens, q_scale, k_scale, v_scale
+        )
+        out, lse = varlen_kinds.attention(
+            query, key, value, tensors, alibi_slopes, (max_seqlen_q, max_seqlen_k), dropout_p,
+            deterministic, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
+            backend=backend)  # fmt: skip
         return (out, lse) if return_lse else out
     seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None
     if route is Route.RECORD:
         autograd.refuse_gradient_of(alibi_slopes)
-    left, right = (-1, -1) if window is None else sides(window)
     scalars = (
-        is_causal, dropout_p, scale, left, right, softcap, deterministic,
+        is_causal, dropout_p, scale, *sides(window), softcap, deterministic,
         dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if route is not Route.DISPATCH:
@@ -263,8 +280,7 @@ def attention_varlen(
     options = checked_options(query, key, value, tensors, scalars)
     packing = checked_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if geometry is not None and library.is_strided(query, key, value, *tensors):
-        spec = Spec(None, dropout_p, is_causal, **options)
-        call = Call(PACKED, query, key, value, spec, packing)
+        call = Call(PACKED, query, key, value, Spec(None, dropout_p, is_causal, **options), packing)
         plan = planning.prepare(geometry, call, scalars)
         return _run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
     out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)

@@ -18,6 +18,7 @@ CACHED = "cached"  # queries against a key-value cache, which new keys and value
 PAGED = "paged"  # (T, H, D) tokens of sequences whose keys are in pages
 APPEND = "append"  # writes the new keys and values of a cached call, and rotates its queries
 QUANTIZED = "quantized"  # (B, H, S, D) tensors whose products are of 8-bit numbers
+QUANTIZED_PACKED = "packed quantized"  # the same of packed sequences, whose keys may be in pages
 MERGE = "merge"  # partial results over disjoint keys; query, key and value are its `outs`
 MASK_BLOCKS = "mask blocks"  # of a mask, which is all three of query, key and value
 MERGE_INTO = "merge into"  # one such result into another, in place; all three are its `out`
@@ -72,7 +73,21 @@ class QuantizedTensors(NamedTuple):
     v_scale: Tensor | None = None
 
 
-Tensors = DenseTensors | PackedTensors | CacheTensors | PagedTensors | QuantizedTensors
+class PackedQuantizedTensors(NamedTuple):
+    """The tensors of a packed quantised call besides query, key and value."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None = None  # None with a page table
+    page_table: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+_Small = DenseTensors | PackedTensors | CacheTensors | PagedTensors
+Tensors = _Small | QuantizedTensors | PackedQuantizedTensors
 
 
 class Saved(NamedTuple):
@@ -103,6 +118,17 @@ class Call(NamedTuple):
     def tensors(self) -> Tensors:
         """The tensors besides query, key and value."""
         spec, packing, cache, quantization = self.spec, self.packing, self.cache, self.quantization
+        if self.kind == QUANTIZED_PACKED:
+            ends_q, ends_k, *_ = packing
+            pages = cache and cache.page_table
+            return PackedQuantizedTensors(
+                ends_q,
+                None if cache else ends_k,
+                pages,
+                spec.sinks,
+                spec.kv_lens,
+                *quantization[:3],
+            )
         if quantization is not None:
             return QuantizedTensors(spec.sinks, spec.kv_lens, spec.key_ranges, *quantization[:3])
         if self.kind == PAGED:
@@ -124,6 +150,15 @@ class Call(NamedTuple):
 
     def with_tensors(self, tensors: Tensors) -> Call:
         """The call with other tensors besides query, key and value."""
+        if self.kind == QUANTIZED_PACKED:
+            t, cache = tensors, self.cache and Cache(tensors.page_table)
+            ends_k = t.cu_seqlens_q if cache else t.cu_seqlens_k
+            return self._replace(
+                spec=self.spec.with_tensors(DenseTensors(None, None, t.sinks, t.kv_lens)),
+                packing=self.packing._replace(cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=ends_k),
+                cache=cache,
+                quantization=Quantization(*t[-3:], *self.quantization[3:]),
+            )
         if self.quantization is not None:
             quantization, spec = self.arguments_with(tensors)
             return self._replace(spec=spec, quantization=quantization)
@@ -177,7 +212,7 @@ class Call(NamedTuple):
     @property
     def num_keys(self) -> int:
         """Keys of a row of the batch, or all tokens of a packed call; the capacity of a cache."""
-        if self.kind == PACKED:
+        if self.kind in (PACKED, QUANTIZED_PACKED) and self.cache is None:
             return self.key.shape[0]
         if self.cache is not None and self.cache.page_table is not None:
             return self.cache.page_table.shape[1] * self.key.shape[1]

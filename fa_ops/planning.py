@@ -29,6 +29,7 @@ from fa_ops.call import (
     PACKED,
     PAGED,
     QUANTIZED,
+    QUANTIZED_PACKED,
     CacheTensors,
     Call,
     Plan,
@@ -294,6 +295,9 @@ def check(call: Call, real: bool = True) -> None:
         checks.packed(q, k, v, call.packing, call.spec, real)
     elif call.kind == PAGED:
         cache_checks.paged(q, k, v, call.packing, call.cache, call.spec)
+    elif call.kind == QUANTIZED_PACKED:
+        table = call.cache and call.cache.page_table
+        quantized_checks.packed(q, k, v, call.packing, table, call.quantization, call.spec)
     elif call.kind == QUANTIZED:
         quantized_checks.quantized(q, k, v, call.quantization, call.spec, real)
     else:

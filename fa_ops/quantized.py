@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_ops import dispatch, planning
 from fa_ops.argument_types import Window, checked_options, need_bool, sides
-from fa_ops.call import QUANTIZED, Call, QuantizedTensors
+from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
 from fa_ops.ops import library, quantized
 from fa_ops.ops.library import Route
 from fa_ops.types import Quantization, Spec
@@ -94,18 +94,28 @@ def scaled_attention(
     backend, **refused,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of e4m3 tensors with their scales; of `refused` all must have their defaults."""
-    for name, (value_given, default) in refused.items():
-        is_number = isinstance(value_given, int | float)
-        if value_given is not default and not (is_number and value_given == default):
-            raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
-    missing = [name for name in tensors._fields[3:] if getattr(tensors, name) is None]
-    if missing:
-        raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
+    refuse_given(refused)
+    refuse_missing(tensors)
     if isinstance(query, Tensor) and query.dtype.itemsize > 1:
         raise TypeError(f"q_scale is for tensors in float8_e4m3fn, but query is {query.dtype}")
     backend = dispatch.default if backend is None else backend
     scalars = (is_causal, 0.0, scale, *sides(window), softcap, False, backend, None, False, False)
     return _run(query, key, value, tensors, scalars, return_lse)
+
+
+def refuse_given(arguments: dict[str, tuple]) -> None:
+    """Raise ValueError unless all of these, (given, default) by name, have their defaults."""
+    for name, (value_given, default) in arguments.items():
+        is_number = isinstance(value_given, int | float)
+        if value_given is not default and not (is_number and value_given == default):
+            raise ValueError(f"{name} must not be given with q_scale, k_scale and v_scale")
+
+
+def refuse_missing(tensors: QuantizedTensors | PackedQuantizedTensors) -> None:
+    """Raise ValueError unless all three scales are given."""
+    missing = [name for name in tensors._fields[-3:] if getattr(tensors, name) is None]
+    if missing:
+        raise ValueError(f"q_scale, k_scale and v_scale go together: {missing[0]} is missing")
 
 
 def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> Call:

@@ -1,13 +1,14 @@
-"""What makes a quantised call legal."""
+"""What makes a quantised call legal, of a batch or of packed sequences."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fa_ops import checks
+from fa_ops import cache_checks, checks
+from fa_ops.call import CacheTensors, PackedQuantizedTensors
 from fa_ops.checks import FP8, need
-from fa_ops.types import SCALE_BLOCK, Quantization, Spec
+from fa_ops.types import SCALE_BLOCK, Packing, Quantization, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_DTYPES = (torch.int8, FP8)
@@ -44,6 +45,65 @@ def quantized(
         checks.key_ranges(q, spec.key_ranges, B, Hq, Sq)
     if real:
         checks.contiguous_rows(query=q, key=k, value=v)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, table: Tensor | None,
+    quantization: Quantization, spec: Spec,
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError unless the arguments make a legal call of packed e4m3 tensors.
+
+    With a page `table`, key and value are pages.
+    """
+    cu_seqlens_q, cu_seqlens_k, *longest = packing
+    layouts = ["(T, H, D)", "(T, H, D)" if table is None else "(pages, page_size, H, D)"]
+    for name, t in (("query", q), ("key", k), ("value", v)):
+        layout = layouts[name != "query"]
+        need(
+            t.dim() == layout.count(",") + 1, "{} must have shape {}, got {}", name, layout, t.shape
+        )
+        need(t.dtype == FP8, "{} must be float8_e4m3fn with q_scale, got {}", name, t.dtype,
+             error=TypeError)  # fmt: skip
+        need(t.device == q.device, "{} is on {}, but query is on {}", name, t.device, q.device)
+    need(v.shape[:-2] == k.shape[:-2], "value has shape {}, but key has {}", v.shape, k.shape)
+    (_, Hq, D), (*_, Hkv, Dk), (*_, Hv, Dv) = q.shape, k.shape, v.shape
+    checks.heads(Hq, Hkv, Hv, D, Dk, Dv)
+    _borders(q, "cu_seqlens_q", cu_seqlens_q)
+    B = cu_seqlens_q.shape[0] - 1
+    if table is None:
+        _borders(q, "cu_seqlens_k", cu_seqlens_k)
+        checks.has_shape("cu_seqlens_k", cu_seqlens_k, (B + 1,))
+    else:
+        checks.integers(q, "page_table", table)
+        need(table.dim() == 2 and table.shape[0] == B,
+             "page_table must have shape ({}, max_pages), got {}", B, table.shape)  # fmt: skip
+        need(k.shape[1] > 0, "page_size must be positive, got {}", k.shape[1])
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        need(most is None or most >= 0, "{} must not be negative, got {}", name, most)
+    for name, t, H in zip(quantization._fields, quantization[:3], (Hq, Hkv, Hkv)):
+        checks.same_device(q, name, t)
+        need(t.dtype == torch.float32, "{} must be float32, got {}", name, t.dtype, error=TypeError)
+        need(t.shape == (B, H) or (t.dim() < 2 and t.numel() == 1),
+             "{} must have one element, or shape (B, H) with {} sequences and {} heads, got {}",
+             name, B, H, t.shape)  # fmt: skip
+    checks.options(q, spec, B, Hq)
+    checks.contiguous_rows(query=q, key=k, value=v)
+
+
+def _borders(q: Tensor, name: str, ends: Tensor) -> None:
+    checks.integers(q, name, ends)
+    need(ends.dim() == 1 and ends.shape[0] >= 1, "{} must have shape (B + 1,), got {}", name,
+         ends.shape)  # fmt: skip
+
+
+def values(q: Tensor, k: Tensor, v: Tensor, tensors: PackedQuantizedTensors) -> None:
+    """Raise ValueError unless every sequence lies among the tokens and pages. Reads them."""
+    checks.cu_seqlens("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
+    if tensors.page_table is None:
+        checks.cu_seqlens("cu_seqlens_k", tensors.cu_seqlens_k, k.shape[0])
+    else:
+        cached = CacheTensors(tensors.kv_lens, tensors.page_table)
+        cache_checks.values(q, k, v, cached, "key")
 
 
 def _scales(q: Tensor, k: Tensor, v: Tensor, quantization: Quantization) -> None:

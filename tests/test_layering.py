@@ -42,7 +42,12 @@ TOP = {
     "fa_ops.call": ("fa_ops.types",),
     "fa_ops.dispatch": ("fa_ops.call", "fa_ops.types"),
     "fa_ops.checks": ("fa_ops.dispatch", "fa_ops.call", "fa_ops.types"),
-    "fa_ops.quantized_checks": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
+    "fa_ops.quantized_checks": (
+        "fa_ops.cache_checks",
+        "fa_ops.checks",
+        "fa_ops.call",
+        "fa_ops.types",
+    ),
     "fa_ops.cache_checks": ("fa_ops.checks", "fa_ops.overlap", "fa_ops.call", "fa_ops.types"),
     "fa_ops.overlap": (),
     "fa_ops.empty_calls": ("fa_ops.checks", "fa_ops.call", "fa_ops.types"),
@@ -53,6 +58,9 @@ TOP = {
     "fa_ops.kv_cache": CALLS,
     "fa_ops.quantized": CALLS,
     "fa_ops.paged_calls": CALLS,
+    "fa_ops.padded_sequences": (),
+    "fa_ops.packed_quantized": ("fa_ops.padded_sequences", "fa_ops.quantized", *CALLS),
+    "fa_ops.varlen_kinds": ("fa_ops.packed_quantized", "fa_ops.varlen_pages", "fa_ops.call"),
     "fa_ops.query_tiles": ("fa_ops.types",),
     "fa_ops.varlen_pages": (
         "fa_ops.paged_calls",

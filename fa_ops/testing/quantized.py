@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fa_ops.backends import quantization, reference
+from fa_ops.testing import quantized_packed
 from fa_ops.testing.arena import Arena
 from fa_ops.testing.inputs import Case, short_repr
 from fa_ops.types import SCALE_BLOCK, Quantization, Spec, default_scale
@@ -45,6 +46,8 @@ class QuantizedCase:
     key_mean: float = 0.0  # the size of a vector that is added to all keys
     outlier: float = 0.0  # the factor of one channel of query and key, and of one token's key
     poison: bool = False  # keys and values beyond kv_lens are NaN
+    # of packed sequences, with scales of one kind "one" or "heads": keys of a page; 0: no pages
+    page: int | None = None
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -90,6 +93,10 @@ def features(pick: Callable[[Sequence], Any], dtype: torch.dtype, edges: bool) -
         "key_ranges": pick((None, None, (1, 1, 1), (0, 0, 1), (1, 0, 0))),
         "magnitude": pick((1.0, 1.0, 4.0)), "broken": edges,
     }  # fmt: skip
+    if pick((False, True, "packed")) == "packed":
+        kinds = tuple(pick(("one", "heads")) for _ in range(3))
+        case["key_ranges"] = None
+        return {"case": case, "scales": kinds, "page": pick((0, 16, 64, 48))}
     if pick((False, True)):
         of_tokens = ("one", "heads", "blocks", "tokens")
         kinds = (pick(of_tokens), pick(of_tokens), pick(("one", "heads", "channels")))
@@ -156,13 +163,25 @@ def assert_quantized_right(
         q, k, v = map(put, (q, k, v))
         how, spec = Quantization(*map(put, how)), Spec(*map(put, spec))
     with contextlib.nullcontext() if arena is None else arena.outputs(backend):
-        results = [call(q, k, v, how, spec._replace(backend=backend)) for _ in range(calls)]
+        results = [_call(case, q, k, v, how, spec._replace(backend=backend)) for _ in range(calls)]
     if arena is not None:
         arena.check()
     for repeated in results[1:]:
         for name, x, y in zip(("out", "lse"), results[0], repeated):
             assert torch.equal(x, y), f"{name} differs when the call is repeated: {case}"
     assert_quantized_close(*results[0], case)
+
+
+def _call(
+    case: QuantizedCase, q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the case; of packed sequences the oracle's for queries that are left out."""
+    if case.page is None:
+        return call(q, k, v, how, spec)
+    out, lse, there = quantized_packed.call(q, k, v, how, spec, case.page, case.case.seed)
+    wanted, wanted_lse = reference.quantized(q, k, v, how, spec)
+    out = out.where(there.unsqueeze(-1), wanted.to(out.dtype))
+    return out, lse.where(there, wanted_lse.to(lse.dtype))
 
 
 def assert_quantized_close(out: Tensor, lse: Tensor, case: QuantizedCase) -> None:

@@ -21,12 +21,14 @@ from fa_ops.backends.hopper import (
     packed,
     quantize,
     quantized,
+    quantized_packed,
     scaled,
+    scaled_packed,
     split_kv,
 )
 
 HOSTS = (launch, decode, mla, dense_forward, dense_backward, packed, split_kv, quantize)
-HOSTS += quantized, scaled, forward_combine, dequantize
+HOSTS += quantized, scaled, forward_combine, dequantize, quantized_packed, scaled_packed
 
 
 class Launched(NamedTuple):

@@ -24,6 +24,9 @@ from fa_ops.backends.hopper import (
     dense_backward,
     dense_forward,
     mla,
+    quantize,
+    quantized,
+    scaled,
     split_kv,
 )
 
@@ -84,6 +87,8 @@ def configurations() -> Iterator[Configuration]:
         for D, page in itertools.product((64, 128, 192, 256), PAGES):
             yield from _decode(f"decode D{D} page{page} {word}", D, page, dtype)
             yield from _decode_e4m3(f"decode D{D} page{page} {word} e4m3", D, page, dtype)
+        for D, Dv in ((64, 64), (128, 128), (256, 256), (80, 40)):
+            yield from _quantized(f"D{D}/{Dv} {word}", D, Dv, dtype)
         for page in PAGES:
             config = decode_configs.mla_config(page)
             defines = mla.kernel_defines(config, dtype, paged=page > 0)
@@ -161,6 +166,23 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
             config = configs.backward_config(D, Dv, deterministic, bits, True, skips_tiles=True)
             word = "tiles deterministic" if deterministic else "tiles"
             yield one(f"{word} bias{bits}", config, {"mask": bits == 0})
+
+
+def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
+    config = configs.quantized_config(D, Dv)
+    for word in ("full", "causal", "window", "ranges", "lengths", "softcap", "sinks"):
+        for numbers in ("int8", "e4m3") if word in ("full", "causal") else ("int8",):
+            defines = quantized.kernel_defines(config, dtype, numbers == "int8", **FEATURES[word])
+            label = f"quantized {name} {word} {numbers}"
+            yield Configuration(label, "quantized", ("quantized",), defines)
+    signs = quantized.kernel_defines(config, dtype, False, **CAUSAL, signs=True)
+    yield Configuration(f"quantized {name} signs", "quantized", ("quantized",), signs)
+    for rotate in (False, True):
+        defines = quantize.kernel_defines(dtype, D, Dv, True, rotate)
+        label = f"quantize {name}{' rotate' * rotate}"
+        yield Configuration(label, "quantize", ("quantize",), defines)
+    if dtype == torch.bfloat16:
+        yield Configuration(f"scaled {name}", "scaled", ("scaled",), scaled.kernel_defines(Dv))
 
 
 def _decode(name: str, D: int, page: int, dtype: torch.dtype) -> Iterator[Configuration]:

@@ -1,12 +1,21 @@
 """The Hopper kernels with 8-bit products without a GPU: no spills, asynchronous products."""
 
+import re
+
 import pytest
 import torch
 
 pytest.importorskip("nvidia.cu13", reason="NVRTC compiles these kernels")
 pytest.importorskip("triton", reason="its wheel carries the disassembler")
 
-from fa_ops.backends.hopper import configs, launch, quantize, quantized  # noqa: E402
+from fa_ops.backends.hopper import (  # noqa: E402
+    configs,
+    launch,
+    quantize,
+    quantized,
+    quantized_packed,
+    scaled_packed,
+)
 from tests.compile_only.sass import unwritten_uniform_registers  # noqa: E402
 from tests.compile_only.test_hopper import assert_clean, compiled_entries  # noqa: E402
 
@@ -42,6 +51,36 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
     assert sass.count("F2FP.SATFINITE.E4M3") == weights
     assert sass.count("F2FP.F16.E4M3") == (0 if config.sums_by_product else weights)
     assert "I2FP" not in sass
+
+
+# What looks up sequences keeps some registers in memory, and reads them once for a tile or a block.
+PACKED = [
+    (64, 64, 0, {}, 56),
+    (128, 128, 16, {"window": True}, 104),
+    (128, 128, 64, {"window": True, "sinks": True}, 104),
+    (256, 256, 0, {"window": True}, 124),
+]
+
+
+@pytest.mark.parametrize("D, Dv, page, features, spilled", PACKED)
+def test_packed_forward(D, Dv, page, features, spilled, tmp_path):
+    config = quantized_packed.packed_config(D, Dv, page)
+    defines = quantized_packed.packed_defines(config, **features)
+    sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
+    assert_clean(log, spilled)
+    consumers, _ = sass.split("USETMAXREG.DEALLOC")
+    assert D > 128 or not re.search(r"\b(STL|LDL)\b", consumers)
+    assert sass.count("QGMMA") == 2 * -(-D // 32) + 2 * config.block_n // 32
+    assert not unwritten_uniform_registers(sass)
+
+
+@pytest.mark.parametrize("Dv, is_paged", [(64, True), (256, False)])
+def test_preparation_of_packed_tensors(Dv, is_paged, tmp_path):
+    defines = scaled_packed.kernel_defines(Dv, is_paged)
+    entries = [launch.Entry("scaled_packed", 0)]
+    sass, log = compiled_entries(tmp_path, "scaled_packed", entries, defines)
+    assert_clean(log)
+    assert "LDG.E.64" in sass and not unwritten_uniform_registers(sass)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from fa_ops.call import (
     PACKED,
     PAGED,
     QUANTIZED,
+    QUANTIZED_PACKED,
     Call,
     Plan,
     decoding,
@@ -78,6 +79,8 @@ def supports(call: Call) -> str | None:
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == APPEND:
         return f"does not write to caches; {_ALTERNATIVE}"
+    if call.kind == QUANTIZED_PACKED:
+        return _packed_quantized_error(call)
     if call.kind == QUANTIZED:
         return _quantized_error(q, k, v, call.quantization, spec)
     if call.kind == CACHED:
@@ -98,11 +101,20 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the backend runs the call."""
-    from fa_ops.backends.hopper import dense_backward, dense_forward, packed, paged, quantized
+    from fa_ops.backends.hopper import (
+        dense_backward,
+        dense_forward,
+        packed,
+        paged,
+        quantized,
+        quantized_packed,
+    )
 
     q, k, v, spec = call.query, call.key, call.value, call.spec
     if call.kind == QUANTIZED:
         return Plan("8-bit forward", quantized.prepare)
+    if call.kind == QUANTIZED_PACKED:
+        return Plan("8-bit forward", quantized_packed.prepare)
     if call.kind == PAGED:
         return Plan("forward", paged.prepare)
     if call.kind == PACKED:
@@ -153,6 +165,15 @@ def _quantized_error(
         return _device_error(q)
     reason = quantized.support_error(q, k, v, quantization, spec)
     return reason and f"{reason}; {_ALTERNATIVE}"
+
+
+def _packed_quantized_error(call: Call) -> str | None:
+    """Why the backend cannot attend packed sequences with 8-bit products, or None."""
+    from fa_ops.backends.hopper import quantized_packed
+
+    if call.query.device.type != "cuda":
+        return _device_error(call.query)
+    return quantized_packed.support_error(call)
 
 
 def _paged_error(call: Call) -> str | None:

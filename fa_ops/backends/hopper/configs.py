@@ -145,6 +145,8 @@ class QuantizedConfig:
     stages: int = 3
     query_stages: int = 2  # 1: two work items share a slot of queries
     summed_keys: int = 1024  # whose products with values tensor cores add up
+    packs_queries: bool = False  # of sequences that follow one another
+    copy_keys: int = 0  # that one copy brings from a page; 0: keys have no pages
 
     block_n = 128  # a row of transposed values is one swizzle atom
 
@@ -171,11 +173,16 @@ class QuantizedConfig:
         barriers = 2 * self.query_stages * (self.block_m // 64) + 4 * self.stages + 4
         queries = self.query_stages * self.block_m * self.head_dim
         totals = self.block_m * -(-self.value_features // 16) * 16 * 2
-        return queries + keys + totals + 8 * barriers + _WORK_BYTES
+        work = _WORK_BYTES + (2 * 16 if self.packs_queries else 0)
+        pages = 4 * self.stages if self.copy_keys else 0
+        return queries + keys + totals + 8 * barriers + work + pages
 
     def defines(self) -> dict[str, int]:
         """The macros of this configuration."""
-        return {
+        packed = {"PACKED_QUERIES": 1, "LONGEST_FIRST": 1} if self.packs_queries else {}
+        if self.copy_keys:
+            packed |= {"IS_PAGED": 1, "COPY_KEYS": self.copy_keys}
+        return packed | {
             "HEAD_DIM": self.head_dim, "HEAD_FEATURES": self.head_features,
             "VALUE_FEATURES": self.value_features, "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n, "STAGES": self.stages, "QUERY_STAGES": self.query_stages,

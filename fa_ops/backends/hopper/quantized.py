@@ -41,7 +41,8 @@ from fa_ops.types import (
 )
 
 _PARAMS = struct_layout("quantized_params.cuh", "QuantizedParams")
-_ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B")
+_ADDRESSES, _SCALARS = _PARAMS.packer("out", "tile_counter"), _PARAMS.packer("B", "scale_log2")
+_NO_SEQUENCES = bytes(_PARAMS.size - _PARAMS.fields["pages"].offset)  # of packed calls alone
 E4M3 = torch.float8_e4m3fn
 
 
@@ -50,6 +51,15 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16, E4M3):
         return f"quantises bfloat16 and float16, query is {q.dtype}"
+    if reason := head_error(D, Dv):
+        return reason
+    if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):
+        return reason
+    return limit_error(default_scale(spec, D), q.shape[2], k.shape[2])
+
+
+def head_error(D: int, Dv: int) -> str | None:
+    """Why there are no kernels for these head dimensions, or None."""
     if D % 16 or D > MAX_QUANTIZED_HEAD_DIM:
         return (
             f"needs a head dim that is a multiple of 16, at most {MAX_QUANTIZED_HEAD_DIM}, got {D}"
@@ -59,9 +69,7 @@ def support_error(q: Tensor, k: Tensor, v: Tensor, how: Quantization, spec: Spec
             "needs a value head dim that is a multiple of 8, at most "
             f"{MAX_QUANTIZED_HEAD_DIM}, got {Dv}"
         )
-    if q.dtype == E4M3 and (reason := scaled.scale_error(k, how)):
-        return reason
-    return limit_error(default_scale(spec, D), q.shape[2], k.shape[2])
+    return None
 
 
 def quantized_forward(
@@ -196,7 +204,7 @@ class QuantizedPlan:
             )  # fmt: skip
             q_map, k_map, v_map = self.maps
             maps = q_map[eight.query] + k_map[eight.key] + v_map[eight.value]
-            params = one_parameter(maps + words + self.scalars)
+            params = one_parameter(maps + words + self.scalars + _NO_SEQUENCES)
             launch_dependent((self.kernel,), self.grid, stream, params)
             del memory  # what runs later in this stream may use it
         return out, lse

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fa_ops.argument_types import need_tensor
-from fa_ops.compat.flash.arguments import count, flag
+from fa_ops.compat.flash.arguments import count, flag, has_shape
 
 
 def chunk_of(attention_chunk: int) -> int:
@@ -29,10 +31,51 @@ def check_unused(
         need_tensor("scheduler_metadata", scheduler_metadata)
 
 
-def refuse(q: Tensor, **arguments: Tensor | None) -> None:
+def refuse_scales(q: Tensor, why: str, scales: Scales) -> None:
     """Raise NotImplementedError for scales of fp8 inputs and fp8 queries."""
-    for name, value in arguments.items():
+    for name, value in zip(Scales._fields, scales):
         if value is not None:
-            raise NotImplementedError(f"{name} must be None, got {type(value).__name__}")
+            raise NotImplementedError(f"{name} must be None {why}, got {type(value).__name__}")
     if need_tensor("q", q).dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(f"q must be in 16 bits or more, got {q.dtype}")
+        raise NotImplementedError(f"q must be in 16 bits or more {why}, got {q.dtype}")
+
+
+class Scales(NamedTuple):
+    """Factors (B, Hkv) of fp8 queries, keys and values, 1 where they are None."""
+
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    def refuse_with(self, q: Tensor, **others: object) -> None:
+        """Raise NotImplementedError for fp8 queries, or their scales, with any of these given."""
+        given = [
+            n for n, x in others.items() if x is not None and (isinstance(x, Tensor) or x != 0)
+        ]
+        if given:
+            refuse_scales(q, f"with {given[0]}", self)
+
+    def options(self, q: Tensor, batch: int, heads: tuple[int, int]) -> dict[str, Tensor]:
+        """The scales of `fa_ops.attention` for fp8 queries; none for others.
+
+        `heads`: of queries and of keys. A scale of a key head is for all query heads of its group.
+
+        Raises:
+            TypeError: queries in 16 bits have scales.
+            ValueError: another shape.
+        """
+        if need_tensor("q", q).dtype != torch.float8_e4m3fn:
+            for name, scale in zip(self._fields, self):
+                if scale is not None:
+                    raise TypeError(f"{name} is for inputs in float8_e4m3fn, but q is {q.dtype}")
+            return {}
+        found, (Hq, Hkv) = {}, heads
+        for name, scale in zip(("q_scale", "k_scale", "v_scale"), self):
+            if scale is None:
+                found[name] = torch.ones(1, device=q.device)
+                continue
+            has_shape(name.replace("scale", "descale"), need_tensor(name, scale), (batch, Hkv))
+            found[name] = scale
+        if self.q_descale is not None and Hkv and Hq % Hkv == 0:
+            found["q_scale"] = self.q_descale.repeat_interleave(Hq // Hkv, 1)
+        return found

@@ -17,7 +17,7 @@ from fa_ops.compat.flash.arguments import (
 )
 from fa_ops.compat.flash.segments import chunk_ranges
 from fa_ops.compat.flash_attn_3 import qv as values
-from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
 from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -49,7 +49,10 @@ def flash_attn_func(
         causal: causal mask, aligned at the bottom right.
         qv: the shape of out, queries of the values: scores are ``scale * (q . k + qv . v)`` and
             the default scale ``1 / sqrt(D + Dv)``; has no backward pass.
-        q_descale: must be ``None``, as the other two scales of fp8 inputs.
+        q_descale: float32 ``(B, Hkv)``, the factors of fp8 queries by sequence and key head, or
+            ``None``: 1. fp8 inputs have a result in bfloat16 and no gradient.
+        k_descale: the same of fp8 keys.
+        v_descale: the same of fp8 values.
         window_size: number of visible keys on either side of a query's own position; negative:
             unbounded.
         attention_chunk: a query at position p attends only keys of its chunk, those from
@@ -69,18 +72,21 @@ def flash_attn_func(
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
     shape(DENSE, q=q, k=k, v=v)
-    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    scales = Scales(q_descale, k_descale, v_descale)
+    eight_bit = scales.options(q, q.shape[0], (q.shape[2], k.shape[2]))
     check_unused(num_splits, pack_gqa, sm_margin)
     options = score_options(softmax_scale, causal, window_size, softcap)
     chunk = chunk_of(attention_chunk)
     deterministic = flag("deterministic", deterministic)
     with_lse = flag("return_attn_probs", return_attn_probs)
     if qv is not None:
+        scales.refuse_with(q, qv=qv)
         out, lse = values.batch(q, k, v, qv, chunk, options)
         return (out, lse) if with_lse else out
     if chunk:
         options["key_ranges"] = chunk_ranges(q.shape[1], k.shape[1], chunk, q.device)
-    options |= {"deterministic": deterministic, "return_lse": with_lse}
+    options |= eight_bit or {"deterministic": deterministic}
+    options["return_lse"] = with_lse
     q, k, v = map(heads_first, (q, k, v))
     result = attend_parts(lambda part: attention(q, k, part, **options), v)
     return (result[0].transpose(1, 2), result[1]) if with_lse else result.transpose(1, 2)

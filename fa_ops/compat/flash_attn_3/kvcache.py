@@ -28,7 +28,8 @@ from fa_ops.compat.flash.cache import (
     rotation_of,
     without_gradient,
 )
-from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
+from fa_ops.compat.flash_attn_3.numbers import attend_numbers
 from fa_ops.compat.flash_attn_3.packed_cache import Packed
 
 
@@ -75,7 +76,10 @@ def flash_attn_with_kvcache(
         v: the same with ``Dv``.
         qv: as in :func:`flash_attn_func`; the cache is copied unless k_cache and v_cache are
             views of one latent cache ``(..., Dv + D)`` that begins with the values.
-        q_descale: must be ``None``, as the other two scales of fp8 inputs.
+        q_descale: float32 ``(B, Hkv)``, the factors of fp8 queries, which attend an fp8 cache to
+            which nothing is appended, or ``None``: 1. The result is in bfloat16.
+        k_descale: the same of fp8 keys.
+        v_descale: the same of fp8 values.
         rotary_cos: ``(positions, R / 2)``; rotates the queries and ``k``, which must be given. New
             key ``j`` is at position ``rotary_seqlens + j``. Query ``i`` is at
             ``rotary_seqlens + i`` if the call is causal or has a window, else at
@@ -106,7 +110,9 @@ def flash_attn_with_kvcache(
 
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
-    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    scales = Scales(q_descale, k_descale, v_descale)
+    scales.refuse_with(q, k=k, qv=qv, rotary_cos=rotary_cos, cache_leftpad=cache_leftpad)
+    scales.refuse_with(q, attention_chunk=attention_chunk)
     check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     check_unused(num_splits, pack_gqa, sm_margin, scheduler_metadata)
     longest = _checked_packing(cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
@@ -116,26 +122,27 @@ def flash_attn_with_kvcache(
     lens = lengths("cache_seqlens", cache_seqlens, rows, caches.room, q.device)
     options = score_options(softmax_scale, causal, window_size, softcap)
     options["num_splits"] = count("num_splits", num_splits)
-    if rotary_seqlens is not None:
-        _check_offsets(q, rotary_seqlens, rows)
+    _check_offsets(q, rotary_seqlens, rows)
     rotation = rotation_of(rotary_cos, rotary_sin, rotary_interleaved, options, caches.room)
     new = new_keys(k, v, DENSE if cu_seqlens_k_new is None else PACKED)
-    q = unit_stride(without_gradient(q))
-    chunk = chunk_of(attention_chunk)
+    q, chunk = unit_stride(without_gradient(q)), chunk_of(attention_chunk)
     with_lse = flag("return_softmax_lse", return_softmax_lse)
-    if cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk:
+    if eight_bit := scales.options(q, rows, (q.shape[-2], k_cache.shape[2])):
+        out, lse = attend_numbers(q, caches, lens, cu_seqlens_q, longest, options | eight_bit)
+    elif cu_seqlens_q is cu_seqlens_k_new is qv is None and not chunk:
         out, lse = attend_rows(
             q, caches, new, lens, cache_leftpad, rotation, rotary_seqlens, options
         )
     else:
         packed = Packed(cu_seqlens_q, cu_seqlens_k_new, lens, rotation, rotary_seqlens)
         out, lse = packed.attend(q, qv, new, caches, longest, cache_leftpad, chunk, options)
-    nothing = q.new_empty(0, dtype=torch.float32)
-    return (out, lse, nothing, nothing.clone()) if with_lse else out
+    return (out, lse, *(q.new_empty(0, dtype=torch.float32) for _ in "kv")) if with_lse else out
 
 
-def _check_offsets(q: Tensor, offsets: Tensor, rows: int) -> None:
-    """Raise ValueError or TypeError unless rotary_seqlens holds an integer for each row."""
+def _check_offsets(q: Tensor, offsets: Tensor | None, rows: int) -> None:
+    """Raise ValueError or TypeError unless rotary_seqlens, if given, holds one integer a row."""
+    if offsets is None:
+        return
     has_shape("rotary_seqlens", need_tensor("rotary_seqlens", offsets), (rows,))
     checks.same_device(q, "rotary_seqlens", offsets, "q")
     checks.need(offsets.dtype in (torch.int32, torch.int64), "rotary_seqlens must be int32, got {}",

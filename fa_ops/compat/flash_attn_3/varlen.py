@@ -18,7 +18,7 @@ from fa_ops.compat.flash.arguments import (
     unit_stride,
 )
 from fa_ops.compat.flash_attn_3 import qv as values
-from fa_ops.compat.flash_attn_3.arguments import check_unused, chunk_of, refuse
+from fa_ops.compat.flash_attn_3.arguments import Scales, check_unused, chunk_of
 from fa_ops.compat.flash_attn_3.dense import Result
 from fa_ops.compat.flash_attn_3.wide_values import attend_parts
 from fa_ops.types import Packing
@@ -75,7 +75,8 @@ def flash_attn_varlen_func(
     Source: Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
     """
     shape(PACKED, q=q, k=k, v=v)
-    refuse(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    scales = Scales(q_descale, k_descale, v_descale)
+    scales.refuse_with(q, qv=qv, seqused_q=seqused_q, attention_chunk=attention_chunk)
     check_unused(num_splits, pack_gqa, sm_margin)
     given = cu_seqlens_q, cu_seqlens_k, scalar(max_seqlen_q), scalar(max_seqlen_k)
     tokens = q.shape[0], k.shape[0]
@@ -86,7 +87,9 @@ def flash_attn_varlen_func(
     if qv is not None:
         out, lse = values.packed(q, k, v, qv, packing, kv_lens, options)
         return (out, lse) if with_lse else out
-    options |= {"kv_lens": kv_lens, "return_lse": with_lse, "deterministic": deterministic}
+    eight_bit = scales.options(q, packing.cu_seqlens_q.numel() - 1, (q.shape[1], k.shape[1]))
+    options |= eight_bit or {"deterministic": deterministic}
+    options |= {"kv_lens": kv_lens, "return_lse": with_lse}
     q, k, v = map(unit_stride, (q, k, v))
     return attend_parts(lambda part: attention_varlen(q, k, part, *packing, **options), v)
 

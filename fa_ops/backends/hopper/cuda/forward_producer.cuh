@@ -3,6 +3,7 @@
 #pragma once
 #include "forward_shared.cuh"
 #include "query_slots.cuh"
+#include "paged_copies.cuh"
 #include "tile_producer.cuh"
 
 // Copies one block of K or V into the next slot of its ring.
@@ -38,22 +39,6 @@ DEVICE void load_queries(const ForwardParams& p, const ForwardShared& sm, const 
 }
 
 #if IS_PAGED
-constexpr int COPIES = BLOCK_N / COPY_KEYS;
-
-// Where one copy of a block begins, of each lane. `page` may be any number until it is compared, which waits
-// for its load.
-struct PagedCopy {
-  int page, token;
-};
-
-DEVICE PagedCopy find_copy(const ForwardParams& p, const WorkItem& item, int block) {
-  const int copy = threadIdx.x & 31, key = block * BLOCK_N + copy * COPY_KEYS, i = key / p.pages.size;
-  PagedCopy found = {-1, key - i * p.pages.size};
-  if (block >= item.blocks.begin && copy < COPIES && key < item.blocks.key_end)
-    found.page = p.pages.table[(long long)item.tile.b * p.pages.stride + i];
-  return found;
-}
-
 // Executed by one warp, each lane of which holds the place of one copy. Where a page does not exist zeros are
 // copied; `found`, unless 0, is where consumers read which copies have a page. `groups` are those of a page.
 template <int COLUMNS>

@@ -1,5 +1,6 @@
 // The state of a consumer of the forward kernel with 8-bit products, and its epilogue.
 #pragma once
+#include "quantized_rows.cuh"
 #include "quantized_softmax.cuh"
 
 struct QuantizedEpilogue {
@@ -17,16 +18,17 @@ struct QuantizedEpilogue {
   // The factor of a row's output, whose LSE is written.
   DEVICE float finish_one_row(const Tile& tile, int row, float row_max, float sum) const {
     if (!SUMS_BY_PRODUCT) sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
-    const long long at = (long long)(tile.b * p.Hq + tile.h) * p.Sq + min(row, p.Sq - 1);
+    const long long at = first_row(p, tile) + min(row, queries_of(p, tile) - 1);
     const float offset = p.offset ? p.offset[at] : 0.f;
     float inverse;
     sum *= 1.f / UNIT_WEIGHT;
 #if HAS_SINKS
-    const float lse = finish_row(row_max, sum, 1.f, true, p.sinks[tile.h] - offset, inverse);
+    const bool has_sink = !PACKS_SEQUENCES || is_in_sequence(p, tile);  // tokens outside have none
+    const float lse = finish_row(row_max, sum, 1.f, has_sink, p.sinks[tile.h] - offset, inverse);
 #else
     const float lse = finish_row(row_max, sum, 1.f, false, 0.f, inverse);
 #endif
-    if ((lane & 3) == 0 && p.lse && row < p.Sq) p.lse[at] = lse + offset;
+    if ((lane & 3) == 0 && p.lse && row < queries_of(p, tile)) p.lse[at] = lse + offset;
     return inverse * (1.f / UNIT_WEIGHT);
   }
 
@@ -36,12 +38,13 @@ struct QuantizedEpilogue {
         sm.work, work.stage));  // loaded again, so that it takes no registers until here
     mbar_arrive(barrier(sm.work_empty, work.stage));
     const int first = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
-    const float* v_scale = p.v_scale + (long long)(tile.b * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
+    const float* v_scale =
+        p.v_scale + (long long)(batch_row(p, tile) * (p.Hq / p.group) + tile.h / p.group) * p.Dv;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first + 8 * r;
       const float inverse = finish_one_row(tile, row, softmax.max[r], sums[r]);
-      Element* to = p.out + (((long long)tile.b * p.Sq + row) * p.Hq + tile.h) * p.Dv;
+      Element* to = p.out + ((first_token(p, tile) + row) * p.Hq + tile.h) * p.Dv;
 #pragma unroll
       for (int i = 2 * r; i < OUTPUTS; i += 16) {
         u32 x[4];
@@ -55,7 +58,8 @@ struct QuantizedEpilogue {
         }
         transpose_quad(x);
         const int column = (i / 4 + (lane & 3)) * 8;
-        if (row < p.Sq && column < p.Dv) *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+        if (row < queries_of(p, tile) && column < p.Dv)
+          *(uint4*)(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }

@@ -22,6 +22,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   const KeyScales* key_scales;
   Scores s;
   u32 summed;        // how many blocks these are, the same in all warps
+  u32 existing_copies;  // of the block: a bit for each copy whose page exists
   Weights weights;
   SharedTotals totals;
   KeyRange range0, range1;  // of this thread's two rows
@@ -34,6 +35,9 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void score_product() {
+#if IS_PAGED
+    existing_copies = load_shared<u32>(slot_at<4>(sm.pages, k.stage));
+#endif
     const u32 keys = descriptor_base(slot_at<K_BYTES>(sm.k, k.stage), 16);
     wgmma_fence();
 #if IS_INT8
@@ -124,6 +128,12 @@ struct QuantizedConsumer : QuantizedEpilogue {
           if (i & 2 ? negative1 : negative0) s[i] = -s[i];
     }
 #endif
+#if IS_PAGED
+    if (existing_copies != (1u << BLOCK_N / COPY_KEYS) - 1)
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!(existing_copies & 1u << (i >> 2) * 8 / COPY_KEYS)) set(s[i], -INFINITE);
+#endif
     if (block >= n.full_end || block < n.full_begin)
       mask_by_position(s, block * BLOCK_N + (lane & 3) * 2, range0, range1);
   }
@@ -189,7 +199,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
     Tile rows = item.tile;
     rows.m0 += c * 64;
     BlockRange n = blocks_of(p, rows, item.keys, 64);
-    if (rows.m0 >= p.Sq || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
+    if (rows.m0 >= queries_of(p, rows) || n.end <= n.begin) n.begin = n.end = item.blocks.begin;
     return n;
   }
 
@@ -222,12 +232,12 @@ struct QuantizedConsumer : QuantizedEpilogue {
     const Tile& tile = item.tile;
     const int row = tile.m0 + c * 64 + (tid >> 5) * 16 + (lane >> 2);
     range0 = row_range(p, tile, row, item.keys), range1 = row_range(p, tile, row + 8, item.keys);
-    const float* scales = p.q_scale + (long long)(tile.b * p.Hq + tile.h) * p.Sq;
+    const float* scales = p.q_scale + first_row(p, tile);
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      softmax.row_scale[r] = scales[min(row + 8 * r, p.Sq - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
-    const long long head = tile.b * (p.Hq / p.group) + tile.h / p.group;
-    key_scales = (const KeyScales*)(p.k_scale + head * ((p.Sk + 127) / 128 * 2));
+      softmax.row_scale[r] =
+          scales[min(row + 8 * r, queries_of(p, tile) - 1)] * (HAS_SOFTCAP ? 1.f : p.scale_log2);
+    key_scales = (const KeyScales*)(p.k_scale + first_key_scale(p, tile));
     softmax.reset();
     sums[0] = sums[1] = 0.f;
     totals.reset(slot_at<TOTAL_BYTES>(sm.totals, c) + tid * 16);

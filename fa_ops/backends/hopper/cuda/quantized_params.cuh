@@ -1,6 +1,7 @@
 // The parameters of the forward kernel with 8-bit products.
 #pragma once
 #include "elements.cuh"
+#include "paged_kv.cuh"
 
 // fa_ops/backends/hopper/kernel_params.py reads this declaration.
 struct QuantizedParams {
@@ -21,4 +22,8 @@ struct QuantizedParams {
   int ranges_b, ranges_h, ranges_q;
   float tanh_scale;  // with a softcap: scale / softcap
   float scale_log2;  // log2(e) * scale, or log2(e) * softcap
+#if PACKED_QUERIES  // B sequences of Sq tokens in all: scaled_packed.cu says how their keys lie
+  PageTable pages;         // without a table only the borders of the queries
+  const int2* key_starts;  // (B,): the first key, where there are no pages, and the first block of keys
+#endif
 };

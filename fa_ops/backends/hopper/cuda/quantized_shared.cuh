@@ -20,6 +20,11 @@ constexpr u32 Q_BYTES = 64 * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM,
 // Of a consumer, what earlier blocks have added up to, in pieces of 16 bytes for each thread.
 constexpr int TOTAL_FEATURES = (VALUE_FEATURES + 15) / 16 * 16;
 constexpr u32 TOTAL_BYTES = 64 * TOTAL_FEATURES * 2;
+#if IS_PAGED
+constexpr u32 PAGE_BYTES = 4 * STAGES;
+#else
+constexpr u32 PAGE_BYTES = 0;
+#endif
 constexpr int READERS = 128 * CONSUMERS;  // threads that read a work item
 
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "as registers are divided");
@@ -31,7 +36,7 @@ static_assert(QUERY_STAGES <= 2, "a slot for each of two work items");
 struct QuantizedShared {
   u32 q, k, v, totals;
   u32 q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty;
-  u32 work, end;
+  u32 work, pages, end;  // pages: for each slot of keys, a bit for each copy whose page exists
 
   DEVICE constexpr explicit QuantizedShared(u32 base)
       : q(base),
@@ -47,7 +52,8 @@ struct QuantizedShared {
         work_full(v_empty + 8 * STAGES),
         work_empty(work_full + 8 * 2),
         work((work_empty + 8 * 2 + 15) & ~15),
-        end(work + 2 * WORK_ITEM_BYTES) {}
+        pages(work + 2 * WORK_ITEM_BYTES),
+        end(pages + PAGE_BYTES) {}
 };
 constexpr QuantizedShared LAYOUT(0);
 static_assert(LAYOUT.end <= SHARED_BYTES && SHARED_BYTES < LAYOUT.end + 16,

@@ -22,12 +22,7 @@ DEVICE void transpose_values(const ScaledParams& p, TransposedValues& transposed
       const uint2 y = exists ? *(const uint2*)(v + row * p.v_strides.s) : make_uint2(0, 0);
       x[i][0] = y.x, x[i][1] = y.y;
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 bytes = i % 4 | (i % 4 + 4) << 4;
-      transposed[channel + i][word] = __byte_perm(__byte_perm(x[0][i / 4], x[1][i / 4], bytes),
-                                              __byte_perm(x[2][i / 4], x[3][i / 4], bytes), 0x5410);
-    }
+    transpose_bytes(transposed, channel, word, x);
   }
   store_transposed(p.v8, transposed, p.Dv, blocks, head, block);
 }

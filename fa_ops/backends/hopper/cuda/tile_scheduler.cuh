@@ -97,6 +97,9 @@ template <class Params> DEVICE Tile tile_at(const Params& p, int t, Cursor& at) 
       tile.b = at.base + found - 1;
       tile.first = __shfl_sync(~0u, from, found), tile.queries = __shfl_sync(~0u, end - from, found);
       tile.m0 = (t - at.tiles - __shfl_sync(~0u, sum - own, found)) * BLOCK_M;
+#if LONGEST_FIRST && HAS_WINDOW  // nearly every window is causal
+      tile.m0 = (__shfl_sync(~0u, own, found) - 1) * BLOCK_M - tile.m0;
+#endif
       break;
     }
     at.begin = __shfl_sync(~0u, end, 31), at.tiles += __shfl_sync(~0u, sum, 31);

@@ -10,6 +10,16 @@ typedef u32 TransposedValues[VALUE_LANES * 8][WORDS + 1];
 // The first of the four keys of a word; the others are 1, 8 and 9 further.
 DEVICE int key_of_word(int word) { return word / 8 * 32 + (word & 4) * 4 + (word & 3) * 2; }
 
+// The values of a word's four keys in eight channels from `channel` on.
+DEVICE void transpose_bytes(TransposedValues& transposed, int channel, int word, const u32 (&x)[4][2]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const u32 bytes = i % 4 | (i % 4 + 4) << 4;
+    transposed[channel + i][word] = __byte_perm(__byte_perm(x[0][i / 4], x[1][i / 4], bytes),
+                                            __byte_perm(x[2][i / 4], x[3][i / 4], bytes), 0x5410);
+  }
+}
+
 // Writes a block of a head's values. Executed by all threads.
 DEVICE void store_transposed(u32* values, const TransposedValues& transposed, int Dv, int blocks, int head,
                              int block) {

@@ -1,0 +1,21 @@
+// The copies that bring a block of keys or values from pages.
+#pragma once
+#include "block_info.cuh"
+
+#if IS_PAGED
+constexpr int COPIES = BLOCK_N / COPY_KEYS;
+
+// Where one copy of a block begins, of each lane. `page` may be any number until it is compared, which waits
+// for its load.
+struct PagedCopy {
+  int page, token;
+};
+
+template <class Params> DEVICE PagedCopy find_copy(const Params& p, const WorkItem& item, int block) {
+  const int copy = threadIdx.x & 31, key = block * BLOCK_N + copy * COPY_KEYS, i = key / p.pages.size;
+  PagedCopy found = {-1, key - i * p.pages.size};
+  if (block >= item.blocks.begin && copy < COPIES && key < item.blocks.key_end)
+    found.page = p.pages.table[(long long)item.tile.b * p.pages.stride + i];
+  return found;
+}
+#endif

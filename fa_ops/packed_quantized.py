@@ -1,0 +1,145 @@
+"""What attention_varlen does with e4m3 tensors: one kernel where a backend has it, elsewhere the
+operator for a batch of rows of equal length (`padded_sequences`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_ops import checks, dispatch, padded_sequences, planning, quantized_checks
+from fa_ops.argument_types import (
+    Window,
+    checked_options,
+    checked_packing,
+    need_tensor,
+    sides,
+)
+from fa_ops.call import QUANTIZED_PACKED, Call, PackedQuantizedTensors
+from fa_ops.ops import library, quantized
+from fa_ops.ops.library import Route
+from fa_ops.quantized import refuse_given, refuse_missing
+from fa_ops.types import Cache, Quantization, Spec
+
+BACKEND = "hopper"  # which has the kernel
+
+
+def scaled_attention(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors,
+    longest: tuple[int | None, int | None], is_causal: bool, scale: float | None,
+    window: Window | None, softcap: float, backend: str | None, **refused,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (Tq, Hq, Dv) and lse (Hq, Tq); of `refused` all must have their defaults.
+
+    `longest` are upper bounds on the lengths of sequences.
+    """
+    refuse_given(refused)
+    refuse_missing(tensors)
+    route = library.route_of(query, key, value, *tensors)
+    if route is Route.RECORD:
+        quantized.refuse_gradients(query, key, value, *tensors)
+    scalars = is_causal, 0.0, scale, *sides(window), softcap, False, backend, *longest
+    tensors = _with_lengths(query, tensors)
+    if route is Route.DIRECT and _may_run(query, key, value, tensors, backend):
+        geometry = planning.key_of(QUANTIZED_PACKED, query, key, value, tensors, scalars)
+        plan = planning.prepared(geometry)
+        if plan is None:
+            call = described(query, key, value, tensors, scalars)
+            planning.check(call)
+            if dispatch.refusal(BACKEND, planning.normalised(call)) is None:
+                plan = planning.prepare(geometry, call, scalars)
+        if plan is not None:
+            return plan.run(query, key, value, tensors)
+    call = described(query, key, value, tensors, scalars)
+    planning.check(call)
+    if library.can_read(query):
+        quantized_checks.values(query, key, value, tensors)
+    return _attend_rows(call)
+
+
+def described(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors, scalars: tuple
+) -> Call:
+    """The call with these arguments, the types of Python values checked.
+
+    `scalars` are those of `Scalars`, and upper bounds on the lengths of sequences.
+    """
+    options = checked_options(query, key, value, tensors, scalars)
+    ends_q, ends_k, table, _, _, *scales = tensors
+    ends_k = need_tensor("cu_seqlens_k", ends_k) if table is None else ends_q
+    packing = checked_packing(ends_q, ends_k, *scalars[-2:])
+    return Call(
+        QUANTIZED_PACKED, query, key, value, Spec(None, 0.0, scalars[0], **options), packing,
+        None if table is None else Cache(table),
+        quantization=Quantization(*scales, None, False, False),
+    )  # fmt: skip
+
+
+def _with_lengths(query: Tensor, tensors: PackedQuantizedTensors) -> PackedQuantizedTensors:
+    """With `kv_lens` in place of cu_seqlens_k where keys are in pages."""
+    table, ends, lens = tensors.page_table, tensors.cu_seqlens_k, tensors.kv_lens
+    if table is None:
+        return tensors
+    if (lens is None) == (ends is None):
+        given = "neither" if lens is None else "both"
+        raise ValueError(
+            f"kv_lens or cu_seqlens_k must be given with page_table, one of them, got {given}"
+        )
+    if lens is None:
+        checks.integers(query, "cu_seqlens_k", need_tensor("cu_seqlens_k", ends))
+        lens = ends.diff()
+    return tensors._replace(cu_seqlens_k=None, kv_lens=lens)
+
+
+def _may_run(
+    query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors, backend: str | None
+) -> bool:
+    """Whether the backend with the kernel may be chosen, and there is something to attend."""
+    table = tensors.page_table
+    return (
+        query.is_cuda
+        and (backend or dispatch.default or "auto") in ("auto", BACKEND)
+        and min(query.numel(), key.numel(), value.numel()) > 0
+        and (table is None or table.numel() > 0)
+    )
+
+
+def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
+    """The results of a checked call by the operator for batches."""
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    packing, tokens = call.packing, len(call.query)
+    ends = padded_sequences.borders(packing.cu_seqlens_q, tokens)
+    longest_q = _longest(ends, packing.max_seqlen_q, tokens)
+    if call.cache is None:
+        ends_k = padded_sequences.borders(packing.cu_seqlens_k, len(k))
+        longest_k = _longest(ends_k, packing.max_seqlen_k, len(k))
+    else:
+        table = call.cache.page_table
+        longest_k = _smaller(packing.max_seqlen_k, table.shape[1] * k.shape[1])
+    if not (tokens and len(k) and longest_k and len(ends) > 1):
+        out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16)
+        return out, q.new_full((q.shape[1], tokens), float("-inf"), dtype=torch.float32)
+    if call.cache is None:
+        rows = padded_sequences.rows_of(q, k, v, ends, ends_k, spec.kv_lens, longest_q, longest_k)
+    else:
+        rows = padded_sequences.rows_of_pages(
+            q, k, v, ends, table, spec.kv_lens, longest_q, longest_k
+        )
+    names = "scale", "window_left", "window_right", "softcap", "sinks", "backend"
+    options = {name: getattr(spec, name) for name in names}
+    out, lse = quantized.QUANTIZED_ATTENTION(
+        *rows[:3], *call.quantization[:3], spec.is_causal, kv_lens=rows.kv_lens, smooth_key=False,
+        **options,
+    )  # fmt: skip
+    return padded_sequences.packed(out, lse, ends, tokens)
+
+
+def _longest(ends: Tensor, most: int | None, tokens: int) -> int:
+    """An upper bound on the lengths of sequences; the exact one where nothing is waited for."""
+    if most is None and library.can_read(ends):
+        return int(ends.diff().max()) if len(ends) > 1 else 0
+    return _smaller(most, tokens)
+
+
+def _smaller(most: int | None, tokens: int) -> int:
+    return tokens if most is None else min(most, tokens)
