@@ -106,17 +106,18 @@ def _may_run(
 
 def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
     """The results of a checked call by the operator for batches."""
+    call = call if _has_keys(call) else _with_unused_key(call)
     q, k, v, spec = call.query, call.key, call.value, call.spec
     packing, tokens = call.packing, len(call.query)
     ends = padded_sequences.borders(packing.cu_seqlens_q, tokens)
     longest_q = _longest(ends, packing.max_seqlen_q, tokens)
     if call.cache is None:
         ends_k = padded_sequences.borders(packing.cu_seqlens_k, len(k))
-        longest_k = _longest(ends_k, packing.max_seqlen_k, len(k))
+        longest_k = max(_longest(ends_k, packing.max_seqlen_k, len(k)), 1)
     else:
         table = call.cache.page_table
-        longest_k = _smaller(packing.max_seqlen_k, table.shape[1] * k.shape[1])
-    if not (tokens and len(k) and longest_k and len(ends) > 1):
+        longest_k = max(_smaller(packing.max_seqlen_k, table.shape[1] * k.shape[1]), 1)
+    if not (longest_q and len(ends) > 1):
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16)
         return out, q.new_full((q.shape[1], tokens), float("-inf"), dtype=torch.float32)
     if call.cache is None:
@@ -132,6 +133,21 @@ def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
         **options,
     )  # fmt: skip
     return padded_sequences.packed(out, lse, ends, tokens)
+
+
+def _has_keys(call: Call) -> bool:
+    return len(call.key) > 0 and (call.cache is None or call.cache.page_table.shape[1] > 0)
+
+
+def _with_unused_key(call: Call) -> Call:
+    """A call without keys as one with a key, or a page, that no sequence has."""
+    k, v, spec, cache = call.key, call.value, call.spec, call.cache
+    k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+    if cache is not None:
+        table = cache.page_table
+        cache = Cache(table.new_zeros(table.shape[0], 1))
+        spec = spec._replace(kv_lens=torch.zeros_like(spec.kv_lens))
+    return call._replace(key=k, value=v, spec=spec, cache=cache)
 
 
 def _longest(ends: Tensor, most: int | None, tokens: int) -> int:

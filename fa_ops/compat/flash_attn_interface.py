@@ -6,7 +6,7 @@ After `fa_ops.compat.install("flash_attn_interface")`, `import flash_attn_interf
 so does `from flash_attn_3.flash_attn_interface import ...`.
 
 Arguments, their order and defaults, layouts and results are those of FlashAttention 3. The
-functions run on every device and in every dtype that fa_ops supports; fp8 queries are refused.
+functions run on every device and in every dtype that fa_ops supports, fp8 among them.
 `attention_chunk` has a backward pass here, `qv` has none. What only steers FlashAttention 3's
 kernels (`pack_gqa`, `sm_margin`, `scheduler_metadata`) is ignored.
 """

@@ -49,9 +49,7 @@ class Scales(NamedTuple):
 
     def refuse_with(self, q: Tensor, **others: object) -> None:
         """Raise NotImplementedError for fp8 queries, or their scales, with any of these given."""
-        given = [
-            n for n, x in others.items() if x is not None and (isinstance(x, Tensor) or x != 0)
-        ]
+        given = [n for n, x in others.items() if x is not None and not (type(x) is int and x == 0)]
         if given:
             refuse_scales(q, f"with {given[0]}", self)
 
