@@ -71,6 +71,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           reference: can run this
     """
     one = None
+    if "cu_seqlens_q" in options and any(
+        options.get(n) is not None for n in Quantization._fields[:3]
+    ):
+        raise NotImplementedError("packed sequences with q_scale are not explained")
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
         given = _over_pages(query, key, value, options)
         one = paged_calls.call_of(*given[:6], given.options)
@@ -99,7 +103,8 @@ _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}
 def _over_pages(query: Tensor, key: Tensor, value: Tensor, options: dict) -> PagedCall:
     """The arguments of attention_varlen with page_table, checked."""
     given = _bound(api.attention_varlen, query, key, value, options)
-    del given["return_lse"]
+    for name in ("return_lse", *Quantization._fields[:3]):
+        del given[name]
     call = varlen_pages.arguments(**given)
     varlen_pages.check(*call[:-1])
     paged_calls.check_options(*call[:-2], call.options)
