@@ -163,7 +163,7 @@ class PackedPlan:
             eight = found.numbers
             q_map, k_map, v_map = self.maps
             params = _PARAMS.pack(
-                q_map.at(eight.query), k_map.at(eight.key), v_map.at(eight.value),
+                q_map[eight.query], k_map[eight.key], v_map[eight.value],
                 out.data_ptr(), address(lse), eight.q_scale, eight.k_scale, eight.v_scale,
                 eight.offset, found.kv_lens, 0, address(sinks),
                 eight.counter if self.is_dynamic else 0, self.scalars,
