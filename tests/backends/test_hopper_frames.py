@@ -112,7 +112,7 @@ CALLS = {
     "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 20),
     "dropout": (attention(dropout_p=0.5), 29),
     "operator": (operator(), 20),
-    "packed": (packed(), 23),
+    "packed": (packed(), 24),
     "packed, recorded": (packed(requires_grad=True), 27),
     "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
     "decoding": (attention(Sq=1, Sk=600), 13),
