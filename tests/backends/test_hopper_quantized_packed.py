@@ -196,6 +196,13 @@ def test_the_kernels_find_borders_and_tables(driver, monkeypatch):
     assert plan.sequences.key_blocks == 6
 
 
+@pytest.mark.parametrize("page", [0, 16])
+def test_values_whose_rows_are_not_multiples_of_16_bytes_run(page, driver):
+    call = described(page, Dv=24)
+    out, lse = quantized_packed.prepare(call)(call.query, call.key, call.value, call.tensors)
+    assert out.shape == (61, 2, 24) and lse.shape == (2, 61)
+
+
 REFUSED = {
     "attends packed sequences in float8_e4m3fn": lambda: described()._replace(
         query=torch.zeros(61, 2, 32)

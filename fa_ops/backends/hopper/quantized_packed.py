@@ -69,7 +69,7 @@ def support_error(call: Call) -> str | None:
 
 def prepare(call: Call) -> Run:
     """What runs packed calls with the geometry of this one."""
-    plan = _plan_of(call)
+    plan = _plan_of(call) if rows_are_aligned(call.query, call.key, call.value) else None
     options = call.without_tensors()
 
     def run(
@@ -84,11 +84,9 @@ def prepare(call: Call) -> Run:
     return run
 
 
-def _plan_of(call: Call) -> PackedPlan | None:
-    """The plan of a call; None where a tensor must be copied first."""
+def _plan_of(call: Call) -> PackedPlan:
+    """The plan of a call whose queries and keys TMA can read; values need rows of whole 8 bytes."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    if not rows_are_aligned(q, k, v):
-        return None
     is_paged = call.cache is not None
     return _plan(
         q.device.index,
