@@ -146,7 +146,7 @@ def attention(
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
     route, geometry = library.route_of(query, key, value, *tensors), None
-    if route is Route.RECORD:
+    if route is Route.RECORD and alibi_slopes is not None:
         autograd.refuse_gradient_of(alibi_slopes)
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
@@ -258,19 +258,18 @@ def attention_varlen(
         tensors = PackedQuantizedTensors(
             cu_seqlens_q, cu_seqlens_k, page_table, sinks, kv_lens, q_scale, k_scale, v_scale
         )
-        out, lse = varlen_kinds.attention(
+        return varlen_kinds.attention(
             query, key, value, tensors, alibi_slopes, (max_seqlen_q, max_seqlen_k), dropout_p,
-            deterministic, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
-            backend=backend)  # fmt: skip
-        return (out, lse) if return_lse else out
+            deterministic, return_lse, is_causal=is_causal, scale=scale, window=window,
+            softcap=softcap, backend=backend)  # fmt: skip
     seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
     route, geometry = library.route_of(query, key, value, *tensors), None
-    if route is Route.RECORD:
+    if route is Route.RECORD and alibi_slopes is not None:
         autograd.refuse_gradient_of(alibi_slopes)
     scalars = (
-        is_causal, dropout_p, scale, *sides(window), softcap, deterministic,
-        dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
+        is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
+        deterministic, dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if route is not Route.DISPATCH:
         geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)

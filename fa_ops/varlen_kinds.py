@@ -11,16 +11,18 @@ from fa_ops.call import PackedQuantizedTensors
 def attention(
     query: Tensor, key: Tensor, value: Tensor, tensors: PackedQuantizedTensors,
     alibi_slopes: Tensor | None, longest: tuple[int | None, int | None], dropout_p: float,
-    deterministic: bool, **options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (Tq, Hq, Dv) and lse (Hq, Tq); `longest` are upper bounds on lengths of sequences."""
+    deterministic: bool, return_lse: bool, **options,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """out (Tq, Hq, Dv), or out and lse (Hq, Tq); `longest` are upper bounds on sequences."""
     t = tensors
     if t.q_scale is t.k_scale is t.v_scale is None:
-        return varlen_pages.attention(*varlen_pages.arguments(
+        out, lse = varlen_pages.attention(*varlen_pages.arguments(
             query, key, value, t.cu_seqlens_q, t.cu_seqlens_k, t.kv_lens, t.page_table, *longest,
             dropout_p, deterministic, alibi_slopes=alibi_slopes, sinks=t.sinks, **options,
         ))  # fmt: skip
-    return packed_quantized.scaled_attention(
-        query, key, value, tensors, longest, **options, dropout_p=(dropout_p, 0),
-        alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
-    )  # fmt: skip
+    else:
+        out, lse = packed_quantized.scaled_attention(
+            query, key, value, tensors, longest, **options, dropout_p=(dropout_p, 0),
+            alibi_slopes=(alibi_slopes, None), deterministic=(deterministic, False),
+        )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -108,12 +108,12 @@ CALLS = {
     "forward": (attention(), 11),
     "with lse": (attention(return_lse=True), 11),
     "causal": (attention(is_causal=True), 13),  # tiles are handed out on demand
-    "recorded": (attention(requires_grad=True), 13),
+    "recorded": (attention(requires_grad=True), 12),
     "bool mask": (attention(attn_mask=torch.ones(1, 1, 256, 256, dtype=torch.bool)), 20),
     "dropout": (attention(dropout_p=0.5), 29),
     "operator": (operator(), 20),
-    "packed": (packed(), 24),
-    "packed, recorded": (packed(requires_grad=True), 27),
+    "packed": (packed(), 23),
+    "packed, recorded": (packed(requires_grad=True), 26),
     "packed operator": (packed(torch.ops.fa.attention_varlen), 32),
     "decoding": (attention(Sq=1, Sk=600), 13),
     "cached": (cached(), 13),
@@ -139,4 +139,4 @@ def test_a_repeated_backward_pass_enters_few_functions():
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 99 and len(frames.files) <= 15, frames.entered
+    assert limit < frames.count <= 95 and len(frames.files) <= 15, frames.entered

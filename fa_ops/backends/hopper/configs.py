@@ -450,7 +450,7 @@ def short_config(config: Config, Sq: int, keys: int) -> Config:
     dims = config.head_features, config.value_features
     if Sq <= 64:
         return Config(*dims, 64, 96, stages=2, ctas=3)
-    rows, fewer = (-(-Sq // size) * size for size in (256, 128))
+    rows, fewer = -(-Sq // 256) * 256, -(-Sq // 128) * 128
     return (
         Config(*dims, 128, 48, stages=3, query_stages=2, ctas=2) if rows >= 1.3 * fewer else config
     )

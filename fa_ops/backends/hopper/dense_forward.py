@@ -155,7 +155,7 @@ def plan_of(
         spec.dropout_p,
         None if table is None else (table.shape[1], table.stride(0)),
         sequences,
-        skipped_lists(spec),
+        None if spec.mask_blocks is None else skipped_lists(spec),
     )
 
 
@@ -167,7 +167,7 @@ class ForwardPlan:
         mask, bias=None, dropout_p=0.0, table=None, sequences=None, lists=None,
     ):  # fmt: skip
         (B, Hq, Sq, D), (count, Hkv, Sk, _), (_, _, _, Dv) = shapes
-        page = Sk if table else 0
+        group, page = Hq // Hkv, Sk if table else 0
         self.pages = (table[1], page, count, *_page_groups(shapes, strides)) if table else ()
         Sk = page * table[0] if table else Sk
         causal, scale, left, right, softcap = scalar_options
@@ -202,7 +202,6 @@ class ForwardPlan:
         self.maps = _maps(dtype, shapes, strides, config)
         if bias is not None:
             self.bias = functools.partial(bias.packed, bias.map(), unit=units.accumulator)
-        group = Hq // Hkv
         section = group // config.packed_heads * key_section(B * Hkv, Sk, D + Dv)
         section, B = (splits, sequences) if packs_queries else (section, B)
         self.packer = MaskPacker.by_query(mask, Sk, device) if mask else None

@@ -279,7 +279,7 @@ class Params:
             at = ctypes.addressof(memory)
             params = (
                 memory,
-                (ctypes.c_void_p * len(self._offsets))(*(at + o for o in self._offsets)),
+                (ctypes.c_void_p * len(self._offsets))(*[at + o for o in self._offsets]),
             )
         self._pack(params[0], 0, *head)
         return params
