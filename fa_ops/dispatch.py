@@ -14,7 +14,6 @@ import warnings
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fa_ops.call import Call
@@ -24,9 +23,7 @@ BACKENDS = ("hopper", "triton", "cpu", "reference")
 # The backends that "auto" tries on each device; no others are imported.
 AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu",)}
 
-# The backends that skip tiles by `mask_blocks` of bool, and of float masks: bool masks of `hopper`
-# are packed to bits, by which it skips unless its configuration says that it takes `mask_blocks`.
-_SKIPPING = {True: ("triton", "cpu"), False: ("hopper", "triton", "cpu")}
+_SKIPPING = ("hopper", "triton", "cpu")  # the backends that skip tiles by `mask_blocks`
 _SUMMARISING = ("triton", "cpu")  # those that make `mask_blocks` of a mask
 
 # What merges partial results for a backend that has no kernel for it.
@@ -145,7 +142,7 @@ def mask_blocks_pay(queries: int, mask: Tensor) -> bool:
 
     With fewer queries than a tile has, making them reads as much of the mask as attention does.
     """
-    return queries >= MASK_BLOCK and skips_tiles(mask.device.type, mask.dtype == torch.bool)
+    return queries >= MASK_BLOCK and skips_tiles(mask.device.type)
 
 
 def merging_backend() -> str:
@@ -154,20 +151,12 @@ def merging_backend() -> str:
     return _MERGING.get(name, name)
 
 
-def skips_tiles(device: str, is_bool: bool) -> bool:
-    """Whether the backend that runs most calls on a device skips by `mask_blocks`, and one may make
-    them.
-    """
+def skips_tiles(device: str) -> bool:
+    """Whether the usual backend of a device skips by `mask_blocks`, and some backend makes them."""
     name = default or "auto"
     names = AUTO.get(device, ()) if name == "auto" else (name,)
     able = [name for name in names if available_error(name) is None]
-    return bool(able) and _skips(able[0], is_bool) and any(n in _SUMMARISING for n in able)
-
-
-def _skips(name: str, is_bool: bool) -> bool:
-    if name == "hopper" and is_bool:
-        return importlib.import_module("fa_ops.backends.hopper.configs").SKIPS_MASK_TILES
-    return name in _SKIPPING[is_bool]
+    return bool(able) and able[0] in _SKIPPING and any(n in _SUMMARISING for n in able)
 
 
 def backends() -> list[tuple[str, str | None]]:

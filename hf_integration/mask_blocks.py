@@ -22,7 +22,7 @@ def with_mask_blocks(found: MaskArguments, queries: int, layer: nn.Module) -> Ma
         return found
     # queries are not compared in compiled code, which would be compiled again for short prompts
     pays = torch.compiler.is_compiling() or queries >= MASK_BLOCK
-    if not (pays and _skips_tiles(mask.device.type, mask.dtype == torch.bool)):
+    if not (pays and _skips_tiles(mask.device.type)):
         return found
     blocks = _memo.get(mask, layer, lambda: fa_ops.mask_blocks(mask))
     return found._replace(mask_blocks=blocks)

@@ -38,33 +38,22 @@ def test_a_named_backend_never_falls_back(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, missing, bool_masks, float_masks",
+    "name, missing, pays",
     [
-        (None, (), False, True),
-        (None, ("hopper",), True, True),
-        (None, ("triton",), False, False),
-        ("hopper", (), False, False),
-        ("triton", (), True, True),
-        ("reference", (), False, False),
+        (None, (), True),
+        (None, ("hopper",), True),
+        (None, ("triton",), False),
+        ("hopper", (), False),
+        ("triton", (), True),
+        ("reference", (), False),
     ],
 )
-def test_masks_are_summarised_where_a_backend_may_and_it_pays(
-    name, missing, bool_masks, float_masks, monkeypatch
-):
-    """hopper skips by the blocks of float masks, but does not make them."""
+def test_masks_are_summarised_where_a_backend_may_and_it_pays(name, missing, pays, monkeypatch):
+    """hopper skips by the blocks of a mask, but does not make them."""
     monkeypatch.setattr(dispatch, "default", name)
     errors = dict.fromkeys(missing, "is missing")
     monkeypatch.setattr(dispatch, "available_error", errors.get)
-    found = [dispatch.skips_tiles("cuda", is_bool) for is_bool in (True, False)]
-    assert found == [bool_masks, float_masks]
-
-
-@pytest.mark.parametrize("skips", [False, True])
-def test_bool_masks_are_summarised_for_hopper_where_its_kernels_skip_by_that(skips, monkeypatch):
-    monkeypatch.setattr(dispatch, "default", None)
-    monkeypatch.setattr(dispatch, "available_error", lambda name: None)
-    monkeypatch.setattr("fa_ops.backends.hopper.configs.SKIPS_MASK_TILES", skips)
-    assert dispatch.skips_tiles("cuda", is_bool=True) is skips
+    assert dispatch.skips_tiles("cuda") is pays
 
 
 def test_triton_merges_where_hopper_is_the_default(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa_ops.backends import mask_blocks
-from fa_ops.backends.hopper import configs, dense_backward, mask
+from fa_ops.backends.hopper import dense_backward, mask
 from fa_ops.backends.hopper.configs import group_parts
 from fa_ops.types import Spec
 
@@ -228,7 +228,6 @@ def test_the_lists_of_a_mask_are_read_where_tiles_are_skipped(dtype, driver, mon
     blocks = mask_blocks.mask_blocks(attn_mask)
     bits = torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(mask.MaskPacker, "run", lambda self, stream, at: bits)
-    monkeypatch.setattr(configs, "SKIPS_MASK_TILES", True)
     spec = Spec(attn_mask=attn_mask, mask_blocks=blocks)
     dense_backward.backward(g, None, q, k, v, out, lse, spec)
     _, products = driver.last("backward")

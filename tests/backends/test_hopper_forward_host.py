@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa_ops.backends import mask_blocks
-from fa_ops.backends.hopper import compiler, configs, dense_forward, kernel_params
+from fa_ops.backends.hopper import compiler, dense_forward, kernel_params
 from fa_ops.types import Spec
 
 
@@ -49,7 +49,7 @@ def test_masks_and_dropout_have_a_tile_of_their_own(compiled):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
-def test_tiles_are_skipped_where_the_configuration_says_so(dtype, driver, compiled, monkeypatch):
+def test_tiles_are_skipped_by_the_lists_of_a_mask(dtype, driver, compiled, monkeypatch):
     layout = kernel_params.struct_layout("forward_params.cuh", "ForwardParams")
     read = driver.read
     monkeypatch.setattr(driver, "read", lambda name, at: read(name, at) if name == "forward" else 0)
@@ -61,13 +61,11 @@ def test_tiles_are_skipped_where_the_configuration_says_so(dtype, driver, compil
     if dtype != torch.bool:
         bias = kernel_params.struct_layout("bias.cuh", "Bias")
         at = layout.fields["bias"].offset + bias.fields["blocks"].offset
-    for skips in (False, True):
-        monkeypatch.setattr(configs, "SKIPS_MASK_TILES", skips)
-        dense_forward.forward(q, q, q, spec)
+    for lists, expected in (
+        (None, (0, 0, 0, 0, 0)),
+        (blocks, (blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2)),
+    ):
+        dense_forward.forward(q, q, q, spec._replace(mask_blocks=lists))
         _, data = driver.last("forward")
-        lists = struct.unpack_from("<Q2q2i", data, at)
-        expected = blocks.data_ptr(), 4 * blocks.shape[2], 0, 2, 2
-        assert lists == (expected if skips or dtype != torch.bool else (0, 0, 0, 0, 0))
+        assert struct.unpack_from("<Q2q2i", data, at) == expected
     assert compiled[-2:] == [192, 128]
-    dense_forward.forward(q, q, q, spec._replace(mask_blocks=None))
-    assert len(compiled) == 2

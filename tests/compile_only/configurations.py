@@ -128,10 +128,9 @@ def _forward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configu
         yield one(f"page{page}", configs.forward_config(D, Dv, page=page), FEATURES["lengths"])
     for bits in (16, 32):
         yield one(f"bias{bits}", configs.forward_config(D, Dv, bits), CAUSAL)
-    if configs.SKIPS_MASK_TILES:
-        for bits in (0, 16, 32):
-            config = configs.forward_config(D, Dv, bits, few_registers=True, skips_tiles=True)
-            yield one(f"tiles bias{bits}", config, {"mask": bits == 0})
+    for bits in (0, 16, 32):
+        config = configs.forward_config(D, Dv, bits, few_registers=True, skips_tiles=True)
+        yield one(f"tiles bias{bits}", config, {"mask": bits == 0})
 
 
 def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:
@@ -161,11 +160,10 @@ def _backward(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Config
         defines = found.defines | configs.MaskGradientConfig(config).defines()
         kind = "mask_gradient"
         yield Configuration(f"{name} bias{bits} gradient", kind, (kind,), defines)
-    if configs.SKIPS_MASK_TILES:
-        for bits, deterministic in itertools.product((0, 16, 32), (False, True)):
-            config = configs.backward_config(D, Dv, deterministic, bits, True, skips_tiles=True)
-            word = "tiles deterministic" if deterministic else "tiles"
-            yield one(f"{word} bias{bits}", config, {"mask": bits == 0})
+    for bits, deterministic in itertools.product((0, 16, 32), (False, True)):
+        config = configs.backward_config(D, Dv, deterministic, bits, True, skips_tiles=True)
+        word = "tiles deterministic" if deterministic else "tiles"
+        yield one(f"{word} bias{bits}", config, {"mask": bits == 0})
 
 
 def _quantized(name: str, D: int, Dv: int, dtype: torch.dtype) -> Iterator[Configuration]:

@@ -14,7 +14,6 @@ import torch
 from fa_ops import dispatch, planning
 from fa_ops.backends import hopper, reference
 from fa_ops.backends.hopper import (
-    configs,
     decode,
     dense_backward,
     dense_forward,
@@ -71,9 +70,12 @@ def pairs_of_ctas() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def skipped_tiles(skips: bool = True) -> Iterator[None]:
-    """Forward passes that skip by the lists of `mask_blocks`, or by their first and last tiles."""
-    with mock.patch.object(configs, "SKIPS_MASK_TILES", skips):
+def all_tiles() -> Iterator[None]:
+    """Kernels that visit all tiles between the first and the last that `mask_blocks` list."""
+    with (
+        mock.patch.object(dense_forward, "skipped_lists", lambda spec: None),
+        mock.patch.object(dense_backward, "skipped_lists", lambda spec: None),
+    ):
         _clear_plans()
         yield
     _clear_plans()

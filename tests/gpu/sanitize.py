@@ -25,7 +25,6 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper
-from fa_ops.backends.hopper import quantized_packed
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -33,7 +32,7 @@ from fa_ops.testing.caches import call as call_cached
 from fa_ops.testing.quantized import call as call_quantized
 from fa_ops.testing.quantized import random_quantized_case
 from fa_ops.types import Packing, Spec, keywords
-from tests.gpu.cases import few_processors, pairs_of_ctas, skipped_tiles
+from tests.gpu.cases import few_processors, pairs_of_ctas
 
 CASES = 24
 HALF = (torch.bfloat16, torch.float16)
@@ -199,7 +198,6 @@ def run_quantized(backend: str, first: int, step: int) -> int:
 
 def run_packed_quantized() -> int:
     """Packed sequences with 8-bit products, also with pages that do not exist."""
-    quantized_packed.IS_ENABLED = True
     ends = torch.tensor([2, 2, 3, 4, 240, 241], device="cuda", dtype=torch.int32)
     lens = torch.tensor([9, 700, 300, 200, 1], device="cuda", dtype=torch.int32)
     one, calls = torch.ones(1, device="cuda"), 0
@@ -232,7 +230,7 @@ def run_tiles(backend: str, first: int, step: int) -> int:
         q, k, v, spec = case.fresh()
         if is_broken:
             spec.mask_blocks.random_(-100, 100)
-        with skipped_tiles(), few_processors(2) if seed % 2 else contextlib.nullcontext():
+        with few_processors(2) if seed % 2 else contextlib.nullcontext():
             module = importlib.import_module(f"fa_ops.backends.{backend}")
             out, lse = module.forward(q, k, v, spec)
             module.backward(torch.randn_like(out), None, q, k, v, out, lse, spec, is_float)

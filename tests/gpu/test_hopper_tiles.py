@@ -9,15 +9,9 @@ from fa_ops.backends.hopper import dense_forward
 from fa_ops.testing import assert_close_to_oracle, make_case
 from fa_ops.testing.tiles import fill_some
 from fa_ops.types import Spec
-from tests.gpu.cases import DIMS, few_processors, random_masked_case, skipped_tiles
+from tests.gpu.cases import DIMS, all_tiles, few_processors, random_masked_case
 
 TILE = 128
-
-
-@pytest.fixture(autouse=True)
-def skips():
-    with skipped_tiles():
-        yield
 
 
 LONG = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 500, "Sk": 900, "device": "cuda", "mask_blocks": True}
@@ -85,7 +79,7 @@ def test_bits_of_results_are_those_without_skipping(Sq, Sk, dtype):
     mask = filled(Sq, Sk, dtype)
     spec = Spec(attn_mask=mask, mask_blocks=fa_ops.mask_blocks(mask))
     found = dense_forward.forward(q, k, v, spec)
-    with skipped_tiles(False):
+    with all_tiles():
         expected = dense_forward.forward(q, k, v, spec)
     assert all(torch.equal(x, y) for x, y in zip(found, expected))
     for _ in range(20):
@@ -107,7 +101,7 @@ def test_bits_of_deterministic_gradients_are_those_without_skipping(D, dtype):
     mask = filled(896, 1300, dtype)
     blocks = fa_ops.mask_blocks(mask)
     found = [gradients(q, k, v, mask, blocks, deterministic=True) for _ in range(5)]
-    with skipped_tiles(False):
+    with all_tiles():
         expected = gradients(q, k, v, mask, blocks, deterministic=True)
     for grads in found:
         for x, y in zip(grads, expected):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa_ops.backends.hopper import configs
 from fa_ops.types import Spec, mask_tiles
 
 
@@ -26,7 +25,7 @@ class BlockLists(NamedTuple):
 
 
 def skipped_lists(spec: Spec) -> BlockLists | None:
-    """The lists by which the kernels of a call skip tiles, or None."""
-    if spec.mask_blocks is None or not configs.SKIPS_MASK_TILES:
+    """The lists by which the kernels of a call skip tiles, or None without `mask_blocks`."""
+    if spec.mask_blocks is None:
         return None
     return BlockLists.of(spec.attn_mask, spec.mask_blocks)

@@ -10,10 +10,6 @@ _TILE_BYTES = 32  # of a tile that the backward's producer publishes
 _WORK_BYTES = 2 * 48 + 8  # two work items of cuda/block_info.cuh, and their alignment
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90
 
-# Whether forward and backward skip every empty tile that `mask_blocks` name, and read no mask in
-# full tiles. Off: not measured yet.
-SKIPS_MASK_TILES = False
-
 
 @dataclasses.dataclass(frozen=True)
 class HeadDims:
