@@ -211,6 +211,8 @@ class Matcher:
     def _value_product(
         self, value: Value, c: Contraction, state: MatchedWeights | ScoreExps, right: bool
     ) -> State | None:
+        if value.op == "baddbmm" and not _adds_nothing(value):
+            raise Refused("a tensor is added to their product with the value, or it is scaled")
         labels, v, v_labels = c.a_labels, c.b, c.b_labels
         if right:
             labels, v, v_labels = c.b_labels, c.a, c.a_labels
@@ -298,6 +300,12 @@ def _new_scores(value: Value, c: Contraction) -> MatchedScores | None:
     summed = tuple(axes[x][0] for x in c.summed)
     out = _dims(c.out_labels, axes)
     return MatchedScores(out, (value,), a, b, summed, value, out)
+
+
+def _adds_nothing(value: Value) -> bool:
+    """Whether a baddbmm is the product alone."""
+    alpha, beta = (constant_value(value.args.get(x, 1)) for x in ("alpha", "beta"))
+    return alpha == 1 and beta == 0
 
 
 def _baddbmm(value: Value, scores: MatchedScores) -> State | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.compile_passes.cases import INF, D, H, S, bhsd, registry, triangle
+from tests.compile_passes.cases import INF, B, D, H, S, bhsd, randn, registry, triangle
 
 CASES, case = registry()
 
@@ -143,3 +143,24 @@ def talking_heads_before_and_after(q, k, v):
     mix = torch.eye(H) + 0.1
     w = torch.einsum("bhij,hg->bgij", q @ k.mT, mix).softmax(-1)
     return torch.einsum("bhij,hg->bgij", w, mix.mT) @ v
+
+
+def one_dimension_of_heads():
+    """Query, key and value without a batch, and a tensor like the value."""
+    return tuple(randn(B * H, S, D) for _ in range(4))
+
+
+@case("no_fuse", one_dimension_of_heads)
+def residual_added_by_the_value_product(q, k, v, residual):
+    return torch.baddbmm(residual, (q @ k.mT * 0.3).softmax(-1), v)
+
+
+@case("no_fuse", one_dimension_of_heads)
+def value_product_scaled_by_alpha(q, k, v, residual):
+    return torch.baddbmm(residual, (q @ k.mT * 0.3).softmax(-1), v, beta=0, alpha=2.0)
+
+
+@case("no_fuse", one_dimension_of_heads)
+def residual_added_before_the_division(q, k, v, residual):
+    e = (q @ k.mT * 0.3).exp()
+    return torch.baddbmm(residual, e, v) / e.sum(-1, keepdim=True)
