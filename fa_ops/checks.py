@@ -175,10 +175,13 @@ def no_gradients(arguments: Mapping[str, object], reason: str) -> None:
 
 
 def contiguous_rows(**tensors: Tensor) -> None:
-    """Raise ValueError unless the last dimension of each tensor is contiguous."""
+    """Raise ValueError unless the last dimension of each tensor is contiguous.
+
+    A tensor without elements is, with any strides, and torch's `contiguous` does not change it.
+    """
     for name, t in tensors.items():
         strides = t.stride()
-        if strides[-1] != 1 and t.shape[-1] != 1:
+        if strides[-1] != 1 and t.shape[-1] != 1 and t.numel() != 0:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {strides}: "
                 f"pass {name}.contiguous()"

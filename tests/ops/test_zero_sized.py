@@ -94,3 +94,12 @@ def test_compiled(B, Sq, Sk):
     assert out.shape == (B, 4, Sq, 6) and (out == 0).all()
     grads = torch.autograd.grad(out.sum(), [q, k, v, sinks])
     assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("B, Sq, Sk", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
+def test_tensors_without_elements_may_have_any_strides(B, Sq, Sk):
+    q, k, v = (torch.randn(B, 2, 8, S + 2).mT[:, :, :S] for S in (Sq, Sk, Sk))
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    assert any(x.stride(3) != 1 for x in (q, k, v))  # contiguous() changes no empty tensor
+    out = fa_ops.attention(q, k, v)
+    assert out.shape == (B, 2, Sq, 8) and (out == 0).all()
