@@ -227,8 +227,8 @@ def _read(
     padding, scalars = Padding(request.kv_length, request.kv_length), list(conditions)
     if mask is not None:
         padding, is_range = _padding_ranges(request, only_padding)
-        count, reaches_end = padding.hi - padding.lo, request.attention_mask[:, -1].all()
-        scalars[:0] = padding.lo.max(), count.min(), count.max(), is_range, reaches_end
+        count, (all_kept, extensible) = padding.hi - padding.lo, _whole_mask(mask)
+        scalars[:0] = padding.lo.max(), count.min(), count.max(), is_range, all_kept, extensible
     if on_device:
         offset = None
         if want_offset and may_read:
@@ -237,9 +237,9 @@ def _read(
     if on_device and want_offset and may_read:
         offset = numbers.pop()
     if mask is not None:
-        last_start, fewest, most, has_no_holes, reaches_end, *numbers = numbers
+        last_start, fewest, most, has_no_holes, all_kept, extensible, *numbers = numbers
         if request.mask_function is not key_ranges.bidirectional:
-            decoding.remember(request, last_start > 0, bool(has_no_holes and reaches_end))
+            decoding.remember(request, not all_kept, bool(extensible))
         if not has_no_holes:
             padding = _kept_keys(request, only_padding)
         elif last_start == 0 and fewest == most:
@@ -260,6 +260,15 @@ def _continued(request: Request) -> Padding:
     padding, is_range = _padding_ranges(request, False)
     decoding.check(is_range)
     return padding
+
+
+def _whole_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a padding mask keeps all keys, and whether ones can follow it without making holes.
+
+    Not only of the keys in a window: all masks of a forward pass record the same.
+    """
+    kept = attention_mask.bool()
+    return kept.all(), (kept[:, 1:] >= kept[:, :-1]).all() & kept[:, -1].all()
 
 
 def _padding_ranges(request: Request, only_padding: bool) -> tuple[Padding, Tensor]:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiny_models import build, padding, switch, tokens
+from transformers import DynamicCache
 
 import hf_integration
 from hf_integration import decoding, masks
@@ -110,6 +111,25 @@ def test_interleaved_requests_do_not_share_masks(model_type, kinds):
     for seed, kind in enumerate(kinds):
         for ours, expected in zip(interleaved, steps(model, seed, MASKS[kind]), strict=True):
             torch.testing.assert_close(ours[seed], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["left", "holes"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_padding_before_the_window_of_a_second_piece(model_type, kind):
+    """The window of the second piece has no padding, the masks of the following steps do."""
+    model, results = build(model_type), []
+    pieces = [tokens(S=4, seed=1), *[tokens(S=1)] * 3]
+    for name in ("fa_ops", "eager"):
+        switch(model, name)
+        mask, cache, found = MASKS[kind], DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(tokens(), attention_mask=mask, past_key_values=cache)
+            for piece in pieces:
+                mask = torch.cat([mask, torch.ones_like(piece)], 1)
+                out = model(piece, attention_mask=mask, past_key_values=cache)
+                found.append(out.logits[:, -1])
+        results.append(torch.stack(found))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 def test_interleaved_requests_keep_compact_masks():
