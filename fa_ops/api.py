@@ -1,4 +1,4 @@
-"""The public functions: check the types of Python values, then run the call's plan or the operator.
+"""The public functions: collect tensors and scalars, which `eager_calls` runs.
 
 Shapes, dtypes and devices are checked when a call is planned, with the same messages for functions
 and operators.
@@ -11,29 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_ops import dispatch, planning
+from fa_ops import dispatch
 from fa_ops.argument_types import (
     Window,
-    checked_options,
-    checked_packing,
     is_proxy,
     need_bool,
     need_number,
     need_tensor,
     sides,
 )
-from fa_ops.call import (
-    DENSE,
-    PACKED,
-    Call,
-    PackedQuantizedTensors,
-    PackedTensors,
-    QuantizedTensors,
-    Tensors,
-)
-from fa_ops.ops import autograd, dense, library, masks, merge, varlen
-from fa_ops.ops.library import Route
-from fa_ops.types import NO_TENSORS, DenseTensors, Spec
+from fa_ops.call import DENSE, PACKED, PackedQuantizedTensors, PackedTensors, QuantizedTensors
+from fa_ops.eager_calls import attend
+from fa_ops.ops import masks, merge
+from fa_ops.types import NO_TENSORS, DenseTensors
 
 
 def attention(
@@ -145,26 +135,12 @@ def attention(
     tensors, mask, blocks = NO_TENSORS, attn_mask, mask_blocks
     if not (mask is blocks is alibi_slopes is sinks is kv_lens is key_ranges is seed is None):
         tensors = DenseTensors(mask, alibi_slopes, sinks, kv_lens, key_ranges, seed, blocks)
-    route, geometry = library.route_of(query, key, value, *tensors), None
-    if route is Route.RECORD and alibi_slopes is not None:
-        autograd.refuse_gradient_of(alibi_slopes)
     left, right = (-1, -1) if window is None else sides(window)
     scalars = (
         is_causal, dropout_p, scale, left, right, softcap, deterministic,
         dispatch.default if backend is None else backend,
     )  # fmt: skip
-    if route is not Route.DISPATCH:
-        geometry = planning.key_of(DENSE, query, key, value, tensors, scalars)
-        plan = planning.prepared(geometry)
-        if plan is not None:
-            return _run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
-    options = checked_options(query, key, value, tensors, scalars)
-    if geometry is not None and library.is_strided(query, key, value, *tensors):
-        call = Call(DENSE, query, key, value, Spec(attn_mask, dropout_p, is_causal, **options))
-        plan = planning.prepare(geometry, call, scalars)
-        return _run(plan, dense.OPERATORS, route, query, key, value, tensors, return_lse)
-    operator = dense.WITH_LSE if return_lse else dense.ATTENTION
-    return operator(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return attend(query, key, value, tensors, scalars, DENSE, return_lse)
 
 
 def attention_varlen(
@@ -264,26 +240,12 @@ def attention_varlen(
             softcap=softcap, backend=backend)  # fmt: skip
     seed = None if type(dropout_p) is float and dropout_p == 0.0 else dropout_seed(query, dropout_p)
     tensors = PackedTensors(cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, kv_lens, seed)
-    route, geometry = library.route_of(query, key, value, *tensors), None
-    if route is Route.RECORD and alibi_slopes is not None:
-        autograd.refuse_gradient_of(alibi_slopes)
+    left, right = (-1, -1) if window is None else sides(window)
     scalars = (
-        is_causal, dropout_p, scale, *((-1, -1) if window is None else sides(window)), softcap,
-        deterministic, dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
+        is_causal, dropout_p, scale, left, right, softcap, deterministic,
+        dispatch.default if backend is None else backend, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    if route is not Route.DISPATCH:
-        geometry = planning.key_of(PACKED, query, key, value, tensors, scalars)
-        plan = planning.prepared(geometry)
-        if plan is not None:
-            return _run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
-    options = checked_options(query, key, value, tensors, scalars)
-    packing = checked_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if geometry is not None and library.is_strided(query, key, value, *tensors):
-        call = Call(PACKED, query, key, value, Spec(None, dropout_p, is_causal, **options), packing)
-        plan = planning.prepare(geometry, call, scalars)
-        return _run(plan, varlen.OPERATORS, route, query, key, value, tensors, return_lse)
-    out, lse = varlen.VARLEN(query, key, value, *packing, dropout_p, is_causal, **options)
-    return (out, lse) if return_lse else out
+    return attend(query, key, value, tensors, scalars, PACKED, return_lse)
 
 
 def mask_blocks(attn_mask: Tensor) -> Tensor:
@@ -336,19 +298,6 @@ def merge_states(
     """
     outs, lses = _stack("outs", outs), _stack("lses", lses)
     return merge.MERGE(outs, lses)
-
-
-def _run(
-    plan: planning.Prepared, operators: autograd.Operators, route: Route, query: Tensor,
-    key: Tensor, value: Tensor, tensors: Tensors, with_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Run an eager call by its plan, inside a node of autograd if the route says so."""
-    if route is Route.RECORD:
-        recording = autograd.Recording(operators, plan, with_lse)
-        others = () if tensors is NO_TENSORS else tensors
-        return autograd.Attention.apply(recording, query, key, value, *others)
-    out, lse = plan.run(query, key, value, tensors, with_lse)
-    return (out, lse) if with_lse else out
 
 
 def dropout_seed(query: Tensor, dropout_p: float) -> Tensor | None:

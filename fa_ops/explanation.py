@@ -53,9 +53,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
-        where the call's plan is run at once, "record" where autograd records it, "dispatch" where
-        PyTorch's dispatcher takes part; ``reasons``: for each backend why it refuses the call, or
-        None. Printing the result shows all of it.
+        where the call's plan is run at once, "record" where autograd records it, "autocast"
+        where one of these follows a cast to autocast's dtype (the rest of the explanation is of
+        the tensors given), "dispatch" where PyTorch's dispatcher takes part; ``reasons``: for each
+        backend why it refuses the call, or None. Printing the result shows all of it.
 
     Raises:
         ValueError, TypeError: what the call itself would raise.

@@ -14,7 +14,7 @@ from fa_ops.argument_types import (
     sides,
 )
 from fa_ops.call import CACHED, CacheTensors, Call
-from fa_ops.ops import kv_cache, library
+from fa_ops.ops import autocast, kv_cache, library
 from fa_ops.ops.library import Route
 from fa_ops.types import Cache, Spec
 
@@ -139,24 +139,38 @@ def attention_with_kv_cache(
         dispatch.default if backend is None else backend, rotary_interleaved, num_splits,
         batch_invariant,
     )  # fmt: skip
-    geometry = None
-    if library.route_of(query, key_cache, value_cache, *tensors) is Route.DIRECT:
+    return _attend(query, key_cache, value_cache, tensors, scalars, return_lse)
+
+
+def _attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: CacheTensors, scalars: tuple,
+    with_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """out, or (out, lse), of a call with these scalars, which are those of `planning.key_of`."""
+    route, plan = library.route_of(query, key_cache, value_cache, *tensors), None
+    if route is Route.AUTOCAST:
+        given = query, key_cache, value_cache, tensors, scalars, with_lse
+        return autocast.below(_attend, autocast.cast_cached, *given)
+    if route is Route.DIRECT:
         geometry = planning.key_of(CACHED, query, key_cache, value_cache, tensors, scalars)
         plan = planning.prepared(geometry)
-        if plan is not None:
-            return _run(plan, query, key_cache, value_cache, tensors, return_lse)
-    need_tensor("key_cache", key_cache)
-    need_tensor("value_cache", value_cache)
-    need_tensor("kv_lens", kv_lens)
-    options = checked_options(query, key_cache, value_cache, tensors, scalars)
-    cache = checked_cache(tensors, rotary_interleaved, num_splits, batch_invariant)
-    if geometry is not None and library.is_strided(query, key_cache, value_cache, *tensors):
+    if plan is None:
+        need_tensor("key_cache", key_cache)
+        need_tensor("value_cache", value_cache)
+        need_tensor("kv_lens", tensors.kv_lens)
+        options = checked_options(query, key_cache, value_cache, tensors, scalars)
+        cache, is_causal = checked_cache(tensors, *scalars[-3:]), scalars[0]
+        is_direct = route is Route.DIRECT and geometry is not None
+        if not (is_direct and library.is_strided(query, key_cache, value_cache, *tensors)):
+            out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
+            return (out, lse) if with_lse else out
         spec = Spec(None, 0.0, is_causal, **options)
         call = Call(CACHED, query, key_cache, value_cache, spec, cache=cache)
         plan = planning.prepare(geometry, call, scalars)
-        return _run(plan, query, key_cache, value_cache, tensors, return_lse)
-    out, lse = _by_operator(query, key_cache, value_cache, cache, is_causal, options)
-    return (out, lse) if return_lse else out
+    out, lse = plan.run(query, key_cache, value_cache, tensors, with_lse)
+    if tensors.key is not None:
+        kv_cache.written(key_cache, value_cache)
+    return (out, lse) if with_lse else out
 
 
 def checked_cache(
@@ -177,13 +191,6 @@ def checked_cache(
         t.page_table, t.key, t.value, t.k_scale, t.v_scale, t.rotary_cos, t.rotary_sin,
         rotary_interleaved, num_splits, batch_invariant, t.unified_max,
     )  # fmt: skip
-
-
-def _run(plan: planning.Prepared, query, key_cache, value_cache, tensors: CacheTensors, with_lse):
-    out, lse = plan.run(query, key_cache, value_cache, tensors, with_lse)
-    if tensors.key is not None:
-        kv_cache.written(key_cache, value_cache)
-    return (out, lse) if with_lse else out
 
 
 def _by_operator(query, key_cache, value_cache, cache: Cache, is_causal, options: dict):

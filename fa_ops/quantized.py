@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_ops import dispatch, planning
 from fa_ops.argument_types import Window, checked_options, need_bool, sides
 from fa_ops.call import QUANTIZED, Call, PackedQuantizedTensors, QuantizedTensors
-from fa_ops.ops import library, quantized
+from fa_ops.ops import autocast, library, quantized
 from fa_ops.ops.library import Route
 from fa_ops.types import Quantization, Spec
 
@@ -137,6 +137,9 @@ def described(query, key, value, tensors: QuantizedTensors, scalars: tuple) -> C
 def _run(query, key, value, tensors: QuantizedTensors, scalars: tuple, with_lse: bool):
     need_bool("return_lse", with_lse)
     route, geometry = library.route_of(query, key, value, *tensors), None
+    if route is Route.AUTOCAST:
+        given = query, key, value, tensors, scalars, with_lse
+        return autocast.below(_run, autocast.cast_quantized, *given)
     if route is Route.RECORD:
         quantized.refuse_gradients(query, key, value, *tensors)
     if route is Route.DIRECT:

@@ -1,6 +1,7 @@
 """The operators' contracts: schemas, kernels per dispatch key, gradients, rules."""
 
 from fa_ops.ops import (
+    autocast,
     averaging_rows,
     dense,
     kv_cache,
@@ -14,6 +15,7 @@ from fa_ops.ops import (
 )
 
 __all__ = [
+    "autocast",
     "averaging_rows",
     "dense",
     "kv_cache",

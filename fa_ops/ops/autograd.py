@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fa_ops import planning
-from fa_ops.call import Call, Run, Saved, Tensors
+from fa_ops.call import Call, Saved, Tensors
 from fa_ops.ops import library
 from fa_ops.planning import Prepared, Repeatable
 from fa_ops.types import NO_TENSORS, Gradients, keywords
@@ -111,40 +111,43 @@ class Attention(library.SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
         """Gradients by the backward plan, or by the operator where it must be seen."""
-        recording, tensors, mask_grad = ctx.recording, NO_TENSORS, False
         q, k, v, out, lse, *others = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        if others:
-            tensors = _named(recording.plan.call, others)
-            is_needed = dict(zip(tensors._fields, ctx.needs_input_grad[4:], strict=True))
-            mask_grad = is_needed.get("attn_mask", False)
-        given = grad_out, grad_lse, q, k, v, out, lse
-        run = _run_of_last(recording.plan, mask_grad, given, others)
-        if run is None:
-            grads = _gradients(recording, mask_grad, given, tensors)
-        else:
-            grads = run(*given, tensors)
-        if not others:
-            return None, *grads[:3]
-        of_others = [getattr(grads, name) if needed else None for name, needed in is_needed.items()]
-        return None, *grads[:3], *of_others
+        given = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, q, k, v, out, lse
+        if torch.compiler.is_compiling() or not library.is_autocast_enabled():
+            return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
+        with library.without_autocast():
+            return _gradients(ctx.recording, ctx.needs_input_grad, given, others)
 
 
 def _named(call: Call, tensors: Sequence[Tensor | None]) -> Tensors:
     return type(call.tensors)(*tensors)
 
 
-def _run_of_last(plan: Prepared, mask_grad: bool, given: tuple, others: list) -> Run | None:
-    """What ran the last backward pass of a plan, if this one differs in addresses alone."""
+def _gradients(recording: Recording, needs: tuple, given: tuple, others: list) -> tuple:
+    """Those of the arguments of `Attention.forward`, of which `needs` tells which need one."""
+    plan, tensors, mask_grad = recording.plan, NO_TENSORS, False
+    if others:
+        tensors = _named(plan.call, others)
+        is_needed = dict(zip(tensors._fields, needs[4:], strict=True))
+        mask_grad = is_needed.get("attn_mask", False)
     last = plan.last_backward
-    if last is None or torch.is_grad_enabled() or library.is_watched():
-        return None
-    is_same = last.settings == planning.settings(given[2].dtype, mask_grad)
-    return last.run if is_same and last.matches(*given, *others) else None
+    # what ran the last backward pass of the plan, if this one differs in addresses alone
+    if (
+        last is not None
+        and not (torch.is_grad_enabled() or library.is_watched())
+        and last.settings == planning.settings(given[2].dtype, mask_grad)
+        and last.matches(*given, *others)
+    ):
+        grads = last.run(*given, tensors)
+    else:
+        grads = _planned_gradients(recording, mask_grad, given, tensors)
+    if not others:
+        return None, *grads[:3]
+    of_others = [getattr(grads, name) if needed else None for name, needed in is_needed.items()]
+    return None, *grads[:3], *of_others
 
 
-def _gradients(recording: Recording, mask_grad: bool, given: tuple, tensors: Tensors) -> tuple:
+def _planned_gradients(recording: Recording, mask_grad: bool, given: tuple, tensors: Tensors):
     """Those of query, key and value at least; by the backward operator where it must be seen."""
     grad_out, grad_lse, q, k, v, out, lse = given
     plan = recording.plan

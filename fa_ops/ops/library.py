@@ -183,6 +183,7 @@ class Route(enum.Enum):
 
     DIRECT = "direct"  # its plan is run, and the dispatcher left out
     RECORD = "record"  # its plan is run inside a node of autograd
+    AUTOCAST = "autocast"  # as one of the others, once its tensors are cast and autocast is off
     DISPATCH = "dispatch"  # by the operator
 
 
@@ -193,9 +194,7 @@ def route_of(*tensors: Tensor | None) -> Route:
     The dispatcher may be left out where it would have nothing to do but call the kernel of a CPU or
     of a CUDA device. It computes the negative of tensors that are lazily negated.
     """
-    if is_watched() or (
-        in_functorch() or _dispatch_modes() or _is_autocast_enabled() or _is_traced()
-    ):
+    if is_watched() or (in_functorch() or _dispatch_modes() or _is_traced()):
         return Route.DISPATCH
     recording, needs_grad = _is_grad_enabled(), False
     for t in tensors:
@@ -205,6 +204,8 @@ def route_of(*tensors: Tensor | None) -> Route:
             return Route.DISPATCH
         if recording and t.requires_grad:
             needs_grad = True
+    if is_autocast_enabled():
+        return Route.AUTOCAST
     return Route.RECORD if needs_grad else Route.DIRECT
 
 
@@ -224,7 +225,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_is_autocast_enabled = torch._C._is_any_autocast_enabled
+is_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_profiler_enabled = torch.autograd._profiler_enabled
 _is_traced = torch._C._is_tracing
 
@@ -280,10 +281,15 @@ def _is_none(t: Tensor | None) -> bool:
     return t is None
 
 
-def without_autocast(device: str):
-    """A context below the Autocast key of "cpu" or "cuda"."""
-    key = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}[device]
-    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key))
+def without_autocast():
+    """A context in which autocast is off for every kind of device; without its dispatcher keys."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+_AUTOCAST = DispatchKeySet(DispatchKey.Undefined)
+for _name, _key in DispatchKey.__members__.items():
+    if _name.startswith("Autocast"):
+        _AUTOCAST = _AUTOCAST | DispatchKeySet(_key)
 
 
 def register(name: str, kernel, fake, autograd) -> None:

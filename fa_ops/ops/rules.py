@@ -1,11 +1,11 @@
-"""Rules for other parts of PyTorch: autocast, FLOP counting, selective checkpointing, DTensor."""
+"""Rules for other parts of PyTorch: FLOP counting, selective checkpointing, DTensor."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fa_ops.ops import averaging_rows, dense, kv_cache, library, merge, quantized, varlen
+from fa_ops.ops import dense, kv_cache, merge, varlen
 from fa_ops.ops.imports import after_import
 from fa_ops.types import Packing
 
@@ -17,68 +17,6 @@ Examples:
     >>> save = partial(create_selective_checkpoint_contexts, [*fa_ops.SAC_OPS])
     >>> checkpoint(block, x, use_reentrant=False, context_fn=save)
 """
-
-
-def _autocast(operator: torch._ops.OpOverload, device: str) -> None:
-    """Cast query, key and value to autocast's dtype, and a mask or sinks in half precision too."""
-
-    def kernel(query, key, value, *args, **options):
-        dtype = torch.get_autocast_dtype(device)
-
-        def cast(t: object, kept: tuple = (torch.float64,)) -> object:
-            eligible = isinstance(t, Tensor) and t.dtype.is_floating_point
-            return t.to(dtype) if eligible and t.dtype not in kept else t
-
-        wide = (torch.float32, torch.float64)  # may be added to float32 scores as they are
-        args = [cast(t, wide) for t in args]
-        options = {name: cast(t, wide) for name, t in options.items()}
-        with library.without_autocast(device):
-            return operator(cast(query), cast(key), cast(value), *args, **options)
-
-    library.lib.impl(operator._opname, kernel, f"Autocast{device.upper()}")
-
-
-for _operator in (dense.ATTENTION, dense.WITH_LSE, averaging_rows.OPERATOR, varlen.VARLEN):
-    for _device in ("cpu", "cuda"):
-        _autocast(_operator, _device)
-
-
-def _autocast_cached(operator: torch._ops.OpOverload, device: str) -> None:
-    """Cast to the dtype of the cache, which is written in place."""
-
-    def kernel(query, key_cache, value_cache, *args, **options):
-        half = key_cache.dtype.itemsize > 1  # fp8 has no arithmetic of its own
-        dtype = key_cache.dtype if half else torch.get_autocast_dtype(device)
-        new = 2 if operator is kv_cache.APPEND else 0
-        args = [x.to(dtype) if n < new else x for n, x in enumerate(args)]
-        with library.without_autocast(device):
-            return operator(query.to(dtype), key_cache, value_cache, *args, **options)
-
-    library.lib.impl(operator._opname, kernel, f"Autocast{device.upper()}")
-
-
-for _operator in (kv_cache.READ, kv_cache.APPEND):
-    for _device in ("cpu", "cuda"):
-        _autocast_cached(_operator, _device)
-
-
-def _autocast_quantized(device: str) -> None:
-    """Cast query, key and value, unless they are 8-bit, to autocast's dtype."""
-
-    def kernel(*args, **options):
-        dtype = torch.get_autocast_dtype(device)
-        qkv = [x.to(dtype) if x.dtype.itemsize > 1 else x for x in args[:3]]
-        sinks = options.get("sinks")
-        if sinks is not None and sinks.dtype.itemsize == 2:
-            options["sinks"] = sinks.to(dtype)
-        with library.without_autocast(device):
-            return quantized.QUANTIZED_ATTENTION(*qkv, *args[3:], **options)
-
-    library.lib.impl("quantized_attention", kernel, f"Autocast{device.upper()}")
-
-
-for _device in ("cpu", "cuda"):
-    _autocast_quantized(_device)
 
 
 # FLOPs follow torch's convention for attention: multiply-adds of the dense products, masks not

@@ -153,6 +153,19 @@ def test_autocast():
             assert function(*inputs).dtype == torch.float32
 
 
+def test_backward_passes_inside_and_outside_an_autocast_region():
+    """Autograd's thread is told of autocast's keys, not of its dtype."""
+    inputs, function = dense_problem()
+    inputs = [x.float().requires_grad_() for x in inputs]
+    with torch.autocast("cuda", torch.bfloat16):
+        out = function(*inputs)
+        inside = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
+    outside = torch.autograd.grad(out.float().square().sum(), inputs)
+    for x, y in zip(inside, outside, strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
 def test_deterministic_backward():
     inputs, function = dense_problem()
     torch.use_deterministic_algorithms(True)

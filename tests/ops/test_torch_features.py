@@ -1,4 +1,4 @@
-"""What the operators tell the rest of torch: autocast, checkpointing, FLOPs and more."""
+"""What the operators tell the rest of torch: checkpointing, FLOPs and more."""
 
 from __future__ import annotations
 
@@ -16,54 +16,6 @@ from tests.ops.cases import CASES, dense_call, packed_call, packed_case
 
 def gradients(function, inputs):
     return torch.autograd.grad(function(*inputs).sin().sum(), inputs)
-
-
-# Autocast
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast(dtype, compiled):
-    (q, k, v, *_), _ = dense_call(CASES["plain"], requires_grad=True)
-
-    def function(q, k, v):
-        return fa_ops.attention(q, k.bfloat16(), v, return_lse=True)
-
-    run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
-    with torch.autocast("cpu", dtype):
-        out, lse = run(q, k, v)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    expected = fa_ops.attention(q.to(dtype), k.bfloat16().to(dtype), v.to(dtype))
-    torch.testing.assert_close(out, expected)
-    out.float().sin().sum().backward()
-    assert q.grad.dtype == torch.float32 and k.grad.abs().sum() > 0
-
-
-def test_autocast_of_masks_and_sinks():
-    (q, k, v, *_), _ = dense_call(CASES["plain"])
-    with torch.autocast("cpu", torch.bfloat16):
-        for dtype in (torch.float16, torch.float32, torch.bool):
-            mask = torch.ones(5, 7).to(dtype)
-            out = fa_ops.attention(q, k, v, mask, sinks=torch.zeros(4, dtype=torch.half))
-            assert out.dtype == torch.bfloat16
-        lens = torch.tensor([3, 7], dtype=torch.int32)
-        assert fa_ops.attention(q, k, v, kv_lens=lens).dtype == torch.bfloat16
-        doubles = [t.double() for t in (q, k, v)]
-        assert fa_ops.attention(*doubles).dtype == torch.float64
-
-
-def test_autocast_of_varlen_and_of_disabled_regions():
-    args, options = packed_call(CASES["positions"])
-    with torch.autocast("cpu", torch.bfloat16):
-        assert varlen.VARLEN(*args, **options)[0].dtype == torch.bfloat16
-        with torch.autocast("cpu", enabled=False):
-            assert varlen.VARLEN(*args, **options)[0].dtype == torch.float32
-
-
-def test_autocast_reaches_no_int():
-    ints = torch.ones(1, 1, 2, 4, dtype=torch.int32)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="int32"):
-        fa_ops.attention(ints, ints, ints)
 
 
 # Activation checkpointing

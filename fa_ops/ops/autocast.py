@@ -1,0 +1,125 @@
+"""Autocast: the tensors that it casts, of operators and of calls that leave the dispatcher out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fa_ops.call import CacheTensors, PackedTensors, QuantizedTensors
+from fa_ops.ops import averaging_rows, dense, kv_cache, library, quantized, varlen
+from fa_ops.types import NO_TENSORS, DenseTensors
+
+_DEVICES = ("cpu", "cuda")
+_WIDE = (torch.float32, torch.float64)  # may be added to float32 scores as they are
+
+
+def below(
+    function: Callable, cast: Callable, query: Tensor, key: Tensor, value: Tensor, tensors: tuple,
+    *options,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Call `function` with the tensors that autocast casts, and autocast switched off.
+
+    `cast(dtype, query, key, value, tensors)` is one of the functions below, and `function` takes
+    the same tensors followed by `options`.
+    """
+    device = query.device.type
+    if device in _DEVICES and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value, tensors = cast(dtype, query, key, value, tensors)
+    with library.without_autocast():
+        return function(query, key, value, tensors, *options)
+
+
+def cast_attention(
+    dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor,
+    tensors: DenseTensors | PackedTensors,
+) -> tuple:  # fmt: skip
+    """query, key and value in autocast's dtype, and a mask or sinks in half precision too."""
+    if tensors is not NO_TENSORS:
+        tensors = type(tensors)(*[_cast(t, dtype, _WIDE) for t in tensors])
+    return _cast(query, dtype), _cast(key, dtype), _cast(value, dtype), tensors
+
+
+def cast_cached(
+    dtype: torch.dtype, query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: CacheTensors
+) -> tuple:
+    """query and new keys in the dtype of the cache, which is written in place."""
+    if key_cache.dtype.itemsize > 1:  # fp8 has no arithmetic of its own
+        dtype = key_cache.dtype
+    if tensors.key is not None and tensors.value is not None:
+        tensors = tensors._replace(key=tensors.key.to(dtype), value=tensors.value.to(dtype))
+    return query.to(dtype), key_cache, value_cache, tensors
+
+
+def cast_quantized(
+    dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, tensors: QuantizedTensors
+) -> tuple:
+    """query, key and value, unless they are 8-bit, in autocast's dtype, and sinks of 16 bits."""
+    if tensors.sinks is not None and tensors.sinks.dtype.itemsize == 2:
+        tensors = tensors._replace(sinks=tensors.sinks.to(dtype))
+    return *[x.to(dtype) if x.dtype.itemsize > 1 else x for x in (query, key, value)], tensors
+
+
+def _cast(t: object, dtype: torch.dtype, kept: tuple = (torch.float64,)) -> object:
+    if not isinstance(t, Tensor) or t.dtype is dtype or t.dtype in kept:
+        return t
+    return t.to(dtype) if t.dtype.is_floating_point else t
+
+
+def _attention(operator: torch._ops.OpOverload, device: str) -> Callable:
+    """The Autocast kernel of an operator whose tensors `cast_attention` casts."""
+
+    def kernel(query, key, value, *args, **options):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value, _ = cast_attention(dtype, query, key, value, NO_TENSORS)
+        args = [_cast(t, dtype, _WIDE) for t in args]
+        options = {name: _cast(t, dtype, _WIDE) for name, t in options.items()}
+        with library.without_autocast():
+            return operator(query, key, value, *args, **options)
+
+    return kernel
+
+
+def _cached(operator: torch._ops.OpOverload, device: str) -> Callable:
+    """The same for those over a cache."""
+    new = 2 if operator is kv_cache.APPEND else 0
+
+    def kernel(query, key_cache, value_cache, *args, **options):
+        dtype, tensors = torch.get_autocast_dtype(device), CacheTensors(None)
+        if new:
+            tensors = tensors._replace(key=args[0], value=args[1])
+        query, _, _, tensors = cast_cached(dtype, query, key_cache, value_cache, tensors)
+        args = (tensors.key, tensors.value)[:new] + args[new:]
+        with library.without_autocast():
+            return operator(query, key_cache, value_cache, *args, **options)
+
+    return kernel
+
+
+def _quantized(operator: torch._ops.OpOverload, device: str) -> Callable:
+    """The same for products of 8-bit numbers."""
+
+    def kernel(query, key, value, *args, **options):
+        dtype, tensors = torch.get_autocast_dtype(device), QuantizedTensors(options.get("sinks"))
+        query, key, value, tensors = cast_quantized(dtype, query, key, value, tensors)
+        with library.without_autocast():
+            return operator(query, key, value, *args, **options | {"sinks": tensors.sinks})
+
+    return kernel
+
+
+_KERNELS = {
+    dense.ATTENTION: _attention,
+    dense.WITH_LSE: _attention,
+    averaging_rows.OPERATOR: _attention,
+    varlen.VARLEN: _attention,
+    kv_cache.READ: _cached,
+    kv_cache.APPEND: _cached,
+    quantized.QUANTIZED_ATTENTION: _quantized,
+}
+for _operator, _kernel_of in _KERNELS.items():
+    for _device in _DEVICES:
+        _key = f"Autocast{_device.upper()}"
+        library.lib.impl(_operator._opname, _kernel_of(_operator, _device), _key)
