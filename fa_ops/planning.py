@@ -251,29 +251,45 @@ def _family_of(key: tuple, call: Call) -> tuple:
     """The key of all calls that the checks and backends treat alike.
 
     It has the position of the number of keys among the powers of two, and the alignment of rows, in
-    place of the number and the strides of keys.
+    place of the number and the strides of keys. Of paged caches it has the pages, without how many
+    of them a row may use.
     """
     q, k, v = call.query, call.key, call.value
-    grows = call.kind == DENSE or (
-        call.kind == CACHED
-        and call.cache.page_table is None
-        and not call.writes_cache  # where every stride is checked
-    )
     if (
-        not grows
+        call.kind not in (DENSE, CACHED)
         or call.saved is not None
-        or call.spec.attn_mask is not None  # whose shape is checked against the number of keys
-        or _has_token_scales(call)  # so are theirs
         or not q.dim() == k.dim() == v.dim() == 4
     ):
         return key
+    table, mask = call.cache and call.cache.page_table, call.spec.attn_mask
+    if table is not None and table.dim() != 2:
+        return key
+    keys = call.num_keys
+    size = keys.bit_length(), (keys - 1).bit_length(), rows_are_aligned(q, k, v)
+    if table is not None:
+        described = table.shape[0], table.dtype, table.device
+        return *_with_tensor(key, call, "page_table", described), *size
+    if (
+        call.writes_cache  # where every stride is checked
+        or _has_token_scales(call)  # whose shape is checked against the number of keys
+        or call.spec.mask_blocks is not None  # so is theirs
+    ):
+        return key
+    if mask is not None:
+        shape = [n if at or n != keys else "keys" for at, n in enumerate(reversed(mask.shape))]
+        key = _with_tensor(key, call, "attn_mask", (*shape, mask.dtype, mask.device))
     kind, q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *rest = key
-    keys = k_shape[2]
     return (
         kind, q_shape, q_strides, k_shape[:2], k_shape[3], v_shape[:2], v_shape[3],
-        keys == v_shape[2], keys.bit_length(), (keys - 1).bit_length(),
-        k_strides[3], v_strides[3], k_strides == v_strides, rows_are_aligned(q, k, v), *rest,
+        keys == v_shape[2], *size, k_strides[3], v_strides[3], k_strides == v_strides, *rest,
     )  # fmt: skip
+
+
+def _with_tensor(key: tuple, call: Call, name: str, described: tuple) -> tuple:
+    """A key of `key_of` with another description of an optional tensor."""
+    names = type(call.tensors)._fields
+    at = len(key) - len(names) + names.index(name)
+    return *key[:at], described, *key[at + 1 :]
 
 
 def _has_token_scales(call: Call) -> bool:

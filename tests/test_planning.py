@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa_ops
-from fa_ops import cache_checks, checks, dispatch, planning
+from fa_ops import dispatch, planning
 from fa_ops.backends import cpu
 from fa_ops.call import CacheTensors, Plan
 from fa_ops.ops import kv_cache, library
@@ -292,58 +292,6 @@ def test_only_so_many_plans_are_kept(monkeypatch):
     for n in range(1, 5):
         fa_ops.attention(q[:, :, :n], k, v)
     assert len(planning._prepared) <= 2 and len(planning._plans) <= 2
-
-
-@pytest.fixture
-def checked(monkeypatch):
-    """How often the rules and the backend were consulted."""
-    consulted = []
-    for module, name in ((checks, "dense"), (cache_checks, "cached"), (cpu, "supports")):
-        one = getattr(module, name)
-        noted = lambda *a, one=one, name=name, **k: consulted.append(name) or one(*a, **k)  # noqa: E731
-        monkeypatch.setattr(module, name, noted)
-    return consulted
-
-
-@pytest.mark.parametrize("small", [{}, {"kv_lens": LENS, "sinks": SINKS}], ids=("plain", "small"))
-def test_a_cache_that_grows_is_checked_once(small, checked, log):
-    for Sk in range(513, 521):
-        fa_ops.attention(*qkv(Sk), **small)
-        assert checked == ["dense", "supports"]
-    assert len(log.planned) == 1 and len(planning._prepared) == 8
-    fa_ops.attention(*qkv(520), **small, is_causal=True)
-    assert checked == ["dense", "supports"] * 2
-    with pytest.raises(ValueError, match="value has length 520, but key's is 521"):
-        fa_ops.attention(*qkv(521)[:2], qkv(520)[2], **small)
-
-
-@pytest.mark.parametrize("power", [8, 9, 10])
-def test_a_backend_is_asked_again_beyond_a_power_of_two(power, checked):
-    """What a backend supports may depend on how the number of keys compares with those."""
-    for Sk in (2**power - 1, 2**power, 2**power + 1):
-        fa_ops.attention(*qkv(Sk))
-    assert checked == ["dense", "supports"] * 3
-
-
-def test_a_mask_is_checked_against_every_number_of_keys():
-    q, k, v = qkv(600)
-    mask = torch.ones(5, 600, dtype=torch.bool)
-    fa_ops.attention(q, k, v, mask)
-    with pytest.raises(ValueError, match="attn_mask must broadcast"):
-        fa_ops.attention(q, *qkv(601)[1:], mask)
-
-
-def test_rows_apart_are_refused_where_nothing_is_aligned():
-    def off(*shape):
-        return torch.zeros(1, 2, shape[0] * shape[1] + 1)[..., 1:].unflatten(2, shape)
-
-    q, k, v = off(5, 8), off(600, 8), off(600, 4)
-    fa_ops.attention(q, k, v), fa_ops.attention(q, off(601, 8), off(601, 4))
-    wide = off(601, 16)[..., ::2]
-    with pytest.raises(ValueError, match="key must be contiguous in its last dimension"):
-        fa_ops.attention(q, wide, off(601, 4))
-    with pytest.raises(ValueError, match="value must be contiguous in its last dimension"):
-        fa_ops.attention(q, off(601, 8), wide[..., :4])
 
 
 def test_meta_tensors_have_a_result_and_no_plan():

@@ -10,6 +10,7 @@ from tiny_models import build, padding, switch, tokens
 from transformers import DynamicCache
 
 import hf_integration
+from fa_ops import planning
 from hf_integration import decoding, masks
 
 NEW = 6
@@ -181,3 +182,23 @@ def test_encoder_masks_are_not_recorded():
     mask = padding(side="right")
     results = [generate(model, name, mask) for name in ("fa_ops", "eager")]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("model_type, kind", [*(("llama", kind) for kind in MASKS), ("t5", "left")])
+def test_steps_share_plans_between_powers_of_two(model_type, kind, cache):
+    """T5 adds a float mask that grows with the cache."""
+    model, counts = build(model_type), []
+    forward = model.forward
+
+    def counted(*args, **options):
+        counts.append(len(planning._plans))
+        return forward(*args, **options)
+
+    model.forward = counted
+    planning.forget()
+    generate(model, "fa_ops", MASKS[kind], cache_implementation=cache, max_new_tokens=32)
+    lengths = range(3, 32) if model_type == "t5" else range(14, 44)
+    families = {(n.bit_length(), (n - 1).bit_length()) for n in lengths}
+    assert len(counts) > 25 and counts[-1] - counts[3] < len(families)
+    assert planning._prepared
