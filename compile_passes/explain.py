@@ -15,6 +15,7 @@ def explain(
     function: Callable,
     *inputs: object,
     dynamic: bool | None = None,
+    verify: bool = False,
     drop_stored_weights: bool = False,
     **kwargs,
 ) -> Report:
@@ -26,6 +27,7 @@ def explain(
         function: a function or module, compiled or not.
         inputs, kwargs: its arguments.
         dynamic: as in `torch.compile`.
+        verify: as in :func:`install`; findings say whether they were verified.
         drop_stored_weights: as in :func:`install`; the attributes are set all the same.
 
     Returns:
@@ -45,7 +47,7 @@ def explain(
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 graphs += 1
-                findings.extend(fuse(_copy(module.graph), False, drop_stored_weights))
+                findings.extend(fuse(_copy(module.graph), verify, drop_stored_weights))
         return gm.forward
 
     function = getattr(function, "_orig_mod", function)

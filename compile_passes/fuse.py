@@ -103,10 +103,15 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    softmax = any(
-        name.endswith(("softmax", "exp", "exp_", "exp2", sdpa.NAME, flex.NAME)) for name in names
-    )
-    return softmax or any(map(multi_head.is_attention_call, graph.nodes))
+    known = ("softmax", "softmin", "exp", "exp_", "exp2", sdpa.NAME, flex.NAME)
+    softmax = any(name.endswith(known) for name in names)
+    return softmax or any(map(_may_be_one, graph.nodes))
+
+
+def _may_be_one(node: fx.Node) -> bool:
+    """Whether a node is multi-head attention or the power of a number."""
+    power = raw_name(node) == "pow" and not isinstance((*node.args, node)[0], fx.Node)
+    return power or multi_head.is_attention_call(node)
 
 
 def _finish_inlined(inlined: list[InlinedCall], fused: set[fx.Node]) -> None:
@@ -153,8 +158,9 @@ class CoreFusion:
         return self._rewritten(site, masks, why)
 
     def _rewritten(self, site: AttentionSite, masks: ClassifiedMasks, why: str) -> FusedCore:
-        call = rewrite(site, masks, self.view, self.verify)
-        return FusedCore(call, masks, why, self.stored.take_erased() if self.stored else ())
+        call, verified = rewrite(site, masks, self.view, self.verify)
+        dropped = self.stored.take_erased() if self.stored else ()
+        return FusedCore(call, masks, why, dropped, verified)
 
     def _reason_to_take(self, site: AttentionSite, masks: ClassifiedMasks) -> str:
         """Why a call is replaced, empty for code written by hand. Raises Refused where the

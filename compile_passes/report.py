@@ -31,13 +31,14 @@ class Refused(Exception):
 @dataclasses.dataclass(frozen=True)
 class FusedCore:
     """A call of the operator that replaced an attention; `why` if that depends on its speed.
-    `dropped` are the attributes that would store its weights.
+    `dropped` are the attributes that would store its weights. `verified`: the two were compared.
     """
 
     call: fx.Node
     masks: ClassifiedMasks
     why: str = ""
     dropped: tuple[str, ...] = ()
+    verified: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Finding:
             replaced.
         operation: "softmax", or the name of the function that is called.
         dropped: the attributes that are None instead of storing the weights.
+        verified: whether it was compared with its replacement, and both gave the same.
     """
 
     softmax: str
@@ -77,6 +79,7 @@ class Finding:
     reason: str = ""
     operation: str = "softmax"
     dropped: tuple[str, ...] = ()
+    verified: bool = False
 
     def __str__(self) -> str:
         left = "not fused" if self.operation == "softmax" else f"{self.operation} is left"
@@ -85,6 +88,7 @@ class Finding:
         if self.fused:
             lines.append(f"    mask: {self.masks}")
             lines += [f"    {self.operation} is replaced: {self.reason}"] if self.reason else []
+            lines += ["    verified"] if self.verified else []
         lines += [f"    {name} is None instead of the weights" for name in self.dropped]
         if self.location.code:
             lines.append(f"    > {self.location.code}")
@@ -132,7 +136,9 @@ def make_finding(node: fx.Node, result: FusedCore | str, operation: str = "softm
     if isinstance(result, str):
         return Finding(node.name, place, False, reason=result, operation=operation)
     call, masks = _describe_call(result.call), _describe_masks(result.masks)
-    return Finding(node.name, place, True, call, masks, result.why, operation, result.dropped)
+    return Finding(
+        node.name, place, True, call, masks, result.why, operation, result.dropped, result.verified
+    )
 
 
 def internal_error(error: Exception) -> str:

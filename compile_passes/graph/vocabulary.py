@@ -45,6 +45,7 @@ _SYNONYMS = {
     "permute": "transpose swapaxes swapdims movedim moveaxis t mT T adjoint mH H",
     # the shape of the result determines these
     "reshape": "view view_as reshape_as flatten unflatten unsqueeze squeeze _unsafe_view",
+    "norm": "linalg_norm linalg_vector_norm",
     "softmax": "_softmax special_softmax",
     "sub": "subtract __sub__",
 }
@@ -64,6 +65,8 @@ _PARAMETERS = {
     **dict.fromkeys(("softmax", "log_softmax"), "input dim dtype"),
     **dict.fromkeys(("logsumexp", "sum", "amax", "max"), "input dim keepdim"),
     "nan_to_num": "input nan",
+    "norm": "input p dim keepdim",
+    "normalize": "input p dim eps",
     "bernoulli": "input p",
     "rand_like": "input",
     "rand": "size*",
@@ -87,7 +90,7 @@ _PARAMETERS = {
     "diff": "input n dim prepend append",
 }
 # Callables of these names with other positions.
-_FUNCTIONAL = dict.fromkeys((F.softmax, F.log_softmax), "input dim _stacklevel dtype")
+_FUNCTIONAL = dict.fromkeys((F.softmax, F.log_softmax, F.softmin), "input dim _stacklevel dtype")
 _METHODS = {"where": "input condition other"}
 _OVERLOADS = {"_softmax": "input dim", "_log_softmax": "input dim"}
 
@@ -98,6 +101,8 @@ _KEYWORDS = {
     "mat2": "other",
     "tensor2": "other",
     "train": "training",
+    "ord": "p",
+    "exponent": "other",
 }
 
 # Operations that rearrange or convert the elements of their input.

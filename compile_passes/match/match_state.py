@@ -161,9 +161,10 @@ class RowStatistic(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class ScoreExps(Tracked):
-    """exp(scores - shift)"""
+    """exp(scores - shift), computed by `exp`"""
 
     scores: MatchedScores
+    exp: Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,13 @@ class ExpSum(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
+class InverseExpSum(Tracked):
+    """1 / ExpSum"""
+
+    total: ExpSum
+
+
+@dataclasses.dataclass(frozen=True)
 class UnnormalizedOutput(Tracked):
     """ScoreExps times the value, not yet divided by their ExpSum."""
 
@@ -194,12 +202,16 @@ class UnnormalizedOutput(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A value derived from scores or weights by an operation that softmax attention lacks."""
+    """A value derived from scores or weights by an operation that softmax attention lacks.
+
+    `exp` computed the exponentials that it is derived from.
+    """
 
     reason: str
     value: Value
     softmax: Value | None = None
     size_one_softmax: Value | None = None  # attention over one key, if a value follows
+    exp: Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ Rules give the effect of each operation on scores or weights. Where there is no 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from compile_passes.match.match_state import (
     BiasTerm,
     Core,
     ExpSum,
+    InverseExpSum,
     Leaf,
     LogWeights,
     MatchedScores,
@@ -43,6 +43,24 @@ NO_SCORES = "its input is not the product of a query and a key"
 TALKING_HEADS = "their heads are mixed (talking heads), which needs all of them at once"
 WRITTEN = "the scores are written to by"
 ONE_KEY = "the softmax runs over a dimension of size 1"
+NOT_DIVIDED = "the product of the exponentials with a value is not divided by their sum"
+_SOFTMAXES = ("softmax", "log_softmax", "softmin")
+
+
+class Exponentials:
+    """Exponentials of scores: which are multiplied with a value and which became weights. `reasons`
+    says why others do not.
+    """
+
+    def __init__(self) -> None:
+        self.multiplied: set[Value] = set()
+        self.finished: set[Value] = set()
+        self.reasons: dict[Value, str] = {}
+
+    def unfinished(self) -> list[tuple[Value, str]]:
+        """Those that would be weights if a rule described what follows, with the reasons."""
+        left = sorted(self.multiplied - self.finished, key=lambda value: value.index)
+        return [(exp, self.reasons.get(exp, NOT_DIVIDED)) for exp in left]
 
 
 class Matcher:
@@ -57,6 +75,7 @@ class Matcher:
         self.softmaxes: list[Value] = []
         self.misses: dict[Value, str] = {}
         self.lses: list[RowStatistic] = []
+        self._exponentials = Exponentials()
         for value in view.values.values():
             if value.op and (isinstance(value.tensor, Tensor) or value.op == "max"):
                 state = self._transfer(value)
@@ -64,8 +83,17 @@ class Matcher:
                     self.states[value] = state
                 if isinstance(state, RowStatistic) and value.op == "logsumexp":
                     self.lses.append(state)
-                if isinstance(state, Mismatch) and state.softmax:
-                    self.misses.setdefault(state.softmax, state.reason)
+                if isinstance(state, Mismatch):
+                    self._note(state)
+        for exp, reason in self._exponentials.unfinished():
+            self.softmaxes.append(exp)
+            self.misses[exp] = reason
+
+    def _note(self, state: Mismatch) -> None:
+        if state.softmax:
+            self.misses.setdefault(state.softmax, state.reason)
+        if state.exp:
+            self._exponentials.reasons.setdefault(state.exp, state.reason)
 
     def _transfer(self, value: Value) -> State | None:
         product = contraction(value)
@@ -76,11 +104,10 @@ class Matcher:
             kept = "input" if value.op == "masked_fill" else "other"
             x = value.args.get(kept)
             name, state = kept, self.states.get(x) if isinstance(x, Value) else None
-        if value.op in ("softmax", "log_softmax"):
+        if value.op in _SOFTMAXES:
             return self._softmax(value, state)
         if isinstance(state, Mismatch):
-            known = value.op in score_rules.RULES or value.op in LAYOUT
-            return dataclasses.replace(state, value=value) if known else None
+            return _still_mismatched(value, state)
         if state is None:
             return None
         try:
@@ -115,7 +142,7 @@ class Matcher:
             return dataclasses.replace(state.weights, softmax=value, path=path, dims=state.dims)
         if isinstance(state, RowStatistic):
             return softmax_rules.row_rule(value, state, name)
-        return self._exponentials(value, state, name, x, operand_state)
+        return self._apply_to_exponentials(value, state, name, x, operand_state)
 
     def _nan_mask(self, value: Value) -> NanWeights | None:
         """Where weights are NaN, if that is the mask of a fill."""
@@ -124,29 +151,38 @@ class Matcher:
         state = self.states.get(mask) if isinstance(mask, Value) else None
         return state if isinstance(state, NanWeights) else None
 
-    def _exponentials(
+    def _apply_to_exponentials(
         self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
     ) -> State | None:
         """The effect of an operation on exponentials of scores, their sum or their product."""
-        if isinstance(state, ScoreExps) and value.op == "sum":
+        if isinstance(state, ScoreExps) and value.op in ("sum", "norm"):
             return softmax_rules.sum_of_exps(value, state)
+        if isinstance(state, ScoreExps) and value.op == "normalize":
+            return self._normalised(value, state, softmax_rules.normalize(value, state))
         if isinstance(state, ShiftExp) and isinstance(operand_state, ExpSum):
             state, x, operand_state = operand_state, None, state
+        if isinstance(state, InverseExpSum) and value.op == "mul":
+            state, operand_state, name = operand_state, state, "input"
         if isinstance(state, ExpSum):
-            return softmax_rules.add_sink(value, state, operand_state or x)
-        if value.op == "div" and name == "input" and isinstance(operand_state, ExpSum):
-            if isinstance(state, ScoreExps):
-                found = softmax_rules.divide(value, state, operand_state)
-            elif isinstance(state, UnnormalizedOutput):
-                found = softmax_rules.divide_output(value, state, operand_state)
-            else:
+            return softmax_rules.sum_rule(value, state, name, operand_state or x)
+        divisor = {"div": ExpSum, "mul": InverseExpSum}.get(value.op, ())
+        if name == "input" and isinstance(operand_state, divisor):
+            if not isinstance(state, (ScoreExps, UnnormalizedOutput)):
                 raise Refused("they are divided by something")
-            self.softmaxes.append(value)
-            if isinstance(found, MatchedWeights):
-                return found
-            self.cores.append(found)
-            return None
+            found = softmax_rules.normalised(value, state, operand_state)
+            return self._normalised(value, state, found)
         raise Refused(f"{raw_name(value.node)} is applied to their exponentials")
+
+    def _normalised(
+        self, value: Value, state: ScoreExps | UnnormalizedOutput, found: MatchedWeights | Core
+    ) -> MatchedWeights | None:
+        """The weights that exponentials become, or None with the attention that they complete."""
+        self._exponentials.finished.add(_exp_of(state))
+        self.softmaxes.append(value)
+        if isinstance(found, MatchedWeights):
+            return found
+        self.cores.append(found)
+        return None
 
     def _tracked_argument(self, value: Value) -> tuple[str, State | None]:
         """The name and state of the first argument that is tracked; a mismatch counts last."""
@@ -163,6 +199,8 @@ class Matcher:
         for state in (a, b):
             if isinstance(state, Mismatch) and state.size_one_softmax:
                 self.misses.setdefault(state.size_one_softmax, state.reason)
+            if isinstance(state, Mismatch) and state.exp:
+                self._exponentials.multiplied.add(state.exp)
         left, right = (isinstance(state, (MatchedWeights, ScoreExps)) for state in (a, b))
         if left and right:
             return _mismatch(value, a, "two sets of weights are multiplied")
@@ -177,6 +215,12 @@ class Matcher:
 
     def _softmax(self, value: Value, state: State | None) -> State | None:
         self.softmaxes.append(value)
+        if value.op == "softmin" and isinstance(state, MatchedScores):
+            try:
+                state = dataclasses.replace(score_rules.neg(value, state, "input"), path=state.path)
+            except Refused as refusal:
+                self.misses[value] = str(_mismatch(value, state, refusal).reason)
+                return None
         if not isinstance(state, MatchedScores):
             written = self._writer_of_scores(value.args.get("input"))
             why = f"{WRITTEN} {written}, which is no mask or bias" if written else NO_SCORES
@@ -195,7 +239,7 @@ class Matcher:
             self.misses[value] = str(refusal)
             return None
         weights = MatchedWeights(state.dims, (*state.path, value), state, value, keys)
-        if value.op == "softmax":
+        if value.op != "log_softmax":
             return weights
         self.softmaxes.pop()  # the exp of it counts as the softmax
         return LogWeights(state.dims, weights.path, weights)
@@ -230,6 +274,7 @@ class Matcher:
         features = tuple(axis for x in new for axis in axes[x])
         leaf, dims = Leaf(v, _dims(v_labels, axes)), _dims(c.out_labels, axes)
         if isinstance(state, ScoreExps):
+            self._exponentials.multiplied.add(state.exp)
             path = (*state.path, value)
             return UnnormalizedOutput(dims, path, state, tuple(keys), leaf, features)
         if state.scores.sink and state.keys != state.scores.keys_without_sink:
@@ -242,7 +287,27 @@ def _mismatch(value: Value, state: Tracked, what: Refused | str) -> Mismatch:
     if isinstance(state, MatchedWeights):
         reason = f"the attention weights are not used as they are: {what}"
         return Mismatch(reason, value, state.softmax)
-    return Mismatch(f"the scores are not scale, bias and mask alone: {what}", value)
+    exp = value if value.op == "gumbel_softmax" else _exp_of(state)
+    what_is_left = "scores are not scale, bias and mask alone"
+    if exp and exp is not value:
+        what_is_left = "exponentials of the scores do not become weights"
+    return Mismatch(f"the {what_is_left}: {what}", value, exp=exp)
+
+
+def _still_mismatched(value: Value, state: Mismatch) -> Mismatch | None:
+    """What an operation makes of a mismatch; None where it is no longer followed."""
+    exp = value if value.op in ("exp", "exp2") and not state.softmax else state.exp
+    known = value.op in score_rules.RULES or value.op in LAYOUT or exp is value
+    return dataclasses.replace(state, value=value, exp=exp) if known else None
+
+
+def _exp_of(state: Tracked) -> Value | None:
+    """The node that computed the exponentials of a state."""
+    if isinstance(state, InverseExpSum):
+        state = state.total
+    if isinstance(state, (ExpSum, UnnormalizedOutput)):
+        state = state.exps
+    return state.exp if isinstance(state, ScoreExps) else None
 
 
 def _rearranged(value: Value, state: Tracked) -> State:
@@ -261,11 +326,12 @@ def _apply_to_scores(
 ) -> State:
     if value.op == "sub" and name == "input" and isinstance(operand_state, RowStatistic):
         return softmax_rules.subtract_row(value, s, operand_state)
-    if value.op == "exp2" and not s.sink:
-        s = score_rules.scaled(value, s, math.log(2.0))
-        return ScoreExps(s.dims, s.path, s)
+    base = 2.0 if value.op == "exp2" else constant_value(value.args.get("input"))
+    is_power = value.op == "exp2" or (value.op == "pow" and name == "other")
+    if is_power and not s.sink and base and base > 0 and base != 1:
+        return softmax_rules.exponentials(value, s, base)
     if value.op == "exp":
-        return ScoreExps(s.dims, (*s.path, value), s)
+        return ScoreExps(s.dims, (*s.path, value), s, value)
     rule = score_rules.RULES.get(value.op, _unsupported)
     if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
         raise Refused(f"{raw_name(value.node)} is applied to them and their sink")

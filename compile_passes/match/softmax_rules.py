@@ -1,5 +1,5 @@
-"""Rules for softmax written by hand: exp and sum, log-sum-exp, log_softmax, division after the
-value product. In reasons, "they" are the scores.
+"""Rules for softmax written by hand: exp and sum, a norm or reciprocal of it, log-sum-exp,
+log_softmax, division after the value product. In reasons, "they" are the scores.
 
 Subtracting a row's maximum, or any other number per row, before exp changes nothing once the row is
 divided by its sum, so it is only checked that numerator and denominator are shifted alike.
@@ -8,14 +8,17 @@ divided by its sum, so it is only checked that numerator and denominator are shi
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from compile_passes.graph.axes import Group, is_one, resolve, resolve_dims
-from compile_passes.graph.constants import constant_value
+from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value
+from compile_passes.graph.vocabulary import raw_name
 from compile_passes.match.alignment import reduced
 from compile_passes.match.match_state import (
     Core,
     ExpSum,
+    InverseExpSum,
     LogWeights,
     MatchedScores,
     MatchedWeights,
@@ -25,6 +28,7 @@ from compile_passes.match.match_state import (
     State,
     UnnormalizedOutput,
 )
+from compile_passes.match.score_rules import scaled
 from compile_passes.report import Refused
 
 NOT_KEYS = "the softmax runs over a batch or head dimension, or over several, not over the keys"
@@ -77,15 +81,62 @@ def row_rule(value: Value, r: RowStatistic, name: str) -> State:
     raise Refused(f"{value.op} is applied to their maximum or log-sum-exp")
 
 
+def exponentials(value: Value, s: MatchedScores, base: float) -> State:
+    """base ** scores"""
+    s = scaled(value, s, math.log(base))
+    return ScoreExps(s.dims, s.path, s, value)
+
+
 def sum_of_exps(value: Value, e: ScoreExps) -> State:
-    """exps.sum(keys)"""
+    """exps.sum(keys), or their norm with p = 1, as none is negative."""
+    if value.op == "norm" and constant_value(value.args.get("p")) != 1:
+        raise Refused("their exponentials are divided by another norm than their sum")
     keys, dims = reduced(value, e.dims, "their exponentials are not summed over one dimension")
     return ExpSum(dims, (*e.path, value), e, keys)
 
 
+def normalize(value: Value, e: ScoreExps) -> MatchedWeights:
+    """F.normalize(exps, p=1): they are divided by their sum, which is at least eps."""
+    p, dim, eps = (value.args.get(x, y) for x, y in (("p", 2.0), ("dim", 1), ("eps", 1e-12)))
+    if constant_value(p) != 1 or not isinstance(dim, int):
+        raise Refused("their exponentials are divided by another norm than their sum")
+    _check_lower_bound(e.scores, constant_value(eps))
+    keys = resolve_dims(e.dims)[dim]
+    check_over_keys(e.scores, keys)
+    return MatchedWeights(e.dims, (*e.path, value), e.scores, value, keys)
+
+
+def _check_lower_bound(s: MatchedScores, bound: float | None) -> None:
+    """Raises Refused unless a sum of exponentials exceeds a number in every row: where the maximum
+    is subtracted, it is at least 1.
+    """
+    of_maximum = s.shift and not any(x.op in ("clamp", "maximum") for x in s.shift.path)
+    nothing_added = of_maximum and len(s.terms) == len(s.shift.scores.terms)
+    if bound is None or not (nothing_added and bound <= 1):
+        raise Refused("the sum of their exponentials may be smaller than its lower bound")
+
+
+def sum_rule(value: Value, t: ExpSum, name: str, x: object) -> State:
+    """An operation on the sum of exponentials; `x` is the other operand, or its state."""
+    if value.op in ("clamp", "clamp_min"):
+        if value.args.get("max") is not None:
+            raise Refused("the sum of their exponentials is clamped")
+        _check_lower_bound(t.exps.scores, guarded_constant(value.args.get("min", x)))
+        return t.extend(value)
+    if value.op == "log" and not t.zero_sink:
+        return RowStatistic(t.dims, (*t.path, value), t.exps.scores, t.keys, lse=True)
+    inverse = value.op == "reciprocal" or (value.op, constant_value(x)) == ("pow", -1)
+    over_sum = value.op == "div" and name == "other" and constant_value(x) == 1
+    if (inverse and name == "input") or over_sum:
+        return InverseExpSum(t.dims, (*t.path, value), t)
+    return add_sink(value, t, x)
+
+
 def add_sink(value: Value, t: ExpSum, x: object) -> State:
     """exp_sum + exp(-shift), or exp_sum + 1 where nothing was subtracted"""
-    if t.zero_sink or value.op != "add":
+    if value.op != "add":
+        raise Refused(f"{raw_name(value.node)} is applied to the sum of their exponentials")
+    if t.zero_sink:
         raise Refused("something is added to the sum of their exponentials")
     s = t.exps.scores
     if isinstance(x, ShiftExp) and s.shift and x.row.path[:-1] == s.shift.path:
@@ -96,7 +147,17 @@ def add_sink(value: Value, t: ExpSum, x: object) -> State:
     raise Refused("something is added to the sum of their exponentials")
 
 
-def divide(value: Value, e: ScoreExps, t: ExpSum) -> State:
+def normalised(
+    value: Value, state: ScoreExps | UnnormalizedOutput, by: ExpSum | InverseExpSum
+) -> MatchedWeights | Core:
+    """Exponentials, or their product with a value, that are divided by their sum."""
+    if isinstance(by, InverseExpSum):
+        by = dataclasses.replace(by.total, path=by.path, dims=by.dims)
+    found = _divided if isinstance(state, ScoreExps) else _divided_output
+    return found(value, state, by)
+
+
+def _divided(value: Value, e: ScoreExps, t: ExpSum) -> MatchedWeights:
     """exps / exp_sum"""
     aligned = tuple(() if g == t.keys else g for g in resolve_dims(e.dims))
     # exp may have been computed twice
@@ -108,7 +169,7 @@ def divide(value: Value, e: ScoreExps, t: ExpSum) -> State:
     return MatchedWeights(e.dims, path, e.scores, value, t.keys, zero_sink=t.zero_sink)
 
 
-def divide_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core:
+def _divided_output(value: Value, output: UnnormalizedOutput, t: ExpSum) -> Core:
     """(exps @ v) / exp_sum"""
     dims, under = resolve_dims(output.dims), resolve_dims(t.dims)
     under = ((),) * (len(dims) - len(under)) + under

@@ -54,9 +54,12 @@ WITH_LSE = torch.ops.fa.attention_with_lse.default
 
 def rewrite(
     site: AttentionSite, masks: ClassifiedMasks, view: GraphView, verify: bool = False
-) -> fx.Node:
-    """Replace an attention and return the call. Raises Refused, with the graph unchanged, where it
-    can't be replaced, or where with `verify` the numbers differ.
+) -> tuple[fx.Node, bool]:
+    """Replace an attention. Raises Refused, with the graph unchanged, where that is not
+    possible, or where with `verify` the numbers differ.
+
+    Returns:
+        The call, and whether it was compared with what it replaces.
     """
     leaves = [site.q, site.k, site.v, *_other_leaves(site)]
     leaves += [leaf for leaf in masks.leaves if leaf not in leaves]
@@ -71,8 +74,7 @@ def rewrite(
         if erased & emitter.inputs():
             raise Refused("an operand of the scores depends on their shape")
         late = lse_nodes.lse_readers(emitter, view, erased)
-        for old, new in replaced.items() if verify else ():
-            _verify(emitter, view, old, new)
+        verified = verify and all(_verified(emitter, view, *pair) for pair in replaced.items())
     except BaseException:
         emitter.undo()
         raise
@@ -83,7 +85,7 @@ def rewrite(
     _erase({*erased, out}, view)
     for value in (site.core.out, *(row.path[-1] for row in site.lses)):
         value.node = replaced[value.node]  # other cores may read it
-    return call
+    return call, verified
 
 
 def _other_leaves(site: AttentionSite) -> list[Leaf]:
@@ -117,11 +119,11 @@ def _check_result(result: Tensor, wanted: Tensor) -> None:
         )
 
 
-def _verify(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> None:
-    """Raises Refused where the replacement gives other numbers."""
+def _verified(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> bool:
+    """Whether the two were compared. Raises Refused where the replacement gives other numbers."""
     site = emitter.site
     if site.core.weights.dropout_p:
-        return  # the two draw other masks
+        return False  # the two draw other masks
     operands = (site.q.value, site.k.value, site.v.value)
     inputs = {value.node for value in operands if not value.writes}
     emitted = set(emitter.nodes)
@@ -135,10 +137,11 @@ def _verify(emitter: Emitter, view: GraphView, old: fx.Node, new: fx.Node) -> No
     except Unverified as failure:
         counters["fa_ops"]["not verified"] += 1
         log.warning("a rewrite could not be verified: %s", failure)
-        return
+        return False
     if found:
         raise Refused(f"verification failed, please report: {found}")
     counters["fa_ops"]["verified"] += 1
+    return True
 
 
 def _emit_call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -142,7 +143,7 @@ class TestReport(TestCase):
             printed(layer, *qkv()),
             """\
 1 of 1 softmaxes fused, in 1 graph
-test_explain.py:139 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
+test_explain.py:140 in layer: fused into fa::attention(l_q_, l_k_, l_v_, is_causal=True, scale=0.5)
     mask: is_causal
     > return s.softmax(-1) @ v
 """,
@@ -182,7 +183,7 @@ shifted_by_columns: what is subtracted from the scores varies along the keys""",
             printed(weights_returned, *qkv()),
             """\
 0 of 1 softmaxes fused, in 1 graph
-test_explain.py:24 in weights_returned: not fused: the attention weights are returned; fused attention never computes them
+test_explain.py:25 in weights_returned: not fused: the attention weights are returned; fused attention never computes them
     > p = (q @ k.mT).softmax(-1)
 """,
         )
@@ -262,3 +263,60 @@ def test_views_that_only_read_the_shape_are_allowed():
     reports = [compile_passes.explain(f, q, q, q, table) for f in (shape_read, read)]
     assert [r.fused for r in reports] == [1, 0]
     assert "also read by view" in reports[1].missed[0].reason
+
+
+def by_hand(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
+
+
+def with_epsilon(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+def not_divided(q, k, v):
+    return (q @ k.mT).exp() @ v
+
+
+def of_absolute_scores(q, k, v):
+    e = (q @ k.mT).abs().exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def gumbel(q, k, v):
+    return F.gumbel_softmax(q @ k.mT, dim=-1) @ v
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (with_epsilon, "something is added to the sum of their exponentials"),
+        (not_divided, "is not divided by their sum"),
+        (of_absolute_scores, "abs is applied to them"),
+        (gumbel, "gumbel_softmax is applied to them"),
+    ],
+)
+def test_exponentials_that_become_no_weights_are_listed(function, reason):
+    (finding,) = compile_passes.explain(function, *qkv()).findings
+    assert not finding.fused and finding.reason.endswith(reason), finding
+
+
+def test_exponentials_without_a_value_are_not_listed():
+    def loss(q, k, v):
+        s = q @ k.mT
+        return (s.exp().sum(-1).log() - s[..., 0]).mean()
+
+    assert not compile_passes.explain(loss, *qkv()).findings
+
+
+def test_findings_say_whether_they_were_verified():
+    def with_dropout(q, k, v):
+        return F.dropout((q @ k.mT).softmax(-1), 0.5) @ v
+
+    (checked,) = compile_passes.explain(by_hand, *qkv(), verify=True).findings
+    (random,) = compile_passes.explain(with_dropout, *qkv(), verify=True).findings
+    (plain,) = compile_passes.explain(by_hand, *qkv()).findings
+    assert checked.fused and checked.verified and "\n    verified" in str(checked)
+    assert random.fused and not random.verified
+    assert plain.fused and not plain.verified and "verified" not in str(plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.compile_passes.spellings import (
     decoders,
     encoders,
+    exponentials,
     guards,
     joined,
     normalised,
@@ -28,6 +29,7 @@ FILES = (
     guards,
     joined,
     normalised,
+    exponentials,
     written,
     zero_one,
 )
