@@ -22,7 +22,8 @@ from hf_integration.memo import PerTensorMemo
 
 # How often each encoding was made (not while tracing); dense and float masks with the reason.
 counts: Counter[str] = Counter()
-_memo = PerTensorMemo()
+# One memo for each value, as several may be derived from one tensor.
+_ends, _added, _bounded = PerTensorMemo(), PerTensorMemo(), PerTensorMemo()
 
 
 class Encoding(enum.Enum):
@@ -257,7 +258,7 @@ def _causal_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
 
 
 def _ranges_keys(mask: CompactMask, layer: nn.Module | None) -> MaskArguments:
-    added = _memo.get(mask.kept, layer, lambda: added_to_scores(mask.kept))[:, None, None]
+    added = _added.get(mask.kept, layer, lambda: added_to_scores(mask.kept))[:, None, None]
     return MaskArguments(key_ranges=mask.ranges, attn_mask=added, packing=mask.packing)
 
 
@@ -295,7 +296,7 @@ def added_to_scores(kept: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def range_ends(ranges: Tensor, batch_size: int, layer: nn.Module) -> Tensor:
     """The ends of key ranges (B or 1, 1, 1, 2) as contiguous lengths (B,)."""
-    return _memo.get(ranges, layer, lambda: ranges[:, 0, 0, 1].expand(batch_size).contiguous())
+    return _ends.get(ranges, layer, lambda: ranges[:, 0, 0, 1].expand(batch_size).contiguous())
 
 
 def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> MaskArguments:
@@ -305,7 +306,7 @@ def bounded(mask: Tensor, dtype: torch.dtype, layer: nn.Module) -> MaskArguments
     is added to the scores, in `dtype`, because the padding of a decoding step may have holes.
     """
     row = mask.tensors()[0] if type(mask) is CompactMask else mask
-    found = _memo.get(row, layer, lambda: _bound(row.flatten(0, -2), dtype))
+    found = _bounded.get(row, layer, lambda: _bound(row.flatten(0, -2), dtype))
     return found._replace(attn_mask=found.attn_mask.to(dtype))
 
 

@@ -152,6 +152,16 @@ def test_families_do_not_share_decisions(seed, monkeypatch):
         assert torch.equal(forward(*inputs, **options), alone[name]), name
 
 
+def test_a_gpu_has_the_results_of_other_operators(request):
+    known = calls()
+    expected = {name: forward(*inputs, **options) for name, (inputs, options) in known.items()}
+    request.getfixturevalue("remembered")
+    request.getfixturevalue("on_gpu")
+    for name, (inputs, options) in known.items():
+        out = forward(*inputs, **options)
+        torch.testing.assert_close(out, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
 def test_decisions_with_dropout_or_gradients_are_not_remembered(remembered):
     q, k, v = inputs()
     mask = lengths()
