@@ -27,18 +27,6 @@ DEVICE QueryBlock first_block(const BackwardParams& p) {
   return t;
 }
 
-// The blocks of keys without those that no list names for the CTA's queries.
-DEVICE KeyBlocks listed_keys(const BackwardParams& p, const QueryBlock& t, KeyBlocks n) {
-#if BIAS_BITS
-  const int end = min((t.m + CONSUMERS) * ROWS, p.Sq);
-  const int2 listed = listed_range<true>(p.bias.blocks, t.b, t.h, t.m * ROWS, end);
-  n.first = max(n.first, listed.x / QUERY_BLOCK_N);
-  n.end = min(n.end, (listed.y + QUERY_BLOCK_N - 1) / QUERY_BLOCK_N);
-  if (n.end <= n.first) n = {0, 0};
-#endif
-  return n;
-}
-
 DEVICE void load_slot(const QueryShared& sm, PipelineState<QUERY_STAGES>& ring, const TensorMap& map,
                       int width, int row, int h, int b) {
   const u32 full = barrier(sm.full, ring.stage);
@@ -102,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   }
   __syncthreads();
   const QueryBlock first = first_block(p);
-  const KeyBlocks all = listed_keys(p, first, all_keys_of(p, first));
+  const KeyBlocks all = all_keys_of(p, first);
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     register_dealloc<24>();

@@ -32,14 +32,6 @@ DEVICE KeyTile tile_at(const BackwardParams& p, int i) {
   lo = max(0, t.n0 - shift - p.window_right);
   hi = min(p.Sq, min(t.n0 + BLOCK_N, t.keys) - shift + p.window_left);
 #endif
-#if BIAS_BITS
-  int2 listed = make_int2(UNBOUNDED, 0);  // by the lists of some head of the part
-  for (int h = first_head(p, t); h < first_head(p, t) + (p.bias.blocks.h ? p.part_heads : 1); h++) {
-    const int2 own = listed_range<false>(p.bias.blocks, t.b, h, t.n0, min(t.n0 + BLOCK_N, p.Sk));
-    listed.x = min(listed.x, own.x), listed.y = max(listed.y, own.y);
-  }
-  lo = max(lo, listed.x), hi = min(hi, listed.y);
-#endif
   if (t.n0 >= t.keys || lo >= hi) lo = hi = 0;
   t.first = lo / BLOCK_M;
   t.last = (hi + BLOCK_M - 1) / BLOCK_M;

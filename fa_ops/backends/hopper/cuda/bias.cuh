@@ -12,31 +12,11 @@ struct Bias {
   int step_b, step_h, step_row, step_column;  // 0 for dimensions of the map that are broadcast, else 1
   int last_column;                            // where the last pair of a row begins
   float unit;                                 // of the accumulators, in scores
-  MaskBlocks blocks;  // with SKIPS_TILES of a bool mask too
+  MaskBlocks blocks;                          // with SKIPS_TILES, in the backward of a bool mask too
 };
 #endif
 
 #if BIAS_BITS
-
-// From the first to the last key that `blocks` list for some of the queries [begin, end), in whole tiles; or
-// of queries, for keys. What the lists hold only narrows a range of the caller's.
-template <bool OF_KEYS> DEVICE int2 listed_range(const MaskBlocks& blocks, int b, int h, int begin, int end) {
-  if (!blocks.lists) return make_int2(0, UNBOUNDED);
-  const int lines = OF_KEYS ? blocks.tile_rows : blocks.tile_columns,
-            tiles = OF_KEYS ? blocks.tile_columns : blocks.tile_rows;
-  const int* lists = (const int*)((const char*)blocks.lists + b * blocks.b + h * blocks.h) +
-                     (OF_KEYS ? 0 : blocks.tile_rows * (blocks.tile_columns + 1ll));
-  int first = UNBOUNDED, last = 0;
-  for (int i = min(begin / MASK_TILE, lines - 1); i <= min((end - 1) / MASK_TILE, lines - 1); i++) {
-    const int *list = lists + i * (tiles + 1ll), count = min(list[0], tiles);
-    if (count <= 0) continue;
-    if (tiles == 1) return make_int2(0, UNBOUNDED);  // all tiles share it
-    first = min(first, (list[1] >> 1) * MASK_TILE);
-    last = max(last, (list[count] >> 1) * MASK_TILE + MASK_TILE);
-  }
-  return make_int2(first, last);
-}
-
 constexpr int BOX_COLUMNS = 1024 / BIAS_BITS, BOX_BYTES = 64 * 128;
 constexpr int CHUNK_COLUMNS = 128 / BIAS_BITS;  // of 16 bytes
 

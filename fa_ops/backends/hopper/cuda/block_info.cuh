@@ -88,10 +88,6 @@ DEVICE BlockRange blocks_of(const Params& p, const Tile& t, int keys, int rows =
   const KeyRange kept = mask_range(p, t);
   any.begin = max(any.begin, kept.begin), any.end = min(any.end, kept.end);
 #endif
-#if BIAS_BITS
-  const int2 listed = listed_range<true>(p.bias.blocks, t.b, t.h, t.m0, min(t.m0 + rows, p.Sq));
-  any.begin = max(any.begin, listed.x), any.end = min(any.end, listed.y);
-#endif
   BlockRange n;
   if (any.end <= any.begin) {
     n = {0, 0, 0, 0, 0};
