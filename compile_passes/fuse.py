@@ -103,7 +103,7 @@ def _may_hold_attention(graph: fx.Graph) -> bool:
     names = [raw_name(node) for node in graph.nodes]
     if any("jvp" in name or "make_dual" in name for name in names):
         return False  # the operator has no forward-mode derivative
-    known = ("softmax", "softmin", "exp", "exp_", "exp2", sdpa.NAME, flex.NAME)
+    known = ("softmax", "softmin", "exp", "exp_", "exp2", *sdpa.NAMES, flex.NAME)
     softmax = any(name.endswith(known) for name in names)
     return softmax or any(map(_may_be_one, graph.nodes))
 

@@ -14,7 +14,7 @@ import operator
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.fx.node import map_arg
 
 from compile_passes.graph import block_masks
@@ -33,12 +33,14 @@ from compile_passes.graph.vocabulary import operation, raw_name
 from compile_passes.report import Refused
 
 NAME = "flex_attention"
+NO_LIMIT = 2**30  # the block of a call without a BlockMask
 # Operations that compute each element from the elements of their inputs.
 _ELEMENTWISE = frozenset(
     """
     add sub mul div floordiv neg abs exp log sqrt rsqrt pow tanh sigmoid clamp minimum maximum where
     eq ne lt le gt ge and or not cast detach new_ones new_zeros new_full ones zeros full tensor
-    scalar_tensor remainder
+    scalar_tensor remainder mod fmod xor square exp2 sign floor ceil round trunc rshift lshift
+    bitwise_right_shift bitwise_left_shift
     """.split()
 )
 
@@ -119,7 +121,13 @@ def _mask_mod_decides(call: fx.Node, block_mask: tuple, mask_mod: fx.Graph) -> b
 
 
 def _at_most(n: int | torch.SymInt, limit: object) -> bool:
-    return type(limit) is int and statically_known_true(n <= limit)
+    """Whether a size is within a limit; one that no length reaches is guarded."""
+    if type(limit) is not int:
+        return False
+    if statically_known_true(n <= limit):
+        return True
+    guarded = limit >= NO_LIMIT and isinstance(n, torch.SymInt) and n.node.has_hint()
+    return guarded and guard_or_false(n <= limit)
 
 
 def _is_filled(node: object, name: str) -> bool:

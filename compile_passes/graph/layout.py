@@ -8,6 +8,8 @@ from compile_passes.graph.axes import Axis, Dims, is_one, regroup, resolve_dims,
 from compile_passes.graph.ir import Value, is_tensor, requires_grad
 from compile_passes.graph.vocabulary import raw_name
 
+EXPANDED = "expanded"  # the name of axes along which an element is repeated
+
 
 def source(value: Value) -> Value | None:
     """The tensor that a layout operation rearranges."""
@@ -31,8 +33,8 @@ def result_dims(value: Value, dims: Dims) -> Dims | None:
         new = len(shape) - len(dims)
         old = source(value).shape
         kept = zip(dims, old, shape[new:], strict=True)
-        grown = tuple(g if sizes_equal(n, m) else (Axis(m, "expanded"),) for g, n, m in kept)
-        return tuple(() if is_one(m) else (Axis(m, "expanded"),) for m in shape[:new]) + grown
+        grown = tuple(g if sizes_equal(n, m) else (Axis(m, EXPANDED),) for g, n, m in kept)
+        return tuple(() if is_one(m) else (Axis(m, EXPANDED),) for m in shape[:new]) + grown
     return None
 
 

@@ -1,5 +1,5 @@
-"""Calls of `F.scaled_dot_product_attention`, as a function or an operator, written out as products,
-scale, mask, softmax and dropout.
+"""Calls of `F.scaled_dot_product_attention`, as a function or an operator, and of the operators of
+its kernels, written out as products, scale, mask, softmax and dropout.
 
 Its causality is aligned at the top left: query i attends the keys up to i. With fewer queries than
 keys the call therefore reads only as many keys as there are queries.
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_passes.graph.axes import sizes_equal
 from compile_passes.graph.inlined_call import (
     Inlined,
     InlinedAttention,
@@ -29,13 +30,27 @@ from compile_passes.graph.vocabulary import bind, operation, raw_name
 from compile_passes.report import Refused
 
 NAME = "scaled_dot_product_attention"
-_PARAMETERS = "query key value attn_mask dropout_p is_causal"
+MATH = "_scaled_dot_product_attention_math"
+FLASH = "_scaled_dot_product_flash_attention"
+_CALL = "query key value attn_mask dropout_p is_causal"
+_KERNEL = "query key value dropout_p is_causal"
+_KERNEL_WITH_MASK = "query key value attn_mask compute_log_sumexp dropout_p is_causal"
+_PARAMETERS = {
+    NAME: _CALL,
+    MATH: _CALL,
+    FLASH: _KERNEL,
+    "_scaled_dot_product_flash_attention_for_cpu": _KERNEL,
+    "_scaled_dot_product_efficient_attention": _KERNEL_WITH_MASK,
+    "_scaled_dot_product_cudnn_attention": _KERNEL_WITH_MASK,
+    "_scaled_dot_product_fused_attention_overrideable": _CALL,
+}
+NAMES = tuple(_PARAMETERS)
 MATH_ONLY = "sdpa_kernel permits torch's own arithmetic alone"
 
 
 def is_sdpa(node: fx.Node) -> bool:
     """Whether a node is a call of scaled_dot_product_attention."""
-    return node.op == "call_function" and operation(node)[0] == NAME
+    return node.op == "call_function" and operation(node)[0] in NAMES
 
 
 def inline_sdpa(graph: fx.Graph) -> Inlined:
@@ -52,7 +67,8 @@ def inline_sdpa(graph: fx.Graph) -> Inlined:
         if raw_name(node) == "_sdpa_kernel":
             math_only = _permits_math_only(node)
         elif is_sdpa(node):
-            found[node] = MATH_ONLY if math_only else attempt(_inlined, node)
+            math = math_only or operation(node)[0] == MATH
+            found[node] = MATH_ONLY if math else attempt(_inlined, node)
     return found
 
 
@@ -63,32 +79,52 @@ def _permits_math_only(node: fx.Node) -> bool:
 
 
 def _inlined(call: fx.Node) -> InlinedAttention:
-    args = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False} | bind(call, _PARAMETERS)
+    name = operation(call)[0]
+    args = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False} | bind(call, _PARAMETERS[name])
+    args.setdefault("enable_gqa", name != NAME)
+    args["attn_mask"] = args.pop("attn_bias", args["attn_mask"])
+    result = call if name == NAME else _result_of_kernel(call)
     _check(call, args)
     inserter = NodeInserter(call.graph, call)
     has_mask = args["attn_mask"] is not None
-    inlined = InlinedAttention(call, result=call, operation=NAME, has_mask=has_mask)
+    inlined = InlinedAttention(call, result=result, operation=NAME, has_mask=has_mask)
+    wanted = example(result)
     try:
-        weights, value = _weights(inserter, args, example(call).dtype, inlined)
+        weights, value = _weights(inserter, args, wanted.dtype, inlined)
         out = inserter.method("matmul", weights, value)
-        if example(out).shape != example(call).shape or example(out).dtype != example(call).dtype:
+        if example(out).shape != wanted.shape or example(out).dtype != wanted.dtype:
             raise Refused("its result has another shape or dtype than the product of its inputs")
     except BaseException:
         inserter.undo()
         raise
-    out.meta.update(call.meta)  # the example has the strides of the call's result
+    out.meta.update(result.meta)  # the example has the strides of the call's result
     inlined.nodes, inlined.out = inserter.nodes, out
-    call.replace_all_uses_with(out)
+    result.replace_all_uses_with(out)
     return inlined
+
+
+def _result_of_kernel(call: fx.Node) -> fx.Node:
+    """The output of an operator that also returns what the backward pass needs."""
+    overload = call.target
+    if isinstance(overload, torch._ops.OpOverload) and overload._overloadname != "default":
+        raise Refused(f"it is the overload {overload._overloadname} of torch's kernel")
+    read = [part for part in call.users if part.users]
+    if len(read) != 1 or read[0].target is not operator.getitem or read[0].args[1] != 0:
+        raise Refused("its log-sum-exp is read, or its result is not")
+    return read[0]
 
 
 def _check(call: fx.Node, args: dict) -> None:
     check_inputs(call.all_input_nodes)
-    if call.users and not isinstance(example(call), Tensor):
+    if call.users and operation(call)[0] == NAME and not isinstance(example(call), Tensor):
         raise Refused("its result is not one tensor")
     mask, causal, dropout_p = args["attn_mask"], args["is_causal"], args["dropout_p"]
     if not isinstance(causal, bool) or not isinstance(dropout_p, (int, float)):
         raise Refused("is_causal or dropout_p is not a constant of the graph")
+    q, k = (example(args[name]) for name in ("query", "key"))
+    aligned = operation(call)[0] != FLASH or sizes_equal(q.shape[-2], k.shape[-2])
+    if causal and not aligned:  # where it is aligned differs between versions of the kernel
+        raise Refused("it is causal, with other numbers of queries and keys")
     if mask is not None and causal:
         raise Refused("it has both a mask and is_causal")
     if not 0 <= dropout_p < 1:

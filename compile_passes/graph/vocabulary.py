@@ -46,7 +46,7 @@ _SYNONYMS = {
     # the shape of the result determines these
     "reshape": "view view_as reshape_as flatten unflatten unsqueeze squeeze _unsafe_view",
     "norm": "linalg_norm linalg_vector_norm",
-    "softmax": "_softmax special_softmax",
+    "softmax": "_softmax _safe_softmax special_softmax",
     "sub": "subtract __sub__",
 }
 _ALIASES = {alias: name for name, aliases in _SYNONYMS.items() for alias in aliases.split()}
@@ -63,7 +63,7 @@ _PARAMETERS = {
     "baddbmm": "input batch1 batch2",
     "einsum": "equation operands*",
     **dict.fromkeys(("softmax", "log_softmax"), "input dim dtype"),
-    **dict.fromkeys(("logsumexp", "sum", "amax", "max"), "input dim keepdim"),
+    **dict.fromkeys(("logsumexp", "sum", "amax", "max", "any", "all"), "input dim keepdim"),
     "nan_to_num": "input nan",
     "norm": "input p dim keepdim",
     "normalize": "input p dim eps",

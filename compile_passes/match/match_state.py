@@ -143,6 +143,17 @@ class NanWeights(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
+class HiddenScores(Tracked):
+    """Whether scores are -inf, or are not if `inverted`. Of rows once `keys` are given: whether all
+    are, or any is not.
+    """
+
+    scores: MatchedScores
+    inverted: bool = False
+    keys: Group = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class LogWeights(Tracked):
     """log(weights)"""
 

@@ -16,12 +16,13 @@ from compile_passes.graph.axes import Axis, Dims, Group, resolve
 from compile_passes.graph.constants import constant_value
 from compile_passes.graph.ir import GraphView, Value
 from compile_passes.graph.vocabulary import LAYOUT, raw_name
-from compile_passes.match import score_rules, softmax_rules, weight_rules
+from compile_passes.match import guard_rules, score_rules, softmax_rules, weight_rules
 from compile_passes.match.alignment import align, other_operand
 from compile_passes.match.match_state import (
     BiasTerm,
     Core,
     ExpSum,
+    HiddenScores,
     InverseExpSum,
     Leaf,
     LogWeights,
@@ -100,8 +101,8 @@ class Matcher:
         if product is not None:
             return self._product(value, product)
         name, state = self._tracked_argument(value)
-        if isinstance(state, NanWeights) and self._nan_mask(value) is state:  # the weights follow
-            kept = "input" if value.op == "masked_fill" else "other"
+        if state is not None and self._guard(value) is state:  # the weights follow
+            kept = guard_rules.kept_operand(value, state)
             x = value.args.get(kept)
             name, state = kept, self.states.get(x) if isinstance(x, Value) else None
         if value.op in _SOFTMAXES:
@@ -129,9 +130,11 @@ class Matcher:
         operand_state = self.states.get(x) if isinstance(x, Value) else None
         if isinstance(state, MatchedScores):
             return _apply_to_scores(value, state, name, operand_state)
-        nan_state = self._nan_mask(value)
-        if isinstance(state, MatchedWeights) and nan_state:
-            return _without_nan(value, state, nan_state)
+        guard = self._guard(value)
+        if isinstance(state, MatchedWeights) and guard:
+            return guard_rules.without_empty_rows(value, state, guard)
+        if isinstance(state, HiddenScores):
+            return guard_rules.hidden_rule(value, state)
         if isinstance(state, NanWeights):
             raise Refused("it is read where they are NaN")
         if isinstance(state, MatchedWeights):
@@ -144,12 +147,12 @@ class Matcher:
             return softmax_rules.row_rule(value, state, name)
         return self._apply_to_exponentials(value, state, name, x, operand_state)
 
-    def _nan_mask(self, value: Value) -> NanWeights | None:
-        """Where weights are NaN, if that is the mask of a fill."""
+    def _guard(self, value: Value) -> NanWeights | HiddenScores | None:
+        """Where weights are NaN or all scores -inf, if that is the mask of a fill."""
         name = {"masked_fill": "mask", "where": "condition"}.get(value.op)
         mask = value.args.get(name) if name else None
         state = self.states.get(mask) if isinstance(mask, Value) else None
-        return state if isinstance(state, NanWeights) else None
+        return state if isinstance(state, (NanWeights, HiddenScores)) else None
 
     def _apply_to_exponentials(
         self, value: Value, state: Tracked, name: str, x: object, operand_state: State | None
@@ -330,22 +333,14 @@ def _apply_to_scores(
     is_power = value.op == "exp2" or (value.op == "pow" and name == "other")
     if is_power and not s.sink and base and base > 0 and base != 1:
         return softmax_rules.exponentials(value, s, base)
+    if value.op == "eq" and not s.sink:
+        return guard_rules.hidden_scores(value, s, name)
     if value.op == "exp":
         return ScoreExps(s.dims, (*s.path, value), s, value)
     rule = score_rules.RULES.get(value.op, _unsupported)
     if s.sink and rule not in (_unsupported, *score_rules.ALLOWED_WITH_SINK):
         raise Refused(f"{raw_name(value.node)} is applied to them and their sink")
     return rule(value, s, name)
-
-
-def _without_nan(value: Value, w: MatchedWeights, mask: NanWeights) -> State:
-    """NaN weights become 0, as the operator gives them."""
-    filled = value.args.get("value") if value.op == "masked_fill" else value.args.get("input")
-    kept = value.args.get("input" if value.op == "masked_fill" else "other")
-    same = mask.weights.path == w.path and isinstance(kept, Value) and kept is w.path[-1]
-    if not same or constant_value(filled) != 0:
-        raise Refused("they are filled where they, or others, are NaN")
-    return w.extend(value, path=(*mask.path, value))
 
 
 def _unsupported(value: Value, state: Tracked, name: str) -> State:

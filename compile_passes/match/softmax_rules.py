@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from compile_passes.graph.axes import Group, is_one, resolve, resolve_dims
+from compile_passes.graph.axes import Dims, Group, is_one, resolve, resolve_dims
 from compile_passes.graph.constants import constant_value, guarded_constant
 from compile_passes.graph.ir import Value
+from compile_passes.graph.layout import EXPANDED
 from compile_passes.graph.vocabulary import raw_name
 from compile_passes.match.alignment import reduced
 from compile_passes.match.match_state import (
@@ -53,7 +54,7 @@ def check_over_keys(s: MatchedScores, keys: Group) -> None:
 def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
     """scores - row statistic"""
     aligned = resolve_dims(tuple(() if g == r.keys else g for g in resolve_dims(s.dims)))
-    if r.scores is not s or r.negative or resolve_dims(r.dims) != aligned:
+    if r.scores is not s or r.negative or _without_repetitions(r.dims) != aligned:
         raise Refused("the maximum of something else is subtracted from them")
     path = tuple(dict.fromkeys((*s.path, *r.path, value)))
     if r.lse:
@@ -147,12 +148,18 @@ def add_sink(value: Value, t: ExpSum, x: object) -> State:
     raise Refused("something is added to the sum of their exponentials")
 
 
+def _without_repetitions(dims: Dims) -> Dims:
+    """The dims of a row's number before it was expanded to the keys."""
+    return tuple(() if any(a.name == EXPANDED for a in g) else g for g in resolve_dims(dims))
+
+
 def normalised(
     value: Value, state: ScoreExps | UnnormalizedOutput, by: ExpSum | InverseExpSum
 ) -> MatchedWeights | Core:
     """Exponentials, or their product with a value, that are divided by their sum."""
-    if isinstance(by, InverseExpSum):
-        by = dataclasses.replace(by.total, path=by.path, dims=by.dims)
+    dims = _without_repetitions(by.dims)
+    total = by.total if isinstance(by, InverseExpSum) else by
+    by = dataclasses.replace(total, path=by.path, dims=dims)
     found = _divided if isinstance(state, ScoreExps) else _divided_output
     return found(value, state, by)
 

@@ -75,6 +75,18 @@ def test_score_mods_become_arguments(name):
     assert "softcap=5" in finding.call or name != "softcap"
 
 
+@pytest.mark.parametrize("name", ["causal", "window", "lengths"])
+def test_score_mods_become_arguments_with_dynamic_shapes(name):
+    """A call without a BlockMask has one block, however long it is."""
+    score_mod, masks = SCORE_MODS[name]
+    fusion = fuse(with_score_mod(score_mod), dynamic=True)
+    assert_same(with_score_mod(score_mod), inputs(), fusion, train=False)
+    assert [f.masks for f in fusion.findings] == [masks], fusion.reasons
+    longer = qkv(Sq=2 * S, Sk=2 * S, D=16, Dv=16)
+    assert_same(with_score_mod(score_mod), longer, fusion, train=False)
+    assert len(fusion.graphs) == 1, "lengths recompile"
+
+
 def mask_of_one_block(mask_mod):
     ones = torch.ones(1, 1, 1, dtype=torch.int32)
     zeros = torch.zeros(1, 1, 1, 1, dtype=torch.int32)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import compile_passes
@@ -254,3 +256,79 @@ def test_documents_need_positions_that_count_by_one(kind):
     assert_same(function, (*qkv(), torch.tensor(positions)), fusion)
     compact = [f.masks == "a key range for each query" for f in fusion.findings]
     assert compact == [kind == "positions"]
+
+
+def by_the_kernel_for_cpus(q, k, v):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, True, scale=0.2)[0] + kernel(q, k, v, attn_mask=added(q))[0]
+
+
+def added(q):
+    return q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
+
+
+def with_the_lse_of_the_kernel(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=added(q))
+
+
+def by_the_operator_for_math(q, k, v):
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, causal_mask(q))[0]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_operators_of_kernels_are_calls(dynamic):
+    check(by_the_kernel_for_cpus, qkv(), 1, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (with_the_lse_of_the_kernel, "its log-sum-exp is read, or its result is not"),
+        (by_the_operator_for_math, "sdpa_kernel permits torch's own arithmetic alone"),
+    ],
+)
+def test_operators_of_kernels_that_are_left(function, reason):
+    (finding,) = compile_passes.explain(function, *qkv()).findings
+    assert (finding.operation, finding.reason) == ("scaled_dot_product_attention", reason)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_operators_of_gpu_kernels_are_calls(name, monkeypatch):
+    monkeypatch.setattr(call_rules, "compute_capability", lambda device: (9, 0))
+    kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    masked = name != "flash"
+
+    def function(q, k, v):
+        rest = (None, False, 0.0, True) if masked else (0.0, True)
+        return kernel(q, k, v, *rest)[0]
+
+    with FakeTensorMode():
+        short, q, k, v = (
+            torch.empty(2, n, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for n in (8, 16, 16, 16)
+        )
+        graph = make_fx(function)(q, k, v)
+        longer = None if masked else make_fx(function)(short, k, v)
+    strides = graph.graph.output_node().args[0].meta["val"].stride()
+    (finding,) = compile_passes.fuse_module(graph)
+    assert finding.fused and finding.masks == "is_causal", finding
+    assert graph.graph.output_node().args[0].meta["val"].stride() == strides
+    if longer:
+        (finding,) = compile_passes.fuse_module(longer)
+        assert finding.reason == "it is causal, with other numbers of queries and keys"
+
+
+class Exported(torch.nn.Module):
+    def forward(self, q, k, v):
+        return sdpa(q, k, v, attn_mask=causal_mask(q))
+
+
+def test_exported_calls_that_are_decomposed_are_fused():
+    """torch writes them out, with a guard of rows without keys that reads the scores."""
+    exported = torch.export.export(Exported(), qkv()).run_decompositions()
+    names = [str(n.target) for n in exported.graph.nodes]
+    assert "aten._softmax.default" in names and "aten.any.dim" in names
+    module = exported.module()
+    (finding,) = compile_passes.fuse_module(module)
+    assert finding.fused and finding.masks == "is_causal", finding
+    torch.testing.assert_close(module(*qkv()), Exported()(*qkv()), atol=1e-5, rtol=1e-4)

@@ -175,3 +175,16 @@ def logarithm_of_a_sum_of_hidden_keys(q, k, v, hidden):
     s = (q @ k.mT * 0.3).masked_fill(hidden, -1e9)
     m = s.amax(-1, keepdim=True)
     return (s - (m + (s - m).exp().sum(-1, keepdim=True).log())).exp() @ v
+
+
+@case("fuse", bhsd())
+def expanded_maximum_and_sum(q, k, v):
+    s = q @ k.mT * 0.3
+    e = (s - s.amax(-1, keepdim=True).expand_as(s)).exp()
+    return (e / e.sum(-1, keepdim=True).expand(-1, -1, -1, S)) @ v
+
+
+@case("no_fuse", bhsd())
+def sums_of_queries_expanded_for_keys(q, k, v):
+    e = (q @ k.mT * 0.3).exp()
+    return (e / e.sum(-1)[:, :, None].expand_as(e)) @ v

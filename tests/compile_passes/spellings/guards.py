@@ -146,3 +146,64 @@ def causal_mask_before_a_scale(q, k, v, rows, hidden):
     """Every row attends a key, so that the fill need not absorb anything."""
     added = torch.zeros(S, S).masked_fill(~triangle(), -1e9)
     return ((q @ k.mT + added) * 0.3).softmax(-1) @ v
+
+
+@case("fuse", with_rows)
+def torchs_safe_softmax(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return torch.ops.aten._safe_softmax(s, -1) @ v
+
+
+@case("fuse", with_rows, tags="nan")
+def rows_of_infinite_scores_chosen(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1)) @ v
+
+
+@case("fuse", with_rows, tags="nan")
+def rows_with_a_finite_score_kept(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    p = s.softmax(-1)
+    return torch.where((~(s == -INF)).any(-1, keepdim=True), p, torch.zeros_like(p)) @ v
+
+
+@case("fuse", with_rows)
+def rows_of_infinite_scores_beside_a_finite_fill(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -1e9)
+    return s.softmax(-1).masked_fill((s == -INF).all(dim=-1, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows)
+def rows_of_a_finite_fill(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -1e9)
+    return s.softmax(-1).masked_fill((s == -1e9).all(dim=-1, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows, tags="nan")
+def rows_with_a_finite_score_filled(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return s.softmax(-1).masked_fill((~(s == -INF)).any(dim=-1, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows, tags="nan")
+def rows_with_any_hidden_key(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return s.softmax(-1).masked_fill((s == -INF).any(dim=-1, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows, tags="nan")
+def keys_that_no_query_attends(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return s.softmax(-1).masked_fill((s == -INF).all(dim=-2, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows, tags="nan")
+def rows_of_other_scores(q, k, v, rows, hidden):
+    s, t = ((q @ x.mT * 0.3).masked_fill(hidden, -INF) for x in (k, v))
+    return s.softmax(-1).masked_fill((t == -INF).all(dim=-1, keepdim=True), 0.0) @ v
+
+
+@case("no_fuse", with_rows, tags="nan")
+def empty_queries_taken_for_keys(q, k, v, rows, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -INF)
+    return s.softmax(-1).masked_fill((s == -INF).all(dim=-1)[:, :, None, :], 0.0) @ v
