@@ -264,16 +264,15 @@ def _family_of(key: tuple, call: Call) -> tuple:
     table, mask = call.cache and call.cache.page_table, call.spec.attn_mask
     if table is not None and table.dim() != 2:
         return key
-    keys = call.num_keys
+    keys = k.shape[2] if table is None else call.num_keys
     size = keys.bit_length(), (keys - 1).bit_length(), rows_are_aligned(q, k, v)
     if table is not None:
         described = table.shape[0], table.dtype, table.device
         return *_with_tensor(key, call, "page_table", described), *size
-    if (
-        call.writes_cache  # where every stride is checked
-        or _has_token_scales(call)  # whose shape is checked against the number of keys
-        or call.spec.mask_blocks is not None  # so is theirs
-    ):
+    if call.spec.mask_blocks is not None:  # whose shape is checked against the number of keys
+        return key
+    # every stride of a cache that is written to is checked, and the shape of scales of tokens
+    if call.kind == CACHED and (call.writes_cache or _has_token_scales(call)):
         return key
     if mask is not None:
         shape = [n if at or n != keys else "keys" for at, n in enumerate(reversed(mask.shape))]
@@ -293,8 +292,6 @@ def _with_tensor(key: tuple, call: Call, name: str, described: tuple) -> tuple:
 
 
 def _has_token_scales(call: Call) -> bool:
-    if call.cache is None:
-        return False
     table, k_scale, v_scale = call.cache.page_table, call.cache.k_scale, call.cache.v_scale
     return scales_of(k_scale, v_scale, table is not None) == TOKEN_SCALES
 
