@@ -270,6 +270,15 @@ def test_the_private_function_reads_caches():
     assert torch.equal(out, expected)
 
 
+def test_the_private_function_copies_keys_that_are_only_read():
+    q, k, v = (draw(2, 8, n, 5, grad=False).transpose(1, 3) for n in (4, 2, 2))
+    lens = torch.tensor([2, 5], dtype=torch.int32)
+    out, *_ = compat._flash_attn_forward(q, k, v, seqused_k=lens)
+    for b, n in enumerate(lens.tolist()):
+        expected = compat.flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        torch.testing.assert_close(out[b], expected[0])
+
+
 q, k_cache = torch.randn(1, 2, 2, 8), torch.randn(1, 4, 2, 8)
 new, ends = torch.randn(2, 2, 8), torch.tensor([0, 2], dtype=torch.int32)
 

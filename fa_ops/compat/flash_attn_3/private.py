@@ -70,6 +70,8 @@ def _flash_attn_forward(
             return_attn_probs=True,
         )  # fmt: skip
     else:
+        if k_new is None:  # nothing is written to k and v
+            k, v = unit_stride(need_tensor("k", k)), unit_stride(v)
         result = kvcache.flash_attn_with_kvcache(
             q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k,
             page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, *descales,
