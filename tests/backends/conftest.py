@@ -3,6 +3,7 @@
 import ctypes
 import struct
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(launch, "_loaded", {})
     monkeypatch.setattr(launch, "_load", lambda name, entry: launch.Kernel(name, 128, 0))
     monkeypatch.setattr(compiler, "program", lambda source, entry, defines: entry)
-    monkeypatch.setattr(compiler, "compiled", lambda names: names)
+    monkeypatch.setattr(compiler, "begin", lambda names: [partial(str, name) for name in names])
     instead = {
         "current_device": lambda: None,  # the index of CPU tensors
         "current_stream": lambda index: 77,

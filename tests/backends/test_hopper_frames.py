@@ -18,7 +18,9 @@ OTHERS = str(Path(__file__).parents[1]), str(PACKAGE / "testing")
 # Compiling and loading, which the driver of the tests replaces, and the maps of new addresses.
 REPLACED = {
     one.__code__
-    for one in (launch.kernel.__wrapped__, launch.kernels, launch.TensorMap.__missing__)
+    for one in (
+        launch.kernel.__wrapped__, launch.kernels, launch._load_all, launch.TensorMap.__missing__
+    )
 }  # fmt: skip
 
 
@@ -146,4 +148,4 @@ def test_a_repeated_backward_pass_enters_few_functions(autocast):
 def test_a_first_forward_enters_few_functions():
     call, limit = CALLS["forward"]
     frames = counted(call)
-    assert limit < frames.count <= 97 and len(frames.files) <= 16, frames.entered
+    assert limit < frames.count <= 99 and len(frames.files) <= 16, frames.entered

@@ -1,9 +1,15 @@
 """Driver calls of the Hopper backend, with a driver that answers as told."""
 
+import threading
+from functools import partial
+
 import pytest
 import torch
 
+from fa_ops.backends import hopper
 from fa_ops.backends.hopper import compiler, launch
+from fa_ops.call import PACKED, Call
+from fa_ops.types import Packing, Spec
 
 load = launch._load  # the `driver` fixture replaces it
 
@@ -54,7 +60,7 @@ def recompiled(driver, monkeypatch):
         yield b"new"
 
     monkeypatch.setattr(launch, "_load", load)
-    monkeypatch.setattr(compiler, "compiled", lambda sources: [b"stored"] * len(sources))
+    monkeypatch.setattr(compiler, "begin", lambda sources: [lambda: b"stored"] * len(sources))
     monkeypatch.setattr(compiler, "replacements", replacements)
     monkeypatch.setattr(compiler, "nvrtc", lambda: None)
     monkeypatch.setattr(compiler, "version", lambda lib: (13, 0))
@@ -86,3 +92,108 @@ def test_failures_that_are_not_the_modules_compile_nothing(driver, recompiled, s
     with pytest.raises(launch.DriverError, match=rf"cuModuleLoadData failed: .*\({status}\)$"):
         launch.kernels("packed", None, [launch.Entry("first", 128)])
     assert recompiled == []
+
+
+# Compiling
+
+
+@pytest.fixture
+def events(driver, monkeypatch):
+    """What was begun, waited for and loaded, in this order."""
+    noted = []
+
+    def code(name):
+        noted.append(f"wait {name}")
+        return name
+
+    def begin(names):
+        noted.extend(f"begin {name}" for name in names)
+        return [partial(code, name) for name in names]
+
+    def loaded(name, entry):
+        noted.append(f"load {name}")
+        return launch.Kernel(name, 128, 0)
+
+    monkeypatch.setattr(compiler, "begin", begin)
+    monkeypatch.setattr(launch, "_load", loaded)
+    return noted
+
+
+def entries(*names):
+    return [launch.Entry(name, 128) for name in names]
+
+
+def test_kernels_of_one_plan_are_compiled_together(events):
+    def prepare(call):
+        launch.kernels("a", None, entries("one", "two"))
+        launch.kernels("b", None, entries("three"))
+        assert events == ["begin one", "begin two", "begin three"]
+        return call
+
+    assert launch.together(launch.together(prepare))("run") == "run"
+    assert events[3:] == [f"{what} {name}" for name in ("one", "two", "three")
+                          for what in ("wait", "load")]  # fmt: skip
+    assert all(type(one) is launch.Kernel for one in launch._loaded.values())
+    launch.together(lambda call: launch.kernels("b", None, entries("three")))("run")
+    assert len(events) == 9
+
+
+def test_kernels_outside_of_a_plan_are_loaded_at_once(events):
+    one, two = launch.kernels("a", None, entries("one", "two"))
+    assert type(one) is type(two) is launch.Kernel and len(events) == 6
+
+
+@pytest.mark.parametrize("launched", ["launch", "dependent"])
+def test_a_kernel_that_another_thread_compiles_is_loaded_by_the_first_launch(events, launched):
+    asked = []
+
+    def prepare(call):
+        asked.append(launch.kernels("a", None, entries("one"))[0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.together(prepare)(None)
+    (one,) = asked
+    assert events == ["begin one"]
+    for _ in range(2):
+        if launched == "launch":
+            one.launch((1, 1), 0, None)
+        else:
+            launch._dependent_launches((one,), 1, 0)
+        assert events == ["begin one", "wait one", "load one"]
+
+
+def test_after_an_error_kernels_are_compiled_again(events, monkeypatch):
+    def fails():
+        raise compiler.CompileError("no memory")
+
+    begin = compiler.begin
+    monkeypatch.setattr(compiler, "begin", lambda names: [fails for _ in names])
+    prepare = launch.together(lambda call: launch.kernels("a", None, entries("one")))
+    with pytest.raises(compiler.CompileError, match="no memory"):
+        prepare(None)
+    monkeypatch.setattr(compiler, "begin", begin)
+    (one,) = prepare(None)
+    assert type(one) is launch.Kernel and events == ["begin one", "wait one", "load one"]
+
+
+def test_packed_sequences_compile_both_kernels_at_once(events, monkeypatch):
+    q = torch.zeros(64, 2, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 64], dtype=torch.int32)
+    call = Call(PACKED, q, q, q, Spec(), Packing(ends, ends))
+    hopper.plan(call).prepare(call)
+    assert events[:2] == ["begin packed_ranges", "begin forward"] and len(events) == 6
+
+
+def test_programs_are_compiled_at_the_same_time(monkeypatch):
+    both = threading.Barrier(2)
+
+    def compiled(program):
+        both.wait(10)
+        return program.source.encode()
+
+    monkeypatch.setattr(compiler, "_found", lambda program: b"" if not program.source else None)
+    monkeypatch.setattr(compiler, "_compiled", compiled)
+    programs = [compiler.Program(source) for source in ("a", "b", "", "a")]
+    assert compiler.compiled(programs) == [b"a", b"b", b"", b"a"]
+    assert [code() for code in compiler.begin(programs)] == [b"a", b"b", b"", b"a"]

@@ -101,6 +101,14 @@ def supports(call: Call) -> str | None:
 
 def plan(call: Call) -> Plan:
     """How the backend runs the call."""
+    from fa_ops.backends.hopper.launch import together
+
+    kernel, prepare = _plan(call)
+    return Plan(kernel, together(prepare))
+
+
+def _plan(call: Call) -> Plan:
+    """The same, whose kernels are compiled one after another."""
     from fa_ops.backends.hopper import (
         dense_backward,
         dense_forward,

@@ -1,7 +1,7 @@
 """Compiles the kernels at run time with NVRTC, through ctypes.
 
-Each entry point is a program of its own, with the headers in `cuda/` passed in memory. The programs
-that a call needs are compiled in parallel threads, as NVRTC releases Python's lock.
+Each entry point is a program of its own, with the headers in `cuda/` passed in memory. All programs
+that a plan needs are compiled in parallel threads, as NVRTC releases Python's lock.
 
 Cubins are cached on disk (`cubin_cache`). The name of a file is the hash of the program, its
 headers, the flags and NVRTC's version, so that it is never stale. The optional package
@@ -17,7 +17,7 @@ import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -167,14 +167,24 @@ def compiled(programs: Sequence[Program]) -> list[bytes]:
     Raises:
         CompileError: NVRTC is missing, or refuses the source; the message is its log.
     """
-    found = {program: _found(program) for program in programs}
-    missing = [program for program, code in found.items() if code is None]
-    if len(missing) == 1:
-        found[missing[0]] = _compiled(missing[0])
-    elif missing:
-        with ThreadPoolExecutor(len(missing)) as threads:
-            found |= zip(missing, threads.map(_compiled, missing))
-    return [found[program] for program in programs]
+    return [code() for code in begin(programs)]
+
+
+def begin(programs: Sequence[Program]) -> list[Callable[[], bytes]]:
+    """Start a thread for each program that has to be compiled.
+
+    Returns:
+        for each program what waits for its machine code and returns it, or raises as `compiled`
+        does.
+    """
+    codes = {program: _found(program) for program in programs}
+    missing = [program for program, code in codes.items() if code is None]
+    results = {program: functools.partial(bytes, code or b"") for program, code in codes.items()}
+    if missing:
+        threads = ThreadPoolExecutor(len(missing))
+        results |= {program: threads.submit(_compiled, program).result for program in missing}
+        threads.shutdown(wait=False)
+    return [results[program] for program in programs]
 
 
 def uncached(kind: str, entries: Sequence[str], defines: dict[str, int]) -> list[str]:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -126,21 +127,52 @@ class Entry(NamedTuple):
 
 
 _loaded: dict[tuple, Kernel] = {}
+_thread = threading.local()  # `asked`: the kernels that `together` will load
 
 
 def kernels(
     source: str, device: int, entries: Sequence[Entry], defines: tuple[tuple[str, int], ...] = ()
 ) -> tuple[Kernel, ...]:
-    """Entry points, loaded on one device; those that no cache has are compiled in parallel."""
+    """Entry points, loaded on one device; those that no cache has are compiled in parallel.
+
+    Inside a function of `together` they are still being compiled when this returns.
+    """
     missing = [entry for entry in entries if (source, device, entry, defines) not in _loaded]
     if missing:
-        together = [dict(defines) | dict(entry.defines) for entry in missing]
-        programs = [compiler.program(source, e.name, d) for e, d in zip(missing, together)]
-        codes = compiler.compiled(programs)
-        with on_device(device):
-            for entry, program, code in zip(missing, programs, codes):
-                _loaded[source, device, entry, defines] = _load_or_replace(code, program, entry)
-    return tuple(_loaded[source, device, entry, defines] for entry in entries)
+        macros = [dict(defines) | dict(entry.defines) for entry in missing]
+        programs = [compiler.program(source, e.name, d) for e, d in zip(missing, macros)]
+        for entry, program, code in zip(missing, programs, compiler.begin(programs)):
+            _loaded[source, device, entry, defines] = CompiledLater(entry, device, program, code)
+    found = tuple(_loaded[source, device, entry, defines] for entry in entries)
+    asked = getattr(_thread, "asked", None)
+    if asked is None:
+        _load_all(found)
+    else:
+        asked.extend(found)
+    return found
+
+
+def together(prepare: Callable) -> Callable:
+    """`prepare` of a plan, with all kernels that it asks for compiled in parallel."""
+
+    def prepared(call):
+        if getattr(_thread, "asked", None) is not None:
+            return prepare(call)
+        _thread.asked = []
+        try:
+            run = prepare(call)
+            _load_all(_thread.asked)
+        finally:
+            _thread.asked = None
+        return run
+
+    return prepared
+
+
+def _load_all(found: Sequence[Kernel]) -> None:
+    for one in found:
+        if type(one) is CompiledLater:
+            one.load()
 
 
 # Status of a module that is damaged, or compiled for another GPU or a newer driver:
@@ -216,6 +248,42 @@ class Kernel:
         status = driver().cuLaunchKernel(*arguments)
         if status:
             _after_failure(status, "cuLaunchKernel", *arguments)
+
+
+class CompiledLater(Kernel):
+    """A kernel whose machine code may still be compiled; an ordinary one once it is loaded."""
+
+    def __init__(
+        self, entry: Entry, device: int, program: compiler.Program, code: Callable[[], bytes]
+    ) -> None:
+        self._entry, self._device, self._program, self._code = entry, device, program, code
+        self._loading = threading.Lock()
+
+    def load(self) -> None:
+        """Wait for the machine code, and load it. After an error the next call tries again."""
+        with self._loading:
+            if type(self) is not CompiledLater:  # another thread has loaded it meanwhile
+                return
+            try:
+                code = self._code()
+                with on_device(self._device):
+                    loaded = _load_or_replace(code, self._program, self._entry)
+            except BaseException:
+                self._code = lambda: compiler.compiled([self._program])[0]
+                raise
+            super().__init__(loaded._function, loaded._threads, loaded._shared)
+            self._program = self._code = None  # the texts of many headers, and machine code
+            self.__class__ = Kernel
+
+    def dependent(self, ctas: int, stream: int) -> tuple[object, ctypes.c_void_p]:
+        """As of a loaded kernel."""
+        self.load()
+        return Kernel.dependent(self, ctas, stream)
+
+    def launch(self, grid: tuple[int, int], stream: int, pointers: ctypes.Array) -> None:
+        """As of a loaded kernel."""
+        self.load()
+        Kernel.launch(self, grid, stream, pointers)
 
 
 def launch_dependent(
