@@ -46,5 +46,20 @@ def get_scheduler_metadata(
     *args,
     **options,
 ) -> Tensor:
-    """A tensor without elements: the kernels here need no schedule from the caller."""
+    """What flash_attn_with_kvcache takes as ``scheduler_metadata``; its kernels here need none.
+
+    Args:
+        batch_size: the number of rows of queries.
+        max_seqlen_q: their longest length.
+        max_seqlen_k: the longest length of a row of the cache.
+        num_heads_q: ``Hq``.
+        num_heads_kv: ``Hkv``.
+        headdim: ``D``.
+        cache_seqlens: int32 ``(B,)``; its device is that of the result.
+        args: ignored, as ``options`` and all arguments but ``cache_seqlens``.
+        options: see ``args``.
+
+    Returns:
+        An int32 tensor without elements.
+    """
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

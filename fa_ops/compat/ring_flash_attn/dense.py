@@ -69,9 +69,23 @@ def zigzag_ring_flash_attn_func(
     deterministic: bool = False, return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Result:  # fmt: skip
-    """:func:`ring_flash_attn_func` in zigzag order: chunks ``r`` and ``2 n - 1 - r`` of ``2 n``.
+    """:func:`ring_flash_attn_func` in zigzag order.
 
-    The original is causal alone; here `causal` may be False too.
+    The sequence is divided into ``2 n`` chunks, of which process ``r`` of ``n`` holds chunks ``r``
+    and ``2 n - 1 - r``, one after the other: all processes then have equal work if `causal`.
+
+    Args:
+        q: ``(B, S, Hq, D)``, with an even S.
+        k: ``(B, S, Hkv, D)``.
+        v: ``(B, S, Hkv, Dv)``.
+        causal: as in :func:`ring_flash_attn_func`, as all arguments that are not here. May be
+            False, which the original refuses.
+
+    Returns:
+        out ``(B, S, Hq, Dv)``, or ``(out, lse, None)``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: as :func:`ring_flash_attn_func`.
     """
     options = options_of(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
     return _attend(q, k, v, options, return_attn_probs, group, "zigzag")

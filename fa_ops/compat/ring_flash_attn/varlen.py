@@ -54,6 +54,20 @@ def zigzag_ring_flash_attn_varlen_func(
     """:func:`ring_flash_attn_varlen_func` with each sequence in zigzag order.
 
     Of ``2 n`` chunks of each sequence, process ``r`` holds chunks ``r`` and ``2 n - 1 - r``.
+
+    Args:
+        q: ``(T, Hq, D)``.
+        k: ``(T, Hkv, D)``.
+        v: ``(T, Hkv, Dv)``.
+        cu_seqlens: as in :func:`ring_flash_attn_varlen_func`, as all arguments that are not here;
+            the lengths are even.
+        causal: may be False, which the original refuses.
+
+    Returns:
+        out ``(T, Hq, Dv)``, or ``(out, lse, None)``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: as :func:`ring_flash_attn_func`.
     """
     options = options_of(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
     return _attend(q, k, v, cu_seqlens, options, return_attn_probs, group, True)
