@@ -54,7 +54,8 @@ def _is_whole(quotient: sympy.Expr) -> bool:
 def _has_no_remainder(division: FloorDiv, env: ShapeEnv) -> bool:
     """Whether a guard says so: itself, or because a view has as many elements as its input."""
     x, y = division.args
-    if statically_known_true(env.create_symboolnode(sympy.Eq(Mod(x, y), 0))):
+    positive = x.is_nonnegative  # torch's Mod takes no others
+    if positive and statically_known_true(env.create_symboolnode(sympy.Eq(Mod(x, y), 0))):
         return True
     wanted = x / (y * division)
     equal = (guard.expr for guard in env.guards if isinstance(guard.expr, sympy.Eq))

@@ -148,6 +148,12 @@ Element = Affine | float | AbsoluteValue | Choice | Condition
 Coordinates = tuple[Affine, ...]
 
 
+def reads_tensors(x: object) -> bool:
+    """Whether an element depends on the content of a tensor."""
+    nested = isinstance(x, (tuple, frozenset))
+    return isinstance(x, Opaque) or (nested and any(map(reads_tensors, x)))
+
+
 def sort_key(x: object) -> str:
     """A key that sorts conditions and terms in the same order in every process."""
     if isinstance(x, frozenset):

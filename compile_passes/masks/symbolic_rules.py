@@ -25,6 +25,7 @@ from compile_passes.masks.affine import (
     at_most,
     choose,
     negate,
+    reads_tensors,
 )
 from compile_passes.masks.arithmetic import ZERO, as_number, combine, compare, is_condition, literal
 
@@ -213,9 +214,11 @@ def _masked_fill(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) ->
 def _choice(value: Value, condition: Element, yes: Element | None, no: Element | None):
     if not is_condition(condition) or yes is None or no is None:
         return None
-    if value.dtype == torch.bool:
-        return any_of(all_of(condition, yes), all_of(negate(condition), no))
-    return choose(condition, yes, no)
+    if value.dtype != torch.bool:
+        return choose(condition, yes, no)
+    if yes is True or no is True:
+        return any_of(condition, no) if yes is True else any_of(negate(condition), yes)
+    return any_of(all_of(condition, yes), all_of(negate(condition), no))
 
 
 def _triangle(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
@@ -226,6 +229,26 @@ def _triangle(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> El
     inside = at_most(distance if value.op == "tril" else ZERO.plus(distance, -1))
     x = evaluator.argument(value, "input", at)
     return all_of(inside, x) if value.dtype == torch.bool else choose(inside, x, ZERO)
+
+
+def _pad(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
+    """A number around a tensor whose elements are known."""
+    x, widths, fill = (value.args.get(name) for name in ("input", "pad", "value"))
+    mode = value.args.get("mode")
+    known = isinstance(widths, (tuple, list)) and all(type(n) is int and n >= 0 for n in widths)
+    fill = constant_value(0.0 if fill is None else fill)
+    if not known or mode not in (None, "constant") or fill is None or len(widths) > 2 * len(at):
+        return None
+    moved, conditions = list(at), []
+    for dim, before in enumerate(widths[::2], 1):
+        moved[-dim] = at[-dim].plus(Affine.from_size(before), -1)
+        last = Affine.from_size(x.shape[-dim]).plus(Affine.from_size(1), -1)
+        conditions += [at_most(ZERO.plus(moved[-dim], -1)), at_most(moved[-dim].plus(last, -1))]
+    inside = evaluator.element(x, tuple(moved))
+    if reads_tensors(inside):
+        return None  # it would be read beyond its ends
+    outside = evaluator.convert(literal(fill), value.dtype)
+    return _choice(value, all_of(*conditions), inside, outside)
 
 
 def _diff(evaluator: SymbolicEvaluator, value: Value, at: Coordinates) -> Element | None:
@@ -269,6 +292,7 @@ RULES: dict[str, Callable[[SymbolicEvaluator, Value, Coordinates], Element | Non
     "masked_fill": _masked_fill,
     "diff": _diff,
     "cumsum": _cumsum,
+    "pad": _pad,
     **dict.fromkeys(("expand", "copy"), _expand),
     **dict.fromkeys(("add", "sub", "mul"), _arithmetic),
     **dict.fromkeys(("div", "floordiv"), _quotient),

@@ -36,6 +36,7 @@ def test_a_division_is_exact_only_where_a_guard_says_so(divided):
         found["equal"] = axes.sizes_equal(n * (m // n), m)
         found["divides"] = axes.divides(m // n, m)
         found["other"] = axes.sizes_equal(n * (m // n), m + n) or axes.divides(m, n)
+        found["negative"] = axes.sizes_equal(-m // n + 7, 1)  # 3, which no guard says
         return gm.forward
 
     def function(x, y):
@@ -45,4 +46,4 @@ def test_a_division_is_exact_only_where_a_guard_says_so(divided):
 
     torch._dynamo.reset()
     torch.compile(function, backend=backend, dynamic=True)(torch.ones(12), torch.ones(3))
-    assert found == {"equal": divided, "divides": divided, "other": False}
+    assert found == {"equal": divided, "divides": divided, "other": False, "negative": False}

@@ -162,6 +162,17 @@ def test_the_causal_flag_is_aligned_at_the_bottom_right():
     assert "key_ranges" in fusion.code  # aligned at the top left
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_masks_padded_for_memory_keys_are_intervals(value):
+    def padded(q, k, v):
+        keep = torch.ones(12, 12, dtype=torch.bool).tril()
+        keep = torch.nn.functional.pad(keep, (4, 0) if value else (0, 4), value=value)
+        return (q @ k.mT * 0.35).masked_fill(~keep, LOWEST).softmax(-1) @ v
+
+    (finding,) = check(padded, qkv(Sk=16)).findings
+    assert finding.masks == "a key range for each query"
+
+
 def test_masks_that_keep_everything_are_dropped():
     def change(scores):
         i, j = positions(scores)

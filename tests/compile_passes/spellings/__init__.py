@@ -9,6 +9,7 @@ from tests.compile_passes.spellings import (
     guards,
     joined,
     normalised,
+    padded_masks,
     refused,
     rows_without_keys,
     sdpa_calls,
@@ -30,6 +31,7 @@ FILES = (
     joined,
     normalised,
     exponentials,
+    padded_masks,
     written,
     zero_one,
 )
