@@ -130,5 +130,17 @@ def _may_run(
         and not options.get("num_splits")  # which the kernel would choose by itself
         and not planning.DEBUG  # where lengths and pages are checked, in calls over a cache
         and min(key.numel(), value.numel(), tensors.page_table.numel()) > 0
-        and library.route_of(query, key, value, *tensors) is Route.DIRECT
+        and _is_direct(query, key, value, tensors)
     )
+
+
+def _is_direct(query: Tensor, key: Tensor, value: Tensor, tensors: PagedTensors) -> bool:
+    """Whether the dispatcher would do nothing.
+
+    Autocast casts queries to the cache's dtype.
+    """
+    route = library.route_of(query, key, value, *tensors)
+    if route is Route.AUTOCAST and query.dtype == key.dtype:
+        with library.without_autocast():
+            route = library.route_of(query, key, value, *tensors)
+    return route is Route.DIRECT

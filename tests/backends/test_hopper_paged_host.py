@@ -114,6 +114,17 @@ def test_a_supported_call_is_planned_once(as_on_cuda, monkeypatch):
     assert [args[3].kv_lens is call.tensors.kv_lens for args in as_on_cuda] == [True, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_left_out_where_it_has_nothing_to_cast(as_on_cuda, dtype):
+    """Queries follow the cache, whatever the region's dtype."""
+    call = described()
+    with torch.autocast("cpu", dtype):
+        assert attend(call) == ("out", "lse")
+        assert attend(call._replace(query=call.query.float())) is None
+        assert attend(call._replace(query=call.query.requires_grad_())) is None
+    assert len(as_on_cuda) == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -126,3 +126,11 @@ def test_other_backends_attend_tiles_of_a_cache(native):
     args, options, _ = drawn(1, 64, 64, 8, 4)  # pages that the kernel does not take
     assert_as_the_oracle(args, options)
     assert not native and paged_calls._refused
+
+
+def test_autocast_keeps_the_kernel(native):
+    args, options, _ = drawn(4, 128, 128, 64, 4, counts=[300, 7, 0, 130])
+    expected = fa_ops.attention_varlen(*args, **options)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = fa_ops.attention_varlen(*args, **options)
+    assert len(native) == 2 and all(map(torch.equal, found, expected))
