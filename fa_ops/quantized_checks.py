@@ -56,9 +56,8 @@ def packed(
     With a page `table`, key and value are pages.
     """
     cu_seqlens_q, cu_seqlens_k, *longest = packing
-    layouts = ["(T, H, D)", "(T, H, D)" if table is None else "(pages, page_size, H, D)"]
-    for name, t in (("query", q), ("key", k), ("value", v)):
-        layout = layouts[name != "query"]
+    keys = "(T, H, D)" if table is None else "(pages, page_size, H, D)"
+    for name, t, layout in (("query", q, "(T, H, D)"), ("key", k, keys), ("value", v, keys)):
         need(
             t.dim() == layout.count(",") + 1, "{} must have shape {}, got {}", name, layout, t.shape
         )
