@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
@@ -47,7 +48,9 @@ class NodeInserter:
 
     def _evaluate(self, kind: str, target, args: tuple, kwargs: dict) -> object:
         args, kwargs = map_arg((args, kwargs), example)
-        with self._fake_mode() or contextlib.nullcontext(), torch.no_grad():
+        mode = self._fake_mode() or contextlib.nullcontext()
+        # torch 2.11 keeps sizes symbolic in composite operators only with Python's dispatcher
+        with mode, enable_python_dispatcher(), torch.no_grad():
             return run(kind, target, args, kwargs)
 
     def _fake_mode(self) -> FakeTensorMode | None:
