@@ -13,6 +13,9 @@ from hf_integration import mask_uses
 _NEEDS_FLOAT_MASK = {"gemma4_audio", "git"}
 # Model types whose modules have is_causal = True, although without a mask they attend everything.
 _NOT_CAUSAL = {"blt_global_transformer", "bridgetower", "bridgetower_text_model"}
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+DECLARATION = "_supports_attention_backend"
+_FLAGS = (DECLARATION, "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 _LAYERS_WITH_BIAS = ("compressed",)  # layer types whose code concatenates a bias to the mask
 
 
@@ -72,7 +75,7 @@ def _find(config_class: type) -> MaskNeeds:
 
 def bypasses_interface(module: ModuleType) -> bool:
     """Whether a module defines attention layers and never calls transformers' interface."""
-    if hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+    if hasattr(module, _INTERFACE):
         return False
     return any(
         name.endswith("Attention")
@@ -80,3 +83,32 @@ def bypasses_interface(module: ModuleType) -> bool:
         and value.__module__ == module.__name__
         for name, value in vars(module).items()
     )
+
+
+def may_call_interface(model_class: type) -> bool:
+    """Whether the code of a model class may call transformers' interface.
+
+    Outside transformers, attention may have any name and be in any module, so a sign of support is
+    needed: a flag of the class, or the interface or a model of transformers in its module. Where
+    its module defines attention layers, the class itself has to set `_supports_attention_backend`.
+    """
+    module = sys.modules.get(model_class.__module__)
+    if module is None:
+        return True
+    is_foreign = not module.__name__.startswith("transformers.")
+    if is_foreign and vars(model_class).get(DECLARATION):
+        return True
+    if bypasses_interface(module):
+        return False
+    declares = any(getattr(model_class, flag, False) for flag in _FLAGS)
+    if declares or not is_foreign or _INTERFACE in vars(module):
+        return True
+    return any(map(_is_sign, list(vars(module).values())))
+
+
+def _is_sign(value: object) -> bool:
+    home = sys.modules.get(value.__module__) if isinstance(value, type) else value
+    if not isinstance(home, ModuleType) or home.__name__ == "transformers.modeling_utils":
+        return False
+    is_auto = home.__name__.startswith("transformers.models.auto.")
+    return home.__name__ == "transformers" or is_auto or _INTERFACE in vars(home)

@@ -38,12 +38,12 @@ def install() -> None:
         if requested_attention in hooks.names:
             architectures.mask_needs(self.config)  # read now, because Dynamo cannot read them
             module = sys.modules.get(type(self).__module__)
-            if module is not None and architectures.bypasses_interface(module):
+            if not architectures.may_call_interface(type(self)):
                 chosen = original(self, None, *args, **kwargs)
                 warnings.warn(
                     f"{type(self).__name__} has its own attention code, which never calls "
                     f"transformers' attention interface: {chosen!r} is used instead of "
-                    f"{requested_attention!r}",
+                    f"{requested_attention!r}{_remedy(module)}",
                     stacklevel=2,
                 )
                 return chosen
@@ -64,3 +64,10 @@ def _complete_class_tables(module: ModuleType, name: str) -> None:
     for table in vars(module).values():
         if isinstance(table, dict) and isinstance(table.get("eager"), type):
             table.setdefault(name, table.get("sdpa", table["eager"]))
+
+
+def _remedy(module: ModuleType) -> str:
+    """How a class outside transformers contradicts, as the end of a warning."""
+    if module.__name__.startswith("transformers."):
+        return ""
+    return f"; a class that does call it sets {architectures.DECLARATION} = True"

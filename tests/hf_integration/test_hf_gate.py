@@ -1,5 +1,6 @@
 """Registration, and models that bypass the attention interface."""
 
+import importlib
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoModel,
     LlamaConfig,
+    LlamaModel,
     PreTrainedModel,
 )
 
@@ -85,6 +87,70 @@ def test_a_model_with_its_own_attention_code_keeps_its_default_with_a_warning(mo
     with torch.no_grad():
         ours, eager = (m(ids, attention_mask=mask)[0] for m in (model, reference))
     torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()])
+
+
+LAYERS = """
+from torch import nn
+
+class Mixer(nn.Linear):  # attention under any name
+    pass
+"""
+MODELS = """
+from layers_of_a_user import Mixer
+from transformers import LlamaConfig, PreTrainedModel
+
+class Config(LlamaConfig):
+    pass
+
+class Plain(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mixer = Mixer(config.hidden_size, config.hidden_size)
+
+class Declared(Plain):
+    _supports_attention_backend = True
+"""
+
+
+def test_a_class_of_the_user_without_a_sign_of_support_keeps_its_default(tmp_path, monkeypatch):
+    """SDPA raises for such a class, whose code may add a bool mask to its scores."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "layers_of_a_user.py").write_text(LAYERS)
+    (tmp_path / "models_of_a_user.py").write_text(MODELS)
+    models = importlib.import_module("models_of_a_user")
+    with pytest.warns(UserWarning, match="Plain has its own attention code.*'eager' is used"):
+        model = models.Plain._from_config(models.Config(), attn_implementation="fa_ops")
+    assert model.config._attn_implementation == "eager"
+    model = models.Declared._from_config(models.Config(), attn_implementation="fa_ops")
+    assert model.config._attn_implementation == "fa_ops"
+    models.LlamaModel = LlamaModel  # as if it wrapped one
+    model = models.Plain._from_config(models.Config(), attn_implementation="fa_ops")
+    assert model.config._attn_implementation == "fa_ops"
+
+
+class PoolingAttention(torch.nn.Module):
+    """A layer of the user, for which all classes of this module count as doubtful."""
+
+
+class Doubtful(LlamaModel):
+    """Calls the interface without saying so."""
+
+
+class Declared(LlamaModel):
+    """Says that it calls the interface."""
+
+    _supports_attention_backend = True
+
+
+def test_a_class_beside_attention_of_the_user_declares_that_it_calls_the_interface():
+    config = tiny_models.config("llama")
+    with pytest.warns(UserWarning, match="call it sets _supports_attention_backend = True"):
+        model = Doubtful._from_config(config, attn_implementation="fa_ops")
+    assert model.config._attn_implementation == "sdpa"
+    model = Declared._from_config(config, attn_implementation="fa_ops")
+    assert model.config._attn_implementation == "fa_ops"
 
 
 def test_a_model_with_its_own_attention_code_gets_float_masks():
