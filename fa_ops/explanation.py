@@ -13,6 +13,7 @@ from fa_ops import (
     api,
     dispatch,
     kv_cache,
+    packed_quantized,
     paged_calls,
     planning,
     quantized,
@@ -26,6 +27,7 @@ from fa_ops.call import (
     PACKED,
     CacheTensors,
     Call,
+    PackedQuantizedTensors,
     PackedTensors,
     QuantizedTensors,
 )
@@ -49,7 +51,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
             :func:`attention_with_kv_cache` has (``page_table=None`` is enough) are of that, those
             with ``qk_dtype``, ``smooth_key`` or ``rotate`` are of :func:`quantized_attention`, and
             all others are of :func:`attention`. Where no kernel takes packed queries over pages,
-            the call of :func:`attention_with_kv_cache` is explained by which they are attended.
+            the call of :func:`attention_with_kv_cache` is explained by which they are attended,
+            and where none takes packed e4m3 sequences, the one of :func:`attention` for rows of
+            equal length.
 
     Returns:
         ``backend`` and ``kernel``, None where no backend can run the call; ``route``: "direct"
@@ -72,10 +76,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
           reference: can run this
     """
     one = None
-    if "cu_seqlens_q" in options and any(
-        options.get(n) is not None for n in Quantization._fields[:3]
-    ):
-        raise NotImplementedError("packed sequences with q_scale are not explained")
+    if "cu_seqlens_q" in options and _has_scales(options):
+        return _packed_quantized(query, key, value, options)
     if "cu_seqlens_q" in options and options.get("page_table") is not None:
         given = _over_pages(query, key, value, options)
         one = paged_calls.call_of(*given[:6], given.options)
@@ -85,9 +87,14 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     describe = _described_quantized if options.keys() & _OF_QUANTIZED else _described
     call = describe(query, key, value, options)
     planning.check(call)
+    return _explained(call, one)
+
+
+def _explained(call: Call, one: Call | None) -> CallExplanation:
+    """How a checked call runs; `one`: a call of one kernel that is run in its place."""
     call = planning.normalised(call)
     reasons = {name: dispatch.refusal(name, call) for name in dispatch.BACKENDS}
-    route = library.route_of(query, key, value, *call.tensors).value
+    route = library.route_of(call.query, call.key, call.value, *call.tensors).value
     if one is not None:
         reasons[paged_calls.BACKEND] = None
         return CallExplanation(paged_calls.BACKEND, planning.plan_for(one).kernel, route, reasons)
@@ -96,6 +103,26 @@ def explain(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Cal
     except NotImplementedError:
         return CallExplanation(None, None, route, reasons)
     return CallExplanation(backend, planning.plan_for(call).kernel, route, reasons)
+
+
+def _has_scales(options: dict) -> bool:
+    return any(options.get(name) is not None for name in Quantization._fields[:3])
+
+
+def _packed_quantized(query: Tensor, key: Tensor, value: Tensor, options: dict) -> CallExplanation:
+    """How packed e4m3 sequences are attended: by one kernel, or as a batch of rows."""
+    given = _bound(api.attention_varlen, query, key, value, options)
+    tensors = PackedQuantizedTensors(*(given[name] for name in PackedQuantizedTensors._fields))
+    defaults = {"alibi_slopes": None, "dropout_p": 0, "deterministic": False}
+    packed_quantized.refuse(tensors, {name: (given[name], x) for name, x in defaults.items()})
+    tensors = packed_quantized.with_lengths(query, tensors)
+    scalars = _scalars(given)._replace(dropout_p=0.0, deterministic=False)
+    longest = given["max_seqlen_q"], given["max_seqlen_k"]
+    call = packed_quantized.described(query, key, value, tensors, (*scalars, *longest))
+    planning.check(call)
+    one = planning.normalised(call)
+    is_taken = dispatch.refusal(packed_quantized.BACKEND, one) is None
+    return _explained(packed_quantized.shape_of_rows(call), one if is_taken else None)
 
 
 _OF_QUANTIZED = {"q_scale", "qk_dtype", "smooth_key", "rotate"}

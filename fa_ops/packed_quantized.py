@@ -4,6 +4,8 @@ operator for a batch of rows of equal length (`padded_sequences`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from fa_ops.argument_types import (
     need_tensor,
     sides,
 )
-from fa_ops.call import QUANTIZED_PACKED, Call, PackedQuantizedTensors
+from fa_ops.call import QUANTIZED, QUANTIZED_PACKED, Call, PackedQuantizedTensors
 from fa_ops.ops import library, quantized
 from fa_ops.ops.library import Route
 from fa_ops.quantized import refuse_given, refuse_missing
@@ -33,13 +35,12 @@ def scaled_attention(
 
     `longest` are upper bounds on the lengths of sequences.
     """
-    refuse_given(refused)
-    refuse_missing(tensors)
+    refuse(tensors, refused)
     route = library.route_of(query, key, value, *tensors)
     if route is Route.RECORD:
         quantized.refuse_gradients(query, key, value, *tensors)
     scalars = is_causal, 0.0, scale, *sides(window), softcap, False, backend, *longest
-    tensors = _with_lengths(query, tensors)
+    tensors = with_lengths(query, tensors)
     if route is Route.DIRECT and _may_run(query, key, value, tensors, backend):
         geometry = planning.key_of(QUANTIZED_PACKED, query, key, value, tensors, scalars)
         plan = planning.prepared(geometry)
@@ -55,6 +56,12 @@ def scaled_attention(
     if library.can_read(query):
         quantized_checks.values(query, key, value, tensors)
     return _attend_rows(call)
+
+
+def refuse(tensors: PackedQuantizedTensors, refused: dict[str, tuple]) -> None:
+    """Raise ValueError unless all scales are given, and each value of `refused` is its default."""
+    refuse_given(refused)
+    refuse_missing(tensors)
 
 
 def described(
@@ -75,7 +82,7 @@ def described(
     )  # fmt: skip
 
 
-def _with_lengths(query: Tensor, tensors: PackedQuantizedTensors) -> PackedQuantizedTensors:
+def with_lengths(query: Tensor, tensors: PackedQuantizedTensors) -> PackedQuantizedTensors:
     """With `kv_lens` in place of cu_seqlens_k where keys are in pages."""
     table, ends, lens = tensors.page_table, tensors.cu_seqlens_k, tensors.kv_lens
     if table is None:
@@ -108,23 +115,15 @@ def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
     """The results of a checked call by the operator for batches."""
     call = call if _has_keys(call) else _with_unused_key(call)
     q, k, v, spec = call.query, call.key, call.value, call.spec
-    packing, tokens = call.packing, len(call.query)
-    ends = padded_sequences.borders(packing.cu_seqlens_q, tokens)
-    longest_q = _longest(ends, packing.max_seqlen_q, tokens)
-    if call.cache is None:
-        ends_k = padded_sequences.borders(packing.cu_seqlens_k, len(k))
-        longest_k = max(_longest(ends_k, packing.max_seqlen_k, len(k)), 1)
-    else:
-        table = call.cache.page_table
-        longest_k = max(_smaller(packing.max_seqlen_k, table.shape[1] * k.shape[1]), 1)
-    if not (longest_q and len(ends) > 1):
+    tokens, lengths = len(call.query), _lengths_of_rows(call)
+    if not (lengths.query and len(lengths.ends_q) > 1):
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16)
         return out, q.new_full((q.shape[1], tokens), float("-inf"), dtype=torch.float32)
     if call.cache is None:
-        rows = padded_sequences.rows_of(q, k, v, ends, ends_k, spec.kv_lens, longest_q, longest_k)
+        rows = padded_sequences.rows_of(q, k, v, *lengths[:2], spec.kv_lens, *lengths[2:])
     else:
         rows = padded_sequences.rows_of_pages(
-            q, k, v, ends, table, spec.kv_lens, longest_q, longest_k
+            q, k, v, lengths.ends_q, call.cache.page_table, spec.kv_lens, *lengths[2:]
         )
     names = "scale", "window_left", "window_right", "softcap", "sinks", "backend"
     options = {name: getattr(spec, name) for name in names}
@@ -132,7 +131,44 @@ def _attend_rows(call: Call) -> tuple[Tensor, Tensor]:
         *rows[:3], *call.quantization[:3], spec.is_causal, kv_lens=rows.kv_lens, smooth_key=False,
         **options,
     )  # fmt: skip
-    return padded_sequences.packed(out, lse, ends, tokens)
+    return padded_sequences.packed(out, lse, lengths.ends_q, tokens)
+
+
+class _Lengths(NamedTuple):
+    """Borders of sequences, in order and among the tokens, and the lengths of their rows."""
+
+    ends_q: Tensor
+    ends_k: Tensor | None  # None: keys are in pages
+    query: int
+    key: int
+
+
+def _lengths_of_rows(call: Call) -> _Lengths:
+    packing, tokens, keys = call.packing, len(call.query), len(call.key)
+    ends = padded_sequences.borders(packing.cu_seqlens_q, tokens)
+    longest_q = _longest(ends, packing.max_seqlen_q, tokens)
+    if call.cache is not None:
+        longest_k = _smaller(
+            packing.max_seqlen_k, call.cache.page_table.shape[1] * call.key.shape[1]
+        )
+        return _Lengths(ends, None, longest_q, max(longest_k, 1))
+    ends_k = padded_sequences.borders(packing.cu_seqlens_k, keys)
+    return _Lengths(ends, ends_k, longest_q, max(_longest(ends_k, packing.max_seqlen_k, keys), 1))
+
+
+def shape_of_rows(call: Call) -> Call:
+    """The call for a batch by which a checked one is attended where no kernel takes it as it is.
+
+    Its queries, keys and values have memory, but no values.
+    """
+    q, k, v, lengths = call.query, call.key, call.value, _lengths_of_rows(call)
+    count = len(lengths.ends_q) - 1
+    rows = (
+        x.new_empty(count, length, *x.shape[-2:]).transpose(1, 2)
+        for x, length in ((q, lengths.query), (k, lengths.key), (v, lengths.key))
+    )
+    spec = call.spec._replace(kv_lens=lengths.ends_q.new_zeros(count, dtype=torch.int32))
+    return Call(QUANTIZED, *rows, spec, backend=call.backend, quantization=call.quantization)
 
 
 def _has_keys(call: Call) -> bool:

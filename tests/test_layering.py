@@ -72,6 +72,7 @@ TOP = {
     "fa_ops.explanation": (
         "fa_ops.api",
         "fa_ops.kv_cache",
+        "fa_ops.packed_quantized",
         "fa_ops.paged_calls",
         "fa_ops.quantized",
         "fa_ops.query_tiles",

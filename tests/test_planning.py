@@ -477,6 +477,27 @@ def test_explain_plans_without_running(log):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_explain_takes_packed_e4m3_tensors(log):
+    q, k, v = (torch.zeros(9, heads, 16, dtype=torch.float8_e4m3fn) for heads in (4, 2, 2))
+    ends, one = torch.tensor([0, 4, 9], dtype=torch.int32), torch.ones(())
+    scales = dict(q_scale=one, k_scale=one, v_scale=one)
+    options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5, max_seqlen_k=5) | scales
+    found = fa_ops.explain(q, k, v, **options)
+    assert (found.backend, found.kernel) == ("cpu", "8-bit forward") and not log.ran
+    assert found.reasons["cpu"] is None and found.reasons["hopper"] == "needs a CUDA device"
+    pages = torch.zeros(4, 8, 2, 16, dtype=torch.float8_e4m3fn)
+    lens, table = torch.tensor([5, 7], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    options |= dict(kv_lens=lens, page_table=table, cu_seqlens_k=None)
+    assert fa_ops.explain(q, pages, pages, **options).kernel == "8-bit forward"
+    for wrong in (dict(dropout_p=0.5), dict(q_scale=None), dict(kv_lens=None)):
+        raised = []
+        for call in (fa_ops.explain, fa_ops.attention_varlen):
+            with pytest.raises(ValueError) as error:
+                call(q, pages, pages, **options | wrong)
+            raised.append(str(error.value))
+        assert raised[0] == raised[1]
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
