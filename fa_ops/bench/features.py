@@ -15,7 +15,7 @@ from fa_ops.bench.peers import compiled_flex
 from fa_ops.bench.timing import Run, Time, device_times
 from fa_ops.cli import options
 
-WINDOW, DOCUMENT, SOFTCAP, DROPOUT = 1024, 1024, 30.0, 0.1
+WINDOW, GLOBAL, DOCUMENT, SOFTCAP, DROPOUT = 1024, 128, 1024, 30.0, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,15 @@ def mixed_lengths(S: int) -> tuple[int, ...]:
     return tuple(n for n in (*lengths, S - sum(lengths)) if n)
 
 
-def causal_mask(i: Tensor, dtype: torch.dtype, with_blocks: bool = False) -> Feature:
-    """Causality of queries i as a dense mask, alone or with its `mask_blocks`."""
-    mask = i[None] <= i[:, None]
+def dense_mask(
+    i: Tensor, keep: Callable, dtype: torch.dtype = torch.bool, with_blocks: bool = False
+) -> Feature:
+    """What `keep` keeps of queries and keys i as a dense mask, alone or with its `mask_blocks`."""
+    mask = keep(None, None, i[:, None], i[None])
     if dtype != torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=i.device).masked_fill_(~mask, -torch.inf)
     blocks = {"mask_blocks": fa_ops.mask_blocks(mask)} if with_blocks else {}
-    return Feature({"attn_mask": mask} | blocks, lambda b, h, q, k: q >= k)
+    return Feature({"attn_mask": mask} | blocks, keep)
 
 
 def features(H: int, S: int, device: str) -> Makers:
@@ -64,6 +66,9 @@ def features(H: int, S: int, device: str) -> Makers:
         torch.tensor(lengths, device=device)
     )
     past = lambda b, h, q, k: q >= k  # noqa: E731
+
+    def window_and_global(b, h, q, k):
+        return (q >= k) & (q - k < WINDOW) | (q < GLOBAL) | (k < GLOBAL)
 
     def float_mask() -> Feature:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that of the queries
@@ -98,10 +103,16 @@ def features(H: int, S: int, device: str) -> Makers:
             {"key_ranges": torch.stack([left, i + 1], -1)[None, None]},
             lambda b, h, q, k: (q >= k) & (k >= left[q]),
         ),
-        "causal as a bool mask": lambda: causal_mask(i, torch.bool),
-        "causal as a bool mask, mask_blocks": lambda: causal_mask(i, torch.bool, True),
-        "causal as a float mask": lambda: causal_mask(i, torch.float32),
-        "causal as a float mask, mask_blocks": lambda: causal_mask(i, torch.float32, True),
+        "causal as a bool mask": lambda: dense_mask(i, past),
+        "causal as a bool mask, mask_blocks": lambda: dense_mask(i, past, with_blocks=True),
+        "causal as a float mask": lambda: dense_mask(i, past, torch.float32),
+        "causal as a float mask, mask_blocks": lambda: dense_mask(i, past, torch.float32, True),
+        f"window {WINDOW}, {GLOBAL} global, as a bool mask": lambda: dense_mask(
+            i, window_and_global
+        ),
+        f"window {WINDOW}, {GLOBAL} global, mask_blocks": lambda: dense_mask(
+            i, window_and_global, with_blocks=True
+        ),
         "causal and a float mask": float_mask,
         f"causal, dropout {DROPOUT:g}": lambda: Feature(causal | {"dropout_p": DROPOUT}),
         f"{len(lengths)} packed documents": lambda: Feature(
