@@ -46,6 +46,26 @@ def test_generated_tokens_equal_those_of_eager_attention(model_type, cache, side
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_padding_before_the_window_of_a_second_piece(model_type):
+    """The window of the second piece has no padding, the masks of the following steps do."""
+    from transformers import DynamicCache
+
+    given, results = prompt("left"), []
+    pieces = [given["input_ids"][:, :n] for n in (4, 1, 1, 1)]
+    for name in ("fa_ops", "eager"):
+        model, mask = build(model_type, name), given["attention_mask"]
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(**given, past_key_values=cache)
+            for piece in pieces:
+                mask = torch.cat([mask, torch.ones_like(piece)], 1)
+                out = model(piece, attention_mask=mask, past_key_values=cache)
+                found.append(out.logits[:, -1])
+        results.append(torch.stack(found))
+    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_steps_do_not_synchronise(static, side):
