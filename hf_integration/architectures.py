@@ -89,8 +89,9 @@ def may_call_interface(model_class: type) -> bool:
     """Whether the code of a model class may call transformers' interface.
 
     Outside transformers, attention may have any name and be in any module, so a sign of support is
-    needed: a flag of the class, or the interface or a model of transformers in its module. Where
-    its module defines attention layers, the class itself has to set `_supports_attention_backend`.
+    needed: a flag of the class, a base class that calls the interface, or the interface or a model
+    of transformers in its module. Where that module defines attention layers, the class itself has
+    to set `_supports_attention_backend`.
     """
     module = sys.modules.get(model_class.__module__)
     if module is None:
@@ -103,7 +104,7 @@ def may_call_interface(model_class: type) -> bool:
     declares = any(getattr(model_class, flag, False) for flag in _FLAGS)
     if declares or not is_foreign or _INTERFACE in vars(module):
         return True
-    return any(map(_is_sign, list(vars(module).values())))
+    return any(map(_is_sign, [*model_class.__mro__, *vars(module).values()]))
 
 
 def _is_sign(value: object) -> bool:

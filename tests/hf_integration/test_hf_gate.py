@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import tiny_models
@@ -128,6 +129,16 @@ def test_a_class_of_the_user_without_a_sign_of_support_keeps_its_default(tmp_pat
     models.LlamaModel = LlamaModel  # as if it wrapped one
     model = models.Plain._from_config(models.Config(), attn_implementation="fa_ops")
     assert model.config._attn_implementation == "fa_ops"
+
+
+def test_a_class_that_another_library_derives_keeps_the_implementation():
+    """As FSDP2 does with every model."""
+    model = tiny_models.build("switch_transformers")
+    model.__class__ = type("Sharded", (type(model),), {"__module__": "torch.nn"})
+    assert not any(getattr(model, flag) for flag in ("_supports_sdpa", "_supports_flash_attn"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.get_correct_attn_implementation("fa_ops") == "fa_ops"
 
 
 class PoolingAttention(torch.nn.Module):
