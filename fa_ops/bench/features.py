@@ -54,6 +54,11 @@ def dense_mask(
     return Feature({"attn_mask": mask} | blocks, keep)
 
 
+def window_and_global(b, h, q, k):
+    """Which keys queries attend in a causal window beside global tokens."""
+    return (q >= k) & (q - k < WINDOW) | (q < GLOBAL) | (k < GLOBAL)
+
+
 def features(H: int, S: int, device: str) -> Makers:
     """All features; each is created only when it is measured, as some hold an (S, S) mask."""
     i = torch.arange(S, device=device, dtype=torch.int32)
@@ -66,9 +71,6 @@ def features(H: int, S: int, device: str) -> Makers:
         torch.tensor(lengths, device=device)
     )
     past = lambda b, h, q, k: q >= k  # noqa: E731
-
-    def window_and_global(b, h, q, k):
-        return (q >= k) & (q - k < WINDOW) | (q < GLOBAL) | (k < GLOBAL)
 
     def float_mask() -> Feature:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that of the queries
