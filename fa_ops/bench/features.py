@@ -54,6 +54,19 @@ def dense_mask(
     return Feature({"attn_mask": mask} | blocks, keep)
 
 
+def past(b, h, q, k):
+    """Which keys queries attend under causality."""
+    return q >= k
+
+
+def float_mask(S: int, device: str) -> Feature:
+    """Causality and a bias for each query and key."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that of the queries
+    bias = torch.randn(S, S, device=device, dtype=dtype)
+    score = lambda s, b, h, q, k: s + bias[q, k]  # noqa: E731
+    return Feature({"is_causal": True, "attn_mask": bias}, past, score)
+
+
 def window_and_global(b, h, q, k):
     """Which keys queries attend in a causal window beside global tokens."""
     return (q >= k) & (q - k < WINDOW) | (q < GLOBAL) | (k < GLOBAL)
@@ -70,13 +83,6 @@ def features(H: int, S: int, device: str) -> Makers:
     document = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
     )
-    past = lambda b, h, q, k: q >= k  # noqa: E731
-
-    def float_mask() -> Feature:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that of the queries
-        bias = torch.randn(S, S, device=device, dtype=dtype)
-        score = lambda s, b, h, q, k: s + bias[q, k]  # noqa: E731
-        return Feature(causal | {"attn_mask": bias}, past, score)
 
     return {
         "causal": lambda: Feature(causal, past),
@@ -115,7 +121,7 @@ def features(H: int, S: int, device: str) -> Makers:
         f"window {WINDOW}, {GLOBAL} global, mask_blocks": lambda: dense_mask(
             i, window_and_global, with_blocks=True
         ),
-        "causal and a float mask": float_mask,
+        "causal and a float mask": lambda: float_mask(S, device),
         f"causal, dropout {DROPOUT:g}": lambda: Feature(causal | {"dropout_p": DROPOUT}),
         f"{len(lengths)} packed documents": lambda: Feature(
             causal, lambda b, h, q, k: (q >= k) & (document[q] == document[k]), lengths=lengths

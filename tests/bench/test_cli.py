@@ -73,7 +73,7 @@ def test_features_are_compared_with_plain_causal_attention(tmp_path):
     for name in ("causal", "causal as key_ranges", "causal, softcap 30", "16 packed documents"):
         assert name in result.output
     rows = json.loads(path.read_text())["records"]
-    assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 16
+    assert all(set(row["ms"]) == {"forward", "backward"} for row in rows) and len(rows) == 18
 
 
 @pytest.mark.parametrize("S", [1, 2, 64, 100, 256, 300, 16384])
