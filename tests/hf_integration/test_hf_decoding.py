@@ -1,4 +1,7 @@
-"""Decoding on a device whose values must not be read; the CPU is treated as one."""
+"""Decoding on a device whose values must not be read; the CPU is treated as one.
+
+Attention calls the operators that it chooses on a GPU.
+"""
 
 import gc
 import itertools
@@ -20,6 +23,8 @@ OPTIONS = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, disable_
 @pytest.fixture(autouse=True)
 def without_reads(monkeypatch):
     monkeypatch.setattr(masks, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     decoding.forget()
 
 
