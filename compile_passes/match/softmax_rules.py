@@ -59,7 +59,8 @@ def subtract_row(value: Value, s: MatchedScores, r: RowStatistic) -> State:
     path = tuple(dict.fromkeys((*s.path, *r.path, value)))
     if r.lse:
         check_over_keys(s, r.keys)
-        weights = MatchedWeights(s.dims, path, s, value, r.keys, by_lse=True)
+        by_lse = not _is_relative_to_maximum(s)  # else no number of keys is lost in it
+        weights = MatchedWeights(s.dims, path, s, value, r.keys, by_lse=by_lse)
         return LogWeights(s.dims, path, weights)
     if s.shift:
         raise Refused("they are shifted twice")
@@ -107,13 +108,18 @@ def normalize(value: Value, e: ScoreExps) -> MatchedWeights:
     return MatchedWeights(e.dims, (*e.path, value), e.scores, value, keys)
 
 
+def _is_relative_to_maximum(s: MatchedScores) -> bool:
+    """Whether the largest score of each row is 0, because the maximum was subtracted."""
+    if not s.shift or any(x.op in ("clamp", "maximum") for x in s.shift.path):
+        return False
+    return len(s.terms) == len(s.shift.scores.terms)
+
+
 def _check_lower_bound(s: MatchedScores, bound: float | None) -> None:
-    """Raises Refused unless a sum of exponentials exceeds a number in every row: where the maximum
-    is subtracted, it is at least 1.
+    """Raises Refused unless a sum of exponentials exceeds a number in every row: relative to the
+    maximum it is at least 1.
     """
-    of_maximum = s.shift and not any(x.op in ("clamp", "maximum") for x in s.shift.path)
-    nothing_added = of_maximum and len(s.terms) == len(s.shift.scores.terms)
-    if bound is None or not (nothing_added and bound <= 1):
+    if bound is None or bound > 1 or not _is_relative_to_maximum(s):
         raise Refused("the sum of their exponentials may be smaller than its lower bound")
 
 

@@ -75,6 +75,21 @@ def logarithm_of_the_sum(q, k, v):
     return (s - s.exp().sum(-1, keepdim=True).log()).exp() @ v
 
 
+@case("fuse", with_hidden_keys)
+def logarithm_of_the_sum_of_hidden_keys(q, k, v, hidden):
+    """Relative to the maximum, the logarithm of the number of keys is not lost beside the fill."""
+    s = (q @ k.mT * 0.3).masked_fill(hidden, MIN)
+    s = s - s.amax(-1, keepdim=True)
+    return (s - s.exp().sum(-1, keepdim=True).log()).exp() @ v
+
+
+@case("no_fuse", with_hidden_keys)
+def logarithm_relative_to_a_clamped_maximum(q, k, v, hidden):
+    s = (q @ k.mT * 0.3).masked_fill(hidden, -1e9)
+    s = s - s.amax(-1, keepdim=True).clamp(max=-1e9)
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
 @case("fuse", bhsd())
 def powers_of_two(q, k, v):
     s = q @ k.mT * (0.3 * math.log2(math.e))
