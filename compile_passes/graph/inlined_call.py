@@ -5,6 +5,7 @@ inserted before the call. If the pass fuses them they replace the call; otherwis
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
@@ -77,9 +78,11 @@ def repeated_heads(inserter: NodeInserter, q: fx.Node, x: fx.Node) -> fx.Node:
     heads, kv_heads = example(q).shape[-3], example(x).shape[-3]
     if sizes_equal(heads, kv_heads):
         return x
-    if type(heads) is not int or type(kv_heads) is not int:
-        raise Refused("the number of heads is not fixed")
-    return inserter.method("repeat_interleave", x, heads // kv_heads, -3)
+    if type(heads) is int and type(kv_heads) is int:
+        return inserter.method("repeat_interleave", x, heads // kv_heads, -3)
+    sizes = (inserter.method("size", y, -3) for y in (q, x))
+    repeats = inserter.function(operator.floordiv, *sizes)
+    return inserter.method("repeat_interleave", x, repeats, -3)
 
 
 def check_inputs(nodes: Iterable[fx.Node]) -> None:

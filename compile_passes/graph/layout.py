@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import SymInt
 
 from compile_passes.graph.axes import Axis, Dims, is_one, regroup, resolve_dims, sizes_equal
 from compile_passes.graph.ir import Value, is_tensor, requires_grad
@@ -71,7 +72,8 @@ def input_dims(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
 def _undo_interleave(value: Value, dims: Dims) -> tuple[Dims, bool] | None:
     """`input_dims` of repeat_interleave: the repetition is the inner part of the axis."""
     times, dim = value.args.get("repeats"), value.args.get("dim")
-    if not isinstance(times, int) or not isinstance(dim, int) or not dims[dim]:
+    times = times.tensor if isinstance(times, Value) else times
+    if not isinstance(times, (int, SymInt)) or not isinstance(dim, int) or not dims[dim]:
         return None
     shape = source(value).shape
     dim %= len(dims)

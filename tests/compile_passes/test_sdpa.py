@@ -41,13 +41,14 @@ def test_masks_become_compact(name):
 @pytest.mark.parametrize(
     "name",
     """sdpa_padding_and_causality sdpa_lengths sdpa_packed_by_positions sdpa_repeated_heads
-    sdpa_chunks""".split(),
+    sdpa_chunks sdpa_grouped sdpa_more_queries_than_keys""".split(),
 )
 def test_calls_are_replaced_with_dynamic_shapes(name):
     case = CASES[name]
     fusion = fuse(case.fn, dynamic=True)
     assert_same(case.fn, case.make_inputs(), fusion)
     assert fusion.fused == case.cores, fusion.reasons
+    assert "repeat" not in fusion.code
 
 
 @pytest.mark.parametrize("name", ["sdpa_padding_by_indexing", "sdpa_packed_by_positions"])
