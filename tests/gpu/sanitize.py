@@ -10,9 +10,9 @@
 The last runs every eighth call from number 3 on: eight processes compile Triton's kernels faster.
 `broken` makes calls whose lengths, borders, pages and ranges lie outside the tensors. `forward`
 runs forward and decoding kernels only, on inputs without uninitialised memory, such as unused parts
-of a cache. `quantized` makes calls with 8-bit products, and `tiles` calls with masks whose
-`mask_blocks` hold their tiles, or any numbers. Prints the number of calls; results are checked by
-other tests.
+of a cache. `quantized` makes calls with 8-bit products, `quantized_packed` of packed sequences, and
+`tiles` calls with masks whose `mask_blocks` hold their tiles, or any numbers. Prints the number of
+calls; results are checked by other tests.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ import torch
 
 import fa_ops
 from fa_ops.backends import hopper
+from fa_ops.backends.hopper import quantized_packed
 from fa_ops.cli.fuzz_cases import refusal
 from fa_ops.testing import PackedCase, draws, make_case, random_case
 from fa_ops.testing.caches import CacheCase, random_cache_case
@@ -193,16 +194,18 @@ def run_quantized(backend: str, first: int, step: int) -> int:
             q, k, v, how, spec = case.fresh()
             call_quantized(q, k, v, how, spec._replace(backend=backend))
         calls += 1
-    return calls + (run_packed_quantized() if backend == "hopper" else 0)
+    return calls
 
 
-def run_packed_quantized() -> int:
+def run_packed_quantized(backend: str, first: int, step: int) -> int:
     """Packed sequences with 8-bit products, also with pages that do not exist."""
+    quantized_packed.IS_ENABLED = True
     ends = torch.tensor([2, 2, 3, 4, 240, 241], device="cuda", dtype=torch.int32)
     lens = torch.tensor([9, 700, 300, 200, 1], device="cuda", dtype=torch.int32)
     one, calls = torch.ones(1, device="cuda"), 0
     scales = {"q_scale": one, "k_scale": one, "v_scale": one}
-    for (page, D), few in itertools.product(((0, 64), (16, 128), (64, 256)), (False, True)):
+    every = itertools.product(((0, 64), (16, 128), (64, 256)), (False, True))
+    for (page, D), few in itertools.islice(every, first, None, step):
         q = torch.randn(250, 4, D, device="cuda").to(torch.float8_e4m3fn)
         shape = (90, page, 2, D) if page else (1500, 2, D)
         k, v = (torch.randn(shape, device="cuda").to(q.dtype) for _ in "kv")
@@ -211,7 +214,7 @@ def run_packed_quantized() -> int:
         ends_k = None if page else lens.new_tensor([0, 9, 709, 1009, 1209, 1210])
         with few_processors(2) if few else contextlib.nullcontext():
             fa_ops.attention_varlen(
-                q, k, v, ends, ends_k, is_causal=few, backend="hopper", **scales, **keys
+                q, k, v, ends, ends_k, is_causal=few, backend=backend, **scales, **keys
             )
         calls += 1
     return calls
@@ -256,7 +259,7 @@ def call(case: draws.AnyCase, backend: str, backward: bool) -> None:
 
 
 MODES = {"": run, "broken": run_broken, "forward": run_forward, "quantized": run_quantized}
-MODES["tiles"] = run_tiles
+MODES |= {"quantized_packed": run_packed_quantized, "tiles": run_tiles}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

@@ -19,8 +19,9 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """How often each plan of these kernels ran."""
+    """The kernels are switched on; how often each plan of theirs ran."""
     plans, run = [], quantized_packed.PackedPlan.run
+    monkeypatch.setattr(quantized_packed, "IS_ENABLED", True)
     monkeypatch.setattr(
         quantized_packed.PackedPlan,
         "run",
