@@ -117,7 +117,7 @@ def test_a_value_that_all_keys_share_is_reproduced(D, backend):
     q, k, v = (torch.randn(1, 2, n, D, device="cuda", dtype=torch.bfloat16) for n in (200, 3000, 1))
     v = v.to(E4M3).to(v.dtype)
     out = fa_ops.quantized_attention(q, k, v.expand_as(k).contiguous(), backend=backend)
-    assert ((out - v).abs() <= 0.015 * v.abs()).all()
+    assert ((out - v).abs() <= 0.025 * v.abs()).all()
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
