@@ -86,8 +86,14 @@ class PackedQuantizedTensors(NamedTuple):
     v_scale: Tensor | None = None
 
 
-_Small = DenseTensors | PackedTensors | CacheTensors | PagedTensors
-Tensors = _Small | QuantizedTensors | PackedQuantizedTensors
+Tensors = (
+    DenseTensors
+    | PackedTensors
+    | CacheTensors
+    | PagedTensors
+    | QuantizedTensors
+    | PackedQuantizedTensors
+)
 
 
 class Saved(NamedTuple):

@@ -56,7 +56,7 @@ class Prepared:
 
 
 class Repeatable(NamedTuple):
-    """A backward pass, and what tells whether another one is the same but for its addresses."""
+    """What ran a backward pass, and a test whether other tensors differ in addresses alone."""
 
     matches: Callable[..., bool]  # of tensors: whether they are like those of this one
     settings: tuple

@@ -22,9 +22,10 @@ def below(
     """Call `function` with the tensors that autocast casts, and autocast switched off.
 
     `cast(dtype, query, key, value, tensors)` is one of the functions below, and `function` takes
-    the same tensors followed by `options`.
+    the same tensors followed by `options`. It refuses what is missing by name.
     """
-    device = query.device.type
+    is_missing = query is None or key is None or value is None
+    device = "" if is_missing else query.device.type
     if device in _DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value, tensors = cast(dtype, query, key, value, tensors)

@@ -219,3 +219,19 @@ def test_errors_name_the_argument(backend):
         with pytest.raises(ValueError, match="alibi_slopes must not require grad"):
             slopes = torch.ones(4, requires_grad=True)
             fa_ops.attention(q, k, v, alibi_slopes=slopes, backend=backend)
+
+
+MISSING = {
+    "query": lambda q: fa_ops.attention(None, q, q),
+    "value": lambda q: fa_ops.attention(q, q, None),
+    "key": lambda q: fa_ops.attention_varlen(q[0], None, q[0], ENDS, ENDS),
+    "key_cache": lambda q: fa_ops.attention_with_kv_cache(q, None, q, LENS),
+    "value_cache": lambda q: fa_ops.attention_with_kv_cache(q, q, None, LENS),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_tensors_are_named_in_a_region(name):
+    message = f"{name} must be a Tensor, got NoneType"
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=message):
+        MISSING[name](torch.randn(2, 2, 7, 8))
