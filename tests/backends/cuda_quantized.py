@@ -184,6 +184,14 @@ def _products(defines: dict[str, int]) -> str:
     return text
 
 
+BYTE_PERM = r"""
+static u32 __byte_perm(u32 a, u32 b, u32 order) {
+  const u64 bytes = (u64)b << 32 | a;
+  u32 y = 0;
+  for (int i = 0; i < 4; i++) y |= (u32)(bytes >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return y;
+}
+"""
 # Threads of a CTA one after another: the first pass ends at a barrier, the second runs past it.
 SEQUENTIAL = r"""
 #define __global__
@@ -200,12 +208,6 @@ static int2 make_int2(int x, int y) { return {x, y}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static void __syncthreads() { if (ends_at_barriers) throw AtBarrier(); }
 static bool __syncthreads_and(bool) { return sorted_of[borders++]; }
-static u32 __byte_perm(u32 a, u32 b, u32 order) {
-  const u64 bytes = (u64)b << 32 | a;
-  u32 y = 0;
-  for (int i = 0; i < 4; i++) y |= (u32)(bytes >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return y;
-}
 """
 PREPARE = r"""
 #include "scaled_packed.cu"
@@ -225,4 +227,44 @@ extern "C" void run(const ScaledPackedParams* p, int grid) {
 def preparation(folder: Path, name: str, defines: dict[str, int]) -> ctypes.CDLL:
     """The kernel that prepares packed e4m3 tensors."""
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return built(folder, name, text + PREPARE, WARP + SEQUENTIAL)
+    return built(folder, name, text + PREPARE, WARP + SEQUENTIAL + BYTE_PERM)
+
+
+# CTAs one after another, in the order in which they start.
+QUANTISATION = r"""
+#define CTAS KERNEL_CTAS  // the machine has constants of these names
+#define THREADS KERNEL_THREADS
+#include "quantize.cu"
+static QuantizeParams params;
+static void body_of_thread() { quantize(params); }
+extern "C" const char* run(const QuantizeParams* given, int grid, int seed) {
+  params = *given;
+  for (gridDim.x = grid, blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
+    if (const char* found = run_cluster(body_of_thread, blockIdx.x, seed + blockIdx.x))
+      return found;
+  return nullptr;
+}
+"""
+BETWEEN_CTAS = r"""
+struct uint2 { u32 x, y; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static void add_release(int* to, int x) { *to += x; }
+static int load_acquire(const int* from) { return *from; }
+static u32 atomicMax(u32* to, u32 x) { const u32 y = *to; *to = max(y, x); return y; }
+static u32 signed_e4m3(float x) { return rounded_e4m3(fabsf(x)) | (std::signbit(x) ? 128 : 0); }
+static u32 pack_signed(float a, float b, float c, float d) {
+  return signed_e4m3(a) | signed_e4m3(b) << 8 | signed_e4m3(c) << 16 | signed_e4m3(d) << 24;
+}
+#define pack_e4m3 pack_signed
+"""
+
+
+def quantisation(folder: Path, name: str, defines: dict[str, int]) -> ctypes.CDLL:
+    """The kernel that quantises, which `run` runs; it returns what went wrong."""
+    ptx = cuda_cluster.PTX.replace("CTAS = 2, THREADS = 512", "CTAS = 1, THREADS = 256")
+    ptx = ptx.replace("#define __shared__\n", "#define __shared__ static\n")
+    ptx = _replaced(ptx, "// Copies, by maps", "static void atomic_add", MAPS) + BETWEEN_CTAS
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    library = built(folder, name, text + QUANTISATION, ptx + BYTE_PERM)
+    library.run.restype = ctypes.c_char_p
+    return library

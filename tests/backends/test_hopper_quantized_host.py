@@ -31,9 +31,9 @@ def test_a_16_bit_call_is_quantised_first(driver):
     assert driver.called.count("cuMemsetD32Async") == 1
     words = struct.unpack_from("<15Q", driver.last("quantize")[1])
     assert words[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and words[14] == lens.data_ptr()
-    # statistics of each key head: four CTAs for values, one for the mean; two blocks of 128 keys,
-    # four of 64, and one of 512 queries
-    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (2 + 4) + 4 * 1), 1)
+    # statistics of each key head: four CTAs for values, one for the mean; two blocks of 128 values,
+    # four of 64 keys, and one of 512 queries
+    assert driver.last("quantize")[0] == (2 * 2 * 5 + 2 * (2 * (1 + 1) + 4 * 1), 1)
     # two counters of each key head behind the largest values
     assert words[12] - words[11] == 4 * 2 * 2 * 64 and words[13] - words[12] == 4 * 2 * 2
     grid, params = driver.last("quantized")

@@ -21,6 +21,7 @@ VALUE_BLOCK = 128  # keys whose values are transposed together
 THREADS = 256
 _CTAS = 4  # of those that find the largest values, on a multiprocessor
 _QUERY_ROWS = 16  # of a CTA's lanes: QUERY_UNITS * QUERY_STEPS of quantize.cu
+_KEY_STEPS = 4  # blocks of a CTA, in quantize.cu
 _PARAMS = struct_layout("quantize_params.cuh", "QuantizeParams")
 ADDRESSES, SCALARS = _PARAMS.packer("q", "kv_lens"), _PARAMS.packer("q_strides")
 _ALIGNMENT = 256
@@ -66,7 +67,8 @@ class Quantizer:
         self._memory = (total // 4,), (1,), torch.int32
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         parts = max(1, min(-(-_CTAS * sms // (B * Hkv)), -(-Sk // SCALE_BLOCK)))
-        of_keys = parts + subtracts_mean + 3 * self.blocks
+        of_keys = parts + subtracts_mean + -(-self.blocks // value_blocks(Dv))
+        of_keys += -(-2 * self.blocks // _KEY_STEPS)
         self._grid = B * (Hkv * of_keys + Hq * -(-Sq * lanes(D) // (THREADS * _QUERY_ROWS))), 1
         self._scalars = SCALARS.pack(
             *(*strides[0][:3], *strides[1][:3], *strides[2][:3]),
@@ -122,6 +124,11 @@ def kernel_defines(
         "HEAD_LANES": lanes(D), "VALUE_LANES": lanes(Dv),
         "ROTATED_BITS": (D & -D).bit_length() - 1 if rotate else 0,
     }  # fmt: skip
+
+
+def value_blocks(Dv: int) -> int:
+    """Blocks of values of a CTA, as quantize.cu has them."""
+    return 2 if lanes(Dv) < 32 else 1
 
 
 def lanes(features: int) -> int:

@@ -15,7 +15,8 @@ constexpr int SCALE_BLOCK = 64, MEAN_KEYS = 1024;
 constexpr int ROWS = THREADS / HEAD_LANES;  // that a CTA reads at once
 constexpr int QUERY_UNITS = 4, QUERY_STEPS = 4;  // of ROWS queries each: in registers, and one after another
 constexpr int QUERIES = ROWS * QUERY_UNITS * QUERY_STEPS;  // of a CTA
-constexpr int CTAS = HEAD_LANES * VALUE_LANES < 512 ? 4 : 2;  // on a multiprocessor: registers
+constexpr int KEY_STEPS = 4, VALUE_BLOCKS = VALUE_LANES < 32 ? 2 : 1;  // blocks of a CTA
+constexpr int CTAS = HEAD_LANES * VALUE_LANES < 512 ? 3 : 2;  // on a multiprocessor: registers
 constexpr float SMALLEST = 7.888609052210118e-31f;  // 2^-100
 constexpr float INT8_LARGEST = 127.43f;
 
@@ -33,6 +34,11 @@ DEVICE void unpack8(float (&x)[8], const uint4& y) {
   x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
 }
 
+DEVICE u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// Makes the compiler compute again what it has computed of these elements.
+DEVICE void forget(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
+
 // The smallest power of two by which `largest` is at most 448, as an exponent with its bias.
 DEVICE int scale_exponent(float largest) {
   const int bits = __float_as_int(fmaxf(largest, SMALLEST));
@@ -49,8 +55,8 @@ DEVICE u32 pack_int8(float a, float b, float c, float d) {
 
 // What a CTA has in shared memory, by the work that it does.
 union Shared {
-  float parts[THREADS][9], warps[THREADS / 32];
-  TransposedValues transposed;
+  float parts[THREADS][9], warps[2][THREADS / 32];
+  TransposedValues transposed[VALUE_BLOCKS];
 };
 
 // Reduces over the groups of LANES lanes of a CTA that hold the same eight columns: valid in the first group.
@@ -245,83 +251,130 @@ DEVICE void quantize_queries(const QuantizeParams& p, int bh, int part) {
   }
 }
 
-// SCALE_BLOCK keys of a head, which share a scale.
-DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int block) {
-  const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
-  const int keys = keys_of_row(p, b), first = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES;
-  const bool has_feature = feature < p.D;
-  const Element* k = row_at(p.k, p.k_strides, b, head % Hkv, first) + feature;
-  float mean[8] = {}, x[UNITS][8], largest = 0.f;
+// Eight features of a key without the mean.
+DEVICE void load_key(float (&x)[8], const QuantizeParams& p, const uint4& from, bool exists,
+                     const float (&mean)[8]) {
+  unpack8(x, from);
 #pragma unroll
-  for (int u = 0; u < UNITS; u++)
-    unpack8(x[u], load8(k + u * ROWS * p.k_strides.s, has_feature && first + u * ROWS < keys));
-  if (p.mean) load_mean(mean, p, head, feature);
-#pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const bool exists = first + u * ROWS < keys;
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[u][i] = exists ? x[u][i] - mean[i] : 0.f;
-    rotate(x[u], p.rotation);
-    largest = fmaxf(largest, largest_of(x[u]));
-  }
-  auto& warps = shared.warps;
+  for (int i = 0; i < 8; i++) x[i] = exists ? x[i] - mean[i] : 0.f;
+  rotate(x, p.rotation);
+}
+
+// The largest of a CTA's numbers. Two calls one after another use different `of_warps`.
+DEVICE float largest_of_cta(float (&of_warps)[THREADS / 32], float largest) {
   largest = largest_of_lanes<32>(largest);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < THREADS / 32; i++) largest = fmaxf(largest, warps[i]);
-  float scale;
+  for (int i = 0; i < THREADS / 32; i++) largest = fmaxf(largest, of_warps[i]);
+  return largest;
+}
+
+// KEY_STEPS blocks of SCALE_BLOCK keys of a head, each of which share a scale. The next block is copied to
+// registers meanwhile.
+DEVICE void quantize_keys(const QuantizeParams& p, Shared& shared, int head, int part) {
+  const int Hkv = p.Hq / p.group, b = head / Hkv, feature = threadIdx.x % HEAD_LANES * 8;
+  const int keys = keys_of_row(p, b), blocks = 2 * ((p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK);
+  int block = part * KEY_STEPS, row = block * SCALE_BLOCK + threadIdx.x / HEAD_LANES;
+  const int end = min(block + KEY_STEPS, blocks);
+  const bool has_feature = feature < p.D;
+  const Element* k = row_at(p.k, p.k_strides, b, head % Hkv, row) + feature;
+  float mean[8] = {};
+  uint4 next[UNITS];
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int row = first + u * ROWS;
-    scale = store8(p.k8 + ((long long)head * p.Sk + row) * p.D + feature, x[u], largest,
-                   has_feature && row < p.Sk);
+  for (int u = 0; u < UNITS; u++)
+    next[u] = load8(k + u * ROWS * p.k_strides.s, has_feature && row + u * ROWS < keys);
+  if (p.mean) load_mean(mean, p, head, feature);
+#pragma unroll 1
+  for (; block < end; block++, row += SCALE_BLOCK) {
+    uint4 now[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) now[u] = next[u];
+    k += SCALE_BLOCK * p.k_strides.s;
+    const auto load_next = [&] {
+#pragma unroll
+      for (int u = 0; u < UNITS; u++)
+        next[u] = load8(k + u * ROWS * p.k_strides.s,
+                        has_feature && block + 1 < end && row + SCALE_BLOCK + u * ROWS < keys);
+    };
+    if (!ROTATED_BITS) load_next();  // or registers do not suffice
+    float largest = 0.f;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+      float x[8];
+      load_key(x, p, now[u], row + u * ROWS < keys, mean);
+      largest = fmaxf(largest, largest_of(x));
+    }
+    largest = largest_of_cta(shared.warps[block & 1], largest);
+    float scale;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+      float x[8];
+      forget(now[u]);
+      load_key(x, p, now[u], row + u * ROWS < keys, mean);
+      scale = store8(p.k8 + ((long long)head * p.Sk + row + u * ROWS) * p.D + feature, x, largest,
+                     has_feature && row + u * ROWS < p.Sk);
+    }
+    if (threadIdx.x == 0) p.k_scale[(long long)head * blocks + block] = scale;
+    if (ROTATED_BITS) load_next();
   }
-  const int blocks = 2 * ((p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK);
-  if (threadIdx.x == 0) p.k_scale[(long long)head * blocks + block] = scale;
 }
 
 // Words of a block that threads of a channel have, and the keys between one and the next.
 constexpr int VALUE_STEPS = WORDS * VALUE_LANES / THREADS, KEYS_OF_STEP = THREADS / VALUE_LANES * 4;
 static_assert(THREADS / VALUE_LANES % 8 == 0, "the same order of keys in each step");
 
-// VALUE_BLOCK values of a head.
-DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int block) {
-  auto& transposed = shared.transposed;
+// The values of four keys of a word, in eight channels.
+DEVICE void load_values(uint4 (&x)[4], const QuantizeParams& p, const Element* v, int key, bool exists,
+                        int keys) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = key + (i >> 1) * 8 + (i & 1);
+    x[i] = load8(v + row * p.v_strides.s, exists && row < keys);
+  }
+}
+
+// VALUE_BLOCKS blocks of a head's values. Those of the next step are copied to registers meanwhile.
+DEVICE void quantize_values(const QuantizeParams& p, Shared& shared, int head, int part) {
   const int Hkv = p.Hq / p.group, b = head / Hkv, channel = threadIdx.x % VALUE_LANES * 8;
-  const int keys = keys_of_row(p, b);
+  const int keys = keys_of_row(p, b), blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK;
   const Element* v = row_at(p.v, p.v_strides, b, head % Hkv, 0) + channel;
   const bool exists = channel < p.Dv;
-  const int key = block * VALUE_BLOCK + key_of_word(threadIdx.x / VALUE_LANES);
-  uint4 from[VALUE_STEPS][4];
-#pragma unroll
-  for (int step = 0; step < VALUE_STEPS; step++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = key + step * KEYS_OF_STEP + (i >> 1) * 8 + (i & 1);
-      from[step][i] = load8(v + row * p.v_strides.s, exists && row < keys);
-    }
+  int block = part * VALUE_BLOCKS, key = block * VALUE_BLOCK + key_of_word(threadIdx.x / VALUE_LANES);
+  const int end = min(block + VALUE_BLOCKS, blocks);
+  uint4 next[4];
+  load_values(next, p, v, key, exists, keys);
   wait_for_statistics(p.largest_found + head, p.parts);
   float inverse[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int exponent = scale_exponent(exists ? __int_as_float(p.largest[head * p.Dv + channel + i]) : 0.f);
     inverse[i] = __int_as_float(254 - exponent << 23);
-    if (block == 0 && threadIdx.x < VALUE_LANES && exists)
+    if (part == 0 && threadIdx.x < VALUE_LANES && exists)
       p.v_scale[head * p.Dv + channel + i] = __int_as_float(exponent << 23);
   }
+#pragma unroll 1
+  for (; block < end; block++) {
+    auto& transposed = shared.transposed[block % VALUE_BLOCKS];
 #pragma unroll
-  for (int step = 0; step < VALUE_STEPS; step++) {
-    const int word = threadIdx.x / VALUE_LANES + step * (THREADS / VALUE_LANES);
-    float x[4][8];
+    for (int step = 0; step < VALUE_STEPS; step++, key += KEYS_OF_STEP) {
+      uint4 now[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) unpack8(x[i], from[step][i]);
+      for (int i = 0; i < 4; i++) now[i] = next[i];
+      const bool has_next = step + 1 < VALUE_STEPS || block + 1 < end;
+      load_values(next, p, v, key + KEYS_OF_STEP, exists && has_next, keys);
+      const int word = threadIdx.x / VALUE_LANES + step * (THREADS / VALUE_LANES);
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      transposed[channel + i][word] = pack_e4m3(x[0][i] * inverse[i], x[1][i] * inverse[i],
-                                                x[2][i] * inverse[i], x[3][i] * inverse[i]);
+      for (int i = 0; i < 4; i++) {
+        const float2 a = unpack(word_of(now[0], i)), b = unpack(word_of(now[1], i)),
+                     c = unpack(word_of(now[2], i)), d = unpack(word_of(now[3], i));
+        const float x = inverse[2 * i], y = inverse[2 * i + 1];
+        transposed.at(channel + 2 * i, word) = pack_e4m3(a.x * x, b.x * x, c.x * x, d.x * x);
+        transposed.at(channel + 2 * i + 1, word) = pack_e4m3(a.y * y, b.y * y, c.y * y, d.y * y);
+      }
+    }
+    store_transposed((u32*)p.v8, transposed, p.Dv, blocks, head, block);
   }
-  store_transposed((u32*)p.v8, transposed, p.Dv, (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, head, block);
 }
 
 // Whether `i` is one of `count` CTAs; if not, it is counted from those that follow.
@@ -334,13 +387,14 @@ DEVICE bool is_one_of(int& i, int count) {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     quantize(const __grid_constant__ QuantizeParams p) {
   const int heads = p.B * (p.Hq / p.group), q_parts = (p.Sq + QUERIES - 1) / QUERIES,
-            v_blocks = (p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK, k_blocks = 2 * v_blocks;
+            v_parts = (p.Sk + VALUE_BLOCKS * VALUE_BLOCK - 1) / (VALUE_BLOCKS * VALUE_BLOCK),
+            k_parts = (2 * ((p.Sk + VALUE_BLOCK - 1) / VALUE_BLOCK) + KEY_STEPS - 1) / KEY_STEPS;
   __shared__ Shared shared;
   launch_dependent_grids();
   int i = blockIdx.x;
   if (is_one_of(i, p.mean ? heads : 0)) find_mean(p, shared, i);
   else if (is_one_of(i, p.B * p.Hq * q_parts)) quantize_queries(p, i / q_parts, i % q_parts);
   else if (is_one_of(i, heads * p.parts)) find_largest(p, shared, i / p.parts, i % p.parts);
-  else if (is_one_of(i, heads * v_blocks)) quantize_values(p, shared, i / v_blocks, i % v_blocks);
-  else quantize_keys(p, shared, i / k_blocks, i % k_blocks);
+  else if (is_one_of(i, heads * v_parts)) quantize_values(p, shared, i / v_parts, i % v_parts);
+  else quantize_keys(p, shared, i / k_parts, i % k_parts);
 }
