@@ -24,8 +24,8 @@ CASES = [
     (64, 64, True, {}, 0),
     (128, 128, True, {"window": True}, 0),
     (128, 128, False, {"signs": True}, 0),
-    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 16),
-    (256, 256, False, {"window": True, "kv_lens": True}, 8),
+    (128, 128, True, dict(window=True, left=True, ranges=True, softcap=1, sinks=True), 24),
+    (256, 256, False, {"window": True, "kv_lens": True}, 68),
     (64, 136, True, {}, 0),
     (80, 40, False, {"window": True, "left": True, "softcap": 1}, 0),
     (256, 128, True, dict(window=True, kv_lens=True, ranges=True, softcap=1, sinks=True), 56),
@@ -43,7 +43,11 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
     scores, values = 2 * -(-D // 32), 2 * config.block_n // 32
     assert sass.count("IGMMA") == (scores if is_int8 else 0)
     assert sass.count("QGMMA") == values + (0 if is_int8 else scores)
-    assert sass.count("WARPGROUP.DEPBAR") == (4 if config.block_m == 192 else 3)
+    waits = re.split(r"WARPGROUP.DEPBAR.LE gsb0, ", sass)
+    assert len(waits) == 5
+    # three consumers take turns; two find maxima before they wait for the product with values
+    assert ("BAR.ARV" in sass) == (config.block_m == 192)
+    assert config.block_m == 192 or waits[2].count("MNMX") >= 32
     assert sass.count("UTMALDG") > 0 and sass.count("ELECT") == 1
     assert not unwritten_uniform_registers(sass)
     # two of a thread's weights are rounded at once, and no integer is converted
@@ -57,8 +61,8 @@ def test_forward(D, Dv, is_int8, features, spilled, tmp_path):
 PACKED = [
     (64, 64, 0, {}, 56),
     (128, 128, 16, {"window": True}, 104),
-    (128, 128, 64, {"window": True, "sinks": True}, 104),
-    (256, 256, 0, {"window": True}, 124),
+    (128, 128, 64, {"window": True, "sinks": True}, 108),
+    (256, 256, 0, {"window": True}, 182),
 ]
 
 
@@ -69,7 +73,7 @@ def test_packed_forward(D, Dv, page, features, spilled, tmp_path):
     sass, log = compiled_entries(tmp_path, "quantized", [launch.Entry("quantized", 0)], defines)
     assert_clean(log, spilled)
     consumers, _ = sass.split("USETMAXREG.DEALLOC")
-    assert D > 128 or not re.search(r"\b(STL|LDL)\b", consumers)
+    assert D > 128 or len(re.findall(r"\bSTL\b", consumers)) <= 2  # for a tile
     assert sass.count("QGMMA") == 2 * -(-D // 32) + 2 * config.block_n // 32
     assert not unwritten_uniform_registers(sass)
 
@@ -84,11 +88,11 @@ def test_preparation_of_packed_tensors(Dv, is_paged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "D, Dv, is_int8, rotate", [(128, 64, True, False), (256, 256, False, True)]
+    "D, Dv, is_int8, rotate, spilled", [(128, 64, True, False, 0), (256, 256, False, True, 36)]
 )
-def test_quantisation(D, Dv, is_int8, rotate, tmp_path):
+def test_quantisation(D, Dv, is_int8, rotate, spilled, tmp_path):
     defines = quantize.kernel_defines(torch.float16, D, Dv, is_int8, rotate)
     sass, log = compiled_entries(tmp_path, "quantize", [launch.Entry("quantize", 0)], defines)
-    assert_clean(log)
+    assert_clean(log, spilled)
     assert sass.count("LDG.E.128") >= 4 and "LDG.E.U16" not in sass
     assert not unwritten_uniform_registers(sass)

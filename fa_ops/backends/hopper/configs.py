@@ -132,7 +132,8 @@ class WideConfig(HeadDims):
 class QuantizedConfig:
     """The tile of the forward with 8-bit products: a consumer warpgroup for each 64 queries.
 
-    Two consumers have registers for both products of a step at once, three have not.
+    Two consumers have registers for both products of a step at once; three have not, and take
+    turns at the tensor cores.
     """
 
     head_features: int  # of q and k, a multiple of 16
@@ -424,9 +425,11 @@ def quantized_config(D: int, Dv: int) -> QuantizedConfig:
     """The tile of the forward with 8-bit products.
 
     On an H200, 128 features take 1.07x to 1.09x of the time with two consumers, 1.00x to 1.03x with
-    one slot for queries; taking turns, as consumers of the 16-bit kernel do, is slower too. 64
-    features take 0.91x to 1.10x with four consumers of 64 keys. 256 take 1.11x to 1.12x with 64
-    keys, and 1.01x to 1.04x with one product after the other.
+    one slot for queries, 1.05x with sums of 512 keys, 1.01x to 1.04x where consumers take turns
+    until their products end. A quarter of the exponentials as polynomials take 1.00x to 1.01x, and
+    0.98x to 1.00x with 64 features. 256 features take 1.01x to 1.02x where two consumers take
+    turns, 1.11x to 1.12x with 64 keys, 1.23x to 1.26x where exponentials too are computed during
+    the product with values.
     """
     if max(D, Dv) > 128:  # what shared memory holds
         return QuantizedConfig(D, Dv, 128, stages=2 if Dv > 128 else 3, query_stages=1)

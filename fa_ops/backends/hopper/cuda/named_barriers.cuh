@@ -20,6 +20,8 @@ template <int CONSUMERS> struct BackwardBarriers {
   };
 };
 
+enum QuantizedBarriers : u32 { TURN = 1 };  // consumer c waits at TURN + c until it may issue products
+
 enum DecodeBarriers : u32 { DECODE_CONSUMERS = 1 };  // of all attending warps
 
 enum MlaBarriers : u32 {

@@ -1,8 +1,9 @@
-// A consumer warpgroup of the forward kernel with 8-bit products: 64 queries. Consumers overlap without an
-// order among them.
+// A consumer warpgroup of the forward kernel with 8-bit products: 64 queries.
 //
-// The products of a step are T += P(j + 1).V(j + 1) and S(j) = Q.K(j)^T. Two consumers have them computed at
-// once, and three one after the other, so that P(j + 1) and S(j) share registers. Then P(j) is made of S(j).
+// The products of a step are T += P(j + 1).V(j + 1) and S(j) = Q.K(j)^T, of which P(j) is made. Three
+// consumers have them computed one after the other, so that P(j + 1) and S(j) share registers, and take turns
+// at the tensor cores: while one waits for its products, others make weights. Two have registers to look for
+// the largest of S(j) while the product with the values is computed, and keep no order.
 //
 // Tensor cores add 8-bit products with about 14 bits, so no sum of theirs is longer than SUMMED_BLOCKS
 // blocks: it is then added to the totals.
@@ -13,7 +14,7 @@
 #include "wgmma.cuh"
 
 constexpr u32 SUMMED_BLOCKS = SUMMED_KEYS / BLOCK_N;
-constexpr bool BOTH_AT_ONCE = CONSUMERS == 2;  // the products of a step
+constexpr bool TAKES_TURNS = CONSUMERS == 3;
 
 struct QuantizedConsumer : QuantizedEpilogue {
   using QuantizedEpilogue::QuantizedEpilogue;
@@ -72,6 +73,14 @@ struct QuantizedConsumer : QuantizedEpilogue {
 
   DEVICE void release_queries() {
     if (lane == 0) mbar_arrive(barrier(sm.q_empty, query_slot(work, c)));
+  }
+
+  // Once for each block of a tile, also for those that a consumer skips.
+  DEVICE void take_turn() {
+    if (TAKES_TURNS) named_barrier_sync(QuantizedBarriers::TURN + c, 256);
+  }
+  DEVICE void pass_turn() {
+    if (TAKES_TURNS) named_barrier_arrive(QuantizedBarriers::TURN + (c + 1 == CONSUMERS ? 0 : c + 1), 256);
   }
 
   DEVICE void wait_keys() { mbar_wait(barrier(sm.k_full, k.stage), k.phase); }
@@ -147,18 +156,38 @@ struct QuantizedConsumer : QuantizedEpilogue {
   // Scores of `block`, and the product of the weights of the block after it with their values.
   DEVICE void step(int block, const BlockRange& n) {
     load_key_scale(block);
-    if (!BOTH_AT_ONCE) {
-      wait_values(), value_product();
-      wgmma_wait<0>();
-      finish_block();
-    }
-    start_scores();
-    wait_keys();
-    if (BOTH_AT_ONCE) wait_values(), value_product();
-    score_product();
+    if (TAKES_TURNS) step_in_turn(block, n);
+    else step_with_both_products(block, n);
+  }
+
+  DEVICE void step_in_turn(int block, const BlockRange& n) {
+    wait_values(), wait_keys();
+    take_turn();
+    value_product();
     wgmma_wait<0>();
-    if (BOTH_AT_ONCE) finish_block();
-    exponentiate(block, n);
+    fence_operand(t);
+    start_scores();
+    score_product();
+    pass_turn();
+    finish_block();
+    wgmma_wait<0>();
+    find_max(block, n);
+    rescale();  // before the exponentials, so that each is rounded while the next is computed
+    exponentiate();
+    round_weights();
+  }
+
+  DEVICE void step_with_both_products(int block, const BlockRange& n) {
+    start_scores();
+    wait_keys(), score_product();
+    wait_values(), value_product();
+    wgmma_wait<1>();
+    find_max(block, n);
+    exponentiate();
+    fence_operand(s);
+    wait_values();  // ends at once; without it the compiler moves the wait for the product above the maxima
+    wgmma_wait<0>();
+    finish_block();
     rescale();
     round_weights();
   }
@@ -171,22 +200,25 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   // After the product of the scores.
-  DEVICE void exponentiate(int block, const BlockRange& n) {
+  DEVICE void find_max(int block, const BlockRange& n) {
     fence_operand(s);
     release_keys(block == n.begin);
     modify_scores(block, n);
     softmax.update_max(p, s);
-    softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s);
   }
 
+  DEVICE void exponentiate() { softmax.exponentiate<0>(p, s), softmax.exponentiate<1>(p, s); }
+
   DEVICE void round_weights() {
-    sums[0] += softmax.round<0>(s, weights), sums[1] += softmax.round<1>(s, weights);
+    const float sum0 = softmax.round<0>(s, weights), sum1 = softmax.round<1>(s, weights);
+    if (!SUMS_BY_PRODUCT) sums[0] += sum0, sums[1] += sum1;
   }
 
   // Skips blocks of the tile that no row of this consumer attends, from the last to the first.
   DEVICE void skip_blocks(int end, int begin) {
 #pragma unroll 1
     for (int j = end - 1; j >= begin; j--) {
+      take_turn(), pass_turn();
       wait_keys();
       release_keys(false);
       wait_values();
@@ -207,9 +239,12 @@ struct QuantizedConsumer : QuantizedEpilogue {
     wait_keys();
     load_key_scale(n.end - 1);
     start_scores();
+    take_turn();
     score_product();
     wgmma_wait<0>();
-    exponentiate(n.end - 1, n);
+    pass_turn();
+    find_max(n.end - 1, n);
+    exponentiate();
     round_weights();
     summed = 0;
 #pragma unroll 1
@@ -248,6 +283,7 @@ struct QuantizedConsumer : QuantizedEpilogue {
   }
 
   DEVICE void run() {
+    if (c == CONSUMERS - 1) pass_turn();  // the first is consumer 0's
     for (;; work.next()) {
       mbar_wait(barrier(sm.work_full, work.stage), work.phase);
       const WorkItem item = load_work_item(slot_at<WORK_ITEM_BYTES>(sm.work, work.stage));

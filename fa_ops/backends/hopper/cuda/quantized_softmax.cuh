@@ -70,7 +70,7 @@ struct QuantizedSoftmax {
     const float factor = unit(p, ROW, PART);
     const float largest = AS_BITS ? __int_as_float(larger(bits[0], bits[1]))
                                   : fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-    return fmaf(largest, factor, -ZERO * factor);
+    return ZERO > 0.f ? fmaf(largest, factor, -ZERO * factor) : largest * factor;
   }
 
   template <bool AS_BITS, int ROW>
@@ -105,7 +105,8 @@ struct QuantizedSoftmax {
   template <int ROW> DEVICE void exponentiate(const QuantizedParams& p, Scores& s) const {
 #pragma unroll
     for (int part = 0; part < KEY_SCALES; part++) {
-      const float factor = unit(p, ROW, part), shift = fmaf(-ZERO, factor, WEIGHT_BITS - max[ROW]);
+      const float factor = unit(p, ROW, part), base = WEIGHT_BITS - max[ROW],
+                  shift = ZERO > 0.f ? fmaf(-ZERO, factor, base) : base;
 #pragma unroll
       for (int i = part * KEY_SCORES + 2 * ROW; i < (part + 1) * KEY_SCORES; i += 4) {
         set(s[i], exp2_fast(fmaf(as_float(s[i]), factor, shift)));
